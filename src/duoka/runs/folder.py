@@ -1,0 +1,113 @@
+"""The run folder: what lies where, and who may go on in it.
+
+A run folder and the event log in it are the contract between training, supervising and watching. This room
+knows paths and small JSON files only.
+
+    config.yaml   the resolved config          events/run.jsonl        global numbers, one line per step
+    plan.json     what was expected            events/rank00000.jsonl  each rank's own times and memory
+    env.json      versions and machine         checkpoints/            step-00000050/ ...
+    status.json   heartbeat (see status.py)    tensorboard/  logs/  final/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from duoka.errors import StorageError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names of everything in one run's folder. Making one touches no disk."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def env(self) -> Path:
+        return self.path / "env.json"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def final(self) -> Path:
+        """The result in the field's own format: a PEFT folder (adapters) or a transformers folder."""
+        return self.path / "final"
+
+    def exists(self) -> bool:
+        """True when a run was started here before."""
+        return self.config.is_file()
+
+    def make(self) -> None:
+        """Create the folder and its subfolders; what is there stays."""
+        try:
+            for folder in (self.path, self.events, self.checkpoints, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot make the run folder {self.path}: {error.strerror or error}",
+                fix="set output: to a folder that you may write to",
+            ) from None
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replace a small file in one step, so that a reader never sees half of it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json_atomic(path: Path, value: Mapping[str, Any]) -> None:
+    write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a small JSON file, or None when it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
