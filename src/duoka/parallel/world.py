@@ -1,0 +1,135 @@
+"""Who am I in this world, and the few things that all ranks do together.
+
+`start_world` makes the process group (or none, for one process) and refuses a silent world of strangers: ranks whose
+code, config or data differ are named before the first step. Everyone else asks a `World`, never the environment.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from duoka.config.schema import ParallelConfig
+from duoka.errors import ConfigError, WorkerFailed
+from duoka.parallel.environ import read_rank_environment
+from duoka.units import parse_seconds
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: `rank` of `size`, on `device`. A world of one has no process group."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    node: int = 0
+    device: torch.device = torch.device("cpu")
+    backend: str = "none"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def print(self, text: str) -> None:
+        """Print once, not once per rank."""
+        if self.is_main:
+            print(text, flush=True)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Each value summed over all ranks, in fp64."""
+        if self.size == 1:
+            return list(values)
+        # MPS-like devices know no fp64; gloo and nccl both do.
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return [float(value) for value in tensor.tolist()]
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value)
+        return box
+
+
+def pick_device(local_rank: int) -> torch.device:
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise ConfigError(
+                f"process {local_rank} of this machine has no GPU: there are {count}",
+                fix=f"start at most {count} processes here (--nproc {count})",
+            )
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def start_world(parallel: ParallelConfig) -> World:
+    """Join the world that the launcher described, or be a world of one."""
+    place = read_rank_environment()
+    device = pick_device(place.local_rank if place else 0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if parallel.backend == "nccl" and device.type != "cuda":
+        raise ConfigError("parallel.backend is nccl, and this machine has no GPU", fix="write backend: auto")
+    if place is None or place.size == 1:
+        return World(device=device)
+    if parallel.strategy == "single":
+        raise ConfigError(
+            f"parallel.strategy is single, but {place.size} processes were started",
+            fix="write strategy: auto, or start one process (--nproc 1)",
+        )
+    backend = parallel.backend if parallel.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    timeout = datetime.timedelta(seconds=min(parse_seconds(parallel.timeout), 86400.0))
+    dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
+    if dist.get_world_size() != place.size:
+        raise WorkerFailed(f"asked for a world of {place.size} processes, got {dist.get_world_size()}")
+    return World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend)
+
+
+def end_world(world: World) -> None:
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_same_everywhere(world: World, facts: Mapping[str, str]) -> None:
+    """Refuse a world whose ranks differ in code, config, model or data; name the ranks and what differs."""
+    everyone = world.gather(dict(facts))
+    for name in facts:
+        seen = [str(other.get(name)) for other in everyone]
+        strangers = [rank for rank, value in enumerate(seen) if value != seen[0]]
+        if strangers:
+            shown = ", ".join(f"rank {rank}: {seen[rank]}" for rank in [0, *strangers[:3]])
+            raise ConfigError(
+                f"{name} is not the same on all ranks", where=shown, fix="make the machines alike and start again"
+            )
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """One digest over names, shapes and bits of tensors."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors.items():
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        # Through a byte view: NumPy has no bf16.
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
