@@ -1,0 +1,67 @@
+"""What training leaves behind: a PEFT folder for adapters, a transformers folder for full models; with tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def write_result(lm: torch.nn.Module, base_folder: Path, final: Path) -> None:
+    """Write the trained model to `final` in one step; an older result of the same run is replaced."""
+    draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+    try:
+        if hasattr(lm, "peft_config"):
+            lm.save_pretrained(os.fspath(draft))
+        else:
+            _write_full(lm, base_folder, draft)
+        copy_tokenizer(base_folder, draft)
+        os.chmod(draft, 0o755)
+        if final.exists():
+            old = final.with_name(f".{final.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+            draft.rename(final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            draft.rename(final)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write_full(lm: torch.nn.Module, base_folder: Path, draft: Path) -> None:
+    """Full weights in the base's own type: masters are fp32 in training, people expect the size they came with."""
+    dtype = base_dtype(base_folder)
+    # Shared tensors stay shared in a plain dict, so that transformers finds tied heads and writes them once.
+    cast: dict[int, torch.Tensor] = {}
+    state = {}
+    for name, tensor in lm.state_dict().items():
+        state[name] = cast.setdefault(tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    lm.save_pretrained(os.fspath(draft), state_dict=state)  # type: ignore[operator]
+    config = draft / "config.json"
+    facts = json.loads(config.read_text(encoding="utf-8"))
+    facts["dtype"] = str(dtype).removeprefix("torch.")
+    config.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def base_dtype(folder: Path) -> torch.dtype:
+    """The type that a model folder says its weights have; fp32 when it doesn't say."""
+    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = facts.get("dtype") or facts.get("torch_dtype") or "float32"
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """A model without its tokenizer and chat template is half a model."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

@@ -1,0 +1,50 @@
+"""The optimizer of a run: groups by decay, fused where torch has it, its state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from duoka.config.schema import OptimConfig
+
+
+def build_optimizer(named: Mapping[str, torch.nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, norms and biases do not."""
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """All state as `kind.parameter-name` -> tensor; what was never stepped is made first, as zeros."""
+    _make_state(optimizer)
+    return {
+        f"{kind}.{name}": value
+        for name, parameter in named.items()
+        for kind, value in optimizer.state[parameter].items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """A fresh AdamW has no state to load into: make it as its first step would."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }

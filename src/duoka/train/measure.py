@@ -1,0 +1,52 @@
+"""The loss over a whole data set: sum over target tokens / target tokens, every sample once, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from duoka.data.loader import Batch
+from duoka.parallel.apply import compute_in
+from duoka.parallel.world import World
+from duoka.train.step import model_inputs
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Global numbers; `accuracy` is the share of target tokens that are the likeliest token."""
+
+    loss: float
+    accuracy: float
+    num_samples: int
+    num_targets: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@torch.no_grad()
+def measure_loss(model: torch.nn.Module, batches: Iterable[Batch], world: World, precision: str) -> Measured:
+    """Measure `model` (the bare one: no gradient is exchanged) over this rank's batches; sums are global."""
+    was_training = model.training
+    model.eval()
+    sums = [0.0, 0.0, 0.0, 0.0]
+    try:
+        for micro in batches:
+            with compute_in(precision, world.device):
+                loss, correct = model(**model_inputs(micro, world.device))
+            sums = [
+                sums[0] + float(loss),
+                sums[1] + float(correct),
+                sums[2] + micro.num_samples,
+                sums[3] + micro.num_targets,
+            ]
+    finally:
+        model.train(was_training)
+    loss_sum, correct_sum, num_samples, num_targets = world.sum(sums)
+    if not num_targets:
+        return Measured(math.nan, math.nan, int(num_samples), 0)
+    return Measured(loss_sum / num_targets, correct_sum / num_targets, int(num_samples), int(num_targets))

@@ -1,0 +1,133 @@
+"""Numbers of a run, written once: the event log, TensorBoard, status.json, and the line that people watch.
+
+Rank 0 writes the global numbers; every rank writes its own times. All calls are cheap and none communicates.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from duoka.parallel.world import World
+from duoka.runs.events import EventWriter, global_log, rank_log
+from duoka.runs.folder import RunFolder
+from duoka.runs.status import leader_identity, read_status, update_status
+from duoka.train.progress import Progress
+from duoka.train.state import TrainState
+from duoka.train.step import StepTimes
+
+STATUS_EVERY_S = 1.0
+
+
+class Recorder:
+    """Opened for the length of a run on every rank."""
+
+    def __init__(
+        self, run: RunFolder, world: World, *, total_steps: int, log_every: int, trackers: tuple[str, ...], state: TrainState
+    ) -> None:
+        self.run = run
+        self.world = world
+        self.total_steps = total_steps
+        self.log_every = log_every
+        self._rank_events = EventWriter(rank_log(run, world.rank))
+        self._events = EventWriter(global_log(run)) if world.is_main else None
+        self._board = _open_tensorboard(run, state.step) if world.is_main and "tensorboard" in trackers else None
+        self._progress = Progress(total_steps, state.step) if world.is_main else None
+        self._status_at = 0.0
+        self._window: list[tuple[int, float]] = []
+
+    def start(self, state: TrainState, **facts: Any) -> None:
+        self.event("resume" if state.step else "run", step=state.step, total_steps=self.total_steps, **facts)
+        if self.world.is_main:
+            now = read_status(self.run)
+            # Without a launcher of ours, rank 0 is the process that leads the run.
+            leader = leader_identity() if now is None or now.state != "starting" or not now.pid else {}
+            update_status(
+                self.run, state="running", step=state.step, total_steps=self.total_steps,
+                world_size=self.world.size, exit_code=None, cause="", **leader,
+            )  # fmt: skip
+
+    def step(self, state: TrainState, numbers: dict[str, Any], times: StepTimes, step_s: float) -> None:
+        """One optimizer step: `numbers` are global."""
+        own = {name: round(value, 6) for name, value in asdict(times).items()}
+        self._rank_events.write(
+            "rank", rank=self.world.rank, step=state.step, step_s=round(step_s, 6), **own, memory_bytes=peak_memory_bytes()
+        )
+        if not self.world.is_main:
+            return
+        tokens_per_s = numbers["num_tokens"] / step_s
+        self.event(
+            "step", step=state.step, **numbers, tokens_per_s=round(tokens_per_s, 2), step_s=round(step_s, 6), **own,
+            checkpoint_s=0.0, memory_bytes=peak_memory_bytes(),
+        )  # fmt: skip
+        if self._board:
+            for tag, key in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("train/lr", "lr")):
+                self._board.add_scalar(tag, numbers[key], state.step)
+            self._board.add_scalar("train/tokens_per_s", tokens_per_s, state.step)
+        self._show(state, numbers, step_s)
+        self._write_status(state, numbers["loss"])
+
+    def _show(self, state: TrainState, numbers: dict[str, Any], step_s: float) -> None:
+        assert self._progress is not None
+        self._window = [*self._window[-19:], (numbers["num_tokens"], step_s)]
+        tokens, seconds = (sum(part) for part in zip(*self._window, strict=True))
+        eta_s = seconds / len(self._window) * (self.total_steps - state.step)
+        self._progress.update(state.step, numbers, tokens / seconds, eta_s)
+        if state.step % self.log_every == 0 or state.step in (1, self.total_steps):
+            self._progress.log_line(state.step, numbers, tokens / seconds, eta_s)
+
+    def _write_status(self, state: TrainState, loss: float) -> None:
+        if time.monotonic() - self._status_at < STATUS_EVERY_S and state.step < self.total_steps:
+            return
+        self._status_at = time.monotonic()
+        tokens, seconds = (sum(part) for part in zip(*self._window, strict=True))
+        update_status(self.run, step=state.step, loss=loss, tokens_per_s=round(tokens / seconds, 2))
+
+    def evaluated(self, state: TrainState, values: dict[str, Any]) -> None:
+        self.event("eval", step=state.step, **values)
+        if self._board:
+            for key in ("loss", "perplexity", "accuracy"):
+                self._board.add_scalar(f"eval/{key}", values[key], state.step)
+        self.say(
+            f"eval at step {state.step}: loss {values['loss']:.4f}, perplexity {values['perplexity']:.4g}, "
+            f"token accuracy {values['accuracy']:.1%} over {values['num_samples']} samples"
+        )
+
+    def event(self, type: str, **values: Any) -> None:
+        if self._events:
+            self._events.write(type, **values)
+
+    def say(self, text: str) -> None:
+        """A line for people, once; kept apart from the progress line."""
+        if self._progress:
+            self._progress.say(text)
+
+    def close(self) -> None:
+        self._rank_events.close()
+        if self._progress:
+            self._progress.close()
+        if self._board:
+            self._board.close()
+        if self._events:
+            self._events.close()
+            self._events = None
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process ever held: the GPU's when there is one, else resident memory."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) if sys.platform == "darwin" else int(peak) * 1024
+
+
+def _open_tensorboard(run: RunFolder, step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # Steps after the checkpoint that we go on from were thrown away: readers drop them at purge_step.
+    return SummaryWriter(str(run.tensorboard), purge_step=step + 1 if step else None)

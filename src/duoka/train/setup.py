@@ -1,0 +1,83 @@
+"""From a config to the numbers of a run, and the banner that says them before the first step."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from duoka import __version__
+from duoka.config.schema import RunConfig
+from duoka.units import Every, format_count, parse_every
+
+if TYPE_CHECKING:
+    from duoka.data.loader import Loader
+    from duoka.data.prepare import PreparedData
+    from duoka.plan.report import Plan
+    from duoka.runs.folder import RunFolder
+
+VERSIONED = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the loop needs to know about a run, computed once."""
+
+    config: RunConfig
+    num_epochs: float
+    steps_per_epoch: int
+    total_steps: int
+    save_every: Every
+    eval_every: Every
+
+
+def build_settings(config: RunConfig, loader: Loader) -> RunSettings:
+    num_epochs = float(config.train.epochs)
+    total_steps = loader.num_steps(num_epochs)
+    if config.train.max_steps:
+        # More steps than epochs hold are not made up: the data is learnt as often as asked.
+        total_steps = min(total_steps, config.train.max_steps)
+    return RunSettings(
+        config=config,
+        num_epochs=num_epochs,
+        steps_per_epoch=loader.num_batches(0),
+        total_steps=total_steps,
+        save_every=parse_every(config.checkpoint.every),
+        eval_every=parse_every(config.train.eval_every),
+    )
+
+
+def library_versions() -> dict[str, str]:
+    found = {"duoka": __version__, "python": platform.python_version()}
+    for name in VERSIONED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def banner(
+    settings: RunSettings, plan: Plan, prepared: PreparedData, run: RunFolder, parameters: tuple[int, int], resumed: str
+) -> list[str]:
+    """The run in eight lines."""
+    config, layout = settings.config, plan.layout
+    total, trainable = parameters
+    kind = f"LoRA rank {config.lora.rank}" if config.lora else "full fine-tuning"
+    held_out = f", {len(prepared.eval):,} held out" if prepared.eval is not None else ""
+    warm = f"warm-up {config.optim.warmup:g}" if config.optim.warmup else "no warm-up"
+    tokens = int(prepared.train.lengths.sum())
+    return [
+        f"duoka {__version__}  {config.stage}  {run.path}{resumed}",
+        f"  model       {config.model.name}: {format_count(total)} parameters, {format_count(trainable)} trained ({kind})",
+        f"  data        {len(prepared.train):,} conversations, {tokens:,} tokens, "
+        f"{int(prepared.train.num_targets.sum()):,} of them targets{held_out}",
+        f"  batch       {plan.batch_line}",
+        f"  layout      {layout.name}: {plan.reasons.get('strategy', '')}",
+        f"  arithmetic  {layout.precision}: {plan.reasons.get('precision', '')}",
+        f"  steps       {settings.total_steps:,} ({settings.steps_per_epoch:,} an epoch), {config.optim.name} "
+        f"lr {config.optim.lr:g}, {config.optim.schedule}, {warm}; saved every {settings.save_every}, "
+        f"newest {config.checkpoint.keep} kept",
+        f"  watch       tensorboard --logdir {run.tensorboard}   or   {run.events / 'run.jsonl'}",
+    ]

@@ -1,0 +1,50 @@
+"""Where a run stands. With the model's and the optimizer's tensors it is all that a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass
+class TrainState:
+    """Counts since the run began; `epoch` and `index` are the cursor: the next global batch to learn from."""
+
+    step: int = 0
+    epoch: int = 0
+    index: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_targets: int = 0
+
+    def advance(self, epoch: int, index: int, num_batches: int, samples: int, tokens: int, targets: int) -> None:
+        """One optimizer step was done on batch `index` of `epoch`, which has `num_batches`."""
+        self.step += 1
+        self.epoch, self.index = (epoch, index + 1) if index + 1 < num_batches else (epoch + 1, 0)
+        self.num_samples += samples
+        self.num_tokens += tokens
+        self.num_targets += targets
+
+
+def seed_everything(seed: int) -> None:
+    import random
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def read_random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The generators that training draws from (dropout): this rank's."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

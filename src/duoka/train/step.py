@@ -1,0 +1,116 @@
+"""One optimizer step on one global batch: forward and backward over this rank's micro-batches, clip, update.
+
+The loss is the mean over the target tokens of the whole global batch. That number is known beforehand on every rank,
+so each micro-batch is divided by it at once, and gradients are summed, never averaged.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from duoka.data.loader import Batch, GlobalBatch
+from duoka.errors import WorkerFailed
+from duoka.optim.clip import clip_gradients
+from duoka.parallel.apply import Parallelized, compute_in
+from duoka.parallel.ddp import exchange_gradients
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The arithmetic of a step; the scaler does nothing unless the precision is fp16."""
+
+    precision: str
+    scaler: torch.amp.GradScaler
+
+
+def build_numerics(precision: str, device: torch.device) -> Numerics:
+    return Numerics(precision, torch.amp.GradScaler(device.type, enabled=precision == "fp16"))
+
+
+@dataclass
+class StepTimes:
+    """Seconds of this rank's step by what it did; `wait_s` is the exchange that no work of its own hid."""
+
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    wait_s: float = 0.0
+    optimizer_s: float = 0.0
+
+
+@dataclass
+class StepResult:
+    """`loss_sum` is this rank's share; `norm` is global, before clipping."""
+
+    loss_sum: float
+    norm: float
+    times: StepTimes = field(default_factory=StepTimes)
+
+
+def forward_backward(
+    parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, device: torch.device, times: StepTimes
+) -> float:
+    """Gradients of the global batch's mean loss, summed over ranks; returns this rank's share of the loss sum."""
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    last = len(batch.micro_batches) - 1
+    for place, micro in enumerate(batch.micro_batches):
+        started = time.perf_counter()
+        # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
+        with exchange_gradients(parallel.model, on=place == last):
+            with compute_in(numerics.precision, device):
+                loss, _ = parallel.model(**model_inputs(micro, device))
+            middle = time.perf_counter()
+            numerics.scaler.scale(loss / batch.global_targets).backward()
+        loss_sum += loss.detach()
+        times.forward_s += middle - started
+        times.backward_s += time.perf_counter() - middle
+    return float(loss_sum)
+
+
+def model_inputs(micro: Batch, device: torch.device) -> dict[str, torch.Tensor | None]:
+    """What LossModel.forward takes, on the device. Padding needs no mask: it stands right of all that looks back."""
+    return {
+        "input_ids": micro.input_ids.to(device, non_blocking=True),
+        "labels": micro.labels.to(device, non_blocking=True),
+        "position_ids": micro.position_ids.to(device, non_blocking=True),
+        "boundaries": micro.boundaries,  # stays on the host: attention cuts the row by it
+    }
+
+
+def optimizer_step(
+    parallel: Parallelized,
+    optimizer: torch.optim.Optimizer,
+    batch: GlobalBatch,
+    *,
+    numerics: Numerics,
+    clip: float,
+    device: torch.device,
+    step: int,
+) -> StepResult:
+    """Learn from one global batch. A gradient that is not finite stops the run before the weights change."""
+    scaler = numerics.scaler
+    times = StepTimes()
+    parallel.clock.reset()
+    loss_sum = forward_backward(parallel, batch, numerics, device, times)
+    times.wait_s = min(parallel.clock.exposed_s(), times.backward_s)
+    times.backward_s -= times.wait_s
+    started = time.perf_counter()
+    scaler.unscale_(optimizer)
+    norm = float(clip_gradients(parallel.model.parameters(), clip))
+    if not math.isfinite(norm) and not scaler.is_enabled():
+        raise WorkerFailed(
+            f"the gradient of step {step} is not finite (norm {norm}, this rank's loss sum {loss_sum:.6g})",
+            where=f"samples of the batch: {batch.sample_ids[:16].tolist()}"
+            + (f" and {len(batch.sample_ids) - 16} more" if len(batch.sample_ids) > 16 else ""),
+            fix="lower optim.lr, raise optim.warmup, or look at these samples; the weights were not changed",
+        )
+    # With fp16, a norm that overflowed means a scale that was too high: this update is left out, the scale halved.
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    times.optimizer_s = time.perf_counter() - started
+    return StepResult(loss_sum, norm, times)
