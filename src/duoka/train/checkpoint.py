@@ -230,4 +230,3 @@ def _random_name(rank: int) -> str:
 
 def _folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-

@@ -61,7 +61,11 @@ def train(
                 numerics=numerics, clip=config.optim.clip, device=world.device, step=state.step + 1,
             )  # fmt: skip
             result.times.data_s = data_s
-            asked = [stop.asked, world.is_main and save_timer.due_by_clock(), world.is_main and eval_timer.due_by_clock()]
+            asked = [
+                stop.asked,
+                world.is_main and save_timer.due_by_clock(),
+                world.is_main and eval_timer.due_by_clock(),
+            ]
             loss_sum, stop_asked, save_due, eval_due = world.sum([result.loss_sum, *map(float, asked)])
 
             state.advance(

@@ -72,7 +72,11 @@ def _run_in_world(inputs: Inputs, world: World) -> int:
     config, run = inputs.config, inputs.run
     check_same_everywhere(
         world,
-        {"config": config_hash(config), "training data": inputs.prepared.train.fingerprint, **library_versions()},
+        {
+            "config": config_hash(config),
+            "training data": inputs.prepared.train.fingerprint,
+            **library_versions(),
+        },
     )
     plan = world.agree(_plan(inputs, world))
     seed_everything(config.train.seed)
@@ -86,7 +90,11 @@ def _run_in_world(inputs: Inputs, world: World) -> int:
     settings = build_settings(config, loader)
 
     store = CheckpointStore(
-        run.checkpoints, world, layout=plan.layout.name, config_hash=config_hash(config), versions=library_versions()
+        run.checkpoints,
+        world,
+        layout=plan.layout.name,
+        config_hash=config_hash(config),
+        versions=library_versions(),
     )
     notes = [f"removed {name}, which a killed process left half-written" for name in store.clean_drafts()]
     found = choose_checkpoint(store, config.checkpoint.resume, notes.append)
@@ -96,7 +104,12 @@ def _run_in_world(inputs: Inputs, world: World) -> int:
     if world.is_main:
         _announce(inputs, settings, plan, parallel, state, found, notes)
     record = Recorder(
-        run, world, total_steps=settings.total_steps, log_every=config.log.every, trackers=config.log.to, state=state
+        run,
+        world,
+        total_steps=settings.total_steps,
+        log_every=config.log.every,
+        trackers=config.log.to,
+        state=state,
     )
     try:
         record.start(state, world_size=world.size, layout=plan.layout.name, precision=plan.layout.precision)
@@ -122,9 +135,7 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
     # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
     frozen_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.layout.precision]
     dtype = frozen_type if config.lora else torch.float32
-    lm = load_model(
-        inputs.folder, dtype=dtype, lora=config.lora, trust_remote_code=config.model.trust_remote_code
-    )
+    lm = load_model(inputs.folder, dtype=dtype, lora=config.lora, trust_remote_code=config.model.trust_remote_code)
     return parallelize(LossModel(lm).to(world.device), plan.layout, config.parallel, world)
 
 
@@ -171,7 +182,12 @@ def _announce(
 
 
 def _finish(
-    inputs: Inputs, outcome: Outcome, parallel: Parallelized, record: Recorder, state: TrainState, world: World
+    inputs: Inputs,
+    outcome: Outcome,
+    parallel: Parallelized,
+    record: Recorder,
+    state: TrainState,
+    world: World,
 ) -> int:
     if outcome.stopped_by:
         record.event("end", step=state.step, reason=outcome.stopped_by)
@@ -186,4 +202,3 @@ def _finish(
     if world.is_main:
         update_status(inputs.run, state="done", step=state.step, exit_code=0)
     return 0
-

@@ -28,7 +28,14 @@ class Recorder:
     """Opened for the length of a run on every rank."""
 
     def __init__(
-        self, run: RunFolder, world: World, *, total_steps: int, log_every: int, trackers: tuple[str, ...], state: TrainState
+        self,
+        run: RunFolder,
+        world: World,
+        *,
+        total_steps: int,
+        log_every: int,
+        trackers: tuple[str, ...],
+        state: TrainState,
     ) -> None:
         self.run = run
         self.world = world
@@ -56,7 +63,12 @@ class Recorder:
         """One optimizer step: `numbers` are global."""
         own = {name: round(value, 6) for name, value in asdict(times).items()}
         self._rank_events.write(
-            "rank", rank=self.world.rank, step=state.step, step_s=round(step_s, 6), **own, memory_bytes=peak_memory_bytes()
+            "rank",
+            rank=self.world.rank,
+            step=state.step,
+            step_s=round(step_s, 6),
+            **own,
+            memory_bytes=peak_memory_bytes(),
         )
         if not self.world.is_main:
             return

@@ -59,7 +59,12 @@ def library_versions() -> dict[str, str]:
 
 
 def banner(
-    settings: RunSettings, plan: Plan, prepared: PreparedData, run: RunFolder, parameters: tuple[int, int], resumed: str
+    settings: RunSettings,
+    plan: Plan,
+    prepared: PreparedData,
+    run: RunFolder,
+    parameters: tuple[int, int],
+    resumed: str,
 ) -> list[str]:
     """The run in eight lines."""
     config, layout = settings.config, plan.layout
