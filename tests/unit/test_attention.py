@@ -1,0 +1,88 @@
+"""Packed documents never see each other: packed = each document alone, in loss and in all gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from duoka.model.attention import attend
+from duoka.model.build import LossModel, load_model
+
+LENGTHS = (17, 45, 3, 96, 1)
+
+
+def documents(vocab):
+    torch.manual_seed(1)
+    return [torch.randint(3, vocab, (length,)) for length in LENGTHS]
+
+
+def packed(docs):
+    ids = torch.cat(docs)[None]
+    places = torch.cat([torch.arange(len(doc)) for doc in docs])[None]
+    labels = torch.cat([torch.cat([doc[1:], torch.tensor([-100])]) for doc in docs])[None]
+    edges = torch.tensor([0, *torch.tensor([len(doc) for doc in docs]).cumsum(0)], dtype=torch.int32)
+    return {"input_ids": ids, "labels": labels, "position_ids": places, "boundaries": edges}
+
+
+def separate_loss(model, docs):
+    """transformers' own attention and torch's own loss, a document at a time."""
+    total = torch.zeros(())
+    for doc in docs:
+        if len(doc) > 1:
+            total = total + F.cross_entropy(model(doc[None]).logits[0, :-1].float(), doc[1:], reduction="sum")
+    return total
+
+
+def check_packed_equals_separate(folder, limit):
+    model = LossModel(load_model(folder, dtype=torch.float32))
+    plain = load_model(folder, dtype=torch.float32, attention="sdpa")
+    docs = documents(plain.config.vocab_size)
+    ours, _ = model(**packed(docs))
+    ours.backward()
+    want = separate_loss(plain, docs)
+    want.backward()
+    assert abs(float(ours) / float(want) - 1) < limit, (float(ours), float(want))
+    for (name, mine), theirs in zip(model.lm.named_parameters(), plain.parameters(), strict=True):
+        error = float((mine.grad - theirs.grad).norm() / theirs.grad.norm())
+        assert error < 10 * limit, f"{name}: gradient is off by {error}"
+
+
+def test_packed_equals_separate(tiny_model):
+    check_packed_equals_separate(tiny_model, 1e-6)
+
+
+@pytest.mark.timeout(300)
+def test_packed_equals_separate_on_the_real_135m_model(demo_model):
+    check_packed_equals_separate(demo_model, 1e-5)
+
+
+def test_padded_rows_equal_separate(tiny_model):
+    model = LossModel(load_model(tiny_model, dtype=torch.float32))
+    docs = documents(model.lm.config.vocab_size)
+    ids = torch.nn.utils.rnn.pad_sequence(docs, batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence(
+        [torch.cat([doc[1:], torch.tensor([-100])]) for doc in docs], batch_first=True, padding_value=-100
+    )
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    ours, _ = model(input_ids=ids, labels=labels, position_ids=places)
+    want = separate_loss(load_model(tiny_model, dtype=torch.float32, attention="sdpa"), docs)
+    assert abs(float(ours) / float(want) - 1) < 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_windows_and_softcap_equal_a_dense_mask(window, softcap):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    edges = torch.tensor([0, 7, 20], dtype=torch.int32)
+    ours, _ = attend(
+        torch.nn.Module(), query, key, value, None, cu_seq_lens_q=edges, sliding_window=window, softcap=softcap
+    )
+    document = torch.tensor([0] * 7 + [1] * 13)
+    place = torch.arange(20)
+    seen = (document[:, None] == document[None, :]) & (place[:, None] >= place[None, :])
+    if window:
+        seen &= place[:, None] - place[None, :] < window
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    want = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value.repeat_interleave(2, 1)
+    assert torch.allclose(ours.transpose(1, 2), want, atol=1e-6)
