@@ -1,0 +1,162 @@
+"""From base + adapter to one plain transformers folder, checked on real text before anyone sees it.
+
+The result is written to a hidden folder beside its place, read back, compared, and only then renamed: a folder under
+the name that was asked for is whole and right, and nothing that was there is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from duoka.errors import ConfigError, DuokaError, StorageError
+from duoka.model.build import load_model, quiet_loading
+from duoka.model.result import base_dtype, copy_tokenizer
+
+# Text of several kinds: what adapters changed shows where the model is sure of itself, not on noise.
+PROBES = (
+    "The quick brown fox jumps over the lazy dog, and the dog, being lazy, does nothing about it.",
+    "多卡训练把一个大批次分给许多张显卡，每一步之后再把梯度加起来。",
+    "def mean(values):\n    return sum(values) / len(values)\n",
+    "Who are you, and who made you? I am",
+)
+# Largest difference of logits, as a share of the largest logit. fp32: other order of sums. The shorter types: weights
+# are rounded once (8 or 11 bits), and the rounding adds up over layers.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how its logits compare with those of base + adapter (fp32 arithmetic on both sides)."""
+
+    folder: Path
+    dtype: torch.dtype
+    size_bytes: int
+    max_difference: float
+    max_logit: float
+    same_top_share: float
+    num_positions: int
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the parts of an export that are copied come from."""
+
+    base: Path
+    tokenizer: Path
+    trust_remote_code: bool = False
+
+    def dtype(self, name: str | None) -> torch.dtype:
+        """The type asked for, by default the one that the base came in."""
+        return DTYPES[name] if name else base_dtype(self.base)
+
+
+def check_target(folder: Path) -> None:
+    """Refuse a place that already holds something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"{folder} exists and is not empty; nothing is overwritten", fix="name a new folder with -o, or remove it"
+        )
+
+
+def export_model(lm: torch.nn.Module, tokenizer: Any, sources: Sources, folder: Path, dtype: torch.dtype) -> Exported:
+    """Merge adapters (if any) of the fp32 model `lm` and write a full model; `lm` is used up."""
+    check_target(folder)
+    probes = [torch.tensor([tokenizer(text).input_ids]) for text in PROBES]
+    wanted = [_logits(lm, probe) for probe in probes]
+    if hasattr(lm, "peft_config"):
+        lm = lm.merge_and_unload(safe_merge=True)  # type: ignore[operator]
+    with _draft_of(folder) as draft:
+        lm.to(dtype).save_pretrained(os.fspath(draft))  # type: ignore[operator]
+        copy_tokenizer(sources.tokenizer, draft)
+        with quiet_loading():
+            written = load_model(
+                draft, dtype=torch.float32, attention="sdpa", trust_remote_code=sources.trust_remote_code
+            )
+        got = [_logits(written.eval(), probe) for probe in probes]
+        exported = _compare(folder, dtype, wanted, got, _size_bytes(draft))
+        _check_difference(exported)
+    return exported
+
+
+def export_adapter(lm: torch.nn.Module, sources: Sources, base_name: str, folder: Path) -> int:
+    """Write the adapter alone as a PEFT folder that names its base; returns its size in bytes."""
+    check_target(folder)
+    with _draft_of(folder) as draft:
+        lm.save_pretrained(os.fspath(draft))  # type: ignore[operator]
+        # Named afterwards: PEFT would look for that base, on the Hub too, before it writes.
+        facts = draft / "adapter_config.json"
+        settings = json.loads(facts.read_text(encoding="utf-8")) | {"base_model_name_or_path": base_name}
+        facts.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        copy_tokenizer(sources.tokenizer, draft)
+        return _size_bytes(draft)
+
+
+@torch.no_grad()
+def _logits(lm: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    device = next(lm.parameters()).device
+    logits: torch.Tensor = lm(input_ids=input_ids.to(device), use_cache=False).logits
+    return logits.float().cpu()
+
+
+def _compare(
+    folder: Path, dtype: torch.dtype, wanted: list[torch.Tensor], got: list[torch.Tensor], size_bytes: int
+) -> Exported:
+    pairs = list(zip(wanted, got, strict=True))
+    # NaN compares as smaller than everything: it must not pass for a small difference.
+    worst = [(a - b).abs().nan_to_num(nan=float("inf")).max().item() for a, b in pairs]
+    same = sum((a.argmax(-1) == b.argmax(-1)).sum().item() for a, b in pairs)
+    num_positions = sum(a.shape[0] * a.shape[1] for a in wanted)
+    return Exported(
+        folder=folder,
+        dtype=dtype,
+        size_bytes=size_bytes,
+        max_difference=max(worst),
+        max_logit=max(a.abs().max().item() for a in wanted),
+        same_top_share=same / num_positions,
+        num_positions=num_positions,
+    )
+
+
+def _check_difference(exported: Exported) -> None:
+    bound = BOUNDS[exported.dtype] * max(1.0, exported.max_logit)
+    if exported.max_difference <= bound:
+        return
+    raise DuokaError(
+        f"the merged model does not answer as base + adapter do: logits differ by {exported.max_difference:.3g}, "
+        f"at most {bound:.3g} is expected of {str(exported.dtype).removeprefix('torch.')}",
+        where="nothing was written",
+        fix="export with --dtype fp32; if it differs there too, keep base and adapter apart (--adapter)",
+    )
+
+
+@contextlib.contextmanager
+def _draft_of(folder: Path) -> Iterator[Path]:
+    """A hidden folder that takes the name `folder` when the block ends well, and vanishes when it doesn't."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    except OSError as error:
+        raise StorageError(f"cannot write to {folder.parent}: {error.strerror or error}") from None
+    try:
+        yield draft
+        os.chmod(draft, 0o755)
+        draft.rename(folder)
+    except OSError as error:
+        raise StorageError(f"cannot write {folder}: {error.strerror or error}", fix="nothing was left there") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

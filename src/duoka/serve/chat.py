@@ -1,0 +1,121 @@
+"""A conversation with a model: the prompt from its messages, the terminal's loop, and a pipe's.
+
+Knows nothing of how a model was found; the command line hands it a loaded one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from duoka.errors import ConfigError
+from duoka.serve.generate import Sampling, stream_answer
+
+Write = Callable[[str], None]
+
+
+@dataclass
+class Chat:
+    """A model, its tokenizer, and what was said so far."""
+
+    lm: Any
+    tokenizer: Any
+    sampling: Sampling
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Stream the answer; it joins the history when it is complete or was broken off."""
+        self.messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        try:
+            for piece in stream_answer(self.lm, self.tokenizer, self._encode(), self.sampling):
+                pieces.append(piece)
+                yield piece
+        finally:
+            self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def clear(self) -> None:
+        self.messages.clear()
+
+    def _encode(self) -> list[int]:
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        return encode_prompt(self.tokenizer, opening + self.messages)
+
+
+def encode_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens after which the model answers."""
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "the model has no chat template, so nobody knows how to ask it",
+            fix="train it with model.template: chatml, or use a chat model",
+        )
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+def answer_once(chat: Chat, prompt: str, write: Write, *, as_json: bool = False) -> str:
+    """Answer one prompt with no history; streams, or writes one JSON line at the end."""
+    chat.clear()
+    answer = []
+    for piece in chat.ask(prompt):
+        answer.append(piece)
+        if not as_json:
+            write(piece)
+    text = "".join(answer)
+    write(json.dumps({"prompt": prompt, "answer": text}, ensure_ascii=False) + "\n" if as_json else "\n")
+    return text
+
+
+def answer_lines(chat: Chat, lines: Iterable[str], write: Write, *, as_json: bool = False) -> None:
+    """Answer every line of a pipe, each for itself; blank lines are passed over."""
+    for line in lines:
+        if line.strip():
+            answer_once(chat, line.strip(), write, as_json=as_json)
+
+
+def talk(chat: Chat, read: Callable[[str], str], write: Write) -> None:
+    """The terminal's loop: /new begins anew, /quit or Ctrl-D ends, Ctrl-C breaks an answer off."""
+    write("Ask something. /new begins anew, /quit ends, Ctrl-C breaks an answer off.\n")
+    while True:
+        try:
+            text = read("\nyou: ").strip()
+        except (EOFError, KeyboardInterrupt):
+            write("\n")
+            return
+        if text in ("/quit", "/exit"):
+            return
+        if text == "/new":
+            chat.clear()
+            write("(a new conversation)\n")
+        elif text.startswith("/"):
+            write("commands: /new, /quit\n")
+        elif text:
+            _show_answer(chat, text, write)
+
+
+def _show_answer(chat: Chat, text: str, write: Write) -> None:
+    write("model: ")
+    answer = chat.ask(text)
+    try:
+        for piece in answer:
+            write(piece)
+    except KeyboardInterrupt:
+        write(" (broken off)")
+    finally:
+        answer.close()  # type: ignore[attr-defined]
+    write("\n")
+
+
+def write_stdout(text: str) -> None:
+    """At once, and without a crash where the terminal cannot show a character."""
+    try:
+        sys.stdout.write(text)
+    except UnicodeEncodeError:
+        coding = sys.stdout.encoding or "ascii"
+        sys.stdout.write(text.encode(coding, "replace").decode(coding))
+    sys.stdout.flush()

@@ -1,0 +1,101 @@
+"""From a prompt to text: greedy or sampled tokens with a key-value cache, streamed as whole characters.
+
+One loop of our own instead of transformers' generate with a thread: it streams, it can be stopped between tokens,
+and a test compares it with transformers' own, token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 takes the likeliest."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    seed: int = 0
+
+
+def generate(lm: torch.nn.Module, prompt: Sequence[int], stop_ids: frozenset[int], sampling: Sampling) -> Iterator[int]:
+    """New tokens one by one; ends before a stop token, at `max_new_tokens`, or where the model's window ends."""
+    device = next(lm.parameters()).device
+    dice = torch.Generator(device=device).manual_seed(sampling.seed)
+    window = getattr(lm.config, "max_position_embeddings", None)  # type: ignore[union-attr]
+    room = sampling.max_new_tokens if window is None else min(sampling.max_new_tokens, window - len(prompt))
+    ids = torch.tensor([list(prompt)], device=device)  # (1, tokens)
+    cache: Any = None
+    for _ in range(max(0, room)):
+        # Entered anew for each token: a generator that stays inside no_grad would switch it off for its caller too.
+        with torch.no_grad():
+            output = lm(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+            chosen = choose_token(output.logits[0, -1].float(), sampling, dice)
+        if chosen in stop_ids:
+            return
+        yield chosen
+        ids = torch.tensor([[chosen]], device=device)
+
+
+def choose_token(logits: torch.Tensor, sampling: Sampling, dice: torch.Generator) -> int:
+    """The likeliest token, or one drawn from the smallest set whose probability reaches top_p. logits: (vocab,)"""
+    if sampling.temperature <= 0:
+        return int(logits.argmax())
+    probabilities = (logits / sampling.temperature).softmax(dim=-1)
+    ranked, order = probabilities.sort(descending=True)
+    # A token stays while those before it sum to less than top_p; so the likeliest always stays.
+    kept = ranked.cumsum(0) - ranked < sampling.top_p
+    ranked = torch.where(kept, ranked, torch.zeros_like(ranked))
+    return int(order[torch.multinomial(ranked, 1, generator=dice)])
+
+
+def stop_tokens(lm: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's, and all that the model's generation config names."""
+    named = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
+    found = set(named) if isinstance(named, (list, tuple)) else {named}
+    return frozenset(int(token) for token in found | {tokenizer.eos_token_id} if token is not None)
+
+
+class CharacterStream:
+    """Turns tokens into text as it comes, holding back the bytes of a character until it is whole."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    def add(self, token: int) -> str:
+        """What can be shown now that `token` has come; often nothing in the middle of a character."""
+        self._tokens.append(token)
+        whole = self._decode().rstrip(REPLACEMENT)
+        if not whole.startswith(self._shown):
+            return ""  # a decoder that changes its mind about what it showed: the rest comes with the next tokens
+        new, self._shown = whole[len(self._shown) :], whole
+        return new
+
+    def _decode(self) -> str:
+        # From the first token on: decoders may treat a word's leading blank by what stands before it.
+        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    @property
+    def text(self) -> str:
+        """All that was shown. Bytes that never became a character are left out."""
+        return self._shown
+
+
+def stream_answer(lm: torch.nn.Module, tokenizer: Any, prompt: Sequence[int], sampling: Sampling) -> Iterator[str]:
+    """Pieces of the answer to an encoded prompt, each of whole characters."""
+    stream = CharacterStream(tokenizer)
+    for token in generate(lm, prompt, stop_tokens(lm, tokenizer), sampling):
+        piece = stream.add(token)
+        if piece:
+            yield piece

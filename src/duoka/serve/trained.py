@@ -1,0 +1,181 @@
+"""What RUN or MODEL on the command line means, and the model and tokenizer behind it.
+
+`eval`, `chat` and `export` call this. A run is read from its final folder, else from its newest whole checkpoint; a
+folder may also be a full model or an adapter; anything else is a model as `model:` in a YAML would name it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from duoka.config.load import load_config
+from duoka.config.schema import ModelConfig, RunConfig
+from duoka.errors import ConfigError
+from duoka.model.source import model_folder
+from duoka.runs.folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    import torch
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A base model, and what training made of it: an adapter, full weights, a checkpoint, or nothing."""
+
+    name: str
+    base: Path
+    adapter: Path | None = None
+    full: Path | None = None
+    checkpoint: Path | None = None
+    run: RunFolder | None = None
+    config: RunConfig | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder whose tokenizer belongs to it."""
+        return self.adapter or self.full or self.base
+
+    @property
+    def is_adapted(self) -> bool:
+        """True when base and adapter are apart, so that the base can be asked too, and merging makes sense."""
+        return self.adapter is not None or (
+            self.checkpoint is not None and self.config is not None and self.config.lora is not None
+        )
+
+    @property
+    def trust_remote_code(self) -> bool:
+        return self.config is not None and self.config.model.trust_remote_code
+
+
+def find_run(name: str) -> RunFolder | None:
+    """The run of that folder, or of that name under runs/; None when there is none."""
+    for path in (Path(name).expanduser(), Path("runs") / name):
+        run = RunFolder(path)
+        if run.exists():
+            return run
+    return None
+
+
+def find_trained(name: str, *, step: int | None = None, say: Say) -> Trained:
+    """What `name` means; of a run, the checkpoint of `step` when one is asked for."""
+    run = find_run(name)
+    if run is not None:
+        return _find_in_run(name, run, step, say)
+    if step is not None:
+        raise ConfigError(f"--checkpoint names a step of a run, and {name!r} is no run", fix=_list_runs())
+    folder = Path(name).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        facts = read_json(folder / "adapter_config.json") or {}
+        base = str(facts.get("base_model_name_or_path") or "")
+        return Trained(name, model_folder(ModelConfig(name=base), folder, say), adapter=folder)
+    try:
+        return Trained(name, model_folder(ModelConfig(name=name), Path(), say))
+    except ConfigError as error:
+        raise ConfigError(f"{name!r} is neither a run nor a model: {error.what}", fix=_list_runs()) from None
+
+
+def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Trained:
+    loaded = load_config(run.config)
+    config = loaded.config
+    base = model_folder(config.model, loaded.path.parent, say)
+    if step is not None:
+        return Trained(name, base, checkpoint=_checkpoint_of(run, step), run=run, config=config)
+    if (run.final / "adapter_config.json").is_file():
+        return Trained(name, base, adapter=run.final, run=run, config=config)
+    if (run.final / "config.json").is_file():
+        return Trained(name, base, full=run.final, run=run, config=config)
+    newest = _newest_checkpoint(run, say)
+    say(f"{run.path} is not finished: reading {newest.name}")
+    return Trained(name, base, checkpoint=newest, run=run, config=config)
+
+
+def _checkpoint_of(run: RunFolder, step: int) -> Path:
+    from duoka.train.checkpoint import describe_damage
+    from duoka.train.manifest import folder_name, list_checkpoints
+
+    folder = run.checkpoints / folder_name(step)
+    if not folder.is_dir():
+        steps = ", ".join(str(int(path.name.split("-")[1])) for path in reversed(list_checkpoints(run.checkpoints)))
+        raise ConfigError(f"{run.path} has no checkpoint of step {step}", fix=f"it has: {steps or 'none'}")
+    damage = describe_damage(folder)
+    if damage:
+        raise ConfigError(f"the checkpoint {folder} is damaged: {damage}", fix="choose another step")
+    return folder
+
+
+def _newest_checkpoint(run: RunFolder, say: Say) -> Path:
+    from duoka.train.checkpoint import describe_damage
+    from duoka.train.manifest import list_checkpoints
+
+    for folder in list_checkpoints(run.checkpoints):
+        damage = describe_damage(folder)
+        if not damage:
+            return folder
+        say(f"passing over the damaged checkpoint {folder.name}: {damage}")
+    raise ConfigError(
+        f"{run.path} has neither a result nor a checkpoint yet", fix=f"go on with it: duoka train {run.config}"
+    )
+
+
+def _list_runs() -> str:
+    runs = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
+    return f"runs here: {', '.join(runs)}" if runs else "`duoka runs` lists runs; there are none in ./runs"
+
+
+def load_trained(
+    trained: Trained, *, dtype: torch.dtype, attention: str = "sdpa", base_only: bool = False
+) -> torch.nn.Module:
+    """The model, in eval mode, adapters apart from the base; `base_only`: as it was before training."""
+    from duoka.model.build import load_adapter, load_model
+
+    options: dict[str, Any] = {"attention": attention, "trust_remote_code": trained.trust_remote_code}
+    if base_only:
+        lm = load_model(trained.base, dtype=dtype, **options)
+    elif trained.adapter is not None:
+        lm = load_adapter(load_model(trained.base, dtype=dtype, **options), trained.adapter)
+    elif trained.checkpoint is not None:
+        assert trained.config is not None
+        lm = _load_checkpoint(trained.base, trained.checkpoint, trained.config, options).to(dtype)
+    else:
+        lm = load_model(trained.full or trained.base, dtype=dtype, **options)
+    return lm.eval()
+
+
+def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: dict[str, Any]) -> torch.nn.Module:
+    """The base model with the trained tensors of a checkpoint over it, all in fp32 as they were trained."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from duoka.model.build import load_model
+
+    lm = load_model(base, dtype=torch.float32, lora=config.lora, **options)
+    tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(os.fspath(checkpoint)), no_dist=True)
+    return lm
+
+
+def load_tokenizer(trained: Trained) -> Any:
+    """The tokenizer, with the chat template that training used."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(trained.folder, trust_remote_code=trained.trust_remote_code)
+
+
+def describe(trained: Trained) -> str:
+    """What is behind a name, in one line."""
+    if trained.checkpoint is not None:
+        return f"{trained.name} ({trained.checkpoint.name} over {trained.base.name})"
+    if trained.adapter is not None:
+        return f"{trained.name} (adapter over {trained.base.name})"
+    return f"{trained.name} ({_model_type(trained.full or trained.base)})"
+
+
+def _model_type(folder: Path) -> str:
+    return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))

@@ -1,0 +1,125 @@
+"""Merging and writing a model: plain transformers and PEFT are the oracle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from duoka.config.schema import LoraConfig
+from duoka.errors import ConfigError, DuokaError
+from duoka.model import export
+from duoka.model.build import load_adapter, load_model
+from duoka.model.export import Sources, export_adapter, export_model
+from duoka.model.result import write_result
+
+TEXT = "Who are you? 我是多卡。"
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT folder whose adapter changes the answers: B is random, not the zeros that training starts from."""
+    lm = load_model(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, alpha=8.0))
+    torch.manual_seed(1)
+    for name, parameter in lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    folder = tmp_path_factory.mktemp("adapter") / "final"
+    write_result(lm, tiny_model, folder)
+    return folder
+
+
+def export_from(adapter: Path, base: Path, folder: Path, dtype: torch.dtype = torch.float32) -> export.Exported:
+    lm = load_adapter(load_model(base, dtype=torch.float32, attention="sdpa"), adapter).eval()
+    return export_model(lm, AutoTokenizer.from_pretrained(adapter), Sources(base, adapter), folder, dtype)
+
+
+def logits_of(model: torch.nn.Module, folder: Path) -> torch.Tensor:
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        return model.eval()(ids).logits.float()
+
+
+def test_merged_logits_are_those_of_base_and_adapter(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    exported = export_from(adapter, tiny_model, tmp_path / "out")
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    plain = logits_of(base, tiny_model)
+    wanted = logits_of(peft.PeftModel.from_pretrained(base, adapter), tiny_model)
+    got = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32), tmp_path / "out")
+    assert (wanted - plain).abs().max() > 0.1, "the adapter changes nothing, so this test shows nothing"
+    assert (got - wanted).abs().max() < 1e-4
+    assert exported.max_difference < 1e-4 and exported.same_top_share == 1.0
+
+
+def test_tied_weights_stay_tied_and_the_base_is_untouched(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    before = hashlib.sha256((tiny_model / "model.safetensors").read_bytes()).hexdigest()
+    export_from(adapter, tiny_model, tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert hashlib.sha256((tiny_model / "model.safetensors").read_bytes()).hexdigest() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_type_asked_for_is_the_type_written(
+    adapter: Path, tiny_model: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    exported = export_from(adapter, tiny_model, tmp_path / "out", dtype)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.")
+    assert 0 < exported.max_difference < 0.1 * exported.max_logit
+
+
+def test_an_exported_folder_holds_all_that_chatting_needs(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    export_from(adapter, tiny_model, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert not any("adapter" in name for name in names)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (
+        tokenizer.chat_template
+        and tokenizer(TEXT).input_ids == AutoTokenizer.from_pretrained(tiny_model)(TEXT).input_ids
+    )
+
+
+def test_nothing_is_overwritten(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="not empty"):
+        export_from(adapter, tiny_model, tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.txt"]
+
+
+def test_an_empty_folder_may_be_filled(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    export_from(adapter, tiny_model, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_merge_that_answers_differently_is_refused_and_leaves_nothing(
+    adapter: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def merge_wrongly(self: peft.PeftModel, **options: object) -> torch.nn.Module:
+        return self.unload()  # drops the adapter
+
+    monkeypatch.setattr(peft.PeftModel, "merge_and_unload", merge_wrongly, raising=False)
+    with pytest.raises(DuokaError, match="does not answer as base"):
+        export_from(adapter, tiny_model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_alone_names_its_base(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    lm = load_adapter(load_model(tiny_model, dtype=torch.float32), adapter)
+    export_adapter(lm, Sources(tiny_model, adapter), "some/base", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "some/base"
+    theirs, ours = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "out"))
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
