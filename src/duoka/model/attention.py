@@ -7,6 +7,7 @@ For training only: it knows no key-value cache.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def attend(
     else:
         # One call per document: a quadratic cost of each document's length instead of the whole row's.
         edges = cu_seq_lens_q.tolist()
-        out = torch.cat([one(start, end) for start, end in zip(edges, edges[1:], strict=False)], dim=2)
+        out = torch.cat([one(start, end) for start, end in itertools.pairwise(edges)], dim=2)
     return out.transpose(1, 2), None
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 IGNORED = -100
-# Logits of one chunk in bytes (fp32): big enough to keep the matrix product efficient, small beside a layer's activations.
+# Logits of one chunk (fp32): enough rows for an efficient matrix product, small beside a layer's activations.
 CHUNK_BYTES = 64 * 2**20
 
 

@@ -11,9 +11,9 @@ import os
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,6 +25,7 @@ from duoka.errors import StorageError
 from duoka.optim.build import optimizer_tensors
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.world import World
+from duoka.plan.layout import Layout
 from duoka.train.manifest import (
     FileRecord,
     Manifest,
@@ -37,6 +38,7 @@ from duoka.train.manifest import (
     write_manifest,
 )
 from duoka.train.state import TrainState, read_random_state, set_random_state
+from duoka.train.step import Numerics
 from duoka.units import format_bytes
 
 STATE = "state.json"
@@ -48,7 +50,7 @@ class Contents:
 
     parallel: Parallelized
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    numerics: Numerics
     state: TrainState
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -68,7 +70,9 @@ class Saved:
 class CheckpointStore:
     """The checkpoints of one run. Every method that moves tensors is called by all ranks together."""
 
-    def __init__(self, folder: Path, world: World, *, layout: str, config_hash: str, versions: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, world: World, *, layout: Layout, config_hash: str, versions: dict[str, str]
+    ) -> None:
         self.folder = folder
         self.world = world
         self.layout = layout
@@ -114,19 +118,6 @@ class CheckpointStore:
         except (OSError, CheckpointException, SafetensorError) as error:
             return str(error).strip().splitlines()[-1], {}
 
-    def find_valid(self, say: Any) -> Path | None:
-        """The newest whole checkpoint, agreed by all ranks. Damaged ones are named and passed over."""
-        found: str | None = None
-        if self.world.is_main:
-            for folder in list_checkpoints(self.folder):
-                fault = describe_damage(folder)
-                if not fault:
-                    found = str(folder)
-                    break
-                say(f"passing over the damaged checkpoint {folder.name}: {fault}")
-        found = self.world.agree(found)
-        return Path(found) if found else None
-
     def load(self, folder: Path, contents: Contents) -> None:
         """Fill model, optimizer and state from a checkpoint written by any layout."""
         tensors = contents.tensors()
@@ -140,8 +131,8 @@ class CheckpointStore:
         saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
         for name, value in saved["progress"].items():
             setattr(contents.state, name, value)
-        if contents.scaler.is_enabled() and saved["scaler"]:
-            contents.scaler.load_state_dict(saved["scaler"])
+        if contents.numerics.scaler.is_enabled() and saved["scaler"]:
+            contents.numerics.scaler.load_state_dict(saved["scaler"])
         random = folder / _random_name(self.world.rank)
         if random.is_file():
             # A world that grew has ranks without a saved generator: they keep their seeded one.
@@ -157,7 +148,7 @@ class CheckpointStore:
             )
         save_file(read_random_state(self.world.device), draft / _random_name(self.world.rank))
         if self.world.is_main:
-            saved = {"progress": asdict(contents.state), "scaler": contents.scaler.state_dict()}
+            saved = {"progress": asdict(contents.state), "scaler": contents.numerics.scaler.state_dict()}
             (draft / STATE).write_text(json.dumps(saved, indent=1), encoding="utf-8")
         for path in self._own_files(draft):
             handle = os.open(path, os.O_RDONLY)
@@ -172,7 +163,7 @@ class CheckpointStore:
         return mine + ([draft / STATE] if self.world.is_main else [])
 
     def _manifest(self, step: int, files: dict[str, FileRecord]) -> Manifest:
-        return Manifest(step, self.layout, self.world.size, self.config_hash, self.versions, files)
+        return Manifest(step, self.layout.to_json(), self.world.size, self.config_hash, self.versions, files)
 
     def _remove_old(self, keep: int) -> None:
         for folder in list_checkpoints(self.folder)[keep:]:
@@ -200,24 +191,36 @@ def describe_damage(folder: Path) -> str:
     return "; ".join(wrong)
 
 
-def choose_checkpoint(store: CheckpointStore, resume: str, say: Any) -> Path | None:
-    """What `checkpoint.resume` asks for: the newest valid one, none, or the named folder (refused when damaged)."""
+def choose_checkpoint(checkpoints: Path, resume: str, world: World, say: Callable[[str], None]) -> Path | None:
+    """What `checkpoint.resume` asks for: the newest valid one, none, or the named folder; the same on all ranks."""
     if resume == "never":
         return None
+    answer = world.agree(_try_to_choose(checkpoints, resume, say) if world.is_main else None)
+    if isinstance(answer, StorageError):
+        raise answer
+    return Path(answer) if answer else None
+
+
+def _try_to_choose(checkpoints: Path, resume: str, say: Callable[[str], None]) -> str | StorageError:
+    """Rank 0's choice; an error is returned, not raised, because the other ranks wait to hear of it."""
     if resume == "auto":
-        found = store.find_valid(say)
-        if found is None and list_checkpoints(store.folder):
-            raise StorageError(
-                f"every checkpoint in {store.folder} is damaged",
+        for folder in list_checkpoints(checkpoints):
+            fault = describe_damage(folder)
+            if not fault:
+                return str(folder)
+            say(f"passing over the damaged checkpoint {folder.name}: {fault}")
+        if list_checkpoints(checkpoints):
+            return StorageError(
+                f"every checkpoint in {checkpoints} is damaged",
                 fix="delete the run folder to begin anew, or bring the files back from a copy",
             )
-        return found
+        return ""
     folder = Path(resume).expanduser()
-    folder = folder if folder.is_dir() else store.folder / resume
+    folder = folder if folder.is_dir() else checkpoints / resume
     fault = describe_damage(folder) if folder.is_dir() else "there is no such folder"
     if fault:
-        raise StorageError(f"checkpoint.resume is {resume!r}: {fault}")
-    return folder
+        return StorageError(f"checkpoint.resume is {resume!r}: {fault}")
+    return str(folder)
 
 
 def _free_space(folder: Path) -> str:

@@ -20,7 +20,7 @@ from duoka.train.measure import Measured
 from duoka.train.record import Recorder
 from duoka.train.replicas import check_replicas
 from duoka.train.setup import RunSettings
-from duoka.train.step import Numerics, optimizer_step
+from duoka.train.step import optimizer_step
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Outcome:
 def train(
     settings: RunSettings,
     contents: Contents,
-    numerics: Numerics,
     loader: Loader,
     store: CheckpointStore,
     record: Recorder,
@@ -58,7 +57,7 @@ def train(
             set_learning_rate(contents.optimizer, lr)
             result = optimizer_step(
                 contents.parallel, contents.optimizer, batch,
-                numerics=numerics, clip=config.optim.clip, device=world.device, step=state.step + 1,
+                numerics=contents.numerics, clip=config.optim.clip, device=world.device, step=state.step + 1,
             )  # fmt: skip
             result.times.data_s = data_s
             asked = [

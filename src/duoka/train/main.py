@@ -12,9 +12,10 @@ from duoka.config.load import Loaded, config_hash
 from duoka.config.schema import RunConfig
 from duoka.data.loader import Loader, eval_batches
 from duoka.data.prepare import PreparedData, prepare_data
+from duoka.errors import StoppedEarly
 from duoka.model.build import LossModel, load_model
-from duoka.model.result import write_result
 from duoka.model.lora import count_parameters
+from duoka.model.result import write_result
 from duoka.model.source import model_folder
 from duoka.optim.build import build_optimizer
 from duoka.parallel.apply import Parallelized, parallelize
@@ -29,7 +30,7 @@ from duoka.train.checkpoint import CheckpointStore, Contents, choose_checkpoint
 from duoka.train.loop import Outcome, train
 from duoka.train.measure import Measured, measure_loss
 from duoka.train.record import Recorder
-from duoka.train.setup import RunSettings, banner, build_settings, library_versions
+from duoka.train.setup import RunSettings, banner, build_settings, keep_choices, library_versions
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
 from duoka.units import parse_amount
@@ -52,82 +53,84 @@ class Inputs:
 def run_worker(loaded: Loaded, run: RunFolder) -> int:
     """Train as this process's rank; returns the exit code (0 done, 75 stopped early: start again to go on)."""
     place = read_rank_environment()
-    say = print if place is None or place.rank == 0 else _silence
     # Before the process group: a collective that waits for a tokeniser looks like a hang.
-    base = loaded.path.parent
-    folder = model_folder(loaded.config.model, base, say)
-    prepared = prepare_data(loaded.config, base, folder, say=say)
+    inputs = read_inputs(loaded, run, print if place is None or place.rank == 0 else _silence)
     world = start_world(loaded.config.parallel)
     try:
-        return _run_in_world(Inputs(loaded, run, folder, prepared), world)
+        return run_in_world(inputs, world)
     finally:
         end_world(world)
+
+
+def read_inputs(loaded: Loaded, run: RunFolder, say: Callable[[str], None]) -> Inputs:
+    """The model's folder and the tokenised data; made once, reused by every other rank and run."""
+    base = loaded.path.parent
+    folder = model_folder(loaded.config.model, base, say)
+    return Inputs(loaded, run, folder, prepare_data(loaded.config, base, folder, say=say))
 
 
 def _silence(text: str) -> None:
     """What rank 0 says is enough."""
 
 
-def _run_in_world(inputs: Inputs, world: World) -> int:
+def run_in_world(inputs: Inputs, world: World) -> int:
+    """Train in a world that stands already; returns the exit code."""
     config, run = inputs.config, inputs.run
-    check_same_everywhere(
-        world,
-        {
-            "config": config_hash(config),
-            "training data": inputs.prepared.train.fingerprint,
-            **library_versions(),
-        },
-    )
-    plan = world.agree(_plan(inputs, world))
-    seed_everything(config.train.seed)
-    parallel = _build_model(inputs, plan, world)
-    numerics = build_numerics(plan.layout.precision, world.device)
-    optimizer = build_optimizer(parallel.named_trainable(), config.optim)
-    contents = Contents(parallel, optimizer, numerics.scaler, TrainState())
-    # The same initial values everywhere, but each rank draws its own dropout.
-    torch.manual_seed(config.train.seed + world.rank)
+    identity = {"config": config_hash(config), "training data": inputs.prepared.train.fingerprint}
+    check_same_everywhere(world, identity | library_versions())
+    notes: list[str] = []
+    found = choose_checkpoint(run.checkpoints, config.checkpoint.resume, world, notes.append)
+    plan = _agree_on_plan(inputs, world, found)
+    contents = _build_contents(inputs, plan, world)
     loader = _build_loader(inputs, plan, world)
     settings = build_settings(config, loader)
-
-    store = CheckpointStore(
-        run.checkpoints,
-        world,
-        layout=plan.layout.name,
-        config_hash=config_hash(config),
-        versions=library_versions(),
-    )
-    notes = [f"removed {name}, which a killed process left half-written" for name in store.clean_drafts()]
-    found = choose_checkpoint(store, config.checkpoint.resume, notes.append)
+    store = CheckpointStore(run.checkpoints, world, plan.layout, identity["config"], library_versions())
+    notes += [f"removed {name}, which a killed process left half-written" for name in store.clean_drafts()]
     if found is not None:
         store.load(found, contents)
     state = contents.state
     if world.is_main:
-        _announce(inputs, settings, plan, parallel, state, found, notes)
-    record = Recorder(
-        run,
-        world,
-        total_steps=settings.total_steps,
-        log_every=config.log.every,
-        trackers=config.log.to,
-        state=state,
-    )
+        _announce(inputs, settings, plan, contents, found, notes)
+    record = Recorder(run, world, settings.total_steps, config.log, state.step)
     try:
-        record.start(state, world_size=world.size, layout=plan.layout.name, precision=plan.layout.precision)
+        record.start(state, world_size=world.size, layout=plan.layout.to_json())
         for note in notes:
             record.event("warning", step=state.step, text=note)
-        evaluate = _build_evaluation(inputs, plan, parallel, world)
-        outcome = train(settings, contents, numerics, loader, store, record, world, evaluate)
-        return _finish(inputs, outcome, parallel, record, state, world)
+        evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
+        outcome = train(settings, contents, loader, store, record, world, evaluate)
+        return _finish(inputs, outcome, contents, record, world)
     finally:
         record.close()
 
 
-def _plan(inputs: Inputs, world: World) -> Plan:
+def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
+    """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
     store = inputs.prepared.train
-    return make_plan(
-        inputs.config, read_shape(inputs.folder), read_machine(), world.size,
-        num_samples=len(store), mean_length=float(store.lengths.mean()),
-    )  # fmt: skip
+    plan: Plan = world.agree(
+        make_plan(
+            inputs.config,
+            read_shape(inputs.folder),
+            read_machine(),
+            world.size,
+            local_size=world.local_size,
+            num_samples=len(store),
+            mean_length=float(store.lengths.mean()),
+        )
+    )
+    refusal = plan.refusal()
+    if refusal:
+        raise refusal
+    return keep_choices(plan, inputs.config, found)
+
+
+def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
+    config = inputs.config
+    seed_everything(config.train.seed)
+    parallel = _build_model(inputs, plan, world)
+    optimizer = build_optimizer(parallel.named_trainable(), config.optim)
+    # The same initial values everywhere, but each rank draws its own dropout.
+    torch.manual_seed(config.train.seed + world.rank)
+    return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())
 
 
 def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
@@ -171,34 +174,27 @@ def _build_evaluation(
 
 
 def _announce(
-    inputs: Inputs, settings: RunSettings, plan: Plan, parallel: Parallelized, state: TrainState,
-    found: Path | None, notes: list[str],
-) -> None:  # fmt: skip
+    inputs: Inputs, settings: RunSettings, plan: Plan, contents: Contents, found: Path | None, notes: list[str]
+) -> None:
     write_json_atomic(inputs.run.plan, plan.to_json())
-    left = settings.total_steps - state.step
+    left = settings.total_steps - contents.state.step
     resumed = f"  going on from {found.name}, {left:,} steps left" if found else ""
-    lines = banner(settings, plan, inputs.prepared, inputs.run, count_parameters(parallel.bare.lm), resumed)
+    lines = banner(settings, plan, inputs.prepared, inputs.run, count_parameters(contents.parallel.bare.lm), resumed)
     print("\n".join([*lines, *(f"  note: {note}" for note in notes), ""]), flush=True)
 
 
-def _finish(
-    inputs: Inputs,
-    outcome: Outcome,
-    parallel: Parallelized,
-    record: Recorder,
-    state: TrainState,
-    world: World,
-) -> int:
+def _finish(inputs: Inputs, outcome: Outcome, contents: Contents, record: Recorder, world: World) -> int:
+    step = contents.state.step
     if outcome.stopped_by:
-        record.event("end", step=state.step, reason=outcome.stopped_by)
-        record.say(f"stopped by {outcome.stopped_by} after step {state.step}; saved. The same command goes on.")
+        record.event("end", step=step, reason=outcome.stopped_by)
+        record.say(f"stopped by {outcome.stopped_by} after step {step}; saved. The same command goes on.")
         if world.is_main:
-            update_status(inputs.run, state="stopped", step=state.step, exit_code=75, cause=outcome.stopped_by)
-        return 75
+            update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=outcome.stopped_by)
+        return StoppedEarly.exit_code
     if world.is_main:
-        write_result(parallel.bare.lm, inputs.folder, inputs.run.final)
+        write_result(contents.parallel.bare.lm, inputs.folder, inputs.run.final)
     world.barrier()
-    record.event("end", step=state.step, reason="done")
+    record.event("end", step=step, reason="done")
     if world.is_main:
-        update_status(inputs.run, state="done", step=state.step, exit_code=0)
+        update_status(inputs.run, state="done", step=step, exit_code=0)
     return 0

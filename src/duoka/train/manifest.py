@@ -32,7 +32,7 @@ class Manifest:
     """`layout` and `world_size` say how it was written; any layout can read it."""
 
     step: int
-    layout: str
+    layout: dict[str, Any]
     world_size: int
     config_hash: str
     versions: dict[str, str]

@@ -17,8 +17,8 @@ class Progress:
         self._bar: Bar | None = None
         if self.console.is_terminal:
             self._bar = Bar(
-                TextColumn("training"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
-                console=self.console, transient=True,
+                TextColumn("training"), BarColumn(bar_width=24), MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"), console=self.console, transient=True,
             )  # fmt: skip
             self._bar.start()
             self._task = self._bar.add_task("training", total=total_steps, completed=step, text="")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from duoka.config.schema import LogConfig
 from duoka.parallel.world import World
 from duoka.runs.events import EventWriter, global_log, rank_log
 from duoka.runs.folder import RunFolder
@@ -27,24 +28,15 @@ STATUS_EVERY_S = 1.0
 class Recorder:
     """Opened for the length of a run on every rank."""
 
-    def __init__(
-        self,
-        run: RunFolder,
-        world: World,
-        *,
-        total_steps: int,
-        log_every: int,
-        trackers: tuple[str, ...],
-        state: TrainState,
-    ) -> None:
+    def __init__(self, run: RunFolder, world: World, total_steps: int, log: LogConfig, first_step: int) -> None:
         self.run = run
         self.world = world
         self.total_steps = total_steps
-        self.log_every = log_every
+        self.log_every = log.every
         self._rank_events = EventWriter(rank_log(run, world.rank))
         self._events = EventWriter(global_log(run)) if world.is_main else None
-        self._board = _open_tensorboard(run, state.step) if world.is_main and "tensorboard" in trackers else None
-        self._progress = Progress(total_steps, state.step) if world.is_main else None
+        self._board = _open_tensorboard(run, first_step) if world.is_main and "tensorboard" in log.to else None
+        self._progress = Progress(total_steps, first_step) if world.is_main else None
         self._status_at = 0.0
         self._window: list[tuple[int, float]] = []
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from duoka import __version__
 from duoka.config.schema import RunConfig
+from duoka.plan.layout import Layout
+from duoka.train.manifest import read_manifest
 from duoka.units import Every, format_count, parse_every
 
 if TYPE_CHECKING:
@@ -48,6 +51,20 @@ def build_settings(config: RunConfig, loader: Loader) -> RunSettings:
     )
 
 
+def keep_choices(plan: Plan, config: RunConfig, found: Path | None) -> Plan:
+    """A resumed run keeps what `auto` chose when it began: free memory differs from day to day, results must not."""
+    if found is None:
+        return plan
+    before = Layout.from_json(read_manifest(found).layout)
+    kept: dict[str, Any] = {}
+    if config.train.precision == "auto":
+        kept["precision"] = before.precision
+    if before.dp == plan.layout.dp:
+        kept |= {"micro": before.micro} if config.train.micro_batch == "auto" else {}
+        kept |= {"recompute": before.recompute} if config.train.recompute == "auto" else {}
+    return replace(plan, layout=replace(plan.layout, **kept))
+
+
 def library_versions() -> dict[str, str]:
     found = {"duoka": __version__, "python": platform.python_version()}
     for name in VERSIONED:
@@ -75,12 +92,14 @@ def banner(
     tokens = int(prepared.train.lengths.sum())
     return [
         f"duoka {__version__}  {config.stage}  {run.path}{resumed}",
-        f"  model       {config.model.name}: {format_count(total)} parameters, {format_count(trainable)} trained ({kind})",
+        f"  model       {config.model.name}: {format_count(total)} parameters, "
+        f"{format_count(trainable)} trained ({kind})",
         f"  data        {len(prepared.train):,} conversations, {tokens:,} tokens, "
         f"{int(prepared.train.num_targets.sum()):,} of them targets{held_out}",
-        f"  batch       {plan.batch_line}",
-        f"  layout      {layout.name}: {plan.reasons.get('strategy', '')}",
-        f"  arithmetic  {layout.precision}: {plan.reasons.get('precision', '')}",
+        f"  batch       {plan.batch.sentence()}",
+        f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}; "
+        f"{plan.reasons.get('train.precision', layout.precision)}",
+        f"  memory      {plan.memory_sentence()}",
         f"  steps       {settings.total_steps:,} ({settings.steps_per_epoch:,} an epoch), {config.optim.name} "
         f"lr {config.optim.lr:g}, {config.optim.schedule}, {warm}; saved every {settings.save_every}, "
         f"newest {config.checkpoint.keep} kept",
