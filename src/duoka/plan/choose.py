@@ -1,0 +1,163 @@
+"""What every `auto` becomes on this machine, each choice with its reason in one line; and what is refused.
+
+Deterministic: the same config, model, machine and world give the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from duoka.config.schema import RunConfig
+from duoka.errors import Fault
+from duoka.plan.batch import tokens_in_micro_batch
+from duoka.plan.hardware import Machine
+from duoka.plan.layout import Layout, Precision, Recompute, Strategy
+from duoka.plan.memory import FITS, Work, estimate_memory
+from duoka.units import Amount, format_bytes, parse_amount
+
+# More tokens at once make no CPU faster: matrix products of 4,096 rows already keep every core busy, and what does
+# not fit its caches only waits for memory.
+CPU_TOKENS = 4096
+# A GPU is kept busy by this many tokens even with small models; beyond it only memory grows.
+GPU_TOKENS = 16384
+# The rest is room for what an estimate misses: longer kernels' workspaces, fragments, other programs.
+MEMORY_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Choice:
+    layout: Layout
+    reasons: dict[str, str] = field(default_factory=dict)  # key of the YAML -> why, for every auto
+    warnings: tuple[str, ...] = ()
+
+
+def check_machine(config: RunConfig, machine: Machine, world_size: int, local_size: int | None = None) -> list[Fault]:
+    """Settings that this machine, or a world with `local_size` (all) of its ranks on it, cannot do."""
+    faults: list[Fault] = []
+    if config.train.precision == "fp16" and machine.device == "cpu":
+        native = "bf16" if machine.has_native_bf16 else "fp32"
+        faults.append(
+            Fault(
+                "train.precision is fp16, and CPUs have no fp16 training: its gradients would fall to zero",
+                key="train.precision",
+                fix=f"write for example:   precision: {native}   (or auto)",
+            )
+        )
+    if config.parallel.backend == "nccl" and machine.device == "cpu":
+        what = "parallel.backend is nccl, and this machine has no GPU"
+        faults.append(Fault(what, key="parallel.backend", fix="write for example:   backend: auto"))
+    if config.parallel.strategy == "single" and world_size > 1:
+        what = f"parallel.strategy is single, but {world_size} processes are asked for"
+        fix = "write for example:   strategy: auto   (or start one process: --nproc 1)"
+        faults.append(Fault(what, key="parallel.strategy", fix=fix))
+    here = local_size or world_size
+    if machine.gpus and here > len(machine.gpus):
+        what = f"{here} processes are asked for on this machine, and it has {len(machine.gpus)} GPUs"
+        faults.append(Fault(what, fix=f"start one process per GPU: --nproc {len(machine.gpus)}"))
+    return faults
+
+
+def choose_layout(config: RunConfig, work: Work, machine: Machine, world_size: int, available_bytes: int) -> Choice:
+    """The layout of this run: what the config says, and this machine's answer to every `auto`."""
+    reasons: dict[str, str] = {}
+    warnings: list[str] = list(machine.notes)
+    layout = Layout(
+        dp=world_size,
+        strategy=_choose_strategy(config, world_size, reasons),
+        precision=_choose_precision(config, machine, reasons, warnings),
+        micro=Amount(config.data.max_length, "tokens"),
+        packing=config.data.packing,
+    )
+    smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
+    layout = replace(layout, recompute=_choose_recompute(config, work, smallest, available_bytes, reasons))
+    if config.train.micro_batch != "auto":
+        return Choice(_with_given_micro(layout, config), reasons, tuple(warnings))
+    layout = _choose_micro(config, work, layout, machine, available_bytes, reasons)
+    return Choice(layout, reasons, tuple(warnings))
+
+
+def _choose_strategy(config: RunConfig, world_size: int, reasons: dict[str, str]) -> Strategy:
+    if config.parallel.strategy != "auto":
+        return config.parallel.strategy
+    if world_size == 1:
+        reasons["parallel.strategy"] = "single: one process"
+        return "single"
+    reasons["parallel.strategy"] = f"ddp: {world_size} processes, each with a whole model"
+    return "ddp"
+
+
+def _choose_precision(config: RunConfig, machine: Machine, reasons: dict[str, str], warnings: list[str]) -> Precision:
+    asked = config.train.precision
+    if asked == "auto":
+        chosen = "bf16" if machine.has_native_bf16 else "fp32"
+        reasons["train.precision"] = f"{chosen}: {machine.bf16_reason}"
+        return cast(Precision, chosen)
+    if asked == "bf16" and not machine.has_native_bf16:
+        warnings.append(f"train.precision is bf16, but {machine.bf16_reason}: expect it to be slower than fp32")
+    return asked
+
+
+def _with_given_micro(layout: Layout, config: RunConfig) -> Layout:
+    return replace(layout, micro=parse_amount(config.train.micro_batch))
+
+
+def _choose_recompute(
+    config: RunConfig, work: Work, layout: Layout, available_bytes: int, reasons: dict[str, str]
+) -> Recompute:
+    """`layout` has the smallest micro-batch that may be chosen: recomputing is the dearer way to save memory."""
+    asked = config.train.recompute
+    if asked != "auto":
+        return asked
+    tokens = largest_tokens(config, layout)
+    need = estimate_memory(work, layout, tokens).peak_bytes
+    if need <= FITS * available_bytes:
+        reasons["train.recompute"] = "none: activations fit"
+        return "none"
+    reasons["train.recompute"] = (
+        f"full: without it a rank would need {format_bytes(need)}, and {format_bytes(available_bytes)} is there"
+    )
+    return "full"
+
+
+def _choose_micro(
+    config: RunConfig, work: Work, layout: Layout, machine: Machine, available_bytes: int, reasons: dict[str, str]
+) -> Layout:
+    cap = GPU_TOKENS if machine.device == "cuda" else CPU_TOKENS
+    longest = config.data.max_length
+    for tokens in _ladder(cap, longest):
+        rung = replace(layout, micro=Amount(tokens, "tokens"))
+        memory = estimate_memory(work, rung, tokens)
+        fixed = sum(memory.parts.get(part, 0) for part in ("weights", "optimizer", "gradients", "framework"))
+        room = max(0.0, MEMORY_SHARE * (available_bytes - fixed))
+        if memory.peak_bytes - fixed <= room or tokens == longest:
+            break
+    if tokens == longest and longest >= cap:
+        why = f"one sample of data.max_length, which is at least the {cap:,} that keep the device busy"
+    elif tokens == cap:
+        why = f"more at once brings nothing on a {'GPU' if machine.device == 'cuda' else 'CPU'}"
+    elif tokens == longest:
+        why = "the smallest, one sample of data.max_length: memory is short"
+    else:
+        why = f"what fits in {MEMORY_SHARE:.0%} of the free memory per rank"
+    reasons["train.micro_batch"] = f"{tokens:,} tokens: {why}"
+    return rung
+
+
+def _ladder(cap: int, longest: int) -> Iterator[int]:
+    """From the cap downwards by halves, to one sample of the greatest length.
+
+    Few rungs on purpose: a little more or less free memory, as between a start and a resume, changes nothing.
+    """
+    tokens = cap
+    while tokens > longest:
+        yield tokens
+        tokens //= 2
+    yield longest
+
+
+def largest_tokens(config: RunConfig, layout: Layout) -> int:
+    """The most tokens that a rank computes at once under this layout."""
+    step = parse_amount(config.train.global_batch)
+    return tokens_in_micro_batch(step, layout.dp, layout.micro, config.data.max_length)

@@ -1,0 +1,221 @@
+"""What the machine is, as far as a plan needs it: memory, cores, GPUs, and whether it computes bf16 natively.
+
+Asks the operating system and nvidia-smi; never torch. Numbers are of this moment and this container: a cgroup's
+limit counts when it is below the machine's memory.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+# Instructions that multiply bf16 matrices in hardware. Without them bf16 is emulated, and slower than fp32.
+_CPU_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+_BF16_CAPABILITY = 8.0  # Ampere, 2020
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    capability: float  # CUDA compute capability, such as 8.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine. With GPUs, a rank has a GPU of its own; without, ranks share cores and memory."""
+
+    num_cores: int
+    memory_bytes: int
+    available_bytes: int
+    cpu_name: str = "CPU"
+    cpu_bf16: str = ""  # the instruction set that computes bf16, or empty
+    gpus: tuple[Gpu, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def has_native_bf16(self) -> bool:
+        if self.gpus:
+            return all(gpu.capability >= _BF16_CAPABILITY for gpu in self.gpus)
+        return bool(self.cpu_bf16)
+
+    @property
+    def bf16_reason(self) -> str:
+        """Why bf16 is native here, or why it is not, in one line."""
+        if self.gpus:
+            slowest = min(self.gpus, key=lambda gpu: gpu.capability)
+            verb = "computes" if self.has_native_bf16 else "does not compute"
+            return f"{slowest.name} (compute capability {slowest.capability:g}) {verb} bf16 natively"
+        if self.cpu_bf16:
+            return f"the CPU has {self.cpu_bf16}"
+        return "the CPU has neither amx_bf16 nor avx512_bf16, so bf16 would be emulated"
+
+    def available_per_rank(self, num_local_ranks: int) -> int:
+        """Memory that one rank may use: its GPU's, or an equal share of what is available."""
+        if self.gpus:
+            return min(gpu.free_bytes for gpu in self.gpus)
+        return self.available_bytes // max(1, num_local_ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "cpu": self.cpu_name,
+            "num_cores": self.num_cores,
+            "memory_bytes": self.memory_bytes,
+            "available_bytes": self.available_bytes,
+            "native_bf16": self.has_native_bf16,
+            "gpus": [vars(gpu) for gpu in self.gpus],
+        }
+
+
+def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
+    """This machine, now."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    limit = read_cgroup_limit()
+    if limit is not None:
+        total, available = min(total, limit.limit_bytes), min(available, limit.free_bytes)
+    cpu_name, cpu_bf16 = read_cpu()
+    gpus = read_gpus(env)
+    notes: tuple[str, ...] = ()
+    if gpus and _torch_has_no_gpu():
+        notes = (f"{len(gpus)} GPU found, but the installed torch is built for CPUs only: planned for the CPU",)
+        gpus = ()
+    return Machine(_usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes)
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _torch_has_no_gpu() -> bool:
+    """The wheel's version tells (2.11.0+cpu) without the seconds that importing it takes."""
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def read_cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, str]:
+    """(name, the bf16 instruction set or an empty string). All-empty where the system has no such file."""
+    name, flags = platform.processor() or platform.machine() or "CPU", set[str]()
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return name, ""
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+        elif key.strip().lower() in ("flags", "features"):
+            flags = set(value.split())
+            break
+    return name, next((flag for flag in _CPU_BF16_FLAGS if flag in flags), "")
+
+
+@dataclass(frozen=True)
+class CgroupLimit:
+    limit_bytes: int
+    free_bytes: int
+
+
+def read_cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> CgroupLimit | None:
+    """The tightest memory limit of this container and the groups above it, or None without a limit."""
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found: list[CgroupLimit] = []
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":
+            found += _limits_upwards(root, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += _limits_upwards(root / "memory", path, *names)
+    return min(found, key=lambda limit: limit.free_bytes, default=None)
+
+
+def _limits_upwards(root: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[CgroupLimit]:
+    folder, found = root / path.strip("/"), []
+    while True:
+        limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
+        # An absent limit is written as "max", or as a number near 2**63.
+        if limit is not None and usage is not None and limit < 1 << 60:
+            cache = _read_field(folder / "memory.stat", cache_name)
+            found.append(CgroupLimit(limit, max(0, min(limit, limit - usage + cache))))
+        if folder == root or root not in folder.parents:
+            return found
+        folder = folder.parent
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _read_field(path: Path, name: str) -> int:
+    """One number of a file of `name number` lines; page cache that the kernel gives back counts as free."""
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def read_gpus(env: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """The NVIDIA GPUs that this process may use; none where nvidia-smi is missing or fails."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap"]
+    try:
+        done = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpus(done.stdout, env.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(text: str, visible: str | None) -> tuple[Gpu, ...]:
+    """GPUs from nvidia-smi's CSV, in the order and number that CUDA_VISIBLE_DEVICES leaves."""
+    by_name: dict[str, Gpu] = {}
+    order: list[Gpu] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        try:
+            index, uuid, name, total, free, capability = cells
+            gpu = Gpu(name, int(total) << 20, int(free) << 20, float(capability))
+        except ValueError:
+            continue  # a card that answers [N/A] cannot be planned for
+        order.append(gpu)
+        by_name[index] = by_name[uuid] = gpu
+    if visible is None:
+        return tuple(order)
+    chosen: list[Gpu] = []
+    for word in (part.strip() for part in visible.split(",")):
+        found = by_name.get(word)
+        if found is None and word.startswith("GPU-"):  # a shortened uuid
+            found = next((gpu for uuid, gpu in by_name.items() if uuid.startswith(word)), None)
+        if found is None:
+            break  # as CUDA does: what follows an unknown name is invisible too
+        chosen.append(found)
+    return tuple(chosen)

@@ -1,0 +1,254 @@
+"""Bytes per rank, by part, and the peak as the largest of a few moments of a step (never the sum of all maxima).
+
+Notation of the formulas: P parameters, Pt trainable, N ranks, h hidden size, kv key-value size, f feed-forward size,
+a heads, r rank of adapters, V vocabulary. The activation formulas are exact counts of what autograd keeps for
+transformers' Llama with fused attention, measured; other families and kernels differ, hence the range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from duoka.config.schema import LoraConfig
+from duoka.plan.layout import Layout
+from duoka.plan.shape import ModelShape, adapted_linears, lora_parameters
+
+# Logits of one chunk of the loss in fp32. model/loss.py works in the same chunks; a test holds the two together.
+LOSS_CHUNK_BYTES = 64 * 2**20
+# A process before it holds any model: interpreter, torch, transformers, peft (343 MiB when measured, and its pools).
+CPU_FRAMEWORK_BYTES = (360 * 2**20, 420 * 2**20, 640 * 2**20)  # low, likely, high
+# CUDA context and NCCL's buffers on a GPU; not measured by us.
+CUDA_FRAMEWORK_BYTES = (600 * 2**20, 1200 * 2**20, 1800 * 2**20)
+# What other kernels and families keep, and what an allocator wastes, as factors on the estimate.
+RANGE = (0.85, 1.30)
+
+FITS, TIGHT = 0.90, 0.97  # shares of the available memory below which a run fits, or is tight
+
+
+@dataclass(frozen=True)
+class Work:
+    """What memory depends on beside the layout: who is trained, on which device, how much at once."""
+
+    shape: ModelShape
+    lora: LoraConfig | None
+    device: str = "cpu"
+    bucket_view: bool = True
+
+    @property
+    def num_trainable(self) -> int:
+        return self.shape.num_parameters if self.lora is None else lora_parameters(self.shape, self.lora)
+
+    @property
+    def num_frozen(self) -> int:
+        return 0 if self.lora is None else self.shape.num_parameters
+
+    @property
+    def num_total(self) -> int:
+        return self.num_trainable + self.num_frozen
+
+
+@dataclass(frozen=True)
+class StaticMemory:
+    """Weights, gradients and optimizer state of one rank under one strategy."""
+
+    strategy: str
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    formula: str
+    is_coming: bool = False  # a strategy that this version cannot run yet
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def static_memory(work: Work, strategy: str, precision: str, num_ranks: int) -> StaticMemory:
+    """What a rank holds between forward and optimizer step, activations apart."""
+    frozen_size = 4 if precision == "fp32" else 2
+    half_weights = 2 if precision != "fp32" else 4
+    frozen, train, ranks = work.num_frozen * frozen_size, work.num_trainable, num_ranks
+    note = f" + {frozen_size}(P-Pt)" if frozen else ""
+    note_sharded = f" + {frozen_size}(P-Pt)/N" if frozen else ""
+    if strategy == "zero1":
+        masters = 12 if precision != "fp32" else 8  # with half weights the fp32 masters are sharded beside Adam's state
+        formula = f"{half_weights}Pt + 4Pt + {masters}Pt/N{note}"
+        return StaticMemory(
+            strategy, half_weights * train + frozen, 4 * train, masters * train // ranks, formula, is_coming=True
+        )
+    if strategy == "zero2":
+        masters = 12 if precision != "fp32" else 8
+        formula = f"{half_weights}Pt + 4Pt/N + {masters}Pt/N{note}"
+        gradients, optimizer = 4 * train // ranks, masters * train // ranks
+        return StaticMemory(strategy, half_weights * train + frozen, gradients, optimizer, formula, is_coming=True)
+    if strategy == "zero3":
+        formula = f"(4Pt + 4Pt + 8Pt)/N{note_sharded}"
+        weights = (4 * train + frozen) // ranks
+        return StaticMemory(strategy, weights, 4 * train // ranks, 8 * train // ranks, formula, is_coming=True)
+    copies = 2 if strategy == "ddp" and not work.bucket_view else 1
+    formula = f"4Pt + {4 * copies}Pt + 8Pt{note}"
+    return StaticMemory(strategy, 4 * train + frozen, 4 * copies * train, 8 * train, formula)
+
+
+def static_table(work: Work, precision: str, num_ranks: int) -> tuple[StaticMemory, ...]:
+    """Every strategy for the same world; those to come are marked."""
+    return tuple(
+        static_memory(work, strategy, precision, num_ranks) for strategy in ("single", "ddp", "zero1", "zero2", "zero3")
+    )
+
+
+@dataclass(frozen=True)
+class ActivationRule:
+    """Bytes that autograd keeps per token and layer: `hidden` h + `key_value` kv + `ffn` f + 4a + 8."""
+
+    hidden: int
+    key_value: int
+    ffn: int
+    dropped_hidden: int = 0  # more when adapters have dropout: a mask and a copy of each adapted input
+    dropped_ffn: int = 0
+    rank: int = 0  # per adapted layer and rank of the adapter
+
+
+_RULES: Mapping[tuple[bool, bool], ActivationRule] = {  # (adapters, half precision)
+    (False, False): ActivationRule(32, 8, 16),
+    (False, True): ActivationRule(30, 4, 8),
+    (True, False): ActivationRule(24, 8, 16, dropped_hidden=40, dropped_ffn=4, rank=4),
+    (True, True): ActivationRule(24, 4, 8, dropped_hidden=24, dropped_ffn=4, rank=2),
+}
+_NUM_HIDDEN_INPUTS = 6  # q, k, v, o, gate, up read a tensor of width h; down reads one of width f
+
+
+def activation_bytes_per_token(work: Work, layout: Layout) -> tuple[float, str]:
+    """What one layer keeps of one token until its backward pass, and the formula in words."""
+    shape, half = work.shape, layout.precision != "fp32"
+    rule = _RULES[work.lora is not None, half]
+    size = 2 if half else 4
+    # Two of the h-wide tensors (rotated queries, attention's output) are as wide as all heads together.
+    wide_bytes = rule.hidden * shape.hidden_size + 2 * size * (shape.q_size - shape.hidden_size)
+    formula = f"{rule.hidden}h + {rule.key_value}kv + {rule.ffn}f + 4a + 8"
+    total: float = wide_bytes + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
+    total += 4 * shape.num_heads + 8
+    if layout.packing:
+        total += size * shape.q_size  # documents' outputs are joined into one more tensor
+        formula += f" + {size}h (packed)"
+    if shape.block_norms > 2 or shape.qk_norm:
+        total += 12 * (shape.block_norms - 2) * shape.hidden_size
+        total += 12 * (shape.q_size + shape.kv_size) * shape.qk_norm
+        formula += " + 12 per extra norm"
+    if work.lora is not None:
+        adapted = adapted_linears(shape, work.lora)
+        total += rule.rank * work.lora.rank * len(adapted)
+        formula += f" + {rule.rank}r per adapter"
+        if work.lora.dropout > 0:
+            total += _dropout_bytes(work, rule, len(adapted))
+            formula += ", and dropout's masks"
+    return total, f"per token and layer {formula}"
+
+
+def _dropout_bytes(work: Work, rule: ActivationRule, num_adapted: int) -> float:
+    # A CUDA mask is one byte, a CPU mask an fp32 number.
+    saved = 3 if work.device == "cuda" else 0
+    hidden = (rule.dropped_hidden - saved * _NUM_HIDDEN_INPUTS) * work.shape.hidden_size
+    whole = hidden + (rule.dropped_ffn - saved) * work.shape.intermediate_size
+    return whole * num_adapted / len(work.shape.linears)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One rank's memory: parts that make up the peak, all moments, and the range."""
+
+    parts: Mapping[str, int]  # at the moment of the peak
+    moments: Mapping[str, int]
+    peak_moment: str
+    low_bytes: int
+    high_bytes: int
+    tokens: int  # in one micro-batch
+    formula: str
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.moments[self.peak_moment]
+
+    def largest_parts(self, count: int = 3) -> list[tuple[str, int]]:
+        return sorted(self.parts.items(), key=lambda part: -part[1])[:count]
+
+
+def estimate_memory(work: Work, layout: Layout, tokens: int, *, accumulates: bool = True) -> Memory:
+    """The peak of one rank that computes `tokens` at once, and `accumulates` gradients over micro-batches or not."""
+    static = static_memory(work, layout.strategy, layout.precision, layout.dp)
+    per_layer, formula = activation_bytes_per_token(work, layout)
+    layers = work.shape.num_layers
+    one_layer = int(per_layer * tokens)
+    kept, again = one_layer * layers, 0
+    if layout.recompute == "full":
+        size = 2 if layout.precision != "fp32" and work.lora is not None else 4
+        kept, again = size * work.shape.hidden_size * tokens * layers, one_layer
+        formula = f"{size}h per token and layer, and one layer whole: {formula}"
+    low, framework, high = CUDA_FRAMEWORK_BYTES if work.device == "cuda" else CPU_FRAMEWORK_BYTES
+    base = {"weights": static.weights_bytes, "optimizer": static.optimizer_bytes, "framework": framework}
+    gradients = {"gradients": static.gradients_bytes}
+    # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
+    before = gradients if accumulates or layout.strategy == "ddp" else {}
+    casts = _cast_bytes(work, layout)
+    loss, head_gradient = _loss_bytes(work, layout, tokens)
+    working = _working_bytes(work, layout, tokens)
+    moments = {
+        "loss": base | before | {"casts": casts, "activations": kept, "loss": loss + head_gradient},
+        "start of the backward pass": base
+        | before
+        | {"casts": casts, "activations": kept + again, "loss": head_gradient, "working": working},
+        "end of the backward pass": base | gradients | {"casts": casts, "activations": one_layer, "working": working},
+        "optimizer step": base | gradients | {"working": _optimizer_bytes(work)},
+    }
+    sums = {name: sum(parts.values()) for name, parts in moments.items()}
+    peak = max(sums, key=lambda name: sums[name])
+    parts = {name: size for name, size in moments[peak].items() if size}
+    fixed = static.total_bytes if "gradients" in moments[peak] else static.weights_bytes + static.optimizer_bytes
+    loose = sums[peak] - fixed - framework
+    return Memory(
+        parts=parts,
+        moments=sums,
+        peak_moment=peak,
+        low_bytes=int(fixed + low + RANGE[0] * loose),
+        high_bytes=int(fixed + high + RANGE[1] * loose),
+        tokens=tokens,
+        formula=formula,
+    )
+
+
+def _cast_bytes(work: Work, layout: Layout) -> int:
+    """Half-precision copies that autocast keeps of the fp32 weights it multiplies with."""
+    if layout.precision == "fp32":
+        return 0
+    return 2 * (work.shape.num_block_linear if work.lora is None else work.num_trainable)
+
+
+def _loss_bytes(work: Work, layout: Layout, tokens: int) -> tuple[int, int]:
+    """(while the loss is computed, what stays of it until its backward pass)."""
+    shape, half = work.shape, layout.precision != "fp32"
+    size = 2 if half else 4
+    row_gradient = size * tokens * shape.hidden_size
+    if shape.bent_logits:
+        # The model's own logits, an fp32 copy, log-probabilities, and gradients of the two.
+        return tokens * shape.vocab_size * (size + 4 + 4 + 4), tokens * shape.vocab_size * (size + 4 + 4)
+    chunk = min(4 * tokens * shape.vocab_size, LOSS_CHUNK_BYTES)
+    chunk += chunk // 2 if half else 0
+    if work.lora is not None:
+        return chunk, 2 * row_gradient
+    weight_copy = 2 * shape.num_embedding if half else 0
+    # The head's gradient is summed over chunks; each chunk's own product stands beside the sum.
+    return chunk + weight_copy + size * shape.num_embedding, 2 * row_gradient + 4 * shape.num_embedding
+
+
+def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
+    """Gradients of one layer's activations while its backward pass runs: three f-wide and three h-wide tensors."""
+    size = 4 if layout.precision == "fp32" else 2
+    return 3 * size * tokens * (work.shape.intermediate_size + work.shape.hidden_size)
+
+
+def _optimizer_bytes(work: Work) -> int:
+    """Temporaries of AdamW: of one tensor at a time on CPU, of all tensors at once on CUDA (foreach)."""
+    if work.device == "cuda":
+        return 4 * work.num_trainable
+    return 8 * (work.shape.num_embedding if work.lora is None else 0)

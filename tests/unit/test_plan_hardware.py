@@ -1,0 +1,81 @@
+"""Reading a machine: made-up files of the operating system in, facts out."""
+
+import pytest
+
+from duoka.plan.hardware import parse_gpus, read_cgroup_limit, read_cpu, read_machine
+
+MIB = 2**20
+SMI = """0, GPU-aaaa-1, NVIDIA A100-SXM4-80GB, 81920, 81000, 8.0
+1, GPU-bbbb-2, Tesla T4, 15360, 15000, 7.5
+2, GPU-cccc-3, NVIDIA H100, [N/A], [N/A], 9.0
+"""
+
+
+def test_this_machine_can_be_read():
+    machine = read_machine(env={"CUDA_VISIBLE_DEVICES": ""})
+    assert machine.num_cores >= 1
+    assert 0 < machine.available_bytes <= machine.memory_bytes
+    assert machine.device == "cpu" and machine.bf16_reason
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["NVIDIA A100-SXM4-80GB", "Tesla T4"]),
+        ("1,0", ["Tesla T4", "NVIDIA A100-SXM4-80GB"]),
+        ("GPU-bbbb", ["Tesla T4"]),
+        ("0,7,1", ["NVIDIA A100-SXM4-80GB"]),
+        ("", []),
+        ("-1", []),
+    ],
+)
+def test_gpus_are_those_that_cuda_visible_devices_leaves(visible, names):
+    assert [gpu.name for gpu in parse_gpus(SMI, visible)] == names
+
+
+def test_gpu_memory_and_capability_are_read():
+    gpu = parse_gpus(SMI, "0")[0]
+    assert (gpu.memory_bytes, gpu.free_bytes, gpu.capability) == (81920 * MIB, 81000 * MIB, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [("fpu avx512f avx512_bf16", "avx512_bf16"), ("amx_bf16 avx512_bf16", "amx_bf16"), ("fpu avx2", "")],
+)
+def test_native_bf16_is_read_from_the_cpu_flags(tmp_path, flags, found):
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"model name : A fine CPU\nflags\t\t: {flags}\n", encoding="utf-8")
+    assert read_cpu(path) == ("A fine CPU", found)
+    assert read_cpu(tmp_path / "missing")[1] == ""
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def test_the_tightest_limit_of_nested_groups_counts_and_page_cache_is_free(tmp_path):
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    write(own, "0::/outer/inner\n")
+    write(root / "outer/inner/memory.max", "max\n")
+    write(root / "outer/inner/memory.current", "1\n")
+    write(root / "outer/memory.max", f"{1000 * MIB}\n")
+    write(root / "outer/memory.current", f"{600 * MIB}\n")
+    write(root / "outer/memory.stat", f"anon 5\ninactive_file {100 * MIB}\n")
+    limit = read_cgroup_limit(root, own)
+    assert limit is not None
+    assert (limit.limit_bytes, limit.free_bytes) == (1000 * MIB, 500 * MIB)
+
+
+def test_limits_of_the_older_kind_of_groups_are_read_and_none_is_none(tmp_path):
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    write(own, "9:name=systemd:/\n4:memory:/job\n0::/\n")
+    write(root / "memory/job/memory.limit_in_bytes", f"{300 * MIB}")
+    write(root / "memory/job/memory.usage_in_bytes", f"{100 * MIB}")
+    write(root / "memory/memory.limit_in_bytes", "9223372036854771712")
+    write(root / "memory/memory.usage_in_bytes", "5")
+    limit = read_cgroup_limit(root, own)
+    assert limit is not None and limit.free_bytes == 200 * MIB
+    write(own, "0::/\n")
+    assert read_cgroup_limit(root, own) is None
+    assert read_cgroup_limit(root, tmp_path / "missing") is None

@@ -1,0 +1,114 @@
+"""The closed-form peak against what a real training step of our own model really allocates."""
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from duoka.config.schema import LoraConfig
+from duoka.plan.layout import Layout
+from duoka.plan.memory import CPU_FRAMEWORK_BYTES, LOSS_CHUNK_BYTES, Work, estimate_memory, static_memory
+from duoka.plan.shape import shape_from_config
+from duoka.units import Amount
+
+TOKENS, DOCUMENT = 512, 128
+FACTS = {
+    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
+}  # fmt: skip
+SHAPE = shape_from_config({"model_type": "llama", **FACTS})
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensor storages that are alive, and the most there ever were."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.seen, self.now, self.peak = {}, 0, 0
+        for tensor in held:
+            self.add(tensor)
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.seen:
+            self.seen[key] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.drop, key, size)
+
+    def drop(self, key, size):
+        self.seen.pop(key, None)
+        self.now -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self.add, out)
+        return out
+
+
+def measured_peak(lora, precision, recompute):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from duoka.model.attention import register_attention
+    from duoka.model.build import LossModel
+    from duoka.model.lora import apply_lora
+
+    lm = LlamaForCausalLM(LlamaConfig(**FACTS, attn_implementation=register_attention()))
+    if lora is not None:
+        lm = apply_lora(lm.to(torch.bfloat16 if precision == "bf16" else torch.float32), lora)
+    if recompute == "full":
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = LossModel(lm.train())
+    optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad])
+    tokens = torch.randint(0, FACTS["vocab_size"], (1, TOKENS))
+    places = torch.arange(TOKENS)[None] % DOCUMENT
+    edges = torch.arange(0, TOKENS + 1, DOCUMENT, dtype=torch.int32)
+    for _ in range(2):  # the optimizer's state exists from the second step on
+        states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        half = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+        with LiveBytes([*lm.parameters(), *lm.buffers(), *states]) as live:
+            with half:
+                loss, _ = model(tokens, tokens, places, edges)
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return live.peak
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [None, 0.0, 0.05])
+def test_predicted_peak_is_what_a_real_step_allocates(dropout, precision, recompute):
+    lora = None if dropout is None else LoraConfig(dropout=dropout)
+    layout = Layout(precision=precision, recompute=recompute, micro=Amount(TOKENS, "tokens"))
+    memory = estimate_memory(Work(SHAPE, lora), layout, TOKENS, accumulates=False)
+    predicted = memory.peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    measured = measured_peak(lora, precision, recompute)
+    allowed = 0.05 if recompute == "none" else 0.15
+    ratio = predicted / measured
+    assert abs(ratio - 1) < allowed, f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
+
+
+def test_static_bytes_are_those_of_real_tensors():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    lm = LlamaForCausalLM(LlamaConfig(**FACTS))
+    optimizer = torch.optim.AdamW(lm.parameters())
+    for parameter in lm.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    static = static_memory(Work(SHAPE, None), "single", "fp32", 1)
+    assert static.weights_bytes == sum(p.nbytes for p in lm.parameters())
+    assert static.gradients_bytes == sum(p.grad.nbytes for p in lm.parameters())
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert static.optimizer_bytes == sum(t.nbytes for t in moments)
+
+
+def test_plan_and_loss_work_in_the_same_chunks():
+    from duoka.model import loss
+
+    assert LOSS_CHUNK_BYTES == loss.CHUNK_BYTES

@@ -1,0 +1,131 @@
+"""Counts from config.json are exactly what transformers builds, and adapters are what PEFT builds."""
+
+import json
+
+import pytest
+
+from duoka.config.schema import LoraConfig
+from duoka.errors import ConfigError
+from duoka.plan.shape import FAMILIES, demo_shape, lora_parameters, read_shape, shape_from_config
+
+SMALL = {
+    "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 331, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CASES = [
+    ("llama", {"tie_word_embeddings": False}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"head_dim": 20, "num_key_value_heads": None}),
+    ("mistral", {}),
+    ("mistral", {"head_dim": 8, "tie_word_embeddings": True}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    ("qwen3", {}),
+    ("qwen3", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True}),
+    ("gemma", {}),
+    ("gemma", {"head_dim": 32, "tie_word_embeddings": False}),
+    ("gemma2", {}),
+    ("gemma3_text", {"head_dim": 16}),
+    ("smollm3", {}),
+    ("granite", {"tie_word_embeddings": True}),
+    ("seed_oss", {}),
+    ("seed_oss", {"attention_out_bias": True, "attention_bias": False}),
+    ("olmo2", {}),
+    ("phi3", {}),
+    ("glm", {}),
+    ("starcoder2", {}),
+    ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+]
+
+
+def build_on_meta(facts):
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    settings = {key: value for key, value in facts.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[facts["model_type"]](**settings))
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize(("model_type", "changes"), CASES)
+def test_count_is_exactly_what_transformers_builds(model_type, changes, tmp_path):
+    facts = {"model_type": model_type, **SMALL, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    shape = read_shape(tmp_path)
+    model = build_on_meta(facts)
+    truth = sum(parameter.numel() for parameter in model.parameters())
+    assert shape.num_parameters == truth, f"{model_type} {changes}: {shape.num_parameters} against {truth}"
+    assert shape.exact
+    assert shape.num_embedding == model.get_input_embeddings().weight.numel()
+    linears = [m for m in model.modules() if type(m).__name__ == "Linear" and m is not model.get_output_embeddings()]
+    assert shape.num_block_linear == sum(p.numel() for m in linears for p in m.parameters())
+
+
+def test_every_family_of_the_table_is_counted_against_transformers():
+    assert {name for name, _ in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_keys_left_out_mean_what_transformers_would_assume(model_type):
+    facts = {"model_type": model_type, **SMALL}
+    for key in ("num_key_value_heads", "tie_word_embeddings"):
+        facts.pop(key, None)
+    heads = 32  # divisible by every family's default number of key-value heads
+    facts |= {"num_attention_heads": heads, "hidden_size": 128}
+    truth = sum(parameter.numel() for parameter in build_on_meta(facts).parameters())
+    assert shape_from_config(facts).num_parameters == truth
+
+
+@pytest.mark.parametrize("targets", ["all", ("q_proj", "v_proj"), ("down_proj",), ("self_attn.o_proj",)])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma"])
+def test_adapters_are_counted_as_peft_builds_them(model_type, targets):
+    import peft
+
+    facts = {"model_type": model_type, **SMALL}
+    lora = LoraConfig(rank=5, targets=targets)
+    names = "all-linear" if targets == "all" else list(targets)
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", r=5, target_modules=names)
+    model = peft.get_peft_model(build_on_meta(facts), settings)
+    truth = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert lora_parameters(shape_from_config(facts), lora) == truth
+
+
+def test_an_adapter_target_that_no_layer_has_is_refused_with_the_known_names():
+    with pytest.raises(ConfigError, match="c_attn") as caught:
+        lora_parameters(demo_shape(), LoraConfig(targets=("q_proj", "c_attn")))
+    assert "gate_proj" in str(caught.value)
+
+
+def test_the_demo_model_has_134_515_008_parameters():
+    shape = demo_shape()
+    assert (shape.num_parameters, shape.num_embedding, shape.num_head) == (134_515_008, 28_311_552, 0)
+    assert lora_parameters(shape, LoraConfig(rank=8)) == 2_442_240
+
+
+def test_an_unknown_type_is_counted_like_a_llama_and_says_so():
+    shape = shape_from_config({"model_type": "shiny", **SMALL})
+    assert not shape.exact
+    assert shape.num_parameters == shape_from_config({"model_type": "llama", **SMALL}).num_parameters
+
+
+@pytest.mark.parametrize(
+    ("facts", "word"),
+    [
+        ({"model_type": "llama"}, "hidden_size"),
+        ({"model_type": "llama", **SMALL, "hidden_size": "wide"}, "'wide'"),
+        ({"model_type": "mixtral", **SMALL, "num_local_experts": 8}, "mixture of experts"),
+    ],
+)
+def test_a_config_that_cannot_be_counted_is_refused_in_users_words(facts, word):
+    with pytest.raises(ConfigError, match=word):
+        shape_from_config(facts)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1, 2]"])
+def test_a_missing_or_damaged_config_json_is_named(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_shape(tmp_path)
