@@ -71,7 +71,7 @@ class CheckpointStore:
     """The checkpoints of one run. Every method that moves tensors is called by all ranks together."""
 
     def __init__(
-        self, folder: Path, world: World, *, layout: Layout, config_hash: str, versions: dict[str, str]
+        self, folder: Path, world: World, layout: Layout, config_hash: str, versions: dict[str, str]
     ) -> None:
         self.folder = folder
         self.world = world

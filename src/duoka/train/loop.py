@@ -68,11 +68,11 @@ def train(
             loss_sum, stop_asked, save_due, eval_due = world.sum([result.loss_sum, *map(float, asked)])
 
             state.advance(
-                batch.epoch, batch.index, loader.num_batches(batch.epoch),
+                batch.epoch, batch.index, settings.steps_per_epoch,
                 batch.num_samples, batch.num_tokens, batch.global_targets,
             )  # fmt: skip
             numbers = {
-                "epoch": round(state.epoch + state.index / loader.num_batches(state.epoch), 4),
+                "epoch": round(state.epoch + state.index / settings.steps_per_epoch, 4),
                 "loss": loss_sum / batch.global_targets,
                 "grad_norm": result.norm,
                 "lr": lr,

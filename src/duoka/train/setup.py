@@ -44,7 +44,7 @@ def build_settings(config: RunConfig, loader: Loader) -> RunSettings:
     return RunSettings(
         config=config,
         num_epochs=num_epochs,
-        steps_per_epoch=loader.num_batches(0),
+        steps_per_epoch=loader.plan.num_batches(),
         total_steps=total_steps,
         save_every=parse_every(config.checkpoint.every),
         eval_every=parse_every(config.train.eval_every),

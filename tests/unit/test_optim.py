@@ -1,0 +1,89 @@
+"""Rates follow optimizer steps; AdamW is torch's; clipping uses the one global norm."""
+
+import math
+
+import pytest
+import torch
+from duoka.config.schema import OptimConfig
+from duoka.optim.build import build_optimizer, optimizer_tensors, set_learning_rate
+from duoka.optim.clip import clip_gradients
+from duoka.optim.schedule import learning_rate, warmup_steps
+
+
+def rates(total, **optim):
+    return [learning_rate(OptimConfig(lr=1.0, **optim), step, total) for step in range(1, total + 1)]
+
+
+def test_warmup_as_a_share_and_as_steps():
+    assert warmup_steps(OptimConfig(warmup=0.03), 100) == 3
+    assert warmup_steps(OptimConfig(warmup=0.03), 10) == 1
+    assert warmup_steps(OptimConfig(warmup=7), 100) == 7
+    assert warmup_steps(OptimConfig(warmup=200), 100) == 100
+    assert warmup_steps(OptimConfig(warmup=0), 100) == 0
+
+
+def test_the_first_step_learns_and_the_peak_is_reached():
+    seen = rates(10, warmup=4, schedule="constant")
+    assert seen == [0.25, 0.5, 0.75, 1.0] + [1.0] * 6
+
+
+def test_cosine_and_linear_fall_to_min_lr_after_the_last_step():
+    for schedule in ("cosine", "linear"):
+        seen = rates(100, warmup=0, schedule=schedule, min_lr=0.1)
+        assert seen[0] == 1.0
+        assert all(later < earlier for earlier, later in zip(seen, seen[1:], strict=False))
+        assert 0.1 < seen[-1] < 0.12
+    assert rates(4, warmup=0, schedule="cosine")[2] == pytest.approx(0.5)
+    assert rates(8, warmup=0, schedule="cosine")[2] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+
+
+def small_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.LayerNorm(9), torch.nn.Linear(9, 2))
+
+
+def test_adamw_equals_torchs_plain_adamw_with_decay_on_matrices_only():
+    ours, plain = small_model(), small_model()
+    optim = OptimConfig(lr=0.03, weight_decay=0.2, betas=(0.8, 0.95))
+    optimizer = build_optimizer(dict(ours.named_parameters()), optim)
+    groups = [
+        {"params": [plain[0].weight, plain[2].weight], "weight_decay": 0.2},
+        {"params": [plain[0].bias, plain[1].weight, plain[1].bias, plain[2].bias], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=0.03, betas=(0.8, 0.95), foreach=False, fused=False)
+    for step in range(5):
+        set_learning_rate(optimizer, 0.03 / (step + 1))
+        for group in reference.param_groups:
+            group["lr"] = 0.03 / (step + 1)
+        batch = torch.randn(4, 6)
+        for model, opt in ((ours, optimizer), (plain, reference)):
+            opt.zero_grad()
+            model(batch).square().sum().backward()
+            opt.step()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_state_made_before_the_first_step_changes_nothing():
+    early, late = small_model(), small_model()
+    results = []
+    for model, make_early in ((early, True), (late, False)):
+        optimizer = build_optimizer(dict(model.named_parameters()), OptimConfig(lr=0.1))
+        if make_early:
+            optimizer_tensors(optimizer, dict(model.named_parameters()))
+        model(torch.ones(1, 6)).sum().backward()
+        optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1e9])
+def test_clipping_uses_the_global_norm(limit):
+    model = small_model()
+    model(torch.ones(3, 6)).square().sum().backward()
+    before = torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
+    norm = float(clip_gradients(model.parameters(), limit))
+    after = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert norm == pytest.approx(float(before.norm()), rel=1e-6)
+    wanted = before if limit == 0.0 or norm < limit else before * (limit / norm)
+    assert torch.allclose(after, wanted, rtol=1e-4)
