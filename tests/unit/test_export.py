@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from duoka.config.schema import LoraConfig
+from duoka.data.tokenizer import load_tokenizer
 from duoka.errors import ConfigError, DuokaError
 from duoka.model import export
 from duoka.model.build import load_adapter, load_model
@@ -37,7 +38,7 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export_from(adapter: Path, base: Path, folder: Path, dtype: torch.dtype = torch.float32) -> export.Exported:
     lm = load_adapter(load_model(base, dtype=torch.float32, attention="sdpa"), adapter).eval()
-    return export_model(lm, AutoTokenizer.from_pretrained(adapter), Sources(base, adapter), folder, dtype)
+    return export_model(lm, load_tokenizer(adapter), Sources(base, adapter), folder, dtype)
 
 
 def logits_of(model: torch.nn.Module, folder: Path) -> torch.Tensor:
@@ -114,6 +115,26 @@ def test_a_merge_that_answers_differently_is_refused_and_leaves_nothing(
     with pytest.raises(DuokaError, match="does not answer as base"):
         export_from(adapter, tiny_model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_template_that_is_not_the_models_own_goes_with_it(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Trained with another template and another end of turn: whoever serves the folder must know both."""
+    lm = load_adapter(load_model(tiny_model, dtype=torch.float32, attention="sdpa"), adapter).eval()
+    own = lm.generation_config.eos_token_id
+    sources = Sources(tiny_model, adapter, chat_template="{{ messages[0]['content'] }}!")
+    export_model(lm, load_tokenizer(adapter), sources, tmp_path / "out", torch.float32, stop_id=9)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi!"
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == [own, 9]
+
+
+def test_others_may_read_what_was_exported(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    export_from(adapter, tiny_model, tmp_path / "out")
+    closed = [
+        path.name for path in [tmp_path / "out", *(tmp_path / "out").iterdir()] if not path.stat().st_mode & 0o004
+    ]
+    assert not closed
 
 
 def test_an_adapter_alone_names_its_base(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import build_tiny_tokenizer, write_tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny import write_tiny_model
+from transformers import AutoModelForCausalLM
 
+from duoka.data.tokenizer import load_tokenizer
 from duoka.errors import ConfigError
-from duoka.serve.chat import Chat, answer_lines, encode_prompt, talk
-from duoka.serve.generate import CharacterStream, Sampling, choose_token, generate, stop_tokens
+from duoka.serve.chat import Chat, answer_lines, talk
+from duoka.serve.generate import CharacterStream, Sampling, choose_token, end_of_turn, generate, stop_tokens
 
 MIXED = "多卡 👩‍🚀 trains, ça va? 🦆🇨🇳\n好。"
 
@@ -26,12 +28,12 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path):
-    return AutoTokenizer.from_pretrained(tiny_model)
+    return load_tokenizer(tiny_model)
 
 
 @pytest.mark.parametrize("prompt", ["a", "Who are you?", "你是谁？请告诉我你的名字。"])
 def test_greedy_tokens_are_those_of_transformers(lm: torch.nn.Module, tokenizer, prompt: str) -> None:
-    ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
+    ids = tokenizer.encode(tokenizer.render([{"role": "user", "content": prompt}], prompt=True))[0]
     theirs = lm.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=40, eos_token_id=-1, pad_token_id=0)
     ours = list(generate(lm, ids, frozenset(), Sampling(max_new_tokens=40)))
     assert ours == theirs[0, len(ids) :].tolist()
@@ -39,7 +41,7 @@ def test_greedy_tokens_are_those_of_transformers(lm: torch.nn.Module, tokenizer,
 
 
 def test_an_answer_ends_before_a_stop_token(lm: torch.nn.Module, tokenizer) -> None:
-    ids = tokenizer("abc").input_ids
+    ids = tokenizer.encode("abc")[0]
     free = list(generate(lm, ids, frozenset(), Sampling(max_new_tokens=12)))
     stop = free[5]
     assert list(generate(lm, ids, frozenset([stop]), Sampling(max_new_tokens=12))) == free[: free.index(stop)]
@@ -81,19 +83,18 @@ def test_temperature_sharpens_and_zero_is_greedy() -> None:
 
 
 def test_stop_tokens_come_from_tokenizer_and_generation_config(lm: torch.nn.Module, tokenizer) -> None:
-    assert tokenizer.eos_token_id in stop_tokens(lm, tokenizer)
+    assert tokenizer.eos_id in stop_tokens(lm, tokenizer)
     before = lm.generation_config.eos_token_id
     try:
         lm.generation_config.eos_token_id = [7, 9]
-        assert stop_tokens(lm, tokenizer) == {7, 9, tokenizer.eos_token_id}
+        assert stop_tokens(lm, tokenizer) == {7, 9, tokenizer.eos_id}
     finally:
         lm.generation_config.eos_token_id = before
 
 
-def test_characters_come_whole_and_none_is_lost() -> None:
-    tokenizer = build_tiny_tokenizer()
+def test_characters_come_whole_and_none_is_lost(tokenizer) -> None:
     stream = CharacterStream(tokenizer)
-    tokens = tokenizer(MIXED, add_special_tokens=False).input_ids
+    tokens = tokenizer.encode(MIXED)[0]
     assert len(tokens) == len(MIXED.encode()), "one token a byte: every character is cut"
     pieces = [stream.add(token) for token in tokens]
     assert "".join(pieces) == MIXED == stream.text
@@ -101,10 +102,9 @@ def test_characters_come_whole_and_none_is_lost() -> None:
     assert pieces[:6] == ["", "", "多", "", "", "卡"], "shown late or cut"
 
 
-def test_bytes_that_are_no_character_do_not_stop_the_stream() -> None:
-    tokenizer = build_tiny_tokenizer()
+def test_bytes_that_are_no_character_do_not_stop_the_stream(tokenizer) -> None:
     stream = CharacterStream(tokenizer)
-    tokens = tokenizer("多ab", add_special_tokens=False).input_ids
+    tokens = tokenizer.encode("多ab")[0]
     shown = "".join(stream.add(token) for token in [tokens[0], *tokens[3:]])  # a lead byte without its others
     assert shown == "\ufffdab"
     assert stream.add(tokens[0]) == "" and stream.text == "\ufffdab"
@@ -152,8 +152,13 @@ def test_an_answer_broken_off_stays_in_the_history(lm: torch.nn.Module, tokenize
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
 
 
-def test_a_model_without_a_template_is_refused(tiny_model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="no chat template"):
-        encode_prompt(tokenizer, [{"role": "user", "content": "Hi"}])
+def test_a_template_that_refuses_is_named(lm: torch.nn.Module, tokenizer) -> None:
+    picky = replace(tokenizer, template="{{ raise_exception('no system turns here') }}")
+    with pytest.raises(ConfigError, match="no system turns here"):
+        list(make_chat(lm, picky, system="Be brief.").ask("Hi"))
+
+
+def test_an_answer_ends_with_what_training_ends_it_with(lm: torch.nn.Module, tokenizer) -> None:
+    """A base model whose own end token is another one, trained with ChatML, must stop at <|im_end|>."""
+    special = dict(tokenizer.special_tokens) | {"eos_token": "<|endoftext|>"}
+    assert end_of_turn(replace(tokenizer, special_tokens=special)) == tokenizer.encode("<|im_end|>")[0][0]

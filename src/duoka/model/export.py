@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from duoka.data.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError, DuokaError, StorageError
 from duoka.model.build import load_model, quiet_loading
 from duoka.model.result import base_dtype, copy_tokenizer
@@ -50,11 +50,18 @@ class Exported:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the parts of an export that are copied come from."""
+    """Where the parts of an export that are copied come from. `chat_template`: one that isn't the tokenizer's own."""
 
     base: Path
     tokenizer: Path
     trust_remote_code: bool = False
+    chat_template: str | None = None
+
+    def copy_tokenizer(self, folder: Path) -> None:
+        """Into `folder`, with the template that training used: whoever serves the model must ask it that way."""
+        copy_tokenizer(self.tokenizer, folder)
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
 
     def dtype(self, name: str | None) -> torch.dtype:
         """The type asked for, by default the one that the base came in."""
@@ -69,16 +76,27 @@ def check_target(folder: Path) -> None:
         )
 
 
-def export_model(lm: torch.nn.Module, tokenizer: Any, sources: Sources, folder: Path, dtype: torch.dtype) -> Exported:
-    """Merge adapters (if any) of the fp32 model `lm` and write a full model; `lm` is used up."""
+def export_model(
+    lm: torch.nn.Module,
+    tokenizer: ChatTokenizer,
+    sources: Sources,
+    folder: Path,
+    dtype: torch.dtype,
+    stop_id: int | None = None,
+) -> Exported:
+    """Merge adapters (if any) of the fp32 model `lm` and write a full model; `lm` is used up.
+
+    `stop_id` is the token that training ended answers with: whoever generates with the folder must know it.
+    """
     check_target(folder)
-    probes = [torch.tensor([tokenizer(text).input_ids]) for text in PROBES]
+    probes = [torch.tensor([tokenizer.encode(text)[0]]) for text in PROBES]
     wanted = [_logits(lm, probe) for probe in probes]
     if hasattr(lm, "peft_config"):
         lm = lm.merge_and_unload(safe_merge=True)  # type: ignore[operator]
+    _add_stop_token(lm, stop_id)
     with _draft_of(folder) as draft:
         lm.to(dtype).save_pretrained(os.fspath(draft))  # type: ignore[operator]
-        copy_tokenizer(sources.tokenizer, draft)
+        sources.copy_tokenizer(draft)
         with quiet_loading():
             written = load_model(
                 draft, dtype=torch.float32, attention="sdpa", trust_remote_code=sources.trust_remote_code
@@ -87,6 +105,16 @@ def export_model(lm: torch.nn.Module, tokenizer: Any, sources: Sources, folder: 
         exported = _compare(folder, dtype, wanted, got, _size_bytes(draft))
         _check_difference(exported)
     return exported
+
+
+def _add_stop_token(lm: torch.nn.Module, stop_id: int | None) -> None:
+    settings = getattr(lm, "generation_config", None)
+    if settings is None or stop_id is None:
+        return
+    named = settings.eos_token_id
+    known = list(named) if isinstance(named, (list, tuple)) else [] if named is None else [named]
+    if stop_id not in known:
+        settings.eos_token_id = [*known, stop_id] if known else stop_id
 
 
 def export_adapter(lm: torch.nn.Module, sources: Sources, base_name: str, folder: Path) -> int:
@@ -98,7 +126,7 @@ def export_adapter(lm: torch.nn.Module, sources: Sources, base_name: str, folder
         facts = draft / "adapter_config.json"
         settings = json.loads(facts.read_text(encoding="utf-8")) | {"base_model_name_or_path": base_name}
         facts.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        copy_tokenizer(sources.tokenizer, draft)
+        sources.copy_tokenizer(draft)
         return _size_bytes(draft)
 
 
@@ -150,7 +178,10 @@ def _draft_of(folder: Path) -> Iterator[Path]:
         raise StorageError(f"cannot write to {folder.parent}: {error.strerror or error}") from None
     try:
         yield draft
+        # Temporary folders and safetensors' files are for their owner alone; a model is for whoever serves it.
         os.chmod(draft, 0o755)
+        for path in draft.iterdir():
+            os.chmod(path, 0o644)
         draft.rename(folder)
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror or error}", fix="nothing was left there") from error

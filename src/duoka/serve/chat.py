@@ -9,8 +9,11 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
+import torch
+from jinja2 import TemplateError
+
+from duoka.data.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError
 from duoka.serve.generate import Sampling, stream_answer
 
@@ -21,8 +24,8 @@ Write = Callable[[str], None]
 class Chat:
     """A model, its tokenizer, and what was said so far."""
 
-    lm: Any
-    tokenizer: Any
+    lm: torch.nn.Module
+    tokenizer: ChatTokenizer
     sampling: Sampling
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -42,20 +45,16 @@ class Chat:
         self.messages.clear()
 
     def _encode(self) -> list[int]:
+        """The tokens after which the model answers."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
-        return encode_prompt(self.tokenizer, opening + self.messages)
-
-
-def encode_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """The tokens after which the model answers."""
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            "the model has no chat template, so nobody knows how to ask it",
-            fix="train it with model.template: chatml, or use a chat model",
-        )
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
+        try:
+            text = self.tokenizer.render(opening + self.messages, prompt=True)
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template ({self.tokenizer.template_name}) refuses the conversation: {error}",
+                fix="leave --system out" if self.system else "try another model.template",
+            ) from None
+        return self.tokenizer.encode(text)[0]
 
 
 def answer_once(chat: Chat, prompt: str, write: Write, *, as_json: bool = False) -> str:

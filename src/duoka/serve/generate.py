@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 
+from duoka.data.example import BadRecord, Example, Message
+from duoka.data.template import encode
+from duoka.data.tokenizer import ChatTokenizer
+
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
 
@@ -57,17 +61,28 @@ def choose_token(logits: torch.Tensor, sampling: Sampling, dice: torch.Generator
     return int(order[torch.multinomial(ranked, 1, generator=dice)])
 
 
-def stop_tokens(lm: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer: the tokenizer's, and all that the model's generation config names."""
+def stop_tokens(lm: torch.nn.Module, tokenizer: ChatTokenizer) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's, the generation config's, and what training ends a turn with."""
     named = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
     found = set(named) if isinstance(named, (list, tuple)) else {named}
-    return frozenset(int(token) for token in found | {tokenizer.eos_token_id} if token is not None)
+    return frozenset(int(token) for token in found | {tokenizer.eos_id, end_of_turn(tokenizer)} if token is not None)
+
+
+def end_of_turn(tokenizer: ChatTokenizer) -> int | None:
+    """The token that the chat template ends an answer with, when it is one that text never contains."""
+    turns = (Message("user", "Hi"), Message("assistant", "Hello"))
+    try:
+        sample = encode(Example(turns), tokenizer)
+    except BadRecord:  # a template that such a conversation cannot be trained with
+        return None
+    last = int(sample.input_ids[sample.is_target][-1])
+    return last if tokenizer.decode([last]) in tokenizer.special_texts else None
 
 
 class CharacterStream:
     """Turns tokens into text as it comes, holding back the bytes of a character until it is whole."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._shown = ""
@@ -83,7 +98,7 @@ class CharacterStream:
 
     def _decode(self) -> str:
         # From the first token on: decoders may treat a word's leading blank by what stands before it.
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.backend.decode(self._tokens, skip_special_tokens=True)
         return text
 
     @property
@@ -92,7 +107,9 @@ class CharacterStream:
         return self._shown
 
 
-def stream_answer(lm: torch.nn.Module, tokenizer: Any, prompt: Sequence[int], sampling: Sampling) -> Iterator[str]:
+def stream_answer(
+    lm: torch.nn.Module, tokenizer: ChatTokenizer, prompt: Sequence[int], sampling: Sampling
+) -> Iterator[str]:
     """Pieces of the answer to an encoded prompt, each of whole characters."""
     stream = CharacterStream(tokenizer)
     for token in generate(lm, prompt, stop_tokens(lm, tokenizer), sampling):

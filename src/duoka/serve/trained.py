@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 from duoka.config.load import load_config
 from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.model.source import model_folder
+from duoka.model.source import find_model, model_folder
 from duoka.runs.folder import RunFolder, read_json
 
 if TYPE_CHECKING:
     import torch
+
+    from duoka.data.tokenizer import ChatTokenizer
 
 Say = Callable[[str], None]
 
@@ -31,14 +33,16 @@ class Trained:
 
     name: str
     base: Path
+    base_name: str  # the base as others can find it: its Hub id, or its folder
     adapter: Path | None = None
     full: Path | None = None
     checkpoint: Path | None = None
     run: RunFolder | None = None
     config: RunConfig | None = None
+    config_base: Path = Path()  # what relative paths of the config are relative to
 
     @property
-    def folder(self) -> Path:
+    def tokenizer_folder(self) -> Path:
         """The folder whose tokenizer belongs to it."""
         return self.adapter or self.full or self.base
 
@@ -73,10 +77,11 @@ def find_trained(name: str, *, step: int | None = None, say: Say) -> Trained:
     folder = Path(name).expanduser()
     if (folder / "adapter_config.json").is_file():
         facts = read_json(folder / "adapter_config.json") or {}
-        base = str(facts.get("base_model_name_or_path") or "")
-        return Trained(name, model_folder(ModelConfig(name=base), folder, say), adapter=folder)
+        base_name = str(facts.get("base_model_name_or_path") or "")
+        return Trained(name, model_folder(ModelConfig(name=base_name), folder, say), base_name, adapter=folder)
     try:
-        return Trained(name, model_folder(ModelConfig(name=name), Path(), say))
+        base = model_folder(ModelConfig(name=name), Path(), say)
+        return Trained(name, base, str(base))
     except ConfigError as error:
         raise ConfigError(f"{name!r} is neither a run nor a model: {error.what}", fix=_list_runs()) from None
 
@@ -84,16 +89,18 @@ def find_trained(name: str, *, step: int | None = None, say: Say) -> Trained:
 def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Trained:
     loaded = load_config(run.config)
     config = loaded.config
-    base = model_folder(config.model, loaded.path.parent, say)
+    base = model_folder(config.model, loaded.base, say)
+    base_name = find_model(config.model, loaded.base).hub_id or str(base)
+    of_run: dict[str, Any] = {"run": run, "config": config, "config_base": loaded.base}
     if step is not None:
-        return Trained(name, base, checkpoint=_checkpoint_of(run, step), run=run, config=config)
+        return Trained(name, base, base_name, checkpoint=_checkpoint_of(run, step), **of_run)
     if (run.final / "adapter_config.json").is_file():
-        return Trained(name, base, adapter=run.final, run=run, config=config)
+        return Trained(name, base, base_name, adapter=run.final, **of_run)
     if (run.final / "config.json").is_file():
-        return Trained(name, base, full=run.final, run=run, config=config)
+        return Trained(name, base, base_name, full=run.final, **of_run)
     newest = _newest_checkpoint(run, say)
     say(f"{run.path} is not finished: reading {newest.name}")
-    return Trained(name, base, checkpoint=newest, run=run, config=config)
+    return Trained(name, base, base_name, checkpoint=newest, **of_run)
 
 
 def _checkpoint_of(run: RunFolder, step: int) -> Path:
@@ -161,11 +168,24 @@ def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: d
     return lm
 
 
-def load_tokenizer(trained: Trained) -> Any:
-    """The tokenizer, with the chat template that training used."""
-    from transformers import AutoTokenizer
+def load_for_chat(trained: Trained, *, base_only: bool = False) -> torch.nn.Module:
+    """The model on this machine's fastest device, in the type that it computes natively."""
+    import torch
 
-    return AutoTokenizer.from_pretrained(trained.folder, trust_remote_code=trained.trust_remote_code)
+    from duoka.parallel.world import pick_device
+    from duoka.plan.hardware import read_machine
+
+    dtype = torch.bfloat16 if read_machine().has_native_bf16 else torch.float32
+    return load_trained(trained, dtype=dtype, base_only=base_only).to(pick_device(0))
+
+
+def load_chat_tokenizer(trained: Trained) -> ChatTokenizer:
+    """The tokenizer, with the chat template that training used."""
+    from duoka.data.tokenizer import load_tokenizer
+
+    if trained.config is None:
+        return load_tokenizer(trained.tokenizer_folder)
+    return load_tokenizer(trained.base, trained.config.model.template, trust_remote_code=trained.trust_remote_code)
 
 
 def describe(trained: Trained) -> str:

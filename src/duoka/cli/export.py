@@ -1,0 +1,95 @@
+"""`duoka export RUN -o DIR`: what a run has learned, as a folder that transformers, vLLM and others open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command("export")
+@click.argument("target", metavar="RUN")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new folder to write to.")
+@click.option("--checkpoint", type=int, metavar="STEP", help="Export the run as it was after this step.")
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the weights; default: the base model's."
+)
+@click.option("--adapter", is_flag=True, help="Write the adapter alone (a PEFT folder), not merged.")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+def command(target: str, output: Path, checkpoint: int | None, dtype: str | None, adapter: bool, as_json: bool) -> None:
+    """Merge a run's adapter into its base model and write one plain transformers folder.
+
+    The folder is read back and its answers on real text are compared with those of base + adapter; the largest
+    difference of logits is printed. Nothing is ever overwritten.
+    """
+    from duoka.cli.chat import say
+    from duoka.model.export import check_target
+    from duoka.serve.trained import find_trained
+
+    check_target(output)
+    trained = find_trained(target, step=checkpoint, say=say)
+    facts, lines = _export_adapter(trained, output, dtype) if adapter else _export_full(trained, output, dtype)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(facts, ensure_ascii=False))
+    else:
+        click.echo("\n".join(lines))
+
+
+def _sources(trained: Any) -> tuple[Any, Any]:
+    from duoka.model.export import Sources
+    from duoka.serve.trained import load_chat_tokenizer
+
+    tokenizer = load_chat_tokenizer(trained)
+    other = tokenizer.template if tokenizer.template_name != "model" else None
+    return tokenizer, Sources(trained.base, trained.tokenizer_folder, trained.trust_remote_code, other)
+
+
+def _export_full(trained: Any, output: Path, dtype: str | None) -> tuple[dict[str, Any], list[str]]:
+    import torch
+
+    from duoka.model.export import export_model
+    from duoka.serve.generate import end_of_turn
+    from duoka.serve.trained import load_trained
+    from duoka.units import format_bytes
+
+    tokenizer, sources = _sources(trained)
+    lm = load_trained(trained, dtype=torch.float32)
+    done = export_model(lm, tokenizer, sources, output, sources.dtype(dtype), end_of_turn(tokenizer))
+    kind = str(done.dtype).removeprefix("torch.")
+    what, other = ("merged", "base + adapter") if trained.is_adapted else ("written", "the run's")
+    lines = [
+        f"{what} {trained.name} into {output}: {kind}, {format_bytes(done.size_bytes)}",
+        f"  logits differ by at most {done.max_difference:.2g} from {other} "
+        f"(largest logit {done.max_logit:.3g}); same likeliest token at {done.same_top_share:.1%} of "
+        f"{done.num_positions} positions",
+        f"  try it: duoka chat {output}",
+    ]
+    facts = {
+        "folder": str(output), "dtype": kind, "size_bytes": done.size_bytes, "max_difference": done.max_difference,
+        "max_logit": done.max_logit, "same_top_share": done.same_top_share, "num_positions": done.num_positions,
+    }  # fmt: skip
+    return facts, lines
+
+
+def _export_adapter(trained: Any, output: Path, dtype: str | None) -> tuple[dict[str, Any], list[str]]:
+    import torch
+
+    from duoka.errors import ConfigError
+    from duoka.model.export import export_adapter
+    from duoka.serve.trained import load_trained
+    from duoka.units import format_bytes
+
+    if dtype is not None:
+        raise ConfigError("--dtype is for merged models; an adapter keeps its own type", fix="leave one of them out")
+    if not trained.is_adapted:
+        raise ConfigError(f"{trained.name} has no adapter: it was trained in full", fix="leave --adapter out")
+    _, sources = _sources(trained)
+    base_name = trained.base_name
+    size_bytes = export_adapter(load_trained(trained, dtype=torch.float32), sources, base_name, output)
+    facts = {"folder": str(output), "base": base_name, "size_bytes": size_bytes}
+    return facts, [
+        f"wrote the adapter of {trained.name} to {output} ({format_bytes(size_bytes)}); its base is {base_name}"
+    ]

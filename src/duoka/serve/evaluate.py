@@ -1,0 +1,130 @@
+"""Loss, perplexity and token accuracy of a model over a data set: every sample once, on any number of processes.
+
+Called by `duoka eval` in each process of its world. Data is tokenised (or found in the cache) before the world meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
+from duoka.errors import ConfigError
+from duoka.serve.trained import Say, Trained, load_trained
+
+if TYPE_CHECKING:
+    from duoka.data.store import TokenStore
+    from duoka.plan.layout import Layout
+    from duoka.train.measure import Measured
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """What is measured on: the config that says how it is read, its name for people, and its tokens."""
+
+    config: RunConfig
+    label: str
+    store: TokenStore
+    pad_id: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The answer: `measured` is global."""
+
+    model: str
+    data: str
+    precision: str
+    world_size: int
+    measured: Measured
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "data": self.data,
+            "loss": self.measured.loss,
+            "perplexity": self.measured.perplexity,
+            "accuracy": self.measured.accuracy,
+            "num_samples": self.measured.num_samples,
+            "num_targets": self.measured.num_targets,
+            "precision": self.precision,
+            "world_size": self.world_size,
+        }
+
+    def lines(self) -> list[str]:
+        found = self.measured
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        return [
+            f"{self.model} on {self.data}",
+            f"  loss {found.loss:.4f}   perplexity {found.perplexity:.4g}   token accuracy {found.accuracy:.2%}",
+            f"  {found.num_samples:,} samples, {found.num_targets:,} target tokens, {self.precision}, {processes}",
+        ]
+
+
+def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say) -> EvalData:
+    """The named data sets, or without names the part that the run kept aside."""
+    from duoka.data.prepare import prepare_data
+
+    config = trained.config or RunConfig(
+        model=ModelConfig(name=trained.name),
+        data=DataConfig(train=tuple(DataSource(name=name) for name in names or ["?"])),
+    )
+    # How the run was spread over ranks says nothing about how it is measured.
+    config = config.model_copy(update={"parallel": ParallelConfig(timeout=config.parallel.timeout)})
+    base = trained.config_base
+    if names:
+        sources = tuple(DataSource(name=name) for name in names)
+        config = config.model_copy(update={"data": config.data.model_copy(update={"train": sources, "eval": 0.0})})
+        prepared = prepare_data(config, base, trained.folder, say=say)
+        return EvalData(config, ", ".join(names), prepared.train, prepared.pad_id)
+    if trained.config is None:
+        raise ConfigError(f"{trained.name} is a model, not a run: what shall it be measured on?", fix="add --data NAME")
+    if not config.data.eval:
+        raise ConfigError(
+            f"{trained.name} kept no data aside (data.eval is 0)", fix="name what to measure on: --data NAME"
+        )
+    prepared = prepare_data(config, base, trained.base, say=say)
+    if prepared.eval is None:
+        raise ConfigError(f"{trained.name} has no evaluation data left after filtering", fix="add --data NAME")
+    return EvalData(config, "the data it kept aside", prepared.eval, prepared.pad_id)
+
+
+def choose_layout(config: RunConfig, folder: Path, world_size: int) -> Layout:
+    """The arithmetic and micro-batch that training would choose here, so that its eval lines can be compared."""
+    from duoka.plan.hardware import read_machine
+    from duoka.plan.report import make_plan
+    from duoka.plan.shape import read_shape
+
+    return make_plan(config, read_shape(folder), read_machine(), world_size).layout
+
+
+def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation | None:
+    """Measure in the world that this process belongs to; the answer on rank 0, None on others."""
+    from duoka.data.loader import eval_batches
+    from duoka.model.build import LossModel
+    from duoka.parallel.world import end_world, start_world
+    from duoka.train.measure import measure_loss
+
+    world = start_world(data.config.parallel)
+    try:
+        layout = world.agree(choose_layout(data.config, trained.base, world.size))
+        lm = load_trained(trained, dtype=weight_dtype(layout.precision), attention="duoka", base_only=base_only)
+        batches = eval_batches(
+            data.store, rank=world.rank, num_ranks=world.size, micro=layout.micro, packing=layout.packing,
+            max_length=data.config.data.max_length, pad_id=data.pad_id,
+        )  # fmt: skip
+        measured = measure_loss(LossModel(lm).to(world.device), batches, world, layout.precision)
+    finally:
+        end_world(world)
+    if not world.is_main:
+        return None
+    label = f"{trained.name} before training" if base_only else trained.name
+    return Evaluation(label, data.label, layout.precision, world.size, measured)
+
+
+def weight_dtype(precision: str) -> Any:
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
