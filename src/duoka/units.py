@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -32,10 +33,10 @@ def parse_amount(value: int | float | str) -> Amount:
     if isinstance(value, bool):
         raise ValueError(f"{value!r} is no count")
     if isinstance(value, (int, float)):
-        if value != int(value) or value < 1:
+        if not math.isfinite(value) or value != int(value) or value < 1:
             raise ValueError(f"{value!r} is not a whole number of at least 1")
         return Amount(int(value), "samples")
-    found = _AMOUNT.match(value)
+    found = _AMOUNT.match(value) if isinstance(value, str) else None
     if not found:
         raise ValueError(f'{value!r} is neither a number nor like "8k tokens"')
     number, scale, unit = found.groups()
@@ -86,8 +87,8 @@ def parse_every(value: int | str) -> Every:
 def parse_seconds(value: int | float | str) -> float:
     """600 or "10min" -> 600.0. Raises ValueError with the reason."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if value <= 0:
-            raise ValueError(f"{value!r} must be more than 0 seconds")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{value!r} must be more than 0 seconds, and finite")
         return float(value)
     every = parse_every(f"{value} s" if re.fullmatch(r"\s*[0-9.]+\s*", str(value)) else str(value))
     if every.unit != "seconds":

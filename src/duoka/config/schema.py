@@ -6,6 +6,7 @@ Read top-down: `RunConfig` is the file, each section below is a block of it. `lo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -13,8 +14,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from duoka.units import parse_amount, parse_every, parse_seconds
 
 
+@dataclass(frozen=True)
+class Means:
+    """What a hand-made type accepts, in a user's words: stands behind "must be" in a message."""
+
+    words: str
+
+
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 2e-5 as a string; people mean the number."""
+    """YAML 1.1 reads 2e-5 as a string; people mean the number. true is none, though Python would take it as 1."""
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")
     if isinstance(value, str):
         try:
             return float(value)
@@ -29,21 +39,26 @@ def _checked_by(parse: Any, *, words: tuple[str, ...] = ()) -> BeforeValidator:
     def check(value: Any) -> Any:
         if not (isinstance(value, str) and value in words):
             parse(value)
+        if isinstance(value, str) and value.strip().isdecimal():
+            return int(value)  # "16" and 16 are the same setting, and must compare as the same
         return value
 
     return BeforeValidator(check)
 
 
-Number = Annotated[float, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_number)]
 Share = Annotated[Number, Field(ge=0.0, lt=1.0)]
 BatchSize = Annotated[
     int | str,
     _checked_by(parse_amount),
+    Means('a number of samples, or of tokens such as "8k tokens"'),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["8k tokens"]}]}),
 ]
 MicroBatch = Annotated[
     int | str,
     _checked_by(parse_amount, words=("auto",)),
+    Means('auto, a number of samples, or of tokens such as "2048 tokens"'),
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["auto", "2048 tokens"]}]}
     ),
@@ -51,11 +66,17 @@ MicroBatch = Annotated[
 Often = Annotated[
     int | str,
     _checked_by(parse_every),
+    Means('a number of steps, a time such as "10min", or "1 epoch"'),
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["10min", "1 epoch"]}]}
     ),
 ]
-Seconds = Annotated[float | str, _checked_by(parse_seconds)]
+Seconds = Annotated[
+    float | str,
+    _checked_by(parse_seconds),
+    Means('a time such as "10min", or a number of seconds'),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "examples": ["10min"]}]}),
+]
 
 
 class Section(BaseModel):
@@ -81,27 +102,31 @@ class DataSource(Section):
     weight: Annotated[Number, Field(gt=0.0)] | None = Field(
         None, description="Share of the mixture: a set is repeated or thinned so that the shares hold."
     )
-    max_samples: Annotated[int, Field(ge=1)] | None = Field(None, description="Use only the first N records.")
+    max_samples: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Use only the first N records.")
 
 
 class DataConfig(Section):
+    """What to learn from, and how conversations become tokens and targets."""
+
     train: tuple[DataSource, ...] = Field(min_length=1, description="Data sets to learn from.")
     eval: Share | tuple[DataSource, ...] = Field(
         0.0, description="A share of train, split off with the seed (0: none), or data sets of its own."
     )
     folder: str | None = Field(None, description="Folder with dataset_info.json; by default ./data, then the YAML's.")
-    max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Longest conversation in tokens.")
+    max_length: Annotated[Whole, Field(ge=8)] = Field(1024, description="Longest conversation in tokens.")
     on_long: Literal["truncate", "drop", "error"] = Field("truncate", description="What to do with longer ones.")
     on_bad: Literal["error", "skip"] = Field("error", description="Refuse, or skip and count, records that are wrong.")
     packing: bool = Field(True, description="Lay samples out without padding. Changes speed, never results.")
     targets: Literal["assistant", "last", "all"] = Field(
         "assistant", description="Learn every assistant turn, only the last one, or all tokens."
     )
-    workers: Annotated[int, Field(ge=1)] | None = Field(None, description="Processes that tokenise; default: cores.")
+    workers: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Processes that tokenise; default: cores.")
 
 
 class LoraConfig(Section):
-    rank: Annotated[int, Field(ge=1)] = Field(8, description="Rank r: each adapted matrix trains r x (in + out).")
+    """Low-rank adapters. Leave the block out to train all weights."""
+
+    rank: Annotated[Whole, Field(ge=1)] = Field(8, description="Rank r: each adapted matrix trains r x (in + out).")
     alpha: Annotated[Number, Field(gt=0.0)] = Field(16.0, description="Scale: the update is weighted alpha / rank.")
     dropout: Share = Field(0.05, description="Dropout before the adapter.")
     targets: Literal["all"] | tuple[str, ...] = Field(
@@ -110,6 +135,8 @@ class LoraConfig(Section):
 
 
 class OptimConfig(Section):
+    """The optimizer and its schedule, in optimizer steps."""
+
     name: Literal["adamw"] = Field("adamw", description="The optimizer.")
     lr: Annotated[Number, Field(gt=0.0)] = Field(2e-5, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after the warm-up.")
@@ -124,8 +151,10 @@ class OptimConfig(Section):
 
 
 class TrainConfig(Section):
+    """How long, in what batches and in which numbers to train."""
+
     epochs: Annotated[Number, Field(gt=0.0)] = Field(3.0, description="Passes over the data; 0.5 is half of one.")
-    max_steps: Annotated[int, Field(ge=1)] | None = Field(None, description="End after so many optimizer steps.")
+    max_steps: Annotated[Whole, Field(ge=1)] | None = Field(None, description="End after so many optimizer steps.")
     global_batch: BatchSize = Field(
         16, description='What one optimizer step learns from, on any number of ranks: samples, or "8k tokens".'
     )
@@ -138,29 +167,35 @@ class TrainConfig(Section):
     recompute: Literal["auto", "none", "full"] = Field(
         "auto", description="Compute activations again in the backward pass to save memory."
     )
-    seed: Annotated[int, Field(ge=0)] = Field(42, description="Order, split, initial values and dropout follow from it.")
+    seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")
     eval_every: Often = Field("1 epoch", description="How often the evaluation data is measured.")
 
 
 class ParallelConfig(Section):
+    """How processes share the work. Changes speed and memory, never results."""
+
     strategy: Literal["auto", "single", "ddp"] = Field("auto", description="How ranks share the work.")
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
     timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")
     find_unused_parameters: bool = Field(False, description="DDP: look for parameters that got no gradient.")
     bucket_view: bool = Field(True, description="DDP: gradients are views of the communication buckets.")
-    check_replicas: Annotated[int, Field(ge=0)] = Field(
+    check_replicas: Annotated[Whole, Field(ge=0)] = Field(
         50, description="Compare a checksum of all trained tensors across ranks every so many steps; 0: never."
     )
 
 
 class CheckpointConfig(Section):
+    """What is saved on the way, and where a run goes on."""
+
     every: Often = Field(50, description='How often to save: steps, "10min" or "1 epoch". The end is always saved.')
-    keep: Annotated[int, Field(ge=1)] = Field(2, description="How many checkpoints stay.")
+    keep: Annotated[Whole, Field(ge=1)] = Field(2, description="How many checkpoints stay.")
     resume: str = Field("auto", description="auto: go on from the newest valid one; never; or a checkpoint's folder.")
 
 
 class LogConfig(Section):
-    every: Annotated[int, Field(ge=1)] = Field(10, description="Print a line every so many steps (all are recorded).")
+    """What is printed, and who else gets the numbers."""
+
+    every: Annotated[Whole, Field(ge=1)] = Field(10, description="Print a line every so many steps (all are recorded).")
     to: tuple[Literal["tensorboard"], ...] = Field(("tensorboard",), description="Trackers beside the event log.")
 
 

@@ -1,0 +1,194 @@
+"""Load a run's config: one YAML, what it extends, and overrides become a `Loaded`, or every fault at once.
+
+The command line and the worker call `load_config`. It opens only config files; rooms that know data and models
+pass in `checks`. Also offered from here: `resolved_yaml`, `config_hash`, `result_differences`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from duoka.config.layers import (
+    COMMAND_LINE,
+    KeyPath,
+    Layers,
+    expand_env,
+    merge,
+    read_layers,
+    read_overrides,
+    shown_path,
+)
+from duoka.config.rules import Rule, check_rules
+from duoka.config.schema import RunConfig
+from duoka.config.unknown import take_known_keys
+from duoka.config.values import build_config
+from duoka.config.write import Difference, config_hash, leaves, resolved_yaml, result_differences
+from duoka.config.yaml_lines import Place, Tree
+from duoka.errors import Fault, Faults
+
+__all__ = [
+    "Check",
+    "Difference",
+    "Loaded",
+    "config_hash",
+    "load_config",
+    "resolved_yaml",
+    "result_differences",
+]
+
+Check = Callable[[RunConfig, Path], "list[Fault]"]
+_MIN_SECRET_LENGTH = 4  # shorter values would blot out ordinary words of a message
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A valid config, and where each of its values was written."""
+
+    config: RunConfig
+    path: Path
+    origins: dict[str, str]  # dotted key -> "sft.yaml:12", "default", "command line"
+    notes: tuple[str, ...] = ()
+    base: Path = Path(".")  # relative paths of the config: from the current folder, then from here
+    secrets: dict[str, str] = field(default_factory=dict)  # dotted key -> its text with ${env:NAME} not filled in
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, checks: Iterable[Check] = ()) -> Loaded:
+    """Read and check a config. Raises `Faults` with all faults of the files, the schema, the rules and the checks."""
+    path = Path(path)
+    layers = Layers()
+    read_layers(path, layers)
+    was_read = layers.tree is not None
+    tree = layers.tree if layers.tree is not None else Tree({}, Place(shown_path(path), 0, ""))
+    for override in read_overrides(overrides, layers):
+        tree = merge(tree, override)
+    # A merged tree stands where the top layer stood; what is missing is missing in the file.
+    tree = replace(tree, place=Place(shown_path(path), 0, ""))
+    tree = expand_env(take_known_keys(tree, layers.faults), layers)
+    if not was_read:
+        raise Faults(_finish(layers, path))
+    config, bad = build_config(tree, layers.broken, layers.faults)
+    base = Path(layers.base).expanduser() if layers.base else path.parent
+    notes: list[str] = []
+    if config is not None:
+        config = _with_output(config, path)
+        notes = _apply_rules(config, bad, tree, layers)
+        for check in checks:
+            layers.faults.extend(_placed(fault, tree) for fault in check(config, base) if not _is_about(fault, bad))
+    if layers.faults or config is None:
+        raise Faults(_finish(layers, path))
+    return Loaded(
+        config=config,
+        path=path,
+        origins=_origins(config, tree),
+        notes=tuple(notes),
+        base=base,
+        secrets=dict(_secret_texts(tree, "")),
+    )
+
+
+def _with_output(config: RunConfig, path: Path) -> RunConfig:
+    """A left out `output` is runs/ and the YAML's name; filled in here, so that a resolved config keeps it."""
+    return config if config.output else config.model_copy(update={"output": f"runs/{path.stem}"})
+
+
+def _apply_rules(config: RunConfig, bad: set[KeyPath], tree: Tree, layers: Layers) -> list[str]:
+    skipped = {".".join(map(str, path[:length])) for path in bad for length in range(1, len(path) + 1)}
+    skipped |= {key for path in bad if len(path) == 1 for key in leaves(config) if key.startswith(f"{path[0]}.")}
+    notes = []
+    for rule in check_rules(config, skipped):
+        what, fix = rule.message.format(c=config), rule.fix
+        if rule.is_note:
+            notes.append(f"{what}; {fix}")
+        else:
+            layers.faults.append(_rule_fault(rule, what, fix, tree))
+    return notes
+
+
+def _rule_fault(rule: Rule, what: str, fix: str, tree: Tree) -> Fault:
+    """The fault at the first key that was written; the lines of the others are named in the message."""
+    places = [(key, found) for key in rule.keys if (found := tree.at(tuple(key.split(".")))) is not None]
+    if not places:
+        return Fault(what, key=rule.keys[0], file=tree.place.file, fix=fix)
+    (key, first), *others = places
+    also = [
+        f"{other} is in line {found.place.line} of {found.place.file}" if found.place.line else f"{other} is given here"
+        for other, found in others
+        if found.place != first.place and found.place.line
+    ]
+    return first.place.fault(what + (f" ({', '.join(also)})" if also else ""), key=key, fix=fix)
+
+
+def _path_of(key: str) -> KeyPath:
+    parts = key.replace("[", ".").replace("]", "").split(".")
+    return tuple(int(part) if part.isdigit() else part for part in parts if part)
+
+
+def _is_about(fault: Fault, bad: set[KeyPath]) -> bool:
+    """True when a check complains about a value that was refused, and replaced, before it looked."""
+    path = _path_of(fault.key)
+    return any(path[: len(known)] == known or known[: len(path)] == path for known in bad if path)
+
+
+def _placed(fault: Fault, tree: Tree) -> Fault:
+    """A check's fault with file, line and source filled in from its key."""
+    if fault.file or not fault.key:
+        return fault
+    place = tree.nearest_place(_path_of(fault.key)) or tree.place
+    return replace(fault, file=place.file, line=place.line, source=place.source)
+
+
+def _finish(layers: Layers, path: Path) -> list[Fault]:
+    """The faults sorted by file and line, each once, without any secret."""
+    top = shown_path(path)
+    files = list(dict.fromkeys([top, *(fault.file for fault in layers.faults)]))
+    if COMMAND_LINE in files:
+        files.append(files.pop(files.index(COMMAND_LINE)))
+    unique = dict.fromkeys(layers.faults)
+    faults = sorted(unique, key=lambda fault: (files.index(fault.file), fault.line))
+    return [_without_secrets(fault, layers.secrets) for fault in faults]
+
+
+def _without_secrets(fault: Fault, secrets: dict[str, str]) -> Fault:
+    for value, written in secrets.items():
+        if len(value) >= _MIN_SECRET_LENGTH:
+            fault = replace(
+                fault,
+                what=fault.what.replace(value, written),
+                source=fault.source.replace(value, written),
+                fix=fault.fix.replace(value, written),
+            )
+    return fault
+
+
+def _origins(config: RunConfig, tree: Tree) -> dict[str, str]:
+    origins = {}
+    for name in leaves(config):
+        path: KeyPath = tuple(name.split("."))
+        found = tree.at(path)
+        if found is None and path[0] == "model" and path[1:] == ("name",):
+            found = tree.at(("model",))  # `model: demo`
+        origins[name] = _origin(found)
+    return origins
+
+
+def _origin(tree: Tree | None) -> str:
+    if tree is None:
+        return "default"
+    place = tree.place
+    origin = f"{Path(place.file).name}:{place.line}" if place.line else place.file
+    return origin + "".join(f", env {name}" for name in tree.env)
+
+
+def _secret_texts(tree: Tree, name: str) -> Iterable[tuple[str, str]]:
+    if tree.written:
+        yield ("model.name" if name == "model" else name), tree.written
+    children: Iterable[tuple[Any, Tree]] = ()
+    if isinstance(tree.value, dict):
+        children = tree.value.items()
+    elif isinstance(tree.value, list):
+        children = enumerate(tree.value)
+    for part, sub in children:
+        yield from _secret_texts(sub, f"{name}.{part}".lstrip("."))

@@ -1,0 +1,244 @@
+"""What spans several keys: settings that contradict each other, as one table, all rows evaluated.
+
+`load.py` calls `check_rules`. A row knows the config only; what depends on files, models or the machine is checked
+by the rooms that know those.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from duoka.config.schema import DataSource, RunConfig
+from duoka.units import parse_amount, parse_seconds
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One contradiction. `is_broken` looks; `message` and `fix` may name values, as in {c.optim.lr}."""
+
+    id: str
+    keys: tuple[str, ...]  # the fault is shown at the first of them that the user wrote
+    is_broken: Callable[[RunConfig], bool]
+    message: str
+    fix: str
+    is_note: bool = False  # said, not refused
+
+
+def check_rules(config: RunConfig, skipped_keys: set[str] | frozenset[str] = frozenset()) -> list[Rule]:
+    """Every rule that the config breaks, leaving out those about keys that were refused already."""
+    return [rule for rule in RULES if not skipped_keys.intersection(rule.keys) and rule.is_broken(config)]
+
+
+def _names(sources: object) -> list[str]:
+    return [source.name for source in sources if isinstance(source, DataSource)] if isinstance(sources, tuple) else []
+
+
+def _max_length_is_more_than_the_batch(c: RunConfig) -> bool:
+    batch = parse_amount(c.train.global_batch)
+    return batch.unit == "tokens" and batch.count < c.data.max_length
+
+
+def _micro_is_more_than_global(c: RunConfig) -> bool:
+    if c.train.micro_batch == "auto":
+        return False
+    micro, batch = parse_amount(c.train.micro_batch), parse_amount(c.train.global_batch)
+    return micro.unit == batch.unit and micro.count > batch.count
+
+
+def _some_sets_have_weights(c: RunConfig) -> bool:
+    return len({source.weight is None for source in c.data.train}) == 2
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~"))
+
+
+def _bad_output(c: RunConfig) -> bool:
+    path = os.path.normpath(os.path.expanduser(c.output))
+    return bool(c.output) and path in (".", "..", "/", os.path.expanduser("~"))
+
+
+def _betas_diverge(c: RunConfig) -> bool:
+    return c.optim.betas[0] > 0 and c.optim.betas[0] ** 2 >= c.optim.betas[1]
+
+
+def _lora_scale_is_odd(c: RunConfig) -> bool:
+    return c.lora is not None and not 1e-3 <= c.lora.alpha / c.lora.rank <= 1e3
+
+
+def _lora_names(c: RunConfig) -> tuple[str, ...]:
+    return c.lora.targets if c.lora is not None and isinstance(c.lora.targets, tuple) else ()
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "warmup-eats-the-run",
+        ("optim.warmup", "train.max_steps"),
+        lambda c: c.train.max_steps is not None and 1 <= c.train.max_steps <= c.optim.warmup,
+        "optim.warmup is {c.optim.warmup:g} steps, but train.max_steps ends the run after {c.train.max_steps}: "
+        "the learning rate would never come down from its climb",
+        "write a share, such as   warmup: 0.03   or fewer steps than max_steps",
+    ),
+    Rule(
+        "warmup-is-not-whole",
+        ("optim.warmup",),
+        lambda c: c.optim.warmup > 1 and c.optim.warmup != int(c.optim.warmup),
+        "optim.warmup is {c.optim.warmup:g}: from 1 on it counts steps, and a step is whole",
+        "write whole steps, such as   warmup: 100   or a share below 1, such as   warmup: 0.03",
+    ),
+    Rule(
+        "min-lr-without-decay",
+        ("optim.min_lr", "optim.schedule"),
+        lambda c: c.optim.schedule == "constant" and c.optim.min_lr > 0,
+        "optim.min_lr is {c.optim.min_lr:g}, but a constant schedule never goes down to it",
+        "delete min_lr, or write:   schedule: cosine",
+    ),
+    Rule(
+        "lr-is-no-rate",
+        ("optim.lr",),
+        lambda c: c.optim.lr > 1,
+        "optim.lr is {c.optim.lr:g}: AdamW moves each weight by about lr at every step",
+        "write for example:   lr: 2.0e-5",
+    ),
+    Rule(
+        "betas-diverge",
+        ("optim.betas",),
+        _betas_diverge,
+        "optim.betas are {c.optim.betas}: AdamW diverges when the first, squared, is not below the second",
+        "write for example:   betas: [0.9, 0.999]   (the second is the slower average)",
+    ),
+    Rule(
+        "batch-below-one-sample",
+        ("train.global_batch", "data.max_length"),
+        _max_length_is_more_than_the_batch,
+        'train.global_batch is "{c.train.global_batch}", but one conversation may have data.max_length = '
+        "{c.data.max_length} tokens and would not fit into a batch",
+        "write a larger global_batch, or a smaller max_length",
+    ),
+    Rule(
+        "micro-above-global",
+        ("train.micro_batch", "train.global_batch"),
+        _micro_is_more_than_global,
+        "train.micro_batch ({c.train.micro_batch}) is more than train.global_batch ({c.train.global_batch}): "
+        "one rank would compute at once more than a whole step holds",
+        "write:   micro_batch: auto   or a larger global_batch",
+    ),
+    Rule(
+        "eval-every-without-eval",
+        ("train.eval_every", "data.eval"),
+        lambda c: not c.data.eval and c.train.eval_every != "1 epoch",
+        "train.eval_every is {c.train.eval_every}, but data.eval is 0: there is nothing to evaluate",
+        "write:   eval: 0.1   under data:, or delete eval_every",
+    ),
+    Rule(
+        "train-set-twice",
+        ("data.train",),
+        lambda c: len(set(_names(c.data.train))) < len(c.data.train),
+        "data.train names a data set twice: its samples would be learned twice in every epoch",
+        "name it once; train.epochs says how often all is seen, a weight how much a set counts",
+    ),
+    Rule(
+        "eval-set-twice",
+        ("data.eval",),
+        lambda c: len(set(_names(c.data.eval))) < len(_names(c.data.eval)),
+        "data.eval names a data set twice: its samples would be measured twice",
+        "name it once",
+    ),
+    Rule(
+        "eval-on-train",
+        ("data.eval", "data.train"),
+        lambda c: bool(set(_names(c.data.train)) & set(_names(c.data.eval))),
+        "data.eval names a data set that data.train learns: its loss would say nothing about new data",
+        "write:   eval: 0.1   to hold a tenth of train back, or name another set",
+    ),
+    Rule(
+        "some-weights",
+        ("data.train",),
+        _some_sets_have_weights,
+        "data.train gives a weight to some data sets and not to others: their shares are undefined",
+        "give every set a weight, or none",
+    ),
+    Rule(
+        "eval-weight",
+        ("data.eval",),
+        lambda c: isinstance(c.data.eval, tuple) and any(source.weight is not None for source in c.data.eval),
+        "data.eval gives a weight: an evaluation counts every sample once",
+        "delete the weight",
+    ),
+    Rule(
+        "lora-without-targets",
+        ("lora.targets",),
+        lambda c: c.lora is not None and c.lora.targets == (),
+        "lora.targets is empty: nothing would be trained",
+        "write:   targets: all   or for example   targets: [q_proj, v_proj]",
+    ),
+    Rule(
+        "lora-all-in-a-list",
+        ("lora.targets",),
+        lambda c: "all" in _lora_names(c),
+        "lora.targets lists all beside or as a module's name",
+        "write:   targets: all   without brackets",
+    ),
+    Rule(
+        "lora-target-twice",
+        ("lora.targets",),
+        lambda c: len(set(_lora_names(c))) < len(_lora_names(c)),
+        "lora.targets names a module twice",
+        "name it once",
+    ),
+    Rule(
+        "lora-target-is-no-name",
+        ("lora.targets",),
+        lambda c: any(not name.strip() or "," in name or name != name.strip() for name in _lora_names(c)),
+        "lora.targets has an entry that is no module's name",
+        "write for example:   targets: [q_proj, v_proj]",
+    ),
+    Rule(
+        "lora-scale",
+        ("lora.alpha", "lora.rank"),
+        _lora_scale_is_odd,
+        "lora.alpha is {c.lora.alpha:g} with lora.rank {c.lora.rank}: adapters count alpha / rank, "
+        "and that is no useful number here",
+        "alpha is usually one or two times the rank:   alpha: 16",
+    ),
+    Rule(
+        "single-with-ddp-settings",
+        ("parallel.strategy", "parallel.find_unused_parameters", "parallel.bucket_view"),
+        lambda c: c.parallel.strategy == "single" and (c.parallel.find_unused_parameters or not c.parallel.bucket_view),
+        "parallel.strategy is single, but find_unused_parameters and bucket_view are settings of ddp",
+        "delete them, or write:   strategy: auto",
+    ),
+    Rule(
+        "single-with-backend",
+        ("parallel.backend", "parallel.strategy"),
+        lambda c: c.parallel.strategy == "single" and c.parallel.backend != "auto",
+        "parallel.backend is {c.parallel.backend}, but parallel.strategy single has nobody to talk to",
+        "delete backend, or write:   strategy: auto",
+    ),
+    Rule(
+        "revision-of-no-hub-model",
+        ("model.revision", "model.name"),
+        lambda c: c.model.revision is not None and (c.model.name == "demo" or _is_path(c.model.name)),
+        "model.revision is {c.model.revision}, but {c.model.name} comes from no Hub and has no revisions",
+        "delete revision",
+    ),
+    Rule(
+        "output-is-a-shared-folder",
+        ("output",),
+        _bad_output,
+        "output is {c.output}: a run needs a folder of its own",
+        "write for example:   output: runs/identity",
+    ),
+    Rule(
+        "timeout-is-forever",
+        ("parallel.timeout",),
+        lambda c: parse_seconds(c.parallel.timeout) > DAY_S,
+        "parallel.timeout is {c.parallel.timeout}, more than a day: a hanging run would hold its machines that long",
+        'write for example:   timeout: "10min"',
+        is_note=True,
+    ),
+)
