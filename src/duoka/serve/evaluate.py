@@ -16,6 +16,7 @@ from duoka.serve.trained import Say, Trained, load_trained
 
 if TYPE_CHECKING:
     from duoka.data.store import TokenStore
+    from duoka.parallel.world import World
     from duoka.plan.layout import Layout
     from duoka.train.measure import Measured
 
@@ -65,30 +66,27 @@ class Evaluation:
 
 def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say) -> EvalData:
     """The named data sets, or without names the part that the run kept aside."""
-    from duoka.data.prepare import prepare_data
+    from duoka.data.prepare import prepare_data, read_tokenizer
 
-    config = trained.config or RunConfig(
-        model=ModelConfig(name=trained.name),
-        data=DataConfig(train=tuple(DataSource(name=name) for name in names or ["?"])),
-    )
-    # How the run was spread over ranks says nothing about how it is measured.
-    config = config.model_copy(update={"parallel": ParallelConfig(timeout=config.parallel.timeout)})
-    base = trained.config_base
+    sources = tuple(DataSource(name=name) for name in names or ("?",))
+    config = trained.config or RunConfig(model=ModelConfig(name=trained.name), data=DataConfig(train=sources))
     if names:
-        sources = tuple(DataSource(name=name) for name in names)
         config = config.model_copy(update={"data": config.data.model_copy(update={"train": sources, "eval": 0.0})})
-        prepared = prepare_data(config, base, trained.folder, say=say)
-        return EvalData(config, ", ".join(names), prepared.train, prepared.pad_id)
-    if trained.config is None:
+    elif trained.config is None:
         raise ConfigError(f"{trained.name} is a model, not a run: what shall it be measured on?", fix="add --data NAME")
-    if not config.data.eval:
+    elif not config.data.eval:
         raise ConfigError(
             f"{trained.name} kept no data aside (data.eval is 0)", fix="name what to measure on: --data NAME"
         )
-    prepared = prepare_data(config, base, trained.base, say=say)
+    # How the run was spread over ranks says nothing about how it is measured.
+    config = config.model_copy(update={"parallel": ParallelConfig(timeout=config.parallel.timeout)})
+    prepared = prepare_data(config, trained.config_base, trained.base, say=say)
+    pad_id = read_tokenizer(config, trained.config_base, trained.base).pad_id
+    if names:
+        return EvalData(config, ", ".join(names), prepared.train, pad_id)
     if prepared.eval is None:
-        raise ConfigError(f"{trained.name} has no evaluation data left after filtering", fix="add --data NAME")
-    return EvalData(config, "the data it kept aside", prepared.eval, prepared.pad_id)
+        raise ConfigError(f"{trained.name} has no evaluation data left", fix="name what to measure on: --data NAME")
+    return EvalData(config, "the data it kept aside", prepared.eval, pad_id)
 
 
 def choose_layout(config: RunConfig, folder: Path, world_size: int) -> Layout:
@@ -102,20 +100,12 @@ def choose_layout(config: RunConfig, folder: Path, world_size: int) -> Layout:
 
 def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation | None:
     """Measure in the world that this process belongs to; the answer on rank 0, None on others."""
-    from duoka.data.loader import eval_batches
-    from duoka.model.build import LossModel
     from duoka.parallel.world import end_world, start_world
-    from duoka.train.measure import measure_loss
 
     world = start_world(data.config.parallel)
     try:
         layout = world.agree(choose_layout(data.config, trained.base, world.size))
-        lm = load_trained(trained, dtype=weight_dtype(layout.precision), attention="duoka", base_only=base_only)
-        batches = eval_batches(
-            data.store, rank=world.rank, num_ranks=world.size, micro=layout.micro, packing=layout.packing,
-            max_length=data.config.data.max_length, pad_id=data.pad_id,
-        )  # fmt: skip
-        measured = measure_loss(LossModel(lm).to(world.device), batches, world, layout.precision)
+        measured = measure(trained, data, layout, world, base_only=base_only)
     finally:
         end_world(world)
     if not world.is_main:
@@ -124,7 +114,18 @@ def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Ev
     return Evaluation(label, data.label, layout.precision, world.size, measured)
 
 
-def weight_dtype(precision: str) -> Any:
+def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, base_only: bool = False) -> Measured:
+    """This rank's part of the measurement; the answer is global and the same on all ranks."""
     import torch
 
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    from duoka.data.loader import eval_batches
+    from duoka.model.build import LossModel
+    from duoka.train.measure import measure_loss
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.precision]
+    lm = load_trained(trained, dtype=dtype, attention="duoka", base_only=base_only)
+    batches = eval_batches(
+        data.store, rank=world.rank, num_ranks=world.size, micro=layout.micro, packing=layout.packing,
+        max_length=data.config.data.max_length, pad_id=data.pad_id,
+    )  # fmt: skip
+    return measure_loss(LossModel(lm).to(world.device), batches, world, layout.precision)

@@ -181,11 +181,12 @@ def load_for_chat(trained: Trained, *, base_only: bool = False) -> torch.nn.Modu
 
 def load_chat_tokenizer(trained: Trained) -> ChatTokenizer:
     """The tokenizer, with the chat template that training used."""
+    from duoka.data.prepare import read_tokenizer
     from duoka.data.tokenizer import load_tokenizer
 
     if trained.config is None:
         return load_tokenizer(trained.tokenizer_folder)
-    return load_tokenizer(trained.base, trained.config.model.template, trust_remote_code=trained.trust_remote_code)
+    return read_tokenizer(trained.config, trained.config_base, trained.base)
 
 
 def describe(trained: Trained) -> str:
