@@ -1,0 +1,211 @@
+"""The order of training, and how one global batch is laid out: pure functions of numbers, NumPy only.
+
+`EpochPlan` decides which samples each optimizer step learns from; it knows nothing of ranks. `share_batch` decides
+who computes which of them, in what rows; it changes speed and memory, never results. DESIGN section 4 says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from duoka.units import Amount
+
+# A sample of so many tokens spends as much on attention's square as on everything that grows with its length.
+# About 6 x hidden size: 3.5k for a 135M model, 24k for a 7B one. It only balances ranks, so one number serves.
+SQUARE_EQUALS_LINEAR_AT = 8192
+
+
+class EpochPlan:
+    """Which samples make up each global batch of each epoch; the same on every rank and for every world size."""
+
+    def __init__(
+        self, lengths: np.ndarray, num_targets: np.ndarray, *, fingerprint: str, seed: int, global_batch: Amount
+    ) -> None:
+        if len(lengths) != len(num_targets):
+            raise ValueError(f"{len(lengths)} lengths, but {len(num_targets)} target counts")
+        if len(lengths) == 0:
+            raise ValueError("there is no sample to plan with")
+        self.lengths = lengths
+        self.num_targets = num_targets
+        self.fingerprint = fingerprint
+        self.seed = seed
+        self.global_batch = global_batch
+        self._num_tokens = int(lengths.sum(dtype=np.int64))
+        self._known_epoch = -1
+        self._order = np.zeros(0, np.uint32)
+        self._starts = np.zeros(1, np.int64)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    def num_batches(self, epoch: int = 0) -> int:
+        """Optimizer steps in an epoch; every epoch has as many, so that total steps are known ahead."""
+        if self.global_batch.unit == "samples":
+            return -(-self.num_samples // self.global_batch.count)
+        nearest = (2 * self._num_tokens + self.global_batch.count) // (2 * self.global_batch.count)
+        return min(max(nearest, 1), self.num_samples)
+
+    def num_steps(self, num_epochs: float) -> int:
+        """Optimizer steps in so many epochs; a part of an epoch counts its batches, rounded to the nearest."""
+        return max(1, round(self.num_batches() * num_epochs))
+
+    def batch(self, epoch: int, index: int) -> np.ndarray:
+        """The ids of the samples in one global batch."""
+        self._plan(epoch)
+        if not 0 <= index < self.num_batches(epoch):
+            raise IndexError(f"batch {index} of {self.num_batches(epoch)} in epoch {epoch}")
+        return self._order[self._starts[index] : self._starts[index + 1]].astype(np.int64)
+
+    def global_targets(self, epoch: int, index: int) -> int:
+        """Target tokens of one global batch, over all ranks."""
+        return int(self.num_targets[self.batch(epoch, index)].sum(dtype=np.int64))
+
+    def _plan(self, epoch: int) -> None:
+        if epoch != self._known_epoch:
+            self._order = shuffled(self.num_samples, f"{self.fingerprint}/{self.seed}/{epoch}")
+            self._starts = self._cut()
+            self._known_epoch = epoch
+
+    def _cut(self) -> np.ndarray:
+        """Where each batch starts in the order, and where the last one ends."""
+        num_batches = self.num_batches()
+        if self.global_batch.unit == "samples":
+            starts = np.arange(num_batches, dtype=np.int64) * self.global_batch.count
+            return np.append(starts, self.num_samples)
+        # Windows of equal token counts; a sample belongs to the window that holds its middle. Twice the middle, so
+        # that it is a whole number: floats would cut in other places on other machines.
+        lengths = self.lengths[self._order].astype(np.int64)
+        middles = np.cumsum(lengths)
+        middles *= 2
+        middles -= lengths
+        borders = np.array([2 * self._num_tokens * place // num_batches for place in range(num_batches)], np.int64)
+        starts = np.searchsorted(middles, borders, side="left")
+        # Samples longer than a window would leave the next one empty: each batch gets at least one.
+        places = np.arange(num_batches)
+        starts = np.maximum.accumulate(starts - places) + places
+        starts = np.minimum(starts, self.num_samples - num_batches + places)
+        return np.append(starts, self.num_samples)
+
+
+def shuffled(count: int, name: str) -> np.ndarray:
+    """The numbers 0 to count - 1 in an order that `name` alone decides, on any machine and NumPy version."""
+    start = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    keys = np.arange(count, dtype=np.uint64)
+    keys += np.uint64(start)
+    mix_keys(keys)
+    # The mixing is one-to-one, so no two keys are equal and any sorting algorithm gives this one order.
+    return np.argsort(keys).astype(np.uint32 if count < 1 << 32 else np.uint64)
+
+
+def mix_keys(keys: np.ndarray) -> None:
+    """splitmix64's finalizer, in place: neighbours in, unrelated numbers out, one to one."""
+    keys *= np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys ^= keys >> np.uint64(shift)
+        keys *= np.uint64(factor)
+    keys ^= keys >> np.uint64(31)
+
+
+# ------------------------------------------------------------------------------------------ one batch
+
+
+@dataclass(frozen=True)
+class MicroPlan:
+    """What a rank computes at once: rows of sample ids. Packed: one row, samples end to end. Padded: one a row."""
+
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def sample_ids(self) -> tuple[int, ...]:
+        return tuple(sample for row in self.rows for sample in row)
+
+
+EMPTY = MicroPlan(())
+
+
+def share_batch(
+    sample_ids: np.ndarray,
+    lengths: np.ndarray,
+    num_ranks: int,
+    micro: Amount,
+    *,
+    packing: bool,
+    max_length: int,
+) -> list[list[MicroPlan]]:
+    """Lay one global batch out: [rank][micro-batch], of equal cost, and equally many micro-batches on every rank.
+
+    `lengths` are those of all samples. A sample longer than a micro-batch's tokens gets one of its own.
+    """
+    own_lengths = np.asarray(lengths)[sample_ids]
+    if len(own_lengths) and int(own_lengths.max()) > max_length:
+        raise ValueError(f"a sample of {int(own_lengths.max())} tokens, and max_length is {max_length}")
+    # Longest first, and by id among equals: the same on every rank, whatever order the ids came in.
+    longest_first = np.lexsort((sample_ids, -own_lengths.astype(np.int64)))
+    pairs = [(int(sample_ids[place]), int(own_lengths[place])) for place in longest_first]
+    shares = _share_by_cost(pairs, num_ranks)
+    plans = [_cut_share(share, micro, packing) for share in shares]
+    most = max(1, max(len(plan) for plan in plans))
+    return [plan + [EMPTY] * (most - len(plan)) for plan in plans]
+
+
+def cost_of(length: int) -> int:
+    """A sample's work, in units that only compare: linear in its length, plus attention's square."""
+    return length * (SQUARE_EQUALS_LINEAR_AT + length)
+
+
+def _share_by_cost(pairs: Sequence[tuple[int, int]], num_ranks: int) -> list[list[tuple[int, int]]]:
+    """Each sample, longest first, to the rank that has least to do so far."""
+    shares: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for pair in pairs:
+        load, rank = loads[0]
+        shares[rank].append(pair)
+        heapq.heapreplace(loads, (load + cost_of(pair[1]), rank))
+    return shares
+
+
+def _cut_share(share: Sequence[tuple[int, int]], micro: Amount, packing: bool) -> list[MicroPlan]:
+    """A rank's samples, longest first, into micro-batches."""
+    if micro.unit == "samples":
+        groups: Sequence[Sequence[tuple[int, int]]] = [
+            share[at : at + micro.count] for at in range(0, len(share), micro.count)
+        ]
+    elif packing:
+        groups = _fill_bins(share, micro.count)
+    else:
+        groups = _group_rows(share, micro.count)
+    ids = [tuple(sample for sample, _ in group) for group in groups]
+    return [MicroPlan((row,)) if packing else MicroPlan(tuple((sample,) for sample in row)) for row in ids]
+
+
+def _fill_bins(share: Sequence[tuple[int, int]], num_tokens: int) -> list[list[tuple[int, int]]]:
+    """Best fit: each sample, longest first, to the fullest bin that still has room for it."""
+    bins: list[list[tuple[int, int]]] = []
+    room: list[int] = []
+    for pair in share:
+        fitting = [place for place, free in enumerate(room) if free >= pair[1]]
+        if fitting:
+            place = min(fitting, key=lambda place: (room[place], place))
+            bins[place].append(pair)
+            room[place] -= pair[1]
+        else:
+            bins.append([pair])
+            room.append(num_tokens - pair[1])
+    return bins
+
+
+def _group_rows(share: Sequence[tuple[int, int]], num_tokens: int) -> list[Sequence[tuple[int, int]]]:
+    """Padded rows, longest first: as many rows as fit when all are as long as the first."""
+    groups = []
+    at = 0
+    while at < len(share):
+        num_rows = max(1, num_tokens // max(1, share[at][1]))
+        groups.append(share[at : at + num_rows])
+        at += num_rows
+    return groups

@@ -1,0 +1,88 @@
+"""The words that formats speak in: Message, Example, BadRecord, and how one data set is written (SetFormat).
+
+Every reader of a format (messages.py, alpaca.py, ...) builds on these few; nothing here knows a file or a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from duoka.registry import nearest
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn. `tool_calls` is a JSON list of {"name", "arguments"}, in an assistant's turn only."""
+
+    role: str
+    content: str
+    tool_calls: str | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """One record as a conversation; `tools` is a JSON list of function schemas."""
+
+    messages: tuple[Message, ...]
+    tools: str | None = None
+    source: str = ""
+    line: int = 0
+
+
+class BadRecord(ValueError):
+    """A record that breaks a rule of its format; `misread` when another format or other tags might read it."""
+
+    def __init__(self, rule: str, fix: str = "", *, misread: bool = False) -> None:
+        super().__init__(rule)
+        self.rule = rule
+        self.fix = fix
+        self.misread = misread
+
+
+@dataclass(frozen=True)
+class SetFormat:
+    """How one data set is written: the format's name, where its columns are, what its roles are called."""
+
+    name: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"formatting": self.name, "columns": dict(self.columns), "tags": dict(self.tags)}
+
+    def fix_text(self) -> str:
+        """What to write in dataset_info.json to get this format."""
+        return f"in dataset_info.json, write {json.dumps(self.to_json(), ensure_ascii=False)[1:-1]}"
+
+
+def read_text(record: dict[str, Any], name: str) -> str:
+    value = record[name]
+    if not isinstance(value, str):
+        raise BadRecord(f"{name!r} is {kind_of(value)}, and must be text", 'write a string, for example "..."')
+    return value
+
+
+def read_optional_text(record: dict[str, Any], name: str | None) -> str:
+    return "" if not name or record.get(name) is None else read_text(record, name)
+
+
+def no_column(name: str, record: dict[str, Any]) -> str:
+    guess = nearest(name, record)
+    return f"there is no {name!r}; the record has {names_of(record)}" + (f"; is it {guess!r}?" if guess else "")
+
+
+def names_of(things: Mapping[str, Any]) -> str:
+    shown = ", ".join(repr(name) for name in list(things)[:8])
+    return shown or "no keys"
+
+
+def kind_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return "an empty list" if not value else "a list"
+    kinds = {dict: "an object", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return kinds.get(type(value), type(value).__name__)

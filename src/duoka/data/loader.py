@@ -1,0 +1,195 @@
+"""Batches of tensors: the samples that the epoch plan chose, laid out as `share_batch` says, for one rank.
+
+The training loop walks `Loader.from_cursor`; evaluation walks `eval_batches`. Labels are shifted here, once: position
+t holds the id of token t + 1 of the same sample, so that no loss has to know where samples begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from duoka.data.epoch_plan import EpochPlan, MicroPlan, share_batch
+from duoka.data.store import TokenStore
+from duoka.data.template import Sample
+from duoka.units import Amount
+
+IGNORED = -100  # a label that is no target
+_EVAL_SAMPLES_PER_RANK = 256
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank."""
+
+    input_ids: Tensor  # (rows, tokens) long
+    labels: Tensor  # (rows, tokens) long, already shifted
+    position_ids: Tensor  # (rows, tokens) long, from 0 in each sample
+    boundaries: Tensor | None  # (samples + 1,) int32: where samples start in a packed row, and its end
+    attention_mask: Tensor | None  # (rows, tokens) bool, of padded rows
+    num_targets: int
+    num_tokens: int  # real ones
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """One optimizer step: this rank's micro-batches, and what all ranks together learn from."""
+
+    micro_batches: list[Batch]
+    global_targets: int
+    num_samples: int
+    num_tokens: int
+    epoch: int
+    index: int
+    sample_ids: np.ndarray
+
+
+class Loader:
+    """One rank's view of the plan. Cheap to make, at any place: nothing is replayed."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        plan: EpochPlan,
+        *,
+        rank: int,
+        num_ranks: int,
+        micro: Amount,
+        packing: bool,
+        max_length: int,
+        pad_id: int,
+    ) -> None:
+        self.store = store
+        self.plan = plan
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.micro = micro
+        self.packing = packing
+        self.max_length = max_length
+        self.pad_id = pad_id
+
+    def num_steps(self, num_epochs: float) -> int:
+        return self.plan.num_steps(num_epochs)
+
+    def from_cursor(self, epoch: int, index: int, num_epochs: float) -> Iterator[GlobalBatch]:
+        """Every global batch from batch `index` of `epoch` to the end of `num_epochs`."""
+        per_epoch = self.plan.num_batches()
+        for step in range(epoch * per_epoch + index, self.num_steps(num_epochs)):
+            yield self.global_batch(*divmod(step, per_epoch))
+
+    def global_batch(self, epoch: int, index: int) -> GlobalBatch:
+        """This rank's part of one global batch."""
+        sample_ids = self.plan.batch(epoch, index)
+        shares = share_batch(
+            sample_ids,
+            self.plan.lengths,
+            self.num_ranks,
+            self.micro,
+            packing=self.packing,
+            max_length=self.max_length,
+        )
+        return GlobalBatch(
+            micro_batches=[build_batch(self.store, micro, self.packing, self.pad_id) for micro in shares[self.rank]],
+            global_targets=self.plan.global_targets(epoch, index),
+            num_samples=len(sample_ids),
+            num_tokens=int(self.plan.lengths[sample_ids].sum(dtype=np.int64)),
+            epoch=epoch,
+            index=index,
+            sample_ids=sample_ids,
+        )
+
+
+def eval_batches(
+    store: TokenStore,
+    *,
+    rank: int,
+    num_ranks: int,
+    micro: Amount,
+    packing: bool,
+    max_length: int,
+    pad_id: int,
+) -> Iterator[Batch]:
+    """Every sample exactly once over all ranks, none added; equally many micro-batches on every rank."""
+    # Like lengths together: rows of about one length need little padding.
+    order = np.argsort(-store.lengths.astype(np.int64), kind="stable")
+    step = num_ranks * _EVAL_SAMPLES_PER_RANK
+    for at in range(0, len(order), step):
+        shares = share_batch(
+            order[at : at + step], store.lengths, num_ranks, micro, packing=packing, max_length=max_length
+        )
+        for plan in shares[rank]:
+            yield build_batch(store, plan, packing, pad_id)
+
+
+def build_batch(store: TokenStore, plan: MicroPlan, packing: bool, pad_id: int) -> Batch:
+    """The tensors of one micro-batch."""
+    samples = [store.sample(index) for index in plan.sample_ids]
+    if not samples:
+        return _empty_batch(packing, pad_id)
+    return _packed(samples) if packing else _padded(samples, pad_id)
+
+
+def _packed(samples: Sequence[Sample]) -> Batch:
+    lengths = [len(sample.input_ids) for sample in samples]
+    ids = np.concatenate([sample.input_ids for sample in samples]).astype(np.int64)
+    labels = np.concatenate([shifted_labels(sample) for sample in samples])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return Batch(
+        input_ids=torch.from_numpy(ids)[None],
+        labels=torch.from_numpy(labels)[None],
+        position_ids=torch.from_numpy(positions)[None],
+        boundaries=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
+        attention_mask=None,
+        num_targets=int(np.count_nonzero(labels != IGNORED)),
+        num_tokens=sum(lengths),
+        num_samples=len(samples),
+    )
+
+
+def _padded(samples: Sequence[Sample], pad_id: int) -> Batch:
+    lengths = [len(sample.input_ids) for sample in samples]
+    shape = (len(samples), max(lengths))
+    ids = np.full(shape, pad_id, np.int64)
+    labels = np.full(shape, IGNORED, np.int64)
+    for row, sample in enumerate(samples):
+        ids[row, : lengths[row]] = sample.input_ids
+        labels[row, : lengths[row]] = shifted_labels(sample)
+    positions = np.broadcast_to(np.arange(shape[1]), shape).copy()
+    return Batch(
+        input_ids=torch.from_numpy(ids),
+        labels=torch.from_numpy(labels),
+        position_ids=torch.from_numpy(positions),
+        boundaries=None,
+        attention_mask=torch.from_numpy(positions < np.array(lengths)[:, None]),
+        num_targets=int(np.count_nonzero(labels != IGNORED)),
+        num_tokens=sum(lengths),
+        num_samples=len(samples),
+    )
+
+
+def shifted_labels(sample: Sample) -> np.ndarray:
+    """What the model should say after each token: the next one where that is a target, else IGNORED."""
+    labels = np.full(len(sample.input_ids), IGNORED, np.int64)
+    labels[:-1] = np.where(sample.is_target[1:], sample.input_ids[1:], IGNORED)
+    return labels
+
+
+def _empty_batch(packing: bool, pad_id: int) -> Batch:
+    """A rank without samples still runs the model, so that the others' collectives find it there."""
+    one = torch.zeros((1, 1), dtype=torch.long)
+    return Batch(
+        input_ids=torch.full_like(one, pad_id),
+        labels=torch.full_like(one, IGNORED),
+        position_ids=one,
+        boundaries=torch.tensor([0, 1], dtype=torch.int32) if packing else None,
+        # The lone token may look at itself: a row that looks at nothing gives NaN in a softmax.
+        attention_mask=None if packing else torch.ones((1, 1), dtype=torch.bool),
+        num_targets=0,
+        num_tokens=0,
+        num_samples=0,
+    )

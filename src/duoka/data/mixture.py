@@ -1,0 +1,132 @@
+"""From sets to the samples of training and evaluation: the seeded split, and the shares of a mixture.
+
+Both are decided by the samples' content and the seed alone, so that they stay the same when files move, and are kept
+beside the tokens, so that they stay the same when this code changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from duoka.config.schema import RunConfig
+from duoka.data.epoch_plan import mix_keys, shuffled
+from duoka.data.registry import ResolvedSet
+from duoka.data.store import TokenPart, TokenStore
+from duoka.errors import DataError
+from duoka.runs.cache import cache_folder, hold_lock, make_folder
+
+MIX_VERSION = 1
+_FIX = "look at the counts above: records may be too long, wrong, or without an answer that fits in data.max_length"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    train: TokenStore
+    eval: TokenStore | None
+
+
+def mix_parts(sets: Sequence[tuple[ResolvedSet, TokenPart]], config: RunConfig) -> Mixture:
+    """The stores of a run. Raises DataError when one of them would be empty."""
+    train = [(found, part) for found, part in sets if found.split == "train"]
+    held_out = [part for found, part in sets if found.split == "eval"]
+    share = config.data.eval if isinstance(config.data.eval, float) else 0.0
+    parts = [part for _, part in train]
+    weights = [found.weight for found, _ in train]
+    train_index, eval_index = _kept_index(parts, weights, share, config.train.seed)
+    if len(train_index) == 0:
+        raise DataError("no sample is left to learn from", fix=_FIX)
+    store = TokenStore(parts, train_index)
+    if held_out:
+        if sum(map(len, held_out)) == 0:
+            raise DataError("no sample is left in data.eval", fix=_FIX)
+        return Mixture(store, TokenStore(held_out))
+    if share == 0.0:
+        return Mixture(store, None)
+    if len(eval_index) == 0:
+        what = f"data.eval is {share:g}, and {len(train_index)} samples are too few to split"
+        raise DataError(what, fix="set data.eval: 0, or add data")
+    return Mixture(store, TokenStore(parts, eval_index))
+
+
+def _kept_index(
+    parts: Sequence[TokenPart], weights: Sequence[float | None], share: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The chosen samples of train and eval, as places in the parts end to end; decided once, then read."""
+    digest = hashlib.blake2b(json.dumps([MIX_VERSION, seed, share, list(weights)]).encode(), digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part.arrays.content.tobytes())
+    root = make_folder(cache_folder() / "splits")
+    file = root / f"{digest.hexdigest()}.npz"
+    with hold_lock(root / f"{digest.hexdigest()}.lock", on_wait=lambda: None):
+        if not file.is_file():
+            train, held_out = split_and_mix([part.arrays.content for part in parts], weights, share, seed)
+            draft = file.with_suffix(".draft")
+            with draft.open("wb") as out:
+                np.savez(out, train=train, eval=held_out)
+            draft.replace(file)
+    with np.load(file, allow_pickle=False) as kept:
+        return kept["train"], kept["eval"]
+
+
+def split_and_mix(
+    contents: Sequence[np.ndarray], weights: Sequence[float | None], share: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places in the sets end to end, rising. Every set gives the same share to evaluation; weights act on the rest."""
+    starts = np.cumsum([0, *map(len, contents)])
+    held_out, kept = [], []
+    for start, content in zip(starts, contents, strict=False):
+        mine, others = split_set(np.asarray(content), share, seed)
+        kept.append(mine + start)
+        held_out.append(others + start)
+    counts = mixture_counts([len(places) for places in kept], weights)
+    chosen = [
+        _repeat(places, count, f"mixture/{seed}/{number}")
+        for number, (places, count) in enumerate(zip(kept, counts, strict=True))
+    ]
+    empty = np.zeros(0, np.int64)
+    return np.concatenate([empty, *chosen]), np.concatenate([empty, *held_out])
+
+
+def split_set(content: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places for training and for evaluation. Equal samples sort together, so a copy seldom crosses the border."""
+    count = len(content)
+    num_held_out = min(max(round(share * count), 1), count - 1) if share > 0 and count > 1 else 0
+    start = int.from_bytes(hashlib.blake2b(f"split/{seed}".encode(), digest_size=8).digest(), "little")
+    keys = content ^ np.uint64(start)
+    mix_keys(keys)
+    order = np.argsort(keys, kind="stable").astype(np.int64)
+    return np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
+
+
+def mixture_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[int]:
+    """How many samples each set gives to an epoch, which stays as long as the sets together are.
+
+    Sets without a weight share what the others leave, by size; without any weight each sample counts once.
+    """
+    if all(weight is None for weight in weights):
+        return list(sizes)
+    given = sum(weight for weight in weights if weight is not None)
+    rest_size = sum(size for size, weight in zip(sizes, weights, strict=True) if weight is None)
+    left = max(0.0, 1.0 - given) if rest_size else 0.0
+    parts = [left * size / rest_size if weight is None else weight for size, weight in zip(sizes, weights, strict=True)]
+    parts = [part if size else 0.0 for part, size in zip(parts, sizes, strict=True)]
+    if sum(parts) == 0:
+        return [0] * len(sizes)
+    total = sum(sizes)
+    borders = np.round(np.cumsum([0.0, *parts]) / sum(parts) * total).astype(int)
+    return [int(count) for count in np.diff(borders)]
+
+
+def _repeat(places: np.ndarray, count: int, name: str) -> np.ndarray:
+    """`count` of the places: each as often as the others, give or take one."""
+    if count == len(places) or len(places) == 0:
+        return places
+    times, more = divmod(count, len(places))
+    extra = places[shuffled(len(places), name)[:more].astype(np.int64)]
+    return np.sort(np.concatenate([np.repeat(places, times), extra]))

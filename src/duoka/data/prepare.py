@@ -1,0 +1,284 @@
+"""Data of a config to token stores: found, tokenised once, split and mixed, and reported.
+
+The launcher calls `prepare_data` before any process group exists; workers call it again and find the work done. What
+it writes is keyed by content (data, template, tokenizer, options), appears in one step, and is never changed after.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from duoka.config.schema import DataConfig, RunConfig
+from duoka.data.mixture import Mixture, mix_parts
+from duoka.data.records import Piece, find_pieces, read_piece
+from duoka.data.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
+from duoka.data.report import DataReport, SetReport
+from duoka.data.store import TokenPart, TokenStore, write_part
+from duoka.data.tokenise import Counts, Job, PieceResult, read_arrays, tokenise_pieces
+from duoka.data.tokenizer import ChatTokenizer, load_tokenizer
+from duoka.errors import Fault, Faults, StorageError
+from duoka.runs.cache import cache_folder, hold_lock, make_folder
+from duoka.runs.folder import read_json, write_json_atomic
+from duoka.units import format_count, format_seconds
+
+TOKENS_VERSION = 1  # raise it when the same input would give other tokens
+_PIECE_BYTES = (256 << 10, 4 << 20)
+_SAY_EVERY_S = 2.0
+_SHOWN_SKIPPED = 3
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What training reads."""
+
+    train: TokenStore
+    eval: TokenStore | None
+    report: DataReport
+    pad_id: int
+
+
+def prepare_data(
+    config: RunConfig, base: Path, model_folder: Path, *, say: Callable[[str], None] = lambda text: None
+) -> PreparedData:
+    """Token stores for a config. Raises Faults (wrong records), DataError (nothing left), StorageError."""
+    sets = find_sets(config.data, base)
+    tokenizer = read_tokenizer(config, base, model_folder)
+    prepared = [_prepare_set(found, config.data, tokenizer, say) for found in sets]
+    mixture = mix_parts([(found, part) for found, (part, _) in zip(sets, prepared, strict=True)], config)
+    report = _build_report(mixture, [report for _, report in prepared], sets, tokenizer)
+    return PreparedData(mixture.train, mixture.eval, report, tokenizer.pad_id)
+
+
+def read_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> ChatTokenizer:
+    """The run's tokenizer: that of the model, unless the config names another."""
+    folder: Path | str = model_folder
+    if config.model.tokenizer is not None:
+        given = Path(config.model.tokenizer).expanduser()
+        found = next((place for place in (given, base / given) if place.is_dir()), None)
+        folder = found or config.model.tokenizer
+    return load_tokenizer(folder, config.model.template, trust_remote_code=config.model.trust_remote_code)
+
+
+def _build_report(
+    mixture: Mixture, reports: list[SetReport], sets: list[ResolvedSet], tokenizer: ChatTokenizer
+) -> DataReport:
+    train = mixture.train
+    notes = [*tokenizer.notes, *(note for found in sets for note in found.notes)]
+    return DataReport(
+        sets=tuple(reports),
+        num_train=len(train),
+        num_eval=len(mixture.eval) if mixture.eval else 0,
+        train_tokens=int(train.lengths.sum(dtype=np.int64)),
+        train_targets=int(train.num_targets.sum(dtype=np.int64)),
+        longest=int(train.lengths.max()),
+        template="the model's own" if tokenizer.template_name == "model" else tokenizer.template_name,
+        notes=tuple(notes),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- one set
+
+
+def _prepare_set(
+    found: ResolvedSet, data: DataConfig, tokenizer: ChatTokenizer, say: Callable[[str], None]
+) -> tuple[TokenPart, SetReport]:
+    root = make_folder(cache_folder() / "tokens")
+    job = Job(found.form, data.targets, data.max_length, data.on_long, max_record_bytes(data.max_length))
+    key = _key_of(found, job, tokenizer, root)
+    folder = root / key
+    reused = TokenPart.is_whole(folder)
+    if not reused:
+        try:
+            with hold_lock(root / f"{key}.lock", on_wait=lambda: say(f"{found.name}: another run is tokenising it")):
+                reused = TokenPart.is_whole(folder)  # that other run may have done it meanwhile
+                if not reused:
+                    _tokenise_set(found, data, job, tokenizer, folder, say)
+        except OSError as error:
+            raise StorageError(
+                f"cannot keep the tokens of {found.name!r}: {error.strerror or error}",
+                where=str(root),
+                fix="make room, or set DUOKA_CACHE to another folder",
+            ) from None
+    part = TokenPart(folder)
+    bad = [Fault(**fault) for fault in part.meta["bad"]]
+    if bad and data.on_bad == "error":
+        raise _refusal(bad, part.meta["counts"]["num_bad"])
+    report = SetReport(
+        name=found.name,
+        split=found.split,
+        files=tuple(map(str, found.files)),
+        formatting=found.form.name,
+        counts=Counts(**part.meta["counts"]),
+        reused=reused,
+        skipped=tuple(bad[:_SHOWN_SKIPPED]),
+        skipped_list=str(folder / "bad.jsonl") if bad else "",
+    )
+    say(report.line())
+    return part, report
+
+
+def _tokenise_set(
+    found: ResolvedSet,
+    data: DataConfig,
+    job: Job,
+    tokenizer: ChatTokenizer,
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Write one set's part. The caller holds its lock."""
+    num_workers = data.workers or num_cores()
+    pieces, lost = _cut_set(found, num_workers, job.max_record_bytes)
+    draft = _open_draft(folder.with_suffix(".draft"), pieces)
+    results: dict[int, PieceResult] = {}
+    progress = _Progress(found.name, sum(piece.end - piece.start for piece, _ in pieces), say)
+
+    def done(number: int, result: PieceResult) -> bool:
+        results[number] = result
+        progress.add(pieces[number][0], result.counts)
+        faults = sum(len(result.long) + (data.on_bad == "error") * len(result.bad) for result in results.values())
+        return faults < MOST_FAULTS
+
+    tokenise_pieces(pieces, job, tokenizer, draft, num_workers=num_workers, done=done)
+    ordered = [results[number] for number in sorted(results)]
+    bad = [fault for result in ordered for fault in result.bad] + lost
+    long = [fault for result in ordered for fault in result.long]
+    refused = long + (bad if data.on_bad == "error" else [])
+    if refused:
+        shutil.rmtree(draft)
+        raise _refusal(refused, len(refused))
+    counts = Counts()
+    for result in ordered:
+        counts.add(result.counts)
+    counts.num_bad += len(lost)
+    counts.num_records += len(lost)
+    whole = folder.with_suffix(".whole")
+    shutil.rmtree(whole, ignore_errors=True)
+    whole.mkdir()
+    lines = [json.dumps(vars(fault), ensure_ascii=False) + "\n" for fault in bad]
+    (whole / "bad.jsonl").write_text("".join(lines), encoding="utf-8")
+    meta = {"name": found.name, "counts": vars(counts), "bad": [vars(fault) for fault in bad[:MOST_FAULTS]]}
+    write_part(whole, [read_arrays(draft, number) for number in range(len(pieces))], meta)
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
+    os.replace(whole, folder)
+    shutil.rmtree(draft)
+
+
+def _cut_set(
+    found: ResolvedSet, num_workers: int, max_record: int
+) -> tuple[list[tuple[Piece, int | None]], list[Fault]]:
+    """Pieces of all files in order, each with how many of its records count, and what no piece can be made of."""
+    size_bytes = sum(path.stat().st_size for path in found.files)
+    least, most = _PIECE_BYTES
+    piece_bytes = min(max(size_bytes // (8 * num_workers), least), most)
+    pieces: list[tuple[Piece, int | None]] = []
+    lost: list[Fault] = []
+    room = found.max_samples
+    for path in found.files:
+        for piece in find_pieces(path, piece_bytes):
+            if room is not None and room <= 0:
+                return pieces, lost
+            if isinstance(piece, Fault):
+                lost.append(piece)
+                room = None if room is None else room - 1
+            elif room is None:
+                pieces.append((piece, None))
+            else:
+                pieces.append((piece, room))
+                room -= sum(1 for _ in read_piece(piece, max_record))
+    return pieces, lost
+
+
+def _open_draft(draft: Path, pieces: list[tuple[Piece, int | None]]) -> Path:
+    """The folder of finished pieces; what an earlier run left counts only if it cut the files in the same places."""
+    plan = {"pieces": [[*astuple(piece), limit] for piece, limit in pieces]}
+    if read_json(draft / "pieces.json") != plan:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        write_json_atomic(draft / "pieces.json", plan)
+    return draft
+
+
+def _refusal(faults: list[Fault], num_faults: int) -> Faults:
+    shown = faults[:MOST_FAULTS]
+    if num_faults > len(shown):
+        shown.append(Fault(f"and {num_faults - len(shown)} more", fix="data.on_bad: skip leaves wrong records out"))
+    return Faults(shown, title="data error")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class _Progress:
+    """Says how far a set is, now and then."""
+
+    def __init__(self, name: str, size_bytes: int, say: Callable[[str], None]) -> None:
+        self.name = name
+        self.size_bytes = size_bytes
+        self.say = say
+        self.started = self.said = time.monotonic()
+        self.done_bytes = 0
+        self.num_tokens = 0
+
+    def add(self, piece: Piece, counts: Counts) -> None:
+        self.done_bytes += piece.end - piece.start
+        self.num_tokens += counts.num_tokens
+        now = time.monotonic()
+        if now - self.said < _SAY_EVERY_S or not self.done_bytes:
+            return
+        self.said = now
+        share = self.done_bytes / max(1, self.size_bytes)
+        took_s = now - self.started
+        left = format_seconds(took_s / share - took_s)
+        speed = f"{format_count(self.num_tokens)} tokens, {format_count(self.num_tokens / took_s)}/s"
+        self.say(f"{self.name}: tokenising, {share:.0%} ({speed}, {left} left)")
+
+
+# -------------------------------------------------------------------------------------------- the key
+
+
+def _key_of(found: ResolvedSet, job: Job, tokenizer: ChatTokenizer, root: Path) -> str:
+    """The name of the work: everything that decides its outcome, and nothing else (no path, no name, no split)."""
+    facts = {
+        "version": TOKENS_VERSION,
+        "files": [_file_digest(path, root) for path in found.files],
+        "form": found.form.to_json(),
+        "tokenizer": tokenizer.fingerprint,
+        "targets": job.targets,
+        "max_length": job.max_length,
+        "on_long": job.on_long,
+        "max_samples": found.max_samples,
+    }
+    text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _file_digest(path: Path, root: Path) -> str:
+    """A hash of the file's content, remembered by size and time so that a large file is read for it once."""
+    facts = path.stat()
+    seen: dict[str, Any] = {"path": str(path), "size_bytes": facts.st_size, "changed_ns": facts.st_mtime_ns}
+    memory = make_folder(root / "files") / hashlib.blake2b(str(path).encode(), digest_size=12).hexdigest()
+    known = read_json(memory) or {}
+    if all(known.get(name) == value for name, value in seen.items()):
+        return str(known["digest"])
+    digest = hashlib.blake2b(digest_size=20)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    # A file changed a moment ago may change again within the same tick of its clock: do not remember that one.
+    if time.time_ns() - facts.st_mtime_ns > 2_000_000_000:
+        write_json_atomic(memory, {**seen, "digest": digest.hexdigest()})
+    return digest.hexdigest()

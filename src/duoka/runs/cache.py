@@ -1,0 +1,57 @@
+"""The folder that keeps work between runs (converted models, tokenised data), and the lock that guards one piece.
+
+Everything in it can be made again: deleting the folder costs time, never results.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from duoka.errors import StorageError
+
+
+def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """DUOKA_CACHE, or duoka's part of the user's cache folder."""
+    if env.get("DUOKA_CACHE"):
+        return Path(env["DUOKA_CACHE"]).expanduser()
+    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duoka"
+
+
+def make_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make the cache folder {folder}: {error.strerror or error}",
+            fix="set DUOKA_CACHE to a folder that you may write to",
+        ) from None
+    return folder
+
+
+@contextmanager
+def hold_lock(path: Path, *, on_wait: Callable[[], None], poll_s: float = 0.1) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`; `on_wait` is called once when somebody else holds it.
+
+    The operating system lets go of it when its holder dies, so a killed run never leaves a lock behind.
+    """
+    import fcntl
+
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        said = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not said:
+                    on_wait()
+                    said = True
+                time.sleep(poll_s)
+        yield
+    finally:
+        os.close(file)
