@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 import traceback
 from pathlib import Path
 
@@ -23,9 +24,11 @@ def train_all(jobs, size):
         return
     port = free_port()
     context = mp.start_processes(_enter_world, args=(size, port, jobs), nprocs=size, join=False, start_method="spawn")
+    deadline = time.monotonic() + WORLD_TIMEOUT_S
     try:
-        if not context.join(timeout=WORLD_TIMEOUT_S):
-            while not context.join(timeout=WORLD_TIMEOUT_S):
+        # join() comes back after each process that ends; it raises the first one's traceback.
+        while not context.join(timeout=1):
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"a world of {size} did not end within {WORLD_TIMEOUT_S} s")
     finally:
         for process in context.processes:

@@ -4,8 +4,7 @@ The loss is `sum / targets of the global batch` on every rank, so gradients of r
 undone here and nowhere else, by the communication hook. The hook also measures the communication that nothing hides.
 """
 
-from __future__ import annotations
-
+# No postponed annotations here: DDP reads the hook's, and wants types, not strings.
 import contextlib
 import time
 from collections.abc import Iterator
