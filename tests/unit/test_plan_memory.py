@@ -14,7 +14,7 @@ from duoka.plan.memory import CPU_FRAMEWORK_BYTES, LOSS_CHUNK_BYTES, Work, estim
 from duoka.plan.shape import shape_from_config
 from duoka.units import Amount
 
-TOKENS, DOCUMENT = 512, 128
+TOKENS, DOCUMENT = 256, 64
 FACTS = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
@@ -79,9 +79,18 @@ def measured_peak(lora, precision, recompute):
     return live.peak
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("dropout", [None, 0.0, 0.05])
+@pytest.mark.parametrize(
+    ("dropout", "precision", "recompute"),
+    [
+        (None, "fp32", "none"),
+        (None, "fp32", "full"),
+        (0.0, "fp32", "none"),
+        (0.05, "fp32", "none"),
+        (0.05, "fp32", "full"),
+        (None, "bf16", "none"),
+        (0.05, "bf16", "none"),
+    ],
+)
 def test_predicted_peak_is_what_a_real_step_allocates(dropout, precision, recompute):
     lora = None if dropout is None else LoraConfig(dropout=dropout)
     layout = Layout(precision=precision, recompute=recompute, micro=Amount(TOKENS, "tokens"))

@@ -1,0 +1,225 @@
+"""What a run's event log says, read once and made safe to show: nulls stay nulls, cut lines and thrown-away steps go.
+
+Reads files only; a run may be writing them at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from duoka.runs.events import global_log, read_events
+from duoka.runs.folder import RunFolder, read_json
+from duoka.runs.status import Status, read_status
+
+PARTS = ("data", "forward", "backward", "wait", "optimizer", "checkpoint")
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, global numbers; None where the log has no number."""
+
+    step: int
+    epoch: float | None
+    loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    num_tokens: float | None
+    num_samples: float | None
+    step_s: float | None
+    memory_bytes: float | None
+    times: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RankTail:
+    """A rank's last steps: where its time went, and the most memory it held."""
+
+    rank: int
+    memory_bytes: float | None
+    times: Mapping[str, float]
+    step_s: float
+
+
+@dataclass
+class History:
+    """A run as its log tells it, after every resume."""
+
+    run: RunFolder
+    steps: list[Step] = field(default_factory=list)
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    resumes: list[int] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # of the run event
+    end_reason: str = ""
+    ranks: list[RankTail] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, Any] = field(default_factory=dict)
+    status: Status | None = None
+
+    @property
+    def nonfinite(self) -> list[int]:
+        """Steps whose loss was no finite number."""
+        return [step.step for step in self.steps if step.loss is None]
+
+    def values(self, name: str) -> tuple[list[float], list[float | None]]:
+        """(steps, values) of one number, for a curve."""
+        return [float(step.step) for step in self.steps], [getattr(step, name) for step in self.steps]
+
+    def total_s(self) -> float:
+        return sum(step.step_s or 0.0 for step in self.steps)
+
+    def tokens_per_s(self) -> float | None:
+        """Tokens over seconds of all steps that know both: a mean of rates would favour the short steps."""
+        known = [(step.num_tokens, step.step_s) for step in self.steps if step.num_tokens and step.step_s]
+        seconds = sum(step_s for _, step_s in known)
+        return sum(tokens for tokens, _ in known) / seconds if seconds > 0 else None
+
+    def time_split(self) -> dict[str, float]:
+        """Seconds by part, `other` included; empty when the log has no times."""
+        parts = {name: sum(step.times.get(name, 0.0) for step in self.steps) for name in PARTS}
+        blocked = sum(number(event.get("blocked_s")) or 0.0 for event in self.checkpoints)
+        # A save happens between two steps, so its event knows the time that a step's own line cannot.
+        outside = blocked if not parts["checkpoint"] else 0.0
+        other = self.total_s() - sum(parts.values())
+        parts["checkpoint"] += outside
+        if other > 0:
+            parts["other"] = other
+        return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+    def memory_measured(self) -> float | None:
+        """The most that any rank held."""
+        seen = [rank.memory_bytes for rank in self.ranks] + [step.memory_bytes for step in self.steps[-1:]]
+        return max((size for size in seen if size), default=None)
+
+    def memory_predicted(self) -> dict[str, float] | None:
+        """peak, low and high of the plan, comparable with what was measured."""
+        memory = self.plan.get("memory")
+        if not isinstance(memory, dict):
+            return None
+        found = {name: number(memory.get(f"{name}_bytes")) for name in ("peak", "low", "high")}
+        if any(value is None for value in found.values()):
+            return None
+        # On a GPU the allocator is measured, which does not see CUDA's own context.
+        machine, parts = self.plan.get("machine"), memory.get("parts")
+        unseen = 0.0
+        if isinstance(machine, dict) and machine.get("device") == "cuda" and isinstance(parts, dict):
+            unseen = number(parts.get("framework")) or 0.0
+        return {name: max(0.0, (value or 0.0) - unseen) for name, value in found.items()}
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else that a log may hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def whole(value: Any) -> int | None:
+    found = number(value)
+    return None if found is None else int(found)
+
+
+def read_history(run: RunFolder) -> History:
+    """Everything that a report needs; an empty or unfinished run gives an empty or unfinished history."""
+    history = History(run, plan=read_json(run.plan) or {}, env=read_json(run.env) or {}, status=read_status(run))
+    by_step: dict[int, Step] = {}
+    for event in read_events(global_log(run)):
+        kind, step = event.get("type"), whole(event.get("step"))
+        if kind == "step" and step is not None:
+            by_step[step] = _step(step, event)
+        elif kind in ("run", "resume"):
+            history.facts.update({key: value for key, value in event.items() if key not in ("v", "type", "t")})
+            history.end_reason = ""
+            if kind == "resume":
+                _drop_after(history, by_step, step or 0)
+        elif kind == "eval":
+            history.evals.append(event)
+        elif kind == "checkpoint":
+            history.checkpoints.append(event)
+        elif kind == "warning":
+            history.warnings.append(_warning(event))
+        elif kind == "end":
+            history.end_reason = str(event.get("reason") or "")
+    history.steps = [by_step[step] for step in sorted(by_step)]
+    history.ranks = _read_ranks(run)
+    return history
+
+
+def _drop_after(history: History, by_step: dict[int, Step], step: int) -> None:
+    """A resume goes on from `step`: what a crash had done beyond it does not count."""
+    history.resumes.append(step)
+    for later in [number for number in by_step if number > step]:
+        del by_step[later]
+    for events in (history.evals, history.checkpoints):
+        events[:] = [event for event in events if (whole(event.get("step")) or 0) <= step]
+
+
+def _step(step: int, event: Mapping[str, Any]) -> Step:
+    return Step(
+        step=step,
+        epoch=number(event.get("epoch")),
+        loss=number(event.get("loss")),
+        grad_norm=number(event.get("grad_norm")),
+        lr=number(event.get("lr")),
+        num_tokens=number(event.get("num_tokens")),
+        num_samples=number(event.get("num_samples")),
+        step_s=number(event.get("step_s")),
+        memory_bytes=number(event.get("memory_bytes")),
+        times=_times(event),
+    )
+
+
+def _times(event: Mapping[str, Any]) -> dict[str, float]:
+    found = {name: number(event.get(f"{name}_s")) for name in PARTS}
+    return {name: value for name, value in found.items() if value is not None and value > 0}
+
+
+def _warning(event: Mapping[str, Any]) -> str:
+    text = next((str(event[key]) for key in ("text", "what", "message") if event.get(key)), "")
+    step = whole(event.get("step"))
+    return f"step {step}: {text}" if step else text
+
+
+def _read_ranks(run: RunFolder) -> list[RankTail]:
+    paths = sorted(run.events.glob("rank*.jsonl")) if run.events.is_dir() else []
+    tails = [_rank_tail(path) for path in paths]
+    return sorted((tail for tail in tails if tail is not None), key=lambda tail: tail.rank)
+
+
+def _rank_tail(path: Path) -> RankTail | None:
+    """From the end of a rank's log: a whole world's logs would take too long to read."""
+    events = [event for event in _tail_events(path) if event.get("type") == "rank"]
+    rank = whole(events[-1].get("rank")) if events else None
+    if rank is None:
+        return None
+    times = {name: sum(_times(event).get(name, 0.0) for event in events) for name in PARTS}
+    memory = max((number(event.get("memory_bytes")) or 0.0 for event in events), default=0.0)
+    return RankTail(rank, memory or None, times, sum(number(event.get("step_s")) or 0.0 for event in events))
+
+
+def _tail_events(path: Path) -> Sequence[dict[str, Any]]:
+    out: deque[dict[str, Any]] = deque()
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            size = file.tell()
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    for line in lines[1:] if size > _TAIL_BYTES else lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            out.append(event)
+    return list(out)

@@ -1,0 +1,329 @@
+"""What a run reached: the closing lines in the terminal, and report.html with loss.svg in the run folder.
+
+Both come from the event log and plan.json alone, so they can be made at any time, also of a run that was killed.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from duoka.runs.folder import RunFolder, write_text_atomic
+from duoka.units import format_bytes, format_count, format_seconds
+from duoka.watch.chart import Chart, draw_chart
+from duoka.watch.curve import can_draw, draw_curve
+from duoka.watch.history import History, number, read_history, whole
+from duoka.watch.page import card, facts_table, figure, grid_table, page, percent, time_bar, track
+from duoka.watch.scale import Point, points_of
+
+
+def write_report(run: RunFolder) -> Path:
+    """Write report.html and loss.svg into the run folder; returns the page's path."""
+    history = read_history(run)
+    loss = draw_chart(loss_chart(history))
+    # Alone, the picture has no page under it: a ground of its own keeps it readable in any viewer.
+    ground = "--ground:#fff", "--ground:#1a1e26"
+    alone = loss.replace("--ground:none", ground[0]).replace("dark){.dk{", f"dark){{.dk{{{ground[1]};")
+    write_text_atomic(run.path / "loss.svg", alone + "\n")
+    path = run.path / "report.html"
+    write_text_atomic(path, page(f"{run.name} · duoka", _page_body(history, loss)))
+    return path
+
+
+def loss_chart(history: History) -> Chart:
+    """The loss of every step, its smoothed form, and the evaluations."""
+    steps, values = history.values("loss")
+    pairs = [(number(event.get("step")), number(event.get("loss"))) for event in history.evals]
+    evals = [Point(step, loss) for step, loss in pairs if step is not None and loss is not None]
+    marks = [(float(step), "resumed") for step in sorted(set(history.resumes))]
+    return Chart("Loss per target token", steps, values, extra=evals, extra_name="evaluation", marks=marks)
+
+
+def _page_body(history: History, loss: str) -> list[str]:
+    run = history.run
+    state = _state(history)
+    head = f'<h1>{escape(run.name)}<span class="badge {escape(state)}">{escape(state)}</span></h1>'
+    out = [head, f'<p class="under">{escape(_summary(history))}</p>', '<div class="grid">', *_figures(history)]
+    out.append(f'<section class="card wide chart">{loss}</section>')
+    for chart in _small_charts(history):
+        out.append(f'<section class="card half chart">{draw_chart(chart)}</section>')
+    split = history.time_split()
+    if split:
+        out.append(card("Where the time went", time_bar(split)))
+    out += [text for text in (_memory_card(history), _run_card(history), _eval_card(history)) if text]
+    out += [text for text in (_rank_card(history), _checkpoint_card(history), _warning_card(history)) if text]
+    out += [_config_card(history), "</div>"]
+    out.append("<footer>Numbers are global, over all ranks. Written by duoka from the run's event log.</footer>")
+    return [text for text in out if text]
+
+
+def _state(history: History) -> str:
+    if history.status is not None:
+        return history.status.state
+    return history.end_reason or ("running" if history.steps else "empty")
+
+
+def _summary(history: History) -> str:
+    """One sentence under the title."""
+    if not history.steps:
+        return "No step has been recorded yet."
+    steps, last = len(history.steps), history.steps[-1]
+    parts = [f"{last.step:,} optimizer {'step' if steps == 1 else 'steps'}"]
+    total = whole(history.facts.get("total_steps"))
+    if total and total > last.step:
+        parts[0] = f"{last.step:,} of {total:,} optimizer steps"
+    if last.epoch is not None:
+        parts.append(f"epoch {last.epoch:.3g}")
+    parts.append(f"{format_seconds(history.total_s())} of training")
+    return " · ".join(parts)
+
+
+def _figures(history: History) -> list[str]:
+    steps, losses = history.values("loss")
+    points = points_of(steps, losses)
+    out: list[str] = []
+    if points:
+        last_ones = points[-max(1, len(points) // 20) :]
+        settled = sum(point.y for point in last_ones) / len(last_ones)
+        note = f"mean of the last {len(last_ones):,} steps; " if len(last_ones) > 1 else ""
+        out.append(figure("Training loss", f"{settled:.4f}", f"{note}{points[0].y:.4f} at step {points[0].x:,.0f}"))
+    if history.evals:
+        last = history.evals[-1]
+        loss, accuracy = number(last.get("loss")), number(last.get("accuracy"))
+        note = f"{accuracy:.1%} of target tokens right" if accuracy is not None else ""
+        out.append(figure("Evaluation loss", "not finite" if loss is None else f"{loss:.4f}", note))
+    speed = history.tokens_per_s()
+    if speed:
+        tokens = sum(step.num_tokens or 0.0 for step in history.steps)
+        out.append(figure("Tokens per second", f"{speed:,.0f}", f"{format_count(tokens)} tokens in all"))
+    measured = history.memory_measured()
+    if measured:
+        predicted = history.memory_predicted()
+        note = f"predicted {format_bytes(predicted['peak'])}" if predicted else ""
+        out.append(figure("Peak memory per rank", format_bytes(measured), note))
+    return out
+
+
+def _small_charts(history: History) -> list[Chart]:
+    """Learning rate, gradient norm and speed, where the log has them."""
+    small = {"width": 480, "height": 210}
+    steps = [float(step.step) for step in history.steps]
+    rates: list[float | None] = [
+        step.num_tokens / step.step_s if step.num_tokens and step.step_s else None for step in history.steps
+    ]
+    charts = [
+        Chart("Gradient norm, before clipping", *history.values("grad_norm"), **small),  # type: ignore[arg-type]
+        Chart("Learning rate", *history.values("lr"), is_smoothed=False, from_zero=True, **small),  # type: ignore[arg-type]
+        Chart("Tokens per second", steps, rates, from_zero=True, **small),  # type: ignore[arg-type]
+    ]
+    seen = [chart for chart in charts if points_of(chart.steps, chart.values)]
+    return seen[:2] if len(seen) == 3 else seen
+
+
+def _memory_card(history: History) -> str:
+    """Prediction beside measurement."""
+    predicted, measured = history.memory_predicted(), history.memory_measured()
+    if predicted is None:
+        return ""
+    scale = 1.05 * max(predicted["high"], measured or 0.0)
+    spread = f"{format_bytes(predicted['low'])} to {format_bytes(predicted['high'])}"
+    rows = [("predicted", f"{format_bytes(predicted['peak'])} ({spread})", track(predicted["peak"] / scale, soft=True))]
+    if measured:
+        off = (predicted["peak"] / measured - 1) * 100
+        rows.append(("measured", f"{format_bytes(measured)} (prediction {off:+.0f}%)", track(measured / scale)))
+    cells = "".join(
+        f'<tr><td>{name}</td><td>{escape(text)}</td><td style="width:50%">{bar}</td></tr>' for name, text, bar in rows
+    )
+    return card("Peak memory per rank, predicted beside measured", f"<table>{cells}</table>")
+
+
+def _run_card(history: History) -> str:
+    rows = run_facts(history)
+    return card("What was run", facts_table(rows), "half" if history.evals else "wide") if rows else ""
+
+
+def run_facts(history: History) -> list[tuple[str, str]]:
+    """What was run, in rows of name and value; only what is known."""
+    plan, rows = history.plan, list[tuple[str, str]]()
+    model, layout, batch = (_section(plan, key) for key in ("model", "layout", "batch"))
+    parameters, trained = number(model.get("num_parameters")), number(model.get("num_trainable"))
+    if parameters and trained is not None:
+        rows.append(("model", f"{model.get('type', '')}, {format_count(parameters)} parameters"))
+        rows.append(("trained", f"{format_count(trained)} parameters ({trained / parameters:.2%})"))
+    if layout:
+        rows.append(("layout", f"{layout.get('name')}, {layout.get('precision')}, recompute {layout.get('recompute')}"))
+    if batch.get("sentence"):
+        rows.append(("batch", str(batch["sentence"])))
+    machine = plan.get("machine")
+    if isinstance(machine, dict):
+        cards = machine.get("gpus") or []
+        device = f"{len(cards)} x {cards[0].get('name')}" if cards else str(machine.get("cpu", "CPU"))
+        rows.append(("machine", f"{device}, {machine.get('num_cores')} cores"))
+    if history.facts.get("world_size"):
+        rows.append(("processes", str(history.facts["world_size"])))
+    versions = history.env.get("versions")
+    if isinstance(versions, dict):
+        rows.append(("versions", ", ".join(f"{name} {value}" for name, value in versions.items())))
+    rows.append(("folder", str(history.run.path)))
+    return rows
+
+
+def _section(plan: dict[str, Any], key: str) -> dict[str, Any]:
+    found = plan.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _eval_card(history: History) -> str:
+    if not history.evals:
+        return ""
+    rows = []
+    for event in history.evals[-12:]:
+        loss, perplexity, accuracy = (number(event.get(key)) for key in ("loss", "perplexity", "accuracy"))
+        count = whole(event.get("num_samples"))
+        rows.append(
+            (
+                f"{whole(event.get('step')) or 0:,}",
+                "not finite" if loss is None else f"{loss:.4f}",
+                "" if perplexity is None else f"{perplexity:.4g}",
+                "" if accuracy is None else f"{accuracy:.1%}",
+                "" if count is None else f"{count:,}",
+            )
+        )
+    return card("Evaluations", grid_table(("step", "loss", "perplexity", "accuracy", "samples"), rows), "half")
+
+
+def _rank_card(history: History) -> str:
+    """Ranks side by side: who waits least holds the others up."""
+    if len(history.ranks) < 2:
+        return ""
+    rows = []
+    for tail in history.ranks[:16]:
+        shares = [percent(tail.times.get(name, 0.0), tail.step_s) for name in ("forward", "backward", "wait")]
+        rows.append((f"rank {tail.rank}", *shares, format_bytes(tail.memory_bytes) if tail.memory_bytes else ""))
+    table = grid_table(("last steps", "forward", "backward", "wait", "peak memory"), rows)
+    return card("Ranks", table, "half" if history.checkpoints else "wide")
+
+
+def _checkpoint_card(history: History) -> str:
+    if not history.checkpoints:
+        return ""
+    rows = []
+    for event in history.checkpoints[-8:]:
+        size, blocked = number(event.get("size_bytes")), number(event.get("blocked_s"))
+        rows.append(
+            (
+                Path(str(event.get("path") or f"step {whole(event.get('step'))}")).name,
+                "" if size is None else format_bytes(size),
+                "" if blocked is None else f"{blocked:.2f} s",
+            )
+        )
+    table = grid_table(("checkpoint", "size", "training stood still"), rows)
+    return card("Checkpoints", table, "half" if len(history.ranks) > 1 else "wide")
+
+
+def _warning_card(history: History) -> str:
+    found = [*history.warnings[-20:], *_nonfinite_lines(history)]
+    if not found:
+        return ""
+    return card("Warnings", '<ul class="warn">' + "".join(f"<li>{escape(text)}</li>" for text in found) + "</ul>")
+
+
+def _nonfinite_lines(history: History) -> list[str]:
+    steps = history.nonfinite
+    if not steps:
+        return []
+    times = f"{len(steps)} steps" if len(steps) > 1 else "1 step"
+    return [f"the loss of {times} was not a finite number, first at step {steps[0]:,}"]
+
+
+def _config_card(history: History) -> str:
+    try:
+        text = history.run.config.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return (
+        '<section class="card wide"><details><summary>Resolved config</summary>'
+        f"<pre>{escape(text)}</pre></details></section>"
+    )
+
+
+def end_lines(run: RunFolder, *, encoding: str | None = None) -> list[str]:
+    """The closing report for a terminal of 80 columns, without colours."""
+    history = read_history(run)
+    if not history.steps:
+        return [f"{run.name}: no step was recorded", f"  {'look at':<12}{run.logs}"]
+    arrow = "→" if can_draw("→", encoding) else "->"
+    dot = "·" if can_draw("·", encoding) else "-"
+    out = [f"{run.name}: {_state(history)} {dot} {_summary(history).replace(' · ', f' {dot} ')}", ""]
+    out += [f"  {line}" for line in draw_curve(*history.values("loss"), width=74, encoding=encoding, title="loss")]
+    out += ["", *(f"  {name:<12}{text}" for name, text in _result_rows(history, arrow)), ""]
+    out += _where_and_next(history)
+    return [line.rstrip() for line in out]
+
+
+def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    points = points_of(*history.values("loss"))
+    if points:
+        first, last = points[0], points[-1]
+        start = f"{first.y:.4f} at step {first.x:,.0f} {arrow} " if len(points) > 1 else ""
+        rows.append(("loss", f"{start}{last.y:.4f} at step {last.x:,.0f}"))
+    rows += [("warning", text) for text in _nonfinite_lines(history)]
+    if history.evals:
+        rows.append(("evaluation", _eval_sentence(history)))
+    speed = history.tokens_per_s()
+    if speed:
+        tokens = sum(step.num_tokens or 0.0 for step in history.steps)
+        rows.append(("speed", f"{speed:,.0f} tokens/s over {format_count(tokens)} tokens"))
+    split = history.time_split()
+    if split:
+        total = sum(split.values())
+        named = [f"{name} {percent(seconds, total)}" for name, seconds in split.items()]
+        # Two lines, so that 80 columns are enough.
+        rows += [("time" if i == 0 else "", ", ".join(named[i : i + 4])) for i in range(0, len(named), 4)]
+    rows += _memory_rows(history)
+    if history.warnings:
+        rows.append(("warnings", f"{len(history.warnings)}, listed in report.html"))
+    return rows
+
+
+def _eval_sentence(history: History) -> str:
+    last = history.evals[-1]
+    loss, accuracy, count = (number(last.get(key)) for key in ("loss", "accuracy", "num_samples"))
+    parts = ["loss not finite" if loss is None else f"loss {loss:.4f}"]
+    if accuracy is not None:
+        parts.append(f"token accuracy {accuracy:.1%}")
+    if count is not None:
+        parts.append(f"{count:,.0f} samples")
+    return ", ".join(parts)
+
+
+def _memory_rows(history: History) -> list[tuple[str, str]]:
+    measured, predicted = history.memory_measured(), history.memory_predicted()
+    said = ""
+    if predicted:
+        spread = f"{format_bytes(predicted['low'])} to {format_bytes(predicted['high'])}"
+        said = f"{format_bytes(predicted['peak'])} predicted ({spread})"
+    seen = f"{format_bytes(measured)} measured" if measured else ""
+    text = ", ".join(part for part in (seen, said) if part)
+    return [("memory", f"{text}, peak per rank")] if text else []
+
+
+def _where_and_next(history: History) -> list[str]:
+    run = history.run
+    out = []
+    if run.final.is_dir():
+        out.append(f"  {'result':<12}{run.final}")
+    if history.checkpoints:
+        out.append(f"  {'checkpoints':<12}{run.checkpoints}")
+    if (run.path / "report.html").is_file():
+        out.append(f"  {'report':<12}{run.path / 'report.html'}")
+    if not run.final.is_dir():
+        return [*out, "", "next", f"  {'log files':<12}{run.logs}", "  the same command goes on where it stopped"]
+    commands = (
+        (f"duoka chat {run.path}", "talk to it"),
+        (f"duoka eval {run.path}", "measure it"),
+        (f"duoka export {run.path} -o {run.path.parent / (run.name + '-model')}", "a folder for transformers"),
+    )
+    return [*out, "", "next", *(f"  {command}" for command, _ in commands)]

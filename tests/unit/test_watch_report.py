@@ -1,0 +1,258 @@
+"""The closing report from event logs as they really come: whole, cut, empty, resumed, full of nulls, very long."""
+
+import html.parser
+import json
+import math
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from duoka.runs.events import EventWriter, global_log, rank_log
+from duoka.runs.folder import RunFolder, write_json_atomic
+from duoka.runs.status import Status, write_status
+from duoka.watch.history import read_history
+from duoka.watch.report import end_lines, write_report
+
+GIB = 2**30
+
+
+class LogMaker:
+    """Writes a run's log the way training does."""
+
+    def __init__(self, folder):
+        self.run = RunFolder(folder)
+        self.run.make()
+        self.events = EventWriter(global_log(self.run))
+
+    def step(self, step, loss, **changes):
+        times = {"data_s": 0.1, "forward_s": 0.3, "backward_s": 0.4, "wait_s": 0.1, "optimizer_s": 0.05}
+        numbers = {
+            "epoch": step / 10, "loss": loss, "grad_norm": 1.5, "lr": 1e-4, "num_targets": 50, "num_tokens": 100,
+            "num_samples": 4, "tokens_per_s": 100.0, "step_s": 1.0, "checkpoint_s": 0.0, "memory_bytes": GIB,
+        }  # fmt: skip
+        self.events.write("step", step=step, **{**numbers, **times, **changes})
+
+    def plan(self, device="cpu"):
+        memory = {"peak_bytes": 2 * GIB, "low_bytes": GIB, "high_bytes": 3 * GIB, "parts": {"framework": GIB // 2}}
+        model = {"type": "llama", "num_parameters": 1000, "num_trainable": 10}
+        write_json_atomic(self.run.plan, {"memory": memory, "machine": {"device": device}, "model": model})
+
+
+@pytest.fixture
+def log(tmp_path):
+    return LogMaker(tmp_path / "a-run")
+
+
+class Checked(html.parser.HTMLParser):
+    """Collects what a page would fetch or run, and its text; refuses tags that do not close in order."""
+
+    VOID = ("meta", "br", "rect", "line", "circle", "path", "img", "link")
+
+    def __init__(self, text):
+        super().__init__()
+        self.outside, self.open, self.words = [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        if tag in ("script", "link", "iframe", "object") or any(
+            value and name in ("src", "href", "data") for name, value in attrs
+        ):
+            self.outside.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def read_page(run):
+    path = write_report(run)
+    assert path == run.path / "report.html"
+    text = path.read_text(encoding="utf-8")
+    picture = (run.path / "loss.svg").read_text(encoding="utf-8")
+    assert ElementTree.fromstring(picture).tag.endswith("svg"), "loss.svg must be a picture of its own"
+    assert "nan" not in picture.lower().replace("nanum", ""), "no number may be NaN"
+    page = Checked(text)
+    assert not page.outside, f"the page must hold everything itself, found {page.outside}"
+    assert "url(" not in text and "@import" not in text
+    return " ".join(page.words)
+
+
+def lines_of(run, encoding="utf-8"):
+    lines = end_lines(run, encoding=encoding)
+    wide = [line for line in lines if len(line) > 80 and str(run.path) not in line]
+    assert not wide, wide
+    return "\n".join(lines)
+
+
+def test_the_end_report_names_losses_speed_time_memory_and_the_next_commands(log):
+    for step in range(1, 21):
+        log.step(step, 4.0 / step)
+    log.events.write("eval", step=20, loss=0.25, perplexity=1.28, accuracy=0.9, num_samples=99, num_targets=500)
+    log.events.write("checkpoint", step=20, path="checkpoints/step-00000020", size_bytes=3 * 2**20, blocked_s=5.0)
+    log.plan()
+    log.run.final.mkdir()
+    write_status(log.run, Status(state="done", step=20))
+    write_report(log.run)
+    text = lines_of(log.run)
+    for words in (
+        "done", "4.0000 at step 1 → 0.2000 at step 20", "100 tokens/s over 2k tokens", "loss 0.2500",
+        "token accuracy 90.0%, 99 samples", "forward 24%", "wait 8%", "checkpoint 20%", "1 GiB measured",
+        "2 GiB predicted", f"duoka chat {log.run.path}", f"duoka eval {log.run.path}",
+        f"duoka export {log.run.path} -o ", "report.html",
+    ):  # fmt: skip
+        assert words in text, f"{words!r} is missing in\n{text}"
+
+
+def test_the_page_shows_the_same_and_escapes_what_others_wrote(log):
+    for step in range(1, 31):
+        log.step(step, 3.0 - step / 20)
+    log.events.write("eval", step=30, loss=1.25, perplexity=3.49, accuracy=0.5, num_samples=7, num_targets=70)
+    log.events.write("warning", step=3, text="<script>alert(1)</script> & more")
+    log.events.write("checkpoint", step=30, path="x/step-00000030", size_bytes=2**20, blocked_s=0.5)
+    for rank in range(2):
+        EventWriter(rank_log(log.run, rank)).write(
+            "rank", rank=rank, step=30, step_s=1.0, memory_bytes=(rank + 1) * GIB
+        )
+    log.plan()
+    log.run.config.write_text("model: demo  # <b>\n", encoding="utf-8")
+    text = read_page(log.run)
+    for words in (
+        "1.2500",
+        "50.0%",
+        "<script>alert(1)</script> & more",
+        "step-00000030",
+        "rank 1",
+        "2 GiB",
+        "model: demo",
+    ):
+        assert words in text, words
+
+
+def test_a_run_without_a_step_has_a_report_too(log):
+    assert "no step was recorded" in lines_of(log.run)
+    assert "nothing measured yet" in read_page(log.run)
+
+
+def test_one_step_is_enough(log):
+    log.step(1, 2.5)
+    assert "2.5000 at step 1" in lines_of(log.run)
+    assert "2.5000" in read_page(log.run)
+
+
+def test_nulls_and_odd_values_leave_gaps_and_are_named(log):
+    log.step(1, 2.0)
+    log.step(2, math.nan)
+    log.step(3, math.inf, grad_norm=None, step_s=None, num_tokens="many", memory_bytes=None)
+    log.step(4, 1.0)
+    log.events.write("eval", step=4, loss=math.nan, perplexity=None, accuracy=None, num_samples=None)
+    log.events.write("step", step=None)
+    log.events.write("checkpoint", step=4, path=None, size_bytes=None, blocked_s=None)
+    text = lines_of(log.run)
+    assert "the loss of 2 steps was not a finite number, first at step 2" in text
+    assert "2.0000 at step 1 → 1.0000 at step 4" in text
+    page = read_page(log.run)
+    assert "first at step 2" in page and "not finite" in page
+
+
+def test_only_nulls_do_not_break_it(log):
+    log.step(1, None, grad_norm=None, lr=None, step_s=None)
+    assert "nothing to draw yet" in lines_of(log.run)
+    assert "nothing measured yet" in read_page(log.run)
+
+
+def test_a_cut_last_line_and_rubbish_are_passed_over(log):
+    for step in range(1, 6):
+        log.step(step, 5.0 - step)
+    with global_log(log.run).open("ab") as file:
+        file.write(b'\xff\xfe rubbish\n[1,2]\n{"type": "step", "step": "six"}\n{"v": 1, "type": "step", "st')
+    (log.run.events / "rank00000.jsonl").write_bytes(b'{"type": "rank"}\n{"type": "ra')
+    log.run.plan.write_text("{", encoding="utf-8")
+    assert "0.0000 at step 5" in lines_of(log.run)
+    read_page(log.run)
+
+
+def test_steps_that_a_crash_threw_away_count_once(log):
+    for step in range(1, 8):
+        log.step(step, 10.0)
+    log.events.write("eval", step=7, loss=9.0)
+    log.events.write("eval", step=4, loss=8.0)
+    log.events.write("resume", step=4, total_steps=9)
+    for step in range(5, 10):
+        log.step(step, 1.0)
+    history = read_history(log.run)
+    assert [step.step for step in history.steps] == list(range(1, 10))
+    assert [step.loss for step in history.steps] == [10.0] * 4 + [1.0] * 5
+    assert [event["loss"] for event in history.evals] == [8.0]
+    assert history.resumes == [4] and history.total_s() == 9.0
+    assert "resumed" in read_page(log.run)
+
+
+def test_a_hundred_thousand_steps_stay_a_small_page(log):
+    one = {"v": 1, "type": "step", "t": 0.0, "loss": 1.0, "num_tokens": 10, "step_s": 0.1, "lr": 1e-4, "grad_norm": 1.0}
+    with global_log(log.run).open("ab") as file:
+        for step in range(1, 100_001):
+            file.write(json.dumps(one | {"step": step, "loss": 1 + (step % 7) / step}).encode() + b"\n")
+    text = lines_of(log.run)
+    assert "step 100,000" in text
+    read_page(log.run)
+    assert os.path.getsize(log.run.path / "report.html") < 300_000
+
+
+def test_a_terminal_without_unicode_gets_plain_ascii(log):
+    for step in range(1, 11):
+        log.step(step, 5.0 / step)
+    text = lines_of(log.run, encoding="ascii")
+    assert text.encode("ascii") and "*" in text and "->" in text
+    assert max(lines_of(log.run)) > "⠀", "and one with it gets braille"
+
+
+def test_time_is_split_so_that_nothing_is_counted_twice(log):
+    for step in range(1, 11):
+        log.step(step, 1.0)
+    split = read_history(log.run).time_split()
+    assert split["other"] == pytest.approx(0.5)
+    assert sum(split.values()) == pytest.approx(10.0)
+    assert "checkpoint" not in split
+
+
+def test_memory_of_a_gpu_is_compared_without_the_context_that_its_allocator_cannot_see(log):
+    log.step(1, 1.0)
+    log.plan(device="cuda")
+    assert read_history(log.run).memory_predicted() == {"peak": 1.5 * GIB, "low": 0.5 * GIB, "high": 2.5 * GIB}
+    log.plan(device="cpu")
+    assert read_history(log.run).memory_predicted() == {"peak": 2 * GIB, "low": GIB, "high": 3 * GIB}
+
+
+def test_a_run_that_did_not_finish_is_not_said_to_be_chatted_with(log):
+    log.step(1, 1.0)
+    write_status(log.run, Status(state="failed", step=1))
+    text = lines_of(log.run)
+    assert "failed" in text and "duoka chat" not in text and str(log.run.logs) in text
+
+
+def test_the_report_needs_no_torch(log):
+    log.step(1, 1.0)
+    code = f"""
+import sys
+for name in ("torch", "transformers", "numpy"):
+    sys.modules[name] = None
+from pathlib import Path
+from duoka.runs.folder import RunFolder
+from duoka.watch.report import end_lines, write_report
+run = RunFolder(Path({str(log.run.path)!r}))
+print(write_report(run).name, len(end_lines(run)) > 5)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["report.html", "True"], done.stderr
