@@ -42,7 +42,7 @@ def is_secret(name: str) -> bool:
 def shown_path(path: Path) -> str:
     """A path as a message shows it: relative when it lies under the current folder."""
     try:
-        return str(path.resolve().relative_to(Path.cwd()))
+        return str(path.absolute().relative_to(Path.cwd()))
     except (OSError, ValueError):
         return str(path)
 

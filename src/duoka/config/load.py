@@ -26,7 +26,7 @@ from duoka.config.schema import RunConfig
 from duoka.config.unknown import take_known_keys
 from duoka.config.values import build_config
 from duoka.config.write import Difference, config_hash, leaves, resolved_yaml, result_differences
-from duoka.config.yaml_lines import Place, Tree
+from duoka.config.yaml_lines import Place, Tree, printable
 from duoka.errors import Fault, Faults
 
 __all__ = [
@@ -148,7 +148,13 @@ def _finish(layers: Layers, path: Path) -> list[Fault]:
         files.append(files.pop(files.index(COMMAND_LINE)))
     unique = dict.fromkeys(layers.faults)
     faults = sorted(unique, key=lambda fault: (files.index(fault.file), fault.line))
-    return [_without_secrets(fault, layers.secrets) for fault in faults]
+    return [_harmless(_without_secrets(fault, layers.secrets)) for fault in faults]
+
+
+def _harmless(fault: Fault) -> Fault:
+    """The fault without the control characters that a quoted value or key may hold."""
+    what, fix = ("\n".join(map(printable, text.split("\n"))) for text in (fault.what, fault.fix))
+    return replace(fault, what=what, fix=fix, source=printable(fault.source))
 
 
 def _without_secrets(fault: Fault, secrets: dict[str, str]) -> Fault:

@@ -14,6 +14,7 @@ from duoka.config.schema import DataSource, RunConfig
 from duoka.units import parse_amount, parse_seconds
 
 DAY_S = 86_400.0
+_NO_FOLDERS = ("", "no", "off", "none", "false", "yes", "on", "true", "latest", "last", "always")
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.model.revision is not None and (c.model.name == "demo" or _is_path(c.model.name)),
         "model.revision is {c.model.revision}, but {c.model.name} comes from no Hub and has no revisions",
         "delete revision",
+    ),
+    Rule(
+        "resume-is-a-switch",
+        ("checkpoint.resume",),
+        lambda c: c.checkpoint.resume.strip().lower() in _NO_FOLDERS,
+        'checkpoint.resume is "{c.checkpoint.resume}", which is neither auto, nor never, nor a folder',
+        "write:   resume: auto   to go on from the newest checkpoint, or   resume: never",
     ),
     Rule(
         "output-is-a-shared-folder",

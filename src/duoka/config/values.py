@@ -34,6 +34,11 @@ _INSTEAD: dict[tuple[str, Any], str] = {
     ("log.to", None): "to: []",
     ("train.precision", 16): "precision: bf16   or fp16",
     ("train.precision", 32): "precision: fp32",
+    ("train.precision", False): "precision: fp32",
+    ("train.precision", "float32"): "precision: fp32",
+    ("train.precision", "float16"): "precision: fp16",
+    ("train.precision", "bfloat16"): "precision: bf16",
+    ("lora.targets", "all-linear"): "targets: all",
     ("train.recompute", True): "recompute: full",
     ("train.recompute", False): "recompute: none",
     ("optim.clip", False): "clip: 0",
@@ -193,7 +198,7 @@ def _refusal(key: Key, shown: str, path: KeyPath, value: Any, file: str) -> tupl
         words = "a data set's name, or a block of keys" if key.items else _item_words(key)
     what = f"{shown} must be {words}, got {got}"
     switch = _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
-    if isinstance(switch, (int, type(None))) and (key.name, switch) in _INSTEAD:
+    if isinstance(switch, (int, str, type(None))) and (key.name, switch) in _INSTEAD:
         wanted = _INSTEAD[key.name, switch]
         if file == COMMAND_LINE:
             wanted = f"{key.name}={wanted.partition(': ')[2]}"
