@@ -274,7 +274,6 @@ CONTRADICTIONS = {
     "train-set-twice": "model: demo\n\ndata: {train: [identity, identity]}\n",
     "eval-set-twice": "model: demo\n\ndata: {train: [identity], eval: [a, a]}\n",
     "eval-on-train": "model: demo\n\ndata: {train: [identity], eval: [identity]}\n",
-    "some-weights": "model: demo\n\ndata: {train: [{name: a, weight: 2}, b]}\n",
     "eval-weight": "model: demo\n\ndata: {train: [identity], eval: [{name: a, weight: 2}]}\n",
     "lora-without-targets": HEAD + "lora: {targets: []}\n",
     "lora-all-in-a-list": HEAD + "lora: {targets: [all]}\n",

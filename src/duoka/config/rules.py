@@ -50,10 +50,6 @@ def _micro_is_more_than_global(c: RunConfig) -> bool:
     return micro.unit == batch.unit and micro.count > batch.count
 
 
-def _some_sets_have_weights(c: RunConfig) -> bool:
-    return len({source.weight is None for source in c.data.train}) == 2
-
-
 def _is_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~"))
 
@@ -155,13 +151,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: bool(set(_names(c.data.train)) & set(_names(c.data.eval))),
         "data.eval names a data set that data.train learns: its loss would say nothing about new data",
         "write:   eval: 0.1   to hold a tenth of train back, or name another set",
-    ),
-    Rule(
-        "some-weights",
-        ("data.train",),
-        _some_sets_have_weights,
-        "data.train gives a weight to some data sets and not to others: their shares are undefined",
-        "give every set a weight, or none",
     ),
     Rule(
         "eval-weight",
