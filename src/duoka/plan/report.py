@@ -172,9 +172,11 @@ def make_plan(
     num_samples: int | None = None,
     mean_length: float | None = None,
     local_size: int | None = None,
+    is_data_measured: bool = True,
 ) -> Plan:
     """Plan a run of `world_size` ranks, `local_size` of them on this machine (all, when left out).
 
+    `num_samples` and `mean_length` are those of the tokenised training data, or guesses (`is_data_measured=False`).
     Raises Faults for settings that the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
     faults = check_machine(config, machine, world_size, local_size)
@@ -184,6 +186,9 @@ def make_plan(
     work = Work(shape, config.lora, machine.device, config.parallel.bucket_view)
     choice = choose_layout(config, work, machine, world_size, available)
     layout = choice.layout
+    steps = count_steps(config.train, num_samples, mean_length)
+    if steps is not None and not is_data_measured:
+        steps = replace(steps, is_exact=False)
     batch = spread_batch(config.train, layout.micro, world_size, config.data.max_length, mean_length)
     memory = estimate_memory(work, layout, batch.tokens_per_micro_batch, accumulates=batch.accumulation > 1)
     verdict = judge(memory, available)
@@ -198,7 +203,7 @@ def make_plan(
         table=static_table(work, layout.precision, world_size),
         batch=batch,
         epochs=config.train.epochs,
-        steps=count_steps(config.train, num_samples, mean_length),
+        steps=steps,
         verdict=verdict,
         smaller=_smaller_changes(config, work, layout, available) if verdict == "does not fit" else (),
     )

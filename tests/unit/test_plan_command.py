@@ -1,0 +1,121 @@
+"""`duoka plan` as it is typed: narrow, torch-free, exit code 4 when nothing fits, faults with their place."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from duoka.cli.plan import command
+from duoka.errors import ConfigError, Faults
+from duoka.plan import hardware
+from duoka.plan.hardware import Machine
+
+GIB = 2**30
+YAML = """model: demo
+data: {train: [identity], eval: 0.1, max_length: 512}
+lora: {rank: 8}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "sft.yaml"
+    path.write_text(YAML, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A machine of 2 cores and 8 GiB; tests may make it smaller."""
+
+    def use(available_bytes):
+        monkeypatch.setattr(hardware, "read_machine", lambda: Machine(2, 16 * GIB, available_bytes))
+
+    use(8 * GIB)
+    return use
+
+
+def plan(*words):
+    return CliRunner().invoke(command, [str(word) for word in words], standalone_mode=False)
+
+
+def test_a_plan_is_printed_with_steps_and_nothing_is_started(config, tmp_path):
+    result = plan(config, "--nproc", 2)
+    assert result.return_value == 0, result.exception
+    for words in (
+        "134,515,008",
+        "ddp2",
+        "16 samples per step = 2 ranks x 8 samples",
+        "optimizer steps",
+        "fits in 4 GiB",
+    ):
+        assert words in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["sft.yaml"]
+
+
+def test_json_is_one_object_and_follows_overrides(config):
+    result = plan(config, "train.micro_batch=2", "lora.rank=4", "--json")
+    answer = json.loads(result.output)
+    assert answer["layout"]["micro"] == "2 samples" and answer["layout"]["name"] == "single"
+    assert answer["model"]["num_trainable"] == 2_442_240 // 2
+
+
+def test_what_does_not_fit_ends_with_exit_code_4(config, machine):
+    machine(GIB // 2)
+    result = plan(config)
+    assert result.return_value == 4
+    assert "does not fit in 512 MiB" in result.output
+    assert json.loads(plan(config, "--json").output)["verdict"] == "does not fit"
+
+
+def test_faults_of_config_model_and_machine_come_together_with_their_lines(config):
+    config.write_text(YAML.replace("rank: 8", "targets: [c_attn]") + "train: {precision: fp16}\n", encoding="utf-8")
+    error = plan(config).exception
+    assert isinstance(error, Faults)
+    assert {(fault.key, fault.line) for fault in error.faults} == {("lora.targets", 3), ("train.precision", 4)}
+
+
+def test_a_folder_with_only_a_config_json_is_enough(config, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    facts = {
+        "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    assert "(qwen2)" in plan(config, f"model={folder}").output
+    (folder / "config.json").unlink()
+    error = plan(config, f"model={folder}").exception
+    assert isinstance(error, Faults) and error.faults[0].key == "model.name"
+
+
+def test_data_that_is_not_here_leaves_only_the_steps_out(config):
+    result = plan(config, "data.train=[far_away]")
+    assert result.return_value == 0 and "optimizer steps" not in result.output
+
+
+def test_a_hub_id_without_a_network_is_refused_at_once(config, monkeypatch, tmp_path):
+    def no_name(*args, **kwargs):
+        raise socket.gaierror("no name service")
+
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(socket, "getaddrinfo", no_name)
+    error = plan(config, "model=somebody/a-model-that-is-not-cached").exception
+    assert isinstance(error, ConfigError) and "no network" in str(error)
+
+
+def test_the_command_runs_without_torch(config):
+    code = f"""
+import sys
+for name in ("torch", "transformers", "peft"):
+    sys.modules[name] = None
+from duoka.cli.plan import command
+print("code", command.main([{str(config)!r}], standalone_mode=False))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "code 0" in done.stdout, done.stdout + done.stderr
