@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,34 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def command(
     target: str, names: tuple[str, ...], nproc: int | None, base: bool, checkpoint: int | None, as_json: bool
-) -> None:
+) -> int:
     """Measure a run on the data that it kept aside, or on any data.
 
     The loss is the mean over all target tokens, each sample counted once, whatever the number of processes.
     """
     from duoka.cli.chat import say
     from duoka.parallel.environ import read_rank_environment
+    from duoka.parallel.lifeline import parent_pid
     from duoka.serve.trained import find_trained
 
     place = read_rank_environment()
-    quiet = place is not None and place.rank > 0
-    # Not only in the first process: whoever is started by hand under torchrun has no parent that did it.
-    trained = find_trained(target, step=checkpoint, say=_silence if quiet else say)
+    # Notes are said once: by whoever the user started, or by rank 0 under somebody else's launcher.
+    quiet = place is not None and (place.rank > 0 or parent_pid() is not None)
+    speak = _silence if quiet else say
+    trained = find_trained(target, step=checkpoint, say=speak)
     if place is None:
         num_processes = _count_processes(nproc)
         if num_processes > 1:
-            _read_data(trained, names, say)
+            _read_data(trained, names, speak)  # once, before there are ranks that would wait for it
             options = [*(f"--data={name}" for name in names), *(["--base"] if base else [])]
             options += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
-            _run_world([target, *options, *(["--json"] if as_json else [])], num_processes)
-            return
+            return _run_world([target, *options, *(["--json"] if as_json else [])], num_processes)
     from duoka.serve.evaluate import evaluate
 
-    found = evaluate(trained, _read_data(trained, names, _silence if quiet or place else say), base_only=base)
+    found = evaluate(trained, _read_data(trained, names, speak), base_only=base)
     if found is not None:
         click.echo(json.dumps(found.to_json(), ensure_ascii=False) if as_json else "\n".join(found.lines()))
+    return 0
 
 
 def _read_data(trained: Any, names: tuple[str, ...], say: Any) -> Any:
@@ -66,8 +67,9 @@ def _count_processes(asked: int | None) -> int:
     return count_processes(asked, len(read_machine().gpus))
 
 
-def _run_world(arguments: list[str], num_processes: int) -> None:
+def _run_world(arguments: list[str], num_processes: int) -> int:
     """The same command on every rank. Logs go to a temporary folder, which stays only when they explain a failure."""
+    from duoka.cli.train import print_verdict
     from duoka.cluster.launch import WorldSpec, python_module
     from duoka.cluster.supervise import run_world
     from duoka.runs.folder import RunFolder
@@ -79,7 +81,5 @@ def _run_world(arguments: list[str], num_processes: int) -> None:
     verdict = run_world(spec)
     if verdict.exit_code == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        return
-    for line in (*verdict.lines, *verdict.details):
-        click.echo(line, err=True)
-    sys.exit(verdict.exit_code)
+    print_verdict(verdict)
+    return verdict.exit_code

@@ -111,10 +111,6 @@ def _show_answer(chat: Chat, text: str, write: Write) -> None:
 
 
 def write_stdout(text: str) -> None:
-    """At once, and without a crash where the terminal cannot show a character."""
-    try:
-        sys.stdout.write(text)
-    except UnicodeEncodeError:
-        coding = sys.stdout.encoding or "ascii"
-        sys.stdout.write(text.encode(coding, "replace").decode(coding))
+    """At once: a stream that waits for a full buffer is none."""
+    sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,0 +1,127 @@
+"""eval, chat and export as a user types them, on a run folder as training leaves it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import write_conversations, write_tiny_model
+
+from duoka.cli import run as duoka
+from duoka.config.load import load_config, resolved_yaml
+from duoka.model.build import load_model
+from duoka.model.result import write_result
+from duoka.runs.folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A finished LoRA run whose adapter changes the answers."""
+    folder = tmp_path_factory.mktemp("work")
+    # Untied: a random model with a tied head says nothing but its last token.
+    base = write_tiny_model(folder / "base", tied=False)
+    data = write_conversations(folder / "talks.jsonl", 20)
+    (folder / "mine.yaml").write_text(
+        f"model: {base}\ndata: {{train: [{data}], eval: 0.25}}\nlora: {{rank: 2}}\noutput: {folder}/runs/mine\n"
+    )
+    loaded = load_config(folder / "mine.yaml")
+    run = RunFolder(Path(loaded.config.output))
+    run.make()
+    run.config.write_text(resolved_yaml(loaded), encoding="utf-8")
+    lm = load_model(base, dtype=torch.float32, lora=loaded.config.lora)
+    for name, parameter in lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(1))
+    write_result(lm, base, run.final)
+    return run
+
+
+def numbers(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_eval_measures_what_the_run_kept_aside(finished: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert duoka(["eval", str(finished.path), "--json"]) == 0
+    after = numbers(capsys)
+    assert duoka(["eval", str(finished.path), "--json", "--base"]) == 0
+    before = numbers(capsys)
+    assert after["num_samples"] == before["num_samples"] == 5
+    assert after["num_targets"] == before["num_targets"] > 0
+    assert after["loss"] != before["loss"]
+    assert set(after) >= {"model", "data", "loss", "perplexity", "accuracy", "precision", "world_size"}
+
+
+def test_eval_of_a_model_on_a_named_file(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_conversations(tmp_path / "talks.jsonl", 9)
+    assert duoka(["eval", str(tiny_model), "--data", str(data)]) == 0
+    shown = capsys.readouterr().out
+    assert "9 samples" in shown and "perplexity" in shown and "1 process" in shown
+
+
+def test_a_run_is_found_by_its_name(
+    finished: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(finished.path.parent.parent)
+    assert duoka(["chat", "mine", "--prompt", "Hi", "--max-new-tokens", "4", "--json"]) == 0
+    assert numbers(capsys)["prompt"] == "Hi"
+
+
+def test_chat_asks_base_adapter_and_merged(
+    finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(target: str, *options: str) -> str:
+        assert duoka(["chat", target, "--prompt", "Who?", "--max-new-tokens", "8", "--json", *options]) == 0
+        return numbers(capsys)["answer"]
+
+    assert duoka(["export", str(finished.path), "-o", str(tmp_path / "merged"), "--json"]) == 0
+    exported = numbers(capsys)
+    assert exported["dtype"] == "float32" and exported["max_difference"] < 1e-4
+    assert duoka(["export", str(finished.path), "-o", str(tmp_path / "adapter"), "--adapter"]) == 0
+    capsys.readouterr()
+    tuned = ask(str(finished.path))
+    assert tuned == ask(str(tmp_path / "merged")) == ask(str(tmp_path / "adapter"))
+    assert tuned and tuned != ask(str(finished.path), "--base")
+
+
+def test_a_pipe_is_answered_line_by_line(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n你好\n"))
+    assert duoka(["chat", str(tiny_model), "--max-new-tokens", "3", "--json"]) == 0
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["Hi", "你好"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["chat", "./nowhere", "--prompt", "Hi"], "neither a run nor a model"),
+        (["eval", "./nowhere"], "neither a run nor a model"),
+        (["export", "./nowhere", "-o", "out"], "neither a run nor a model"),
+        (["export", "RUN", "-o", "."], "not empty"),
+        (["export", "RUN", "-o", "new", "--checkpoint", "7"], "no checkpoint of step 7"),
+        (["export", "RUN", "-o", "new", "--adapter", "--dtype", "bf16"], "an adapter keeps its own type"),
+        (["export", "MODEL", "-o", "new", "--adapter"], "has no adapter"),
+        (["export", "MODEL", "-o", "new", "--checkpoint", "7"], "is no run"),
+        (["eval", "MODEL"], "what shall it be measured on"),
+        (["eval", "MODEL", "--data", "idenity"], "identity"),
+    ],
+)
+def test_a_wrong_command_is_refused_in_words(
+    arguments: list[str],
+    said: str,
+    finished: RunFolder,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keep.txt").write_text("mine")
+    names = {"RUN": str(finished.path), "MODEL": str(tiny_model)}
+    assert duoka([names.get(word, word) for word in arguments]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and "Traceback" not in shown.err and not shown.out
+    assert [path.name for path in tmp_path.iterdir()] == ["keep.txt"]
