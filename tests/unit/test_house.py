@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,15 +26,19 @@ def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path))
+
+
 def nodes_of(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(text_of(path)))
+    return ast.walk(tree_of(path))
 
 
 def test_a_file_ends_by_400_lines_and_the_loop_by_120() -> None:
     assert len(SOURCES) > 20, "this test no longer finds the sources"
-    limits = {path: 120 if name_of(path) == LOOP else 400 for path in OURS}
-    long = {name_of(path): len(text_of(path).splitlines()) for path in OURS}
-    long = {name_of(path): long[name_of(path)] for path in OURS if long[name_of(path)] > limits[path]}
+    num_lines = {path: len(text_of(path).splitlines()) for path in OURS}
+    long = {name_of(p): n for p, n in num_lines.items() if n > (120 if name_of(p) == LOOP else 400)}
     assert not long, f"files that are too long: {long}"
     assert (ROOT / LOOP).is_file(), "the loop has moved: measure it where it is now"
 
@@ -50,12 +55,8 @@ def test_a_function_ends_by_60_lines() -> None:
 
 
 def test_a_module_says_what_it_is_for() -> None:
-    silent = [name_of(path) for path in SOURCES if text_of(path).strip() and not _docstring(path)]
+    silent = [name_of(path) for path in SOURCES if text_of(path).strip() and not ast.get_docstring(tree_of(path))]
     assert not silent, f"modules without a docstring: {silent}"
-
-
-def _docstring(path: Path) -> str | None:
-    return ast.get_docstring(ast.parse(text_of(path)))
 
 
 def test_no_error_is_swallowed() -> None:
@@ -70,9 +71,7 @@ def test_no_error_is_swallowed() -> None:
 
 
 def _catches_all(handler: ast.ExceptHandler) -> bool:
-    names = (
-        {leaf.id for leaf in ast.walk(handler.type) if isinstance(leaf, ast.Name)} if handler.type else set()
-    )
+    names = {leaf.id for leaf in ast.walk(handler.type) if isinstance(leaf, ast.Name)} if handler.type else set()
     return handler.type is None or bool(names & {"Exception", "BaseException"})
 
 
