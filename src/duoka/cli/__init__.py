@@ -1,0 +1,185 @@
+"""The command line's frame: a lazy group, errors as messages, exit codes. One file beside this one per command.
+
+`main` is what `duoka` and `python -m duoka` call. Nothing heavy is imported here, so that help costs little; a
+command's own imports happen inside its function. A command returns its exit code, or None for 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from duoka import __version__
+from duoka.errors import DuokaError, StorageError
+from duoka.registry import nearest
+
+# Name -> what it does. The commands' own modules are imported only when they are called, or asked for their help.
+COMMANDS = {
+    "init": "Write a first config, commented.",
+    "train": "Train as a YAML says; the same command goes on after an end.",
+    "eval": "Measure loss, perplexity and accuracy of a run or model.",
+    "chat": "Talk to what a run has learned so far.",
+    "export": "Merge adapters and write a standard model folder.",
+    "plan": "Say before a run whether it fits, and how it is laid out.",
+    "doctor": "Check whether this machine is fit for training.",
+    "runs": "List runs with state, step, loss and age, or stop one.",
+    "config": "Show a config with the origin of every value, or the schema.",
+    "data": "Look at data sets as training sees them.",
+    "launch": "Run your own script on N processes.",
+    "completion": "Print the shell's completion script.",
+}
+COMPLETE_VAR = "_DUOKA_COMPLETE"
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name and help; imports `duoka.cli.NAME` for the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        import importlib
+
+        found = importlib.import_module(f"duoka.cli.{name}").command
+        return found if isinstance(found, click.Command) else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        found = self.get_command(ctx, name)
+        if found is None:
+            if name.startswith("-"):
+                raise click.NoSuchOption(name, ctx=ctx)
+            guess = nearest(name, COMMANDS)
+            hint = f"did you mean:   duoka {' '.join([guess, *args[1:]])}" if guess else ""
+            raise click.UsageError(f"there is no command {name!r}\n{hint}".rstrip(), ctx=ctx)
+        return name, found, args[1:]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[click.shell_completion.CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        names = [name for name in COMMANDS if name.startswith(incomplete)]
+        return [CompletionItem(name, help=COMMANDS[name]) for name in names] or super().shell_complete(ctx, incomplete)
+
+
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    help="duoka trains language models on one CPU, one GPU, or many, from one YAML.\n\n"
+    "Start with:   duoka init   and then   duoka train sft.yaml",
+    epilog="Exit codes: 0 done, 1 a bug, 2 config or data refused, 3 unfit machine, 4 does not fit, 5 a worker died, "
+    "6 storage, 75 stopped early (the same command goes on), 130 interrupted.",
+)
+@click.version_option(__version__, prog_name="duoka", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    if os.environ.get("NO_COLOR"):
+        ctx.color = False
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """As `main`, for callers that go on: the exit code of one command line."""
+    _print_what_can_be_printed()
+    try:
+        code = cli.main(
+            args=None if arguments is None else list(arguments),
+            prog_name="duoka",
+            complete_var=COMPLETE_VAR,
+            standalone_mode=False,
+        )
+        sys.stdout.flush()
+        return int(code or 0)
+    except click.ClickException as error:
+        print_error(usage_lines(error))
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        print_error(["interrupted"])
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left. Without this, Python complains once more when it closes stdout.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:  # noqa: BLE001  (the outermost frame: everything ends here)
+        known = find_known_fault(error)
+        if known is None:
+            traceback.print_exc()
+            print_error(BUG_LINES)
+            return 1
+        print_error(known.lines())
+        return known.exit_code
+
+
+BUG_LINES = (
+    "this is a bug in duoka. Please report it with the lines above,",
+    "the command that you typed, and what `duoka doctor --json` prints.",
+)
+_STORAGE = {
+    errno.ENOSPC: "there is no space left on the device",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EIO: "the device does not read or write (input/output error)",
+}
+
+
+def find_known_fault(error: BaseException) -> DuokaError | None:
+    """The fault that a user can act on, or None for a bug."""
+    if isinstance(error, DuokaError):
+        return error
+    if isinstance(error, OSError) and error.errno in _STORAGE:
+        where = f"at {error.filename}" if error.filename else None
+        return StorageError(_STORAGE[error.errno], where=where, fix="free some space, or write elsewhere")
+    return None
+
+
+def usage_lines(error: click.ClickException) -> list[str]:
+    """Click's complaint in our form: what, what was meant, where help is."""
+    message = error.format_message().strip()
+    lines = message.splitlines() or ["the command line is wrong"]
+    if isinstance(error, click.NoSuchOption):
+        guesses = error.possibilities or []
+        lines = [f"there is no option {error.option_name}"]
+        lines += [f"did you mean {guesses[0]}?"] if guesses else []
+    out = [f"usage error: {lines[0][:1].lower()}{lines[0][1:]}", *(f"  {line}" for line in lines[1:])]
+    ctx = getattr(error, "ctx", None)
+    out.append(f"  see:   {ctx.command_path if ctx else 'duoka'} --help")
+    return out
+
+
+def print_error(lines: Sequence[str]) -> None:
+    """To stderr, the first line in red on a terminal."""
+    shown = [click.style(lines[0], fg="red", bold=True), *lines[1:]] if lines else []
+    for line in shown:
+        with contextlib.suppress(BrokenPipeError):
+            click.echo(line, err=True, color=False if os.environ.get("NO_COLOR") else None)
+
+
+def _print_what_can_be_printed() -> None:
+    """Chinese on a terminal that knows only ASCII shows as \\u8baf, and is no crash."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            with contextlib.suppress(OSError, ValueError):
+                reconfigure(errors="backslashreplace")

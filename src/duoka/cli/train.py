@@ -1,0 +1,268 @@
+"""`duoka train`: from a YAML to a finished run. The parent checks, prepares and supervises; ranks train.
+
+The same command has three parts to play: the one a user types (starts a world), a rank that duoka started (works),
+and a rank that torchrun or Slurm started (rank 0 prepares, the others wait, then all work).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from duoka.cluster.blame import Verdict
+    from duoka.config.load import Loaded
+    from duoka.parallel.environ import RankEnvironment
+    from duoka.plan.hardware import Machine
+    from duoka.plan.report import Plan
+    from duoka.runs.folder import RunFolder
+
+
+@click.command("train")
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--nproc", type=int, help="Processes; default: one per GPU, on a CPU one.")
+@click.option("--port", type=int, help="Port of the rendezvous; default: a free one.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
+def command(config: str, overrides: tuple[str, ...], nproc: int | None, port: int | None, dry_run: bool) -> int:
+    """Train as CONFIG says, with values of it replaced: optim.lr=1e-4 data.max_length=1024.
+
+    The output folder of a run that was stopped, or that crashed, is gone on with by the same command.
+    """
+    from duoka.errors import ConfigError
+    from duoka.parallel.environ import read_rank_environment
+
+    place = read_rank_environment()
+    if place is None:
+        return start_here(config, overrides, nproc, port, dry_run=dry_run)
+    if nproc is not None or port is not None or dry_run:
+        raise ConfigError(
+            "--nproc, --port and --dry-run are for starting a world, and this process is part of one already",
+            where="RANK and WORLD_SIZE are set in the environment",
+            fix="leave the flags to the launcher, or unset these variables",
+        )
+    if _is_supervised():
+        return work_for_supervisor(config, place.rank)
+    return join_world(config, overrides, place)
+
+
+# --- the process that a user starts ---
+
+
+def start_here(config: str, overrides: tuple[str, ...], nproc: int | None, port: int | None, *, dry_run: bool) -> int:
+    from duoka.cluster.claim import check_claim, find_run_folder, hold_run
+    from duoka.cluster.launch import check_port, count_processes
+    from duoka.plan.hardware import read_machine
+
+    machine = read_machine()
+    num_processes = count_processes(nproc, len(machine.gpus))
+    loaded = load_checked(config, overrides, machine, num_processes, local_size=num_processes)
+    if port is not None:
+        check_port(port)
+    run = find_run_folder(loaded)
+    kind = check_claim(loaded, run)
+    if dry_run:
+        return _print_dry_run(loaded, run, kind, machine, num_processes)
+    if kind == "finished":
+        click.echo(f"{run.path} is finished; its result is in {run.final}")
+        return finish(run)
+    with hold_run(run):
+        kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
+        prepare_run(loaded, run, machine, num_processes)
+        return _supervise(run, num_processes, port or 0)
+
+
+def load_checked(
+    config: str, overrides: tuple[str, ...], machine: Machine, world_size: int, *, local_size: int
+) -> Loaded:
+    """The config with every check that needs no start; notes go to stderr."""
+    from duoka.config.load import load_config
+    from duoka.data.registry import check_data
+    from duoka.model.source import check_model
+    from duoka.plan.choose import check_machine
+
+    def check_here(config: object, base: Path) -> list[object]:
+        return check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type,return-value]
+
+    loaded = load_config(config, overrides, checks=(check_model, check_data, check_here))  # type: ignore[arg-type]
+    for note in loaded.notes:
+        click.echo(f"note: {note}", err=True)
+    return loaded
+
+
+@dataclass(frozen=True)
+class _Say:
+    """What preparing says goes to stderr, as long as it prepares."""
+
+    def __call__(self, text: str) -> None:
+        click.echo(text, err=True)
+
+
+def prepare_run(
+    loaded: Loaded, run: RunFolder, machine: Machine, world_size: int, local_size: int | None = None
+) -> None:
+    """Everything that is done once before ranks start: the model's folder, tokens, plan, and the run's own files."""
+    from duoka.cluster.probe import read_environment_facts
+    from duoka.config.load import resolved_yaml
+    from duoka.data.prepare import prepare_data
+    from duoka.model.source import model_folder
+    from duoka.plan.report import make_plan
+    from duoka.plan.shape import read_shape
+    from duoka.runs.folder import write_json_atomic, write_text_atomic
+
+    say: Callable[[str], None] = _Say()
+    folder = model_folder(loaded.config.model, loaded.base, say)
+    prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
+    store = prepared.train
+    plan = make_plan(
+        loaded.config, read_shape(folder), machine, world_size, num_samples=len(store),
+        mean_length=float(store.lengths.mean()), local_size=local_size or world_size,
+    )  # fmt: skip
+    _refuse_what_does_not_fit(plan)
+    if loaded.path.resolve() != run.config.resolve():
+        write_text_atomic(run.config, resolved_yaml(loaded))
+    write_json_atomic(run.plan, plan.to_json())
+    write_json_atomic(run.env, read_environment_facts(Path.cwd(), sys.argv))
+
+
+def _refuse_what_does_not_fit(plan: Plan) -> None:
+    refusal = plan.refusal()
+    if refusal is not None:
+        raise refusal
+
+
+def _supervise(run: RunFolder, num_processes: int, port: int) -> int:
+    from duoka.cluster.launch import WorldSpec, python_module
+    from duoka.cluster.supervise import run_world
+
+    command = python_module("duoka", "train", str(run.config.resolve()))
+    verdict = run_world(WorldSpec(command, num_processes, run, port=port))
+    print_verdict(verdict)
+    return finish(run) if verdict.exit_code == 0 else verdict.exit_code
+
+
+def print_verdict(verdict: Verdict) -> None:
+    """One message on top, then its traceback once and where the logs are."""
+    from duoka.cli import print_error
+
+    if verdict.lines and verdict.stopped:
+        click.echo("\n".join((*verdict.lines, *verdict.details)), err=True)
+    elif verdict.lines:
+        print_error((*verdict.lines, *verdict.details))
+
+
+def finish(run: RunFolder) -> int:
+    """The closing report: on screen, and as a page in the run folder."""
+    from duoka.watch.report import end_lines, write_report
+
+    write_report(run)
+    click.echo("\n".join(end_lines(run)))
+    return 0
+
+
+def _print_dry_run(loaded: Loaded, run: RunFolder, kind: str, machine: Machine, num_processes: int) -> int:
+    from duoka.model.source import find_model
+    from duoka.plan.report import make_plan
+    from duoka.plan.shape import demo_shape, read_shape
+
+    source = find_model(loaded.config.model, loaded.base)
+    words = {"new": "a new run", "resumed": "goes on with the run there", "finished": "the run there is finished"}
+    click.echo(f"{loaded.path}: no fault. {run.path}: {words[kind]}")
+    if source.folder is None and not source.is_demo:
+        click.echo(f"plan: {source.hub_id} is not on this machine yet; its size is known once it is fetched")
+        return 0
+    shape = read_shape(source.folder) if source.folder is not None else demo_shape()
+    plan = make_plan(loaded.config, shape, machine, num_processes)
+    click.echo("\n".join(plan.lines()))
+    _refuse_what_does_not_fit(plan)
+    return 0
+
+
+# --- the processes that train ---
+
+
+def _is_supervised() -> bool:
+    """True for a rank whose parent is duoka's supervisor or agent, not for what such a rank starts."""
+    import os
+
+    from duoka.parallel.lifeline import parent_pid
+
+    return parent_pid() == os.getppid()
+
+
+def work_for_supervisor(config: str, rank: int) -> int:
+    """A rank of a world that duoka started: the config is resolved, the folder is ready, errors go to the parent."""
+    from duoka.config.load import load_config
+    from duoka.runs.folder import RunFolder
+
+    run = RunFolder(Path(config).parent)
+    return work(lambda: load_config(config), run, rank, supervised=True)
+
+
+def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) -> int:
+    """A rank of a world that somebody else started."""
+    from duoka.cluster.claim import check_claim, find_run_folder, hold_run
+    from duoka.cluster.join import follow, lead
+    from duoka.plan.hardware import read_machine
+    from duoka.runs.failure import clear_failures
+
+    machine = read_machine()
+    loaded = load_checked(config, overrides, machine, place.size, local_size=place.local_size)
+    run = find_run_folder(loaded)
+    if place.rank != 0:
+        follow(run, place.rank)
+        return work(lambda: loaded, run, place.rank, supervised=False)
+    with lead(run):
+        kind = check_claim(loaded, run)
+        run.make()
+        clear_failures(run)
+        if kind == "finished":
+            click.echo(f"{run.path} is finished; its result is in {run.final}")
+        else:
+            prepare_run(loaded, run, machine, place.size, place.local_size)
+    with hold_run(run):
+        code = work(lambda: loaded, run, 0, supervised=False)
+        return finish(run) if code == 0 else code
+
+
+def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: bool) -> int:
+    """Train as one rank. A failure is written down for whoever supervises, and ends this process at once."""
+    from duoka.cluster.blame import last_step
+    from duoka.parallel.lifeline import die_with_parent, parent_pid
+    from duoka.runs.failure import write_failure
+
+    started, parent = time.time(), parent_pid()
+    if supervised and parent is not None and sys.platform != "linux":
+        die_with_parent(parent)  # on Linux this came with the process
+    try:
+        from duoka.train.main import run_worker
+
+        return run_worker(load(), run)
+    except Exception as error:
+        from duoka.cli import find_known_fault
+
+        known = find_known_fault(error)
+        failure = write_failure(run, rank, known or error, last_step(run, started))
+        if not supervised or rank > 0:  # rank 0's screen is the supervisor's, which says it once
+            if known is None:
+                traceback.print_exc()
+            else:
+                click.echo("\n".join((*known.lines(), f"  (seen by rank {rank})")), err=True)
+        _leave(failure.exit_code)
+        raise
+
+
+def _leave(code: int) -> None:
+    """End without waiting for threads: a process group that lost a peer may never let its own ones go."""
+    import os
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

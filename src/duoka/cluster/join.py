@@ -1,0 +1,125 @@
+"""Ranks that somebody else started (torchrun, Slurm, by hand) wait here until rank 0 has prepared the run folder.
+
+There is no process group yet, so they meet through small files in RUN/.join: a waiting rank leaves a word of its
+own, and rank 0's answer repeats it, so that nothing left over from an earlier start can be mistaken for an answer.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from duoka.cluster.claim import JOIN_FOLDER
+from duoka.errors import DuokaError, StorageError, WorkerFailed
+from duoka.runs.folder import RunFolder, read_json, write_json_atomic
+
+_BEAT_S = 0.25
+_REFUSED_S = 3.0  # how long a refusal stays readable
+SILENCE_S = 120.0  # rank 0 beats while it works; after this long without a beat it is gone
+
+
+class RefusedElsewhere(DuokaError):
+    """Rank 0 refused the run and has said why; this rank only leaves with the same code."""
+
+    def __init__(self, exit_code: int, what: str) -> None:
+        super().__init__(what)
+        self.exit_code = exit_code
+
+
+@contextmanager
+def lead(run: RunFolder) -> Iterator[None]:
+    """Rank 0's side: the body prepares the folder, while waiting ranks see that somebody is at work."""
+    folder = _make_folder(run)
+    (folder / "answer.json").unlink(missing_ok=True)
+    leader = _Leader(folder)
+    leader.start()
+    try:
+        yield
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, DuokaError) else 1
+        leader.say({"state": "refused", "exit_code": code, "what": str(error).split("\n")[0]})
+        time.sleep(_REFUSED_S)
+        leader.end()
+        with suppress(OSError):
+            run.path.rmdir()  # only when nothing but our meeting place was in it
+        raise
+    # Late ranks still need an answer: the thread goes on until the process ends.
+    leader.say({"state": "ready"})
+
+
+class _Leader(threading.Thread):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(name="duoka-join", daemon=True)
+        self.folder = folder
+        self._news: dict[str, Any] = {"state": "working"}
+        self._ended = threading.Event()
+
+    def say(self, news: dict[str, Any]) -> None:
+        self._news = news
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self) -> None:
+        beat, answered = 0, ""
+        while not self._ended.wait(_BEAT_S):
+            words = {}
+            for path in self.folder.glob("rank*.json"):
+                asked = read_json(path)
+                if asked:
+                    words[str(asked.get("rank"))] = asked.get("word")
+            if self._news["state"] == "ready" and answered == repr(words):
+                continue  # nobody new: no need to touch the disk
+            beat += 1
+            with suppress(OSError):
+                write_json_atomic(self.folder / "answer.json", {**self._news, "beat": beat, "words": words})
+                answered = repr(words) if self._news["state"] == "ready" else ""
+
+
+def follow(run: RunFolder, rank: int, *, silence_s: float = SILENCE_S) -> None:
+    """Every other rank's side: return when the folder is ready; raise when rank 0 refused or is gone."""
+    folder = _make_folder(run)
+    word = f"{socket.gethostname()}-{uuid.uuid4().hex}"
+    path = folder / f"rank{rank:05d}.json"
+    last_beat, heard_at = -1, time.monotonic()
+    write_json_atomic(path, {"rank": rank, "word": word})
+    try:
+        while True:
+            answer = read_json(folder / "answer.json") or {}
+            if answer.get("words", {}).get(str(rank)) == word:
+                if answer["state"] == "ready":
+                    return
+                if answer["state"] == "refused":
+                    raise RefusedElsewhere(int(answer["exit_code"]), f"rank 0 refused: {answer['what']}")
+                if answer["beat"] != last_beat:
+                    last_beat, heard_at = answer["beat"], time.monotonic()
+            if time.monotonic() - heard_at > silence_s:
+                raise WorkerFailed(
+                    f"rank {rank} has not heard from rank 0 for {silence_s:g} s",
+                    where=f"they meet in {folder}",
+                    fix="the run folder must be the same for all machines (a shared file system), and rank 0 started",
+                )
+            time.sleep(_BEAT_S)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _make_folder(run: RunFolder) -> Path:
+    folder = run.path / JOIN_FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make the run folder {run.path}: {error.strerror or error}",
+            fix="set output: to a folder that you may write to",
+        ) from None
+    return folder

@@ -1,0 +1,154 @@
+"""What a world of processes on this machine is started with: how many, which port, which environment, which command.
+
+Called by `duoka train` and `duoka launch`; supervise.py starts what this file describes. Starts nothing itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from duoka.errors import ConfigError
+from duoka.parallel.agent import AgentSpec
+from duoka.parallel.lifeline import PARENT_PID
+from duoka.parallel.rank import LOGS_FOLDER
+from duoka.runs.folder import RunFolder, write_json_atomic
+
+LOOPBACK = "127.0.0.1"
+TOKEN = "DUOKA_WORLD"  # the same in every process of one world, so that only these are ever ended
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """One world on this machine: `num_processes` times `command`, working in `run`."""
+
+    command: tuple[str, ...]
+    num_processes: int
+    run: RunFolder
+    port: int = 0  # 0: a free one
+    stop_grace_s: float = 60.0  # from a request to stop until what is left is killed
+    resumes: bool = True  # the same command goes on where this one was stopped
+    started: float = field(default_factory=time.time)
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+def count_processes(asked: int | None, num_gpus: int) -> int:
+    """One process per GPU; on a CPU one, unless asked for more."""
+    if asked is None:
+        return max(1, num_gpus)
+    if asked < 1:
+        raise ConfigError(f"--nproc is {asked}; at least 1 process is needed", fix="write for example: --nproc 2")
+    if num_gpus and asked > num_gpus:
+        raise ConfigError(
+            f"--nproc is {asked}, and this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''} to use",
+            fix=f"write --nproc {num_gpus}, or CUDA_VISIBLE_DEVICES= in front to use the CPU",
+        )
+    return asked
+
+
+def threads_per_process(num_cores: int, num_processes: int) -> int:
+    """Processes that each take all cores slow each other down several times."""
+    return max(1, num_cores // max(1, num_processes))
+
+
+def find_free_port() -> int:
+    """A port that nobody listens on now. Somebody may take it before we do; whoever can bind port 0 should."""
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return int(listener.getsockname()[1])
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that is taken, with the process that has it."""
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"--port is {port}; ports are 1 to 65535", fix="leave --port out: a free one is taken")
+    with socket.socket() as listener:
+        # A port whose last connections are still closing down can be listened on: that is not "taken".
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+            listener.listen(1)
+        except PermissionError:
+            raise ConfigError(f"port {port} may only be used by root", fix="use a port above 1023") from None
+        except OSError as error:
+            owner = find_port_owner(port)
+            raise ConfigError(
+                f"port {port} is taken" if owner else f"port {port} cannot be used: {error.strerror}",
+                where=f"by {owner}" if owner else None,
+                fix="leave --port out: a free one is taken",
+            ) from None
+
+
+def find_port_owner(port: int) -> str:
+    """`pid 4711: python -m http.server 29500`, as far as this user may know."""
+    import psutil
+
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:
+        return "a process that only an administrator can see"
+    for connection in connections:
+        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+            if connection.pid is None:
+                return "a process of another user"
+            return f"pid {connection.pid}: {_command_of(connection.pid)}"
+    return ""
+
+
+def _command_of(pid: int) -> str:
+    import psutil
+
+    try:
+        words = psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return "?"
+    text = " ".join(words)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def python_module(name: str, *arguments: str) -> tuple[str, ...]:
+    """`python -m name`, without the current folder in front of the import path: a random.py there must not win."""
+    safe = ("-P",) if sys.version_info >= (3, 11) else ()
+    return (sys.executable, *safe, "-m", name, *arguments)
+
+
+def build_environment(spec: WorldSpec, num_cores: int, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of every process of the world; what the user set stays."""
+    out = dict(env)
+    out.setdefault("OMP_NUM_THREADS", str(threads_per_process(num_cores, spec.num_processes)))
+    # Last words of a killed rank must not be lost in a buffer.
+    out.setdefault("PYTHONUNBUFFERED", "1")
+    out.setdefault("TOKENIZERS_PARALLELISM", "false")
+    out[PARENT_PID] = str(os.getpid())
+    out[LOGS_FOLDER] = str(spec.run.logs.resolve())
+    out[TOKEN] = spec.token
+    if spec.num_processes == 1:
+        out |= {
+            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
+            "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(spec.port or find_free_port()),
+        }  # fmt: skip
+    return out
+
+
+def build_child_command(spec: WorldSpec) -> tuple[str, ...]:
+    """What the supervisor starts: the rank itself, or torch's agent for several. Writes the agent's orders."""
+    rank = (*python_module("duoka.parallel.rank"), *spec.command)
+    if spec.num_processes == 1:
+        return rank
+    logs = spec.run.logs.resolve()
+    (logs / "world.json").unlink(missing_ok=True)
+    orders = AgentSpec(
+        command=list(rank),
+        num_processes=spec.num_processes,
+        port=spec.port,
+        report=str(logs / "world.json"),
+        log=str(logs / "agent.log"),
+        parent_pid=os.getpid(),
+    )
+    write_json_atomic(logs / "agent.json", asdict(orders))
+    return python_module("duoka.parallel.agent", str(logs / "agent.json"))

@@ -1,0 +1,143 @@
+"""Which runs are here, how they stand, and how to stop one of them. For `duoka runs`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from duoka.errors import ConfigError, WorkerFailed
+from duoka.registry import nearest
+from duoka.runs.folder import RunFolder
+from duoka.runs.status import Status, is_alive, read_status, update_status
+
+if TYPE_CHECKING:
+    import psutil
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run in the list. `state` is status.json's, or "dead" when its process is gone without a word."""
+
+    name: str
+    path: str
+    state: str
+    is_alive: bool
+    step: int
+    total_steps: int
+    loss: float | None
+    tokens_per_s: float | None
+    world_size: int
+    pid: int
+    host: str
+    age_s: float  # since the last sign of life
+    exit_code: int | None
+    cause: str
+
+
+def list_runs(folder: Path) -> list[RunRow]:
+    """The run that `folder` is, or the runs in it; the freshest first."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", fix="runs are written where a config's output: says")
+    folders = [folder] if _is_run(folder) else [sub for sub in folder.iterdir() if sub.is_dir() and _is_run(sub)]
+    rows = [_read_row(RunFolder(sub)) for sub in folders]
+    return sorted(rows, key=lambda row: (row.age_s, row.name))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "status.json").is_file() or (folder / "events").is_dir()
+
+
+def _read_row(run: RunFolder) -> RunRow:
+    status = read_status(run) or Status(state="starting")
+    alive = is_alive(status)
+    state: str = status.state
+    if status.state in ("starting", "running") and not alive:
+        elsewhere = status.host and status.host != socket.gethostname()
+        state = f"{status.state} on {status.host}?" if elsewhere else "dead" if status.pid else "not started"
+    updated = status.updated or run.path.stat().st_mtime
+    return RunRow(
+        name=run.name or run.path.resolve().name,
+        path=str(run.path),
+        state=state,
+        is_alive=alive and status.state in ("starting", "running"),
+        step=status.step,
+        total_steps=status.total_steps,
+        loss=status.loss,
+        tokens_per_s=status.tokens_per_s,
+        world_size=status.world_size,
+        pid=status.pid,
+        host=status.host,
+        age_s=round(max(0.0, time.time() - updated), 1),
+        exit_code=status.exit_code,
+        cause=status.cause,
+    )
+
+
+def find_run(name: str, folder: Path) -> RunFolder:
+    """A run by its folder, or by its name in `folder`."""
+    for path in (Path(name).expanduser(), folder / name):
+        if path.is_dir() and _is_run(path):
+            return RunFolder(path)
+    names = [row.name for row in list_runs(folder)] if folder.is_dir() else []
+    guess = nearest(name, names)
+    hint = f"did you mean {guess}? " if guess else ""
+    raise ConfigError(f"there is no run {name}", fix=f"{hint}`duoka runs {folder}` lists them")
+
+
+def stop_run(run: RunFolder, *, grace_s: float, at_once: bool, say: Callable[[str], None]) -> None:
+    """End one run's processes and nobody else's: its leader by pid and start time, then what the leader started."""
+    import psutil
+
+    status = read_status(run)
+    if status is None or not is_alive(status) or status.state not in ("starting", "running"):
+        elsewhere = status is not None and status.host and status.host != socket.gethostname()
+        where = f"it was started on {status.host}" if status is not None and elsewhere else None
+        raise ConfigError(f"no process of {run.path} lives on this machine", where=where)
+    leader = psutil.Process(status.pid)
+    if not at_once:
+        say(f"asked pid {status.pid} to save and leave (at most {grace_s:g} s)")
+        os.kill(status.pid, signal.SIGTERM)
+        if _wait(status, grace_s):
+            return
+        say(f"pid {status.pid} did not leave within {grace_s:g} s; ending its processes")
+    try:
+        # psutil compares start times: a pid that became somebody else's is left alone.
+        family = [*leader.children(recursive=True), leader]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.kill()
+        except psutil.Error:
+            continue
+    deadline = time.monotonic() + 10
+    while left := [process.pid for process in family if _runs(process)]:
+        if time.monotonic() > deadline:
+            raise WorkerFailed(f"these processes could not be ended: {', '.join(map(str, left))}")
+        time.sleep(0.05)
+    update_status(run, state="stopped", cause="ended by duoka runs stop")
+
+
+def _runs(process: psutil.Process) -> bool:
+    """False also for a process that has ended and whose parent has not looked yet."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _wait(status: Status, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not is_alive(status):
+            return True
+        time.sleep(0.1)
+    return False

@@ -1,0 +1,113 @@
+"""Facts about this machine and this installation, read without judging: for env.json and for the doctor.
+
+Uses the standard library and psutil only, never torch: it must work where torch is missing or broken.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from duoka import __version__
+from duoka.plan.hardware import read_machine
+
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "safetensors", "peft", "accelerate", "numpy", "pyarrow", "pydantic",
+    "PyYAML", "rich", "click", "psutil", "tensorboard", "jinja2",
+)  # fmt: skip
+# Variables that change what a run does; others are the user's own business.
+_ENV_PREFIXES = (
+    "DUOKA_", "OMP_", "MKL_", "KMP_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "HF_", "TRANSFORMERS_",
+    "TOKENIZERS_", "SLURM_", "PYTHON", "RANK", "LOCAL_", "WORLD_", "MASTER_", "GROUP_", "XDG_CACHE", "LANG", "LC_",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "VIRTUAL_ENV", "CONDA_DEFAULT",
+)  # fmt: skip
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH", re.IGNORECASE)
+# Not secrets, for all their names.
+_HARMLESS = ("TOKENIZERS_PARALLELISM",)
+_MASK = "***"
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def read_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """Installed versions by package, None for what is missing. Imports none of them."""
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def count_usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: its affinity, and the container's share of time when that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read_cpu_quota(cgroup)
+    return max(1, min(cores, int(quota))) if quota else cores
+
+
+def _read_cpu_quota(cgroup: Path) -> float | None:
+    try:
+        limit, period = (cgroup / "cpu.max").read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        try:
+            limit = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text(encoding="utf-8")
+        except OSError:
+            return None
+    try:
+        return int(limit) / int(period) if int(limit) > 0 else None
+    except ValueError:  # "max"
+        return None
+
+
+def mask_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """Values that look secret by name, or hold a login in a URL, replaced; everything else as it is."""
+    out = {}
+    for name, value in sorted(env.items()):
+        is_secret = bool(_SECRET_NAME.search(name)) and name not in _HARMLESS
+        out[name] = _MASK if is_secret and value else _URL_LOGIN.sub(_MASK, value)
+    return out
+
+
+def read_git_commit(folder: Path) -> dict[str, Any] | None:
+    """The commit of the repository around `folder`, and whether files differ from it; None without one."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def read_environment_facts(
+    folder: Path, command: Sequence[str] = (), env: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """What env.json holds: enough to know later what this run ran on, and no secrets."""
+    chosen = {name: value for name, value in env.items() if name.startswith(_ENV_PREFIXES)}
+    return {
+        "duoka": __version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": list(command),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": read_versions(),
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "machine": {**read_machine(env).to_json(), "num_usable_cores": count_usable_cores()},
+        "git": read_git_commit(folder),
+        "environment": mask_secrets(chosen),
+    }

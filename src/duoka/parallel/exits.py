@@ -1,0 +1,96 @@
+"""How ranks ended, as the process that waited for them saw it. Written by the agent, read by the supervisor."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from duoka.runs.folder import read_json, write_json_atomic
+
+RESUME_ME = 75
+DRAIN_S = 3.0  # ranks whose peer died notice it by themselves, and can say so
+DRAIN_SAVED_S = 30.0  # after a 75 the others are still saving or leaving
+SIGTERM_S = 8.0  # from our SIGTERM to our SIGKILL: with DRAIN_S well below the promised 30 s
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """One rank's end. `code` is negative for a signal; `time` is when it was last seen alive."""
+
+    rank: int
+    pid: int
+    code: int
+    time: float
+    by_us: bool = False  # it was sent a signal by its supervisor before it ended
+
+
+@dataclass(frozen=True)
+class WorldReport:
+    """What the agent leaves behind: the exits in the order seen, and its own error if it had one."""
+
+    exits: tuple[RankExit, ...] = ()
+    error: str = ""
+
+    def write(self, path: Path) -> None:
+        exits = [vars(one) for one in self.exits]
+        write_json_atomic(path, {"exits": exits, "error": self.error})
+
+
+def read_report(path: Path) -> WorldReport | None:
+    raw: dict[str, Any] | None = read_json(path)
+    if raw is None:
+        return None
+    return WorldReport(tuple(RankExit(**one) for one in raw["exits"]), raw["error"])
+
+
+class ExitWatch:
+    """Sees which ranks have ended, in order, without taking their status away from whoever reaps them."""
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self.pids = dict(pids)
+        self.exits: list[RankExit] = []
+        self._looked_at = time.time()
+        self._signalled: set[int] = set()
+
+    @property
+    def running(self) -> dict[int, int]:
+        ended = {one.rank for one in self.exits}
+        return {rank: pid for rank, pid in self.pids.items() if rank not in ended}
+
+    @property
+    def first_failure(self) -> RankExit | None:
+        return next((one for one in self.exits if one.code != 0), None)
+
+    def look(self) -> None:
+        now = time.time()
+        for rank, pid in self.running.items():
+            code = _exit_code(pid)
+            if code is not None:
+                self.exits.append(RankExit(rank, pid, code, self._looked_at, rank in self._signalled))
+        self._looked_at = now
+
+    def send(self, number: int) -> None:
+        """Signal every rank that still runs: their own pids, which stay theirs until somebody reaps them."""
+        for rank, pid in self.running.items():
+            self._signalled.add(rank)
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def _exit_code(pid: int) -> int | None:
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13: torch's agent then takes every end for a good one
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+    try:
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0  # reaped by someone who kept its status: it can no longer be told
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

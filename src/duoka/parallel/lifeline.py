@@ -1,0 +1,43 @@
+"""No orphans: a process that asks for it ends when the process that started it is gone, however that ended.
+
+On Linux the kernel sees to it, also across exec and after SIGKILL; elsewhere a thread looks once a second. Used by
+the agent, by every rank, and by nobody who is started by hand. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+PARENT_PID = "DUOKA_PARENT_PID"  # who started this process; set by the supervisor and by the agent
+_PR_SET_PDEATHSIG = 1
+_LOOK_EVERY_S = 1.0
+
+
+def parent_pid(env: Mapping[str, str] = os.environ) -> int | None:
+    """The pid of the supervising process, or None when nobody supervises us."""
+    text = env.get(PARENT_PID, "")
+    return int(text) if text.isdigit() else None
+
+
+def die_with_parent(pid: int) -> None:
+    """End this process with SIGKILL as soon as its parent `pid` is gone, also when it is gone already."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_look_for, args=(pid,), name="duoka-lifeline", daemon=True).start()
+    # It may have died between our start and the line above.
+    if os.getppid() != pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _look_for(pid: int) -> None:
+    while os.getppid() == pid:
+        time.sleep(_LOOK_EVERY_S)
+    os.kill(os.getpid(), signal.SIGKILL)
