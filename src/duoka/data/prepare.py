@@ -35,6 +35,7 @@ TOKENS_VERSION = 1  # raise it when the same input would give other tokens
 _PIECE_BYTES = (256 << 10, 4 << 20)
 _SAY_EVERY_S = 2.0
 _SHOWN_SKIPPED = 3
+_LOOKED_AT = 64
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _build_report(
     mixture: Mixture, reports: list[SetReport], sets: list[ResolvedSet], tokenizer: ChatTokenizer
 ) -> DataReport:
     train = mixture.train
-    notes = [*tokenizer.notes, *(note for found in sets for note in found.notes)]
+    notes = [*tokenizer.notes, *(note for found in sets for note in found.notes), *_check_ends(train, tokenizer)]
     return DataReport(
         sets=tuple(reports),
         num_train=len(train),
@@ -84,6 +85,16 @@ def _build_report(
         template="the model's own" if tokenizer.template_name == "model" else tokenizer.template_name,
         notes=tuple(notes),
     )
+
+
+def _check_ends(train: TokenStore, tokenizer: ChatTokenizer) -> list[str]:
+    """A note when no answer ends with the token that generation stops at."""
+    some = (train.sample(place) for place in range(min(len(train), _LOOKED_AT)))
+    if any(int(sample.input_ids[sample.is_target][-1]) == tokenizer.eos_id for sample in some):
+        return []
+    end = tokenizer.special_tokens.get("eos_token")
+    named = f"the tokenizer's end token {end!r}" if end else "an end token (the tokenizer names none)"
+    return [f"no answer ends with {named}, so a chat may not know when to stop"]
 
 
 # ---------------------------------------------------------------------------------------------- one set

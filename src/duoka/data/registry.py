@@ -249,8 +249,8 @@ def _read_info(path: Path) -> Info | Fault:
     try:
         entries = json.loads(text)
     except ValueError as error:
-        line = getattr(error, "lineno", 0)
-        shown = text.splitlines()[line - 1] if line else ""
+        line = max(1, min(getattr(error, "lineno", 1), len(text.splitlines())))
+        shown = next(iter(text.splitlines()[line - 1 : line]), "")
         fix = "look for a missing or superfluous comma, quote or bracket there or just before"
         return Fault(f"{INFO_FILE} is no valid JSON: {error}", file=str(path), line=line, source=shown, fix=fix)
     if not isinstance(entries, dict):

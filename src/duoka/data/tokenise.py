@@ -7,6 +7,7 @@ caller can break them. Finished pieces are kept on disk until the set is whole: 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -208,10 +209,9 @@ def _with_processes(todo: Iterable[tuple[int, Piece, int | None]], draft: Path, 
             worker.wait()
         for thread in threads:
             thread.join()
-        for worker in workers:
-            for pipe in (worker.stdin, worker.stdout):
-                if pipe is not None:
-                    pipe.close()
+        for pipe in (pipe for worker in workers for pipe in (worker.stdin, worker.stdout) if pipe is not None):
+            with contextlib.suppress(OSError):  # a dead reader's pipe cannot take what was still buffered
+                pipe.close()
 
 
 def _start_worker(draft: Path) -> subprocess.Popen[str]:

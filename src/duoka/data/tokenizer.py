@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ _FACTS = ("template", "tool_template", "template_name", "special_tokens", "notes
 class ChatTokenizer:
     """A tokenizer with the chat template in force. `template_name` is "model" when it is the model's own."""
 
-    backend: Tokenizer
+    backend: Tokenizer = field(repr=False)
     template: str
     tool_template: str  # for conversations with tools; mostly the same
     template_name: str

@@ -1,0 +1,58 @@
+"""`duoka data inspect` shows what is learned; `duoka data list` shows which names there are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from data_kit import TURNS, messages_record, simple_records, write_jsonl
+
+from duoka.cli.data import command
+from duoka.errors import Faults
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's folder as far as `inspect` looks at it, and a config in a folder of its own."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_tokenizer_folder, model)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "model.safetensors").write_bytes(b"")
+    write_jsonl(tmp_path / "talk.jsonl", [messages_record(), *simple_records(9)])
+    file = tmp_path / "run.yaml"
+    file.write_text("model: model\ndata: {train: [talk.jsonl]}\n", encoding="utf-8")
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    return file
+
+
+def test_inspect_marks_what_is_learned(config: Path) -> None:
+    result = CliRunner().invoke(command, ["inspect", str(config)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "10 of 10 kept" in result.stdout
+    assert f"{{+{TURNS[2][1]}<|im_end|>+}}" in result.stdout
+    assert result.stdout.count("targets (marked)") == 3
+    assert "read as messages" in result.stdout
+
+
+def test_inspect_answers_programs_too(config: Path) -> None:
+    arguments = ["inspect", str(config), "data.eval=0.2", "--json", "--samples", "1"]
+    answer = json.loads(CliRunner().invoke(command, arguments, catch_exceptions=False).stdout)
+    assert (answer["report"]["num_train"], answer["report"]["num_eval"]) == (8, 2)
+    parts = answer["samples"][0]["parts"]
+    assert [part["target"] for part in parts][:2] == [False, True]
+
+
+def test_inspect_refuses_what_training_would(config: Path) -> None:
+    with pytest.raises(Faults, match="did you mean 'identity'"):
+        CliRunner().invoke(command, ["inspect", str(config), "data.train=[identiti]"], catch_exceptions=False)
+
+
+def test_list_names_built_in_and_registered_sets(config: Path) -> None:
+    (config.parent / "dataset_info.json").write_text('{"mine": {"file_name": "talk.jsonl"}}')
+    result = CliRunner().invoke(command, ["list", str(config), "--json"], catch_exceptions=False)
+    names = json.loads(result.stdout)
+    assert names["identity"] == "built in"
+    assert names["mine"].endswith("dataset_info.json")

@@ -1,0 +1,115 @@
+"""Every format reads the same conversation, and a wrong record is named with its rule and its fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from data_kit import TURNS, alpaca_record, form_of, messages_record, sharegpt_record
+
+from duoka.data.formats import BadRecord, Message, detect_format, read_example
+
+EXPECTED = tuple(Message(role, text) for role, text in TURNS)
+RENAMED_TAGS = {"role_tag": "who", "content_tag": "said", "user_tag": "q", "assistant_tag": "a", "system_tag": "s"}
+RENAMED = form_of("sharegpt", columns={"messages": "talk"}, tags=RENAMED_TAGS)
+RENAMED_RECORD = {
+    "talk": [{"who": {"user": "q", "assistant": "a", "system": "s"}[role], "said": text} for role, text in TURNS]
+}
+PARTS_RECORD = {"messages": [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in TURNS]}
+SYSTEM_COLUMN = {**messages_record(TURNS[1:]), "system": TURNS[0][1]}
+
+
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        (messages_record(), form_of("messages")),
+        (messages_record(), form_of("openai")),
+        (PARTS_RECORD, form_of("openai")),
+        (SYSTEM_COLUMN, form_of("messages")),
+        (sharegpt_record(), form_of("sharegpt")),
+        (RENAMED_RECORD, RENAMED),
+        (alpaca_record(), form_of("alpaca")),
+    ],
+    ids=["messages", "openai", "openai-parts", "system-column", "sharegpt", "renamed", "alpaca"],
+)
+def test_the_same_content_in_each_format_is_the_same_example(record: dict[str, Any], form: Any) -> None:
+    assert read_example(record, form).messages == EXPECTED
+
+
+@pytest.mark.parametrize("record", [messages_record(), sharegpt_record(), alpaca_record()])
+def test_a_detected_format_reads_the_record_it_was_detected_from(record: dict[str, Any]) -> None:
+    form = detect_format(record)
+    assert form is not None
+    assert read_example(record, form).messages == EXPECTED
+
+
+def test_tool_calls_are_kept_in_either_spelling() -> None:
+    openai = {
+        "messages": [
+            {"role": "user", "content": "weather?"},
+            {
+                "role": "assistant",
+                "tool_calls": [{"type": "function", "function": {"name": "w", "arguments": '{"a": 1}'}}],
+            },
+            {"role": "tool", "content": "sunny"},
+            {"role": "assistant", "content": "Sunny."},
+        ],
+        "tools": [{"name": "w"}],
+    }
+    sharegpt = {
+        "conversations": [
+            {"from": "human", "value": "weather?"},
+            {"from": "function_call", "value": '{"name": "w", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "sunny"},
+            {"from": "gpt", "value": "Sunny."},
+        ],
+        "tools": '[{"name": "w"}]',
+    }
+    first = read_example(openai, form_of("openai"))
+    assert first == read_example(sharegpt, form_of("sharegpt"))
+    assert first.messages[1].tool_calls == '[{"name": "w", "arguments": {"a": 1}}]'
+    assert first.tools == '[{"name": "w"}]'
+
+
+def talk(*turns: tuple[Any, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+BAD = [
+    # record, format, what is said, what is in the fix
+    ("text", "messages", "must be a JSON object", '"messages"'),
+    ({}, "messages", "there is no 'messages'; the record has no keys", ""),
+    ({"mesages": []}, "messages", "is it 'mesages'", ""),
+    ({"messages": []}, "messages", "must be a list of messages, this is an empty list", ""),
+    ({"messages": "hi"}, "messages", "this is text", ""),
+    ({"messages": ["hi"]}, "messages", "message 1 must be an object with 'role' and 'content'", ""),
+    (talk(("user", None), ("assistant", "a")), "messages", "'content' of message 1 is null", "string"),
+    (talk(("user", 3), ("assistant", "a")), "messages", "'content' of message 1 is a number", "string"),
+    (talk(("user", "q"), ("assistant", "  ")), "messages", "message 2, the assistant's, is empty", "leave it out"),
+    (talk(("usr", "q"), ("assistant", "a")), "messages", "unknown role 'usr'; known: 'user', 'assistant'", "'user'"),
+    (talk(("assistant", "a")), "messages", "message 1 is assistant, as the first", "take turns"),
+    (talk(("user", "q"), ("user", "q"), ("assistant", "a")), "messages", "message 2 is user, after user", "turns"),
+    (talk(("user", "q"), ("assistant", "a"), ("system", "s")), "messages", "message 3 is system", "stands first"),
+    (talk(("user", "q"), ("assistant", "a"), ("user", "q")), "messages", "ends with user", "add the answer"),
+    (talk(("user", "\ud83d"), ("assistant", "a")), "messages", "half a character (\\ud83d)", "emoji"),
+    (talk(("user", [{"type": "image"}]), ("assistant", "a")), "messages", "part of type 'image'", ""),
+    (sharegpt_record(), "messages", "there is no 'messages'", '"role_tag": "from"'),
+    (messages_record(), "sharegpt", "there is no 'conversations'", '"messages": "messages"'),
+    ({"conversations": messages_record()["messages"]}, "sharegpt", "has no 'from'", '"role_tag": "role"'),
+    ({"conversations": [{"from": "user", "value": "q"}, {"from": "gpt", "value": "a"}]}, "sharegpt", "'user'",
+     '"user_tag": "user"'),
+    (messages_record(), "alpaca", "there is no 'instruction'", '"formatting": "messages"'),
+    ({"instruction": "q", "response": "a"}, "alpaca", "there is no 'output'", '"response": "response"'),
+    ({"instruction": "q", "output": None}, "alpaca", "'output' is null", "string"),
+    ({"instruction": "q", "output": ""}, "alpaca", "the assistant's, is empty", ""),
+    ({"instruction": "", "input": "", "output": "a"}, "alpaca", "'instruction' is empty", ""),
+    ({"instruction": "q", "output": "a", "history": ["x"]}, "alpaca", "'history' must be a list of", "Hello"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "form", "said", "fix"), BAD, ids=[str(number) for number in range(len(BAD))])
+def test_a_wrong_record_is_named_with_its_rule_and_fix(record: Any, form: str, said: str, fix: str) -> None:
+    with pytest.raises(BadRecord) as caught:
+        read_example(record, form_of(form))
+    assert said in caught.value.rule, caught.value.rule
+    assert fix in caught.value.fix, caught.value.fix

@@ -1,0 +1,176 @@
+"""The epoch plan's promises, for any lengths, seed, batch, world size, packing and starting point."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from duoka.data.epoch_plan import EpochPlan, cost_of, share_batch, shuffled
+from duoka.units import Amount
+
+MAX_LENGTH = 512
+many = settings(max_examples=150, deadline=None)
+lengths_of_any_kind = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=120).map(
+    lambda values: np.array(values, np.int32)
+)
+global_batches = st.one_of(
+    st.builds(Amount, st.integers(1, 64), st.just("samples")),
+    st.builds(Amount, st.integers(1, 4000), st.just("tokens")),
+)
+micros = st.one_of(
+    st.builds(Amount, st.integers(1, 9), st.just("samples")), st.builds(Amount, st.integers(1, 2048), st.just("tokens"))
+)
+seeds = st.integers(0, 2**40)
+
+
+def plan_of(lengths: np.ndarray, seed: int = 0, batch: Amount | None = None) -> EpochPlan:
+    targets = np.maximum(lengths // 2, 1)
+    return EpochPlan(lengths, targets, fingerprint="f", seed=seed, global_batch=batch or Amount(16, "samples"))
+
+
+@many
+@given(lengths_of_any_kind, seeds, global_batches, st.integers(0, 3))
+def test_an_epoch_has_every_sample_once(lengths: np.ndarray, seed: int, batch: Amount, epoch: int) -> None:
+    plan = plan_of(lengths, seed, batch)
+    batches = [plan.batch(epoch, index) for index in range(plan.num_batches(epoch))]
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
+    assert all(len(ids) for ids in batches), "a batch without a sample would be 0/0"
+    assert sum(plan.global_targets(epoch, index) for index in range(len(batches))) == plan.num_targets.sum()
+
+
+@many
+@given(lengths_of_any_kind, seeds, st.integers(1, 64))
+def test_batches_of_samples_are_full_but_the_last(lengths: np.ndarray, seed: int, count: int) -> None:
+    plan = plan_of(lengths, seed, Amount(count, "samples"))
+    sizes = [len(plan.batch(0, index)) for index in range(plan.num_batches())]
+    assert all(size == count for size in sizes[:-1])
+    assert sizes[-1] == len(lengths) - count * (len(sizes) - 1)
+
+
+@many
+@given(lengths_of_any_kind, seeds, st.integers(MAX_LENGTH, 4000), st.integers(0, 3))
+def test_batches_of_tokens_are_as_large_as_asked(lengths: np.ndarray, seed: int, count: int, epoch: int) -> None:
+    plan = plan_of(lengths, seed, Amount(count, "tokens"))
+    window = lengths.sum() / plan.num_batches()
+    for index in range(plan.num_batches()):
+        tokens = lengths[plan.batch(epoch, index)].sum()
+        assert abs(tokens - window) <= MAX_LENGTH, "a batch differs from its window by half a sample at each end"
+
+
+@many
+@given(lengths_of_any_kind, seeds, global_batches)
+def test_a_batch_is_the_same_whatever_was_asked_before(lengths: np.ndarray, seed: int, batch: Amount) -> None:
+    """Resuming is asking for another batch: there is nothing to replay."""
+    walked, fresh = plan_of(lengths, seed, batch), plan_of(lengths, seed, batch)
+    last = walked.num_batches() - 1
+    for epoch in (0, 1, 0, 2):
+        for index in range(last + 1):
+            seen = walked.batch(epoch, index)
+    assert np.array_equal(seen, fresh.batch(2, last))
+
+
+def test_the_order_is_another_in_each_epoch_and_seed_and_for_other_data() -> None:
+    names = ("f/1/0", "f/1/1", "f/2/0", "g/1/0")
+    orders = {tuple(shuffled(1000, name).tolist()) for name in names}
+    assert len(orders) == len(names)
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    """Written down once: a resumed run must not depend on NumPy's generators or sorting."""
+    assert shuffled(12, "duoka").tolist() == ORDER_OF_TWELVE
+    plan = EpochPlan(np.arange(1, 9), np.ones(8), fingerprint="x", seed=7, global_batch=Amount(3, "samples"))
+    assert [plan.batch(2, index).tolist() for index in range(3)] == BATCHES_OF_EIGHT
+
+
+ORDER_OF_TWELVE = [7, 6, 1, 5, 4, 10, 8, 2, 11, 0, 9, 3]
+BATCHES_OF_EIGHT = [[4, 6, 5], [0, 3, 7], [1, 2]]
+
+
+def test_an_order_has_no_pattern() -> None:
+    """Neighbours in the data are no neighbours in the order, and places are used evenly."""
+    order = shuffled(10_000, "pattern").astype(np.int64)
+    assert abs(np.corrcoef(np.arange(10_000), order)[0, 1]) < 0.05
+    assert np.mean(np.abs(np.diff(order)) == 1) < 0.002
+
+
+@many
+@given(lengths_of_any_kind, st.integers(1, 9), micros, st.booleans())
+def test_ranks_share_a_batch_exactly(lengths: np.ndarray, num_ranks: int, micro: Amount, packing: bool) -> None:
+    ids = np.arange(len(lengths))
+    shares = share_batch(ids, lengths, num_ranks, micro, packing=packing, max_length=MAX_LENGTH)
+    assert len(shares) == num_ranks
+    assert len({len(share) for share in shares}) == 1, "a rank with fewer micro-batches would miss a collective"
+    assert any(share[-1].rows for share in shares), "a micro-batch that is empty on every rank is no work at all"
+    seen = [sample for share in shares for plan in share for sample in plan.sample_ids]
+    assert sorted(seen) == ids.tolist()
+    for plan in (plan for share in shares for plan in share if plan.rows):
+        own = [int(lengths[sample]) for sample in plan.sample_ids]
+        if packing:
+            assert len(plan.rows) == 1
+        else:
+            assert all(len(row) == 1 for row in plan.rows)
+        if micro.unit == "samples":
+            assert len(own) <= micro.count
+        else:
+            computed = sum(own) if packing else max(own) * len(own)
+            assert computed <= micro.count or len(own) == 1
+
+
+@many
+@given(lengths_of_any_kind, st.integers(1, 6), micros, st.booleans(), st.randoms(use_true_random=False))
+def test_sharing_knows_no_order(
+    lengths: np.ndarray, num_ranks: int, micro: Amount, packing: bool, dice: object
+) -> None:
+    ids = np.arange(len(lengths))
+    mixed = ids.copy()
+    dice.shuffle(mixed)  # type: ignore[attr-defined]
+    first = share_batch(ids, lengths, num_ranks, micro, packing=packing, max_length=MAX_LENGTH)
+    assert first == share_batch(mixed, lengths, num_ranks, micro, packing=packing, max_length=MAX_LENGTH)
+
+
+@many
+@given(lengths_of_any_kind, st.integers(1, 9))
+def test_ranks_get_equal_cost(lengths: np.ndarray, num_ranks: int) -> None:
+    """Longest first to the least loaded: no rank has more than the mean and one sample, the square counted."""
+    shares = share_batch(
+        np.arange(len(lengths)), lengths, num_ranks, Amount(4, "samples"), packing=True, max_length=MAX_LENGTH
+    )
+    costs = [sum(cost_of(int(lengths[i])) for plan in share for i in plan.sample_ids) for share in shares]
+    assert max(costs) <= sum(costs) / num_ranks + cost_of(int(lengths.max()))
+
+
+def test_the_costliest_of_8_ranks_with_64_samples_each_is_within_5_percent_of_the_mean() -> None:
+    generator = np.random.default_rng(0)
+    lengths = np.clip(generator.lognormal(5.9, 0.9, 8 * 64), 16, 2048).astype(np.int32)
+    shares = share_batch(np.arange(512), lengths, 8, Amount(4096, "tokens"), packing=True, max_length=2048)
+    costs = [sum(cost_of(int(lengths[i])) for plan in share for i in plan.sample_ids) for share in shares]
+    assert max(costs) <= 1.05 * np.mean(costs), f"the costliest rank has {max(costs) / np.mean(costs):.3f} of the mean"
+    assert cost_of(2048) > 2 * cost_of(1024), "the square must count"
+
+
+def test_packed_micro_batches_are_nearly_full() -> None:
+    generator = np.random.default_rng(1)
+    lengths = np.clip(generator.lognormal(5.9, 0.9, 512), 16, 2048).astype(np.int32)
+    (share,) = share_batch(np.arange(512), lengths, 1, Amount(4096, "tokens"), packing=True, max_length=2048)
+    fewest = -(-int(lengths.sum()) // 4096)
+    assert len(share) <= fewest + 1
+
+
+def test_a_sample_longer_than_max_length_is_a_bug_of_ours() -> None:
+    with pytest.raises(ValueError, match="max_length is 8"):
+        share_batch(np.arange(1), np.array([9]), 1, Amount(1, "samples"), packing=True, max_length=8)
+
+
+def test_parts_of_epochs_are_counted() -> None:
+    plan = plan_of(np.ones(100, np.int32), batch=Amount(10, "samples"))
+    assert [plan.num_steps(epochs) for epochs in (0.01, 0.5, 1.0, 2.25)] == [1, 5, 10, 22]
+
+
+def test_what_is_outside_the_plan_is_refused() -> None:
+    plan = plan_of(np.ones(5, np.int32))
+    with pytest.raises(IndexError):
+        plan.batch(0, 1)
+    with pytest.raises(ValueError, match="no sample"):
+        plan_of(np.ones(0, np.int32))
