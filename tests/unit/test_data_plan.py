@@ -150,6 +150,13 @@ def test_the_costliest_of_8_ranks_with_64_samples_each_is_within_5_percent_of_th
     assert cost_of(2048) > 2 * cost_of(1024), "the square must count"
 
 
+def test_a_rank_with_a_long_sample_gets_fewer_short_ones() -> None:
+    lengths = np.array([2048] + [32] * 256, np.int32)
+    shares = share_batch(np.arange(257), lengths, 2, Amount(4096, "tokens"), packing=True, max_length=2048)
+    costs = [sum(cost_of(int(lengths[i])) for plan in share for i in plan.sample_ids) for share in shares]
+    assert max(costs) <= 1.01 * np.mean(costs), f"the costliest rank has {max(costs) / np.mean(costs):.3f} of the mean"
+
+
 def test_packed_micro_batches_are_nearly_full() -> None:
     generator = np.random.default_rng(1)
     lengths = np.clip(generator.lognormal(5.9, 0.9, 512), 16, 2048).astype(np.int32)
