@@ -107,7 +107,9 @@ def test_the_event_log_and_tensorboard_say_resumed(runs):
     assert types[0] == "resume" and types[-1] == "end"
     board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
-    assert {"train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s", "eval/loss"} <= set(board.Tags()["scalars"])
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s", "eval/loss"} <= set(
+        board.Tags()["scalars"]
+    )
     steps = [event.step for event in board.Scalars("train/loss")]
     assert steps == sorted(set(steps)) and steps[0] == RESUMED_FROM + 1
     wanted = steps_of(folder)

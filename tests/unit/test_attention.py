@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from duoka.model.attention import attend
 from duoka.model.build import LossModel, load_model
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+
 from duoka.config.schema import OptimConfig
 from duoka.errors import StorageError
 from duoka.model.build import LossModel
@@ -26,7 +27,8 @@ def make_contents(seed, learn=True):
     if learn:
         bare.lm(torch.randn(4, 5)).square().sum().backward()
         optimizer.step()
-    return Contents(parallel, optimizer, build_numerics("fp32", torch.device("cpu")), TrainState(step=3, epoch=1, index=2))
+    numerics = build_numerics("fp32", torch.device("cpu"))
+    return Contents(parallel, optimizer, numerics, TrainState(step=3, epoch=1, index=2))
 
 
 @pytest.fixture
@@ -84,6 +86,11 @@ def flip_byte(path):
     path.write_bytes(raw)
 
 
+def name_a_file_outside(manifest):
+    files = {"../x": {"size_bytes": 1, "blake2b": ""}}
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": files}))
+
+
 DAMAGE = {
     "a flipped byte in a shard": lambda folder: flip_byte(next(folder.glob("shard-*"))),
     "a cut shard": lambda folder: os.truncate(next(folder.glob("shard-*")), 100),
@@ -93,9 +100,7 @@ DAMAGE = {
     "a cut manifest": lambda folder: os.truncate(folder / "manifest.json", 50),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "a manifest of something else": lambda folder: (folder / "manifest.json").write_text('{"files": {"x": 3}}'),
-    "a name that leaves the folder": lambda folder: (folder / "manifest.json").write_text(
-        json.dumps(json.loads((folder / "manifest.json").read_text()) | {"files": {"../x": {"size_bytes": 1, "blake2b": ""}}})
-    ),
+    "a name that leaves the folder": lambda folder: name_a_file_outside(folder / "manifest.json"),
 }
 
 

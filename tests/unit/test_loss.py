@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from duoka.model import loss as loss_module
 from duoka.model.loss import IGNORED, count_correct, sum_cross_entropy
 

@@ -1,9 +1,11 @@
 """Rates follow optimizer steps; AdamW is torch's; clipping uses the one global norm."""
 
+import itertools
 import math
 
 import pytest
 import torch
+
 from duoka.config.schema import OptimConfig
 from duoka.optim.build import build_optimizer, optimizer_tensors, set_learning_rate
 from duoka.optim.clip import clip_gradients
@@ -31,7 +33,7 @@ def test_cosine_and_linear_fall_to_min_lr_after_the_last_step():
     for schedule in ("cosine", "linear"):
         seen = rates(100, warmup=0, schedule=schedule, min_lr=0.1)
         assert seen[0] == 1.0
-        assert all(later < earlier for earlier, later in zip(seen, seen[1:], strict=False))
+        assert all(later < earlier for earlier, later in itertools.pairwise(seen))
         assert 0.1 < seen[-1] < 0.12
     assert rates(4, warmup=0, schedule="cosine")[2] == pytest.approx(0.5)
     assert rates(8, warmup=0, schedule="cosine")[2] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))

@@ -106,6 +106,7 @@ def test_less_memory_means_smaller_micro_batches_and_then_recompute():
 
     tokens = [plan(gib).layout.micro.count for gib in (60, 8, 4.5, 2.5)]
     assert tokens == sorted(tokens, reverse=True) and tokens[0] == 4096 and tokens[-1] == 512, tokens
+    assert {1024, 2048} & set(tokens), f"no rung between: {tokens}"
     assert plan(2.5).layout.recompute == "none"
     starved = plan(1.4)
     assert starved.layout.recompute == "full" and "without it" in starved.reasons["train.recompute"]
@@ -166,6 +167,7 @@ def test_tight_lies_between_fits_and_does_not_fit():
         (16, Amount(1024, "tokens"), 3, 3, "= 3 ranks x 5 to 6 samples, in 3 micro-batches"),
         ("8k tokens", Amount(1024, "tokens"), 2, 4, "= 2 ranks x about 4,000 tokens, in 4 micro-batches"),
         (1, Amount(4, "samples"), 4, 1, "0 to 1 samples"),
+        (16, Amount(4, "samples"), 3, 2, "= 3 ranks x 5 to 6 samples, in 2 micro-batches of up to 4 samples"),
     ],
 )
 def test_batch_arithmetic_is_written_out(global_batch, micro, ranks, accumulation, sentence):

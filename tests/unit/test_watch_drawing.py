@@ -94,6 +94,13 @@ def test_every_point_of_a_chart_lies_inside_the_picture(values):
     assert all(0 <= x <= chart.width and 0 <= y <= chart.height for x, y in found)
 
 
+def test_a_range_of_many_powers_of_ten_is_drawn_on_a_log_axis_and_says_so():
+    svg = draw_chart(Chart("Loss", [1, 2, 3], [100.0, 1.0, 0.01]))
+    (_, top), (_, middle), (_, bottom) = list(places(svg))
+    assert middle - top == pytest.approx(bottom - middle, abs=0.2)
+    assert "log scale" in svg and "log scale" not in draw_chart(Chart("Loss", [1, 2], [4.0, 1.0]))
+
+
 def test_a_chart_tells_those_who_cannot_see_it_where_it_starts_and_ends():
     svg = draw_chart(Chart("Loss", [1, 50], [4.0, 0.5]))
     label = ElementTree.fromstring(svg).get("aria-label")

@@ -64,9 +64,8 @@ def run_worker(loaded: Loaded, run: RunFolder) -> int:
 
 def read_inputs(loaded: Loaded, run: RunFolder, say: Callable[[str], None]) -> Inputs:
     """The model's folder and the tokenised data; made once, reused by every other rank and run."""
-    base = loaded.path.parent
-    folder = model_folder(loaded.config.model, base, say)
-    return Inputs(loaded, run, folder, prepare_data(loaded.config, base, folder, say=say))
+    folder = model_folder(loaded.config.model, loaded.base, say)
+    return Inputs(loaded, run, folder, prepare_data(loaded.config, loaded.base, folder, say=say))
 
 
 def _silence(text: str) -> None:
