@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,10 @@ def quiet_loading() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            # transformers and PEFT warn of each other's old names; no user can do anything about it.
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         transformers_logging.set_verbosity(level)
 
@@ -63,7 +67,7 @@ def load_model(
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error
-    return apply_lora(model, lora) if lora is not None else model
+        return apply_lora(model, lora) if lora is not None else model
 
 
 def load_adapter(base: torch.nn.Module, folder: Path) -> torch.nn.Module:
@@ -72,7 +76,8 @@ def load_adapter(base: torch.nn.Module, folder: Path) -> torch.nn.Module:
 
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} holds no adapter (adapter_model.safetensors)")
-    return peft.PeftModel.from_pretrained(base, os.fspath(folder))
+    with quiet_loading():
+        return peft.PeftModel.from_pretrained(base, os.fspath(folder))
 
 
 class LossModel(torch.nn.Module):
