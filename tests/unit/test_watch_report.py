@@ -189,6 +189,7 @@ def test_steps_that_a_crash_threw_away_count_once(log):
     log.events.write("eval", step=7, loss=9.0)
     log.events.write("eval", step=4, loss=8.0)
     log.events.write("resume", step=4, total_steps=9)
+    assert [step.step for step in read_history(log.run).steps] == [1, 2, 3, 4]
     for step in range(5, 10):
         log.step(step, 1.0)
     history = read_history(log.run)

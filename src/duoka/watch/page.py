@@ -24,6 +24,7 @@ vertical-align:5px;border:1px solid var(--line);color:var(--soft)}
 .figure b{display:block;font-size:24px;line-height:1.25;letter-spacing:-.01em;font-variant-numeric:tabular-nums}
 .figure span{color:var(--soft)}.figure small{display:block;color:var(--soft);font-size:12px;margin-top:2px}
 .wide{grid-column:1/-1}.half{grid-column:span 2}.chart{padding:6px 6px 2px}svg{display:block;width:100%;height:auto}
+.wide.chart{overflow-x:auto}.wide.chart svg{min-width:620px}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th{color:var(--soft);font-weight:500;text-align:left;border-bottom:1px solid var(--line)}
 td,th{padding:5px 12px 5px 0;vertical-align:top}td+td.n,th.n{text-align:right}

@@ -48,11 +48,11 @@ def thin(points: Sequence[Point], most: int) -> list[Bucket]:
 
 
 def smooth(points: Sequence[Point], window: float | None = None) -> list[Point]:
-    """A running mean that forgets over `window` points (a fortieth of all).
+    """A running mean that forgets over `window` points (a fortieth of all, three at least).
 
     Taken from both ends and averaged: from one end only, it would run behind a falling curve.
     """
-    window = max(1.0, len(points) / 40) if window is None else window
+    window = max(3.0, len(points) / 40) if window is None else window
     values = [point.y for point in points]
     there, back = _forgetful_mean(values, window), _forgetful_mean(values[::-1], window)[::-1]
     return [Point(point.x, (a + b) / 2) for point, a, b in zip(points, there, back, strict=True)]
