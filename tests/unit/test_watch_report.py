@@ -127,6 +127,7 @@ def test_the_page_shows_the_same_and_escapes_what_others_wrote(log):
         )
     log.plan()
     log.run.config.write_text("model: demo  # <b>\n", encoding="utf-8")
+    write_json_atomic(log.run.env, {"duoka": "0.1.0", "host": "node7", "packages": {"torch": "2.11.0", "numpy": "2"}})
     text = read_page(log.run)
     for words in (
         "1.2500",
@@ -136,6 +137,8 @@ def test_the_page_shows_the_same_and_escapes_what_others_wrote(log):
         "rank 1",
         "2 GiB",
         "model: demo",
+        "duoka 0.1.0, torch 2.11.0",
+        "node7",
     ):
         assert words in text, words
 

@@ -162,11 +162,19 @@ def run_facts(history: History) -> list[tuple[str, str]]:
         rows.append(("machine", f"{device}, {machine.get('num_cores')} cores"))
     if history.facts.get("world_size"):
         rows.append(("processes", str(history.facts["world_size"])))
-    versions = history.env.get("versions")
-    if isinstance(versions, dict):
-        rows.append(("versions", ", ".join(f"{name} {value}" for name, value in versions.items())))
+    rows += _env_rows(history.env)
     rows.append(("folder", str(history.run.path)))
     return rows
+
+
+def _env_rows(env: dict[str, Any]) -> list[tuple[str, str]]:
+    """Host, versions of what matters most, and the code's commit, as env.json has them."""
+    packages = _section(env, "packages")
+    named = [("duoka", env.get("duoka")), ("python", env.get("python"))]
+    named += [(name, packages.get(name)) for name in ("torch", "transformers", "peft")]
+    versions = ", ".join(f"{name} {value}" for name, value in named if value)
+    rows = [("host", str(env.get("host") or "")), ("versions", versions), ("commit", str(env.get("git") or ""))]
+    return [(name, text) for name, text in rows if text]
 
 
 def _section(plan: dict[str, Any], key: str) -> dict[str, Any]:
@@ -320,7 +328,8 @@ def _where_and_next(history: History) -> list[str]:
     if (run.path / "report.html").is_file():
         out.append(f"  {'report':<12}{run.path / 'report.html'}")
     if not run.final.is_dir():
-        return [*out, "", "next", f"  {'log files':<12}{run.logs}", "  the same command goes on where it stopped"]
+        again = "goes on from the newest checkpoint" if history.checkpoints else "starts again: nothing was saved yet"
+        return [*out, f"  {'log files':<12}{run.logs}", "", "next", f"  the same command {again}"]
     commands = (
         (f"duoka chat {run.path}", "talk to it"),
         (f"duoka eval {run.path}", "measure it"),
