@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -39,8 +40,18 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
+class ReaderLeft(Exception):
+    """Whoever read our output has gone (a pager, head). Click would take a broken pipe for a failure."""
+
+
 class LazyGroup(click.Group):
     """Knows its commands by name and help; imports `duoka.cli.NAME` for the one that is called."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ReaderLeft from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -117,7 +128,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         print_error(["interrupted"])
         return INTERRUPTED
-    except BrokenPipeError:
+    except (BrokenPipeError, ReaderLeft):
         # Whoever read our output has left. Without this, Python complains once more when it closes stdout.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from duoka.plan.hardware import Machine
     from duoka.plan.report import Plan
     from duoka.runs.folder import RunFolder
+
+# Every rank that somebody else started finds the same fault: rank 0 says it, and its launcher then ends the others.
+_RANK_0_SPEAKS_S = 3.0
 
 
 @click.command("train")
@@ -80,7 +84,7 @@ def start_here(config: str, overrides: tuple[str, ...], nproc: int | None, port:
 
 
 def load_checked(
-    config: str, overrides: tuple[str, ...], machine: Machine, world_size: int, *, local_size: int
+    config: str, overrides: tuple[str, ...], machine: Machine, world_size: int, *, local_size: int, say: bool = True
 ) -> Loaded:
     """The config with every check that needs no start; notes go to stderr."""
     from duoka.config.load import load_config
@@ -92,7 +96,7 @@ def load_checked(
         return check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type,return-value]
 
     loaded = load_config(config, overrides, checks=(check_model, check_data, check_here))  # type: ignore[arg-type]
-    for note in loaded.notes:
+    for note in loaded.notes if say else ():
         click.echo(f"note: {note}", err=True)
     return loaded
 
@@ -210,25 +214,29 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
     """A rank of a world that somebody else started."""
     from duoka.cluster.claim import check_claim, find_run_folder, hold_run
     from duoka.cluster.join import follow, lead
+    from duoka.errors import DuokaError
     from duoka.plan.hardware import read_machine
     from duoka.runs.failure import clear_failures
 
     machine = read_machine()
-    loaded = load_checked(config, overrides, machine, place.size, local_size=place.local_size)
+    try:
+        loaded = load_checked(config, overrides, machine, place.size, local_size=place.local_size, say=place.rank == 0)
+    except DuokaError:
+        if place.rank != 0:
+            time.sleep(_RANK_0_SPEAKS_S)
+        raise
     run = find_run_folder(loaded)
     if place.rank != 0:
         follow(run, place.rank)
         return work(lambda: loaded, run, place.rank, supervised=False)
-    with lead(run):
+    with lead(run) as leader:
         kind = check_claim(loaded, run)
-        run.make()
-        clear_failures(run)
-        if kind == "finished":
-            click.echo(f"{run.path} is finished; its result is in {run.final}")
-        else:
-            prepare_run(loaded, run, machine, place.size, place.local_size)
-    with hold_run(run):
-        code = work(lambda: loaded, run, 0, supervised=False)
+        with hold_run(run):
+            if kind != "finished":
+                clear_failures(run)
+                prepare_run(loaded, run, machine, place.size, place.local_size)
+            leader.ready()
+            code = work(lambda: loaded, run, 0, supervised=False)
         return finish(run) if code == 0 else code
 
 
@@ -241,6 +249,9 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
     started, parent = time.time(), parent_pid()
     if supervised and parent is not None and sys.platform != "linux":
         die_with_parent(parent)  # on Linux this came with the process
+    # Libraries warn their own developers; a user can do nothing about it, N times.
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)
     try:
         from duoka.train.main import run_worker
 

@@ -107,7 +107,9 @@ def _judge_failure(spec: WorldSpec, bad: list[RankExit], failures: dict[int, Fai
         lines += [f"  {_HINTS[name]}"] if failure is None and name in _HINTS else []
     if others:
         lines.append(f"  {others} other rank{'s were' if others > 1 else ' was'} stopped because of it")
-    return Verdict(code, tuple(lines), (*traceback, *_where(spec, cause.rank)))
+    goes_on = spec.resumes and code == WorkerFailed.exit_code and step > 0 and spec.run.checkpoints.is_dir()
+    hint = ("  the same command goes on from the newest checkpoint",) if goes_on else ()
+    return Verdict(code, tuple(lines), (*traceback, *_where(spec, cause.rank), *hint))
 
 
 def find_cause(run: RunFolder, bad: list[RankExit], failures: dict[int, Failure]) -> RankExit:
@@ -123,7 +125,8 @@ def find_cause(run: RunFolder, bad: list[RankExit], failures: dict[int, Failure]
 
 def _distance(run: RunFolder, one: RankExit, failure: Failure | None) -> int:
     """0: a reason of its own; 1: it lost another rank; 2: it left in good order, or we ended it."""
-    if one.code == StoppedEarly.exit_code or (one.by_us and failure is None and one.code < 0):
+    ended_by_us = one.by_us and failure is None and one.code in (-signal.SIGTERM, -signal.SIGKILL)
+    if one.code == StoppedEarly.exit_code or ended_by_us:
         return 2
     if failure is None and one.code < 0 and one.code != -signal.SIGABRT:
         return 0
@@ -167,14 +170,14 @@ def _where(spec: WorldSpec, rank: int | None = None) -> tuple[str, ...]:
 
 
 def last_step(run: RunFolder, since: float) -> int:
-    """The last optimizer step that was recorded after the moment `since`, or 0."""
+    """The last optimizer step that was recorded, or gone on from, after the moment `since`; or 0."""
     last = 0
     for line in _tail(global_log(run)).splitlines():
         try:
             event = json.loads(line)
         except ValueError:
             continue  # the first line of the tail is cut, the last one may be
-        if isinstance(event, dict) and event.get("type") == "step" and event.get("t", 0) >= since:
+        if isinstance(event, dict) and event.get("type") in ("step", "resume") and event.get("t", 0) >= since:
             last = int(event["step"])
     return last
 

@@ -34,27 +34,28 @@ class RefusedElsewhere(DuokaError):
 
 
 @contextmanager
-def lead(run: RunFolder) -> Iterator[None]:
-    """Rank 0's side: the body prepares the folder, while waiting ranks see that somebody is at work."""
+def lead(run: RunFolder) -> Iterator[Leader]:
+    """Rank 0's side: the body prepares the folder, calls `ready`, and works; waiting ranks see that it lives."""
     folder = _make_folder(run)
     (folder / "answer.json").unlink(missing_ok=True)
-    leader = _Leader(folder)
+    leader = Leader(folder)
     leader.start()
     try:
-        yield
+        yield leader
     except BaseException as error:
         code = error.exit_code if isinstance(error, DuokaError) else 1
         leader.say({"state": "refused", "exit_code": code, "what": str(error).split("\n")[0]})
         time.sleep(_REFUSED_S)
+        raise
+    finally:
         leader.end()
         with suppress(OSError):
             run.path.rmdir()  # only when nothing but our meeting place was in it
-        raise
-    # Late ranks still need an answer: the thread goes on until the process ends.
-    leader.say({"state": "ready"})
 
 
-class _Leader(threading.Thread):
+class Leader(threading.Thread):
+    """Answers waiting ranks, also late ones, until rank 0 ends."""
+
     def __init__(self, folder: Path) -> None:
         super().__init__(name="duoka-join", daemon=True)
         self.folder = folder
@@ -63,6 +64,9 @@ class _Leader(threading.Thread):
 
     def say(self, news: dict[str, Any]) -> None:
         self._news = news
+
+    def ready(self) -> None:
+        self.say({"state": "ready"})
 
     def end(self) -> None:
         self._ended.set()

@@ -1,0 +1,203 @@
+"""The command line's frame: help is light, mistakes are answered, errors end with their codes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from duoka import __version__
+from duoka import cli as frame
+from duoka.errors import ConfigError, DoesNotFit, DuokaError, Fault, Faults, StorageError
+
+HEAVY = ("torch", "transformers", "peft", "pydantic", "numpy", "pyarrow", "yaml", "rich", "psutil")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in frame.COMMANDS)], ids=" ".join)
+def test_help_of_any_command_imports_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom duoka.cli import run\n"
+        f"code = run({arguments!r})\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "print('HEAVY', heavy, file=sys.stderr)\nsys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage: duoka"), done.stdout
+    assert done.stderr.strip().endswith("HEAVY []"), done.stderr
+
+
+def test_every_command_in_the_table_exists_with_that_name() -> None:
+    group = frame.cli
+    assert isinstance(group, frame.LazyGroup)
+    context = click.Context(group)
+    for name in frame.COMMANDS:
+        found = group.get_command(context, name)
+        assert found is not None and found.name == name
+
+
+def test_no_arguments_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.run([]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in frame.COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"duoka {__version__}\n"
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("docter", "doctor"), ("Export", "export")])
+def test_a_misspelt_command_is_answered_with_the_right_one(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert frame.run([typed, "x.yaml"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[0] == f"usage error: there is no command '{typed}'"
+    assert f"did you mean:   duoka {meant} x.yaml" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["fly"], "there is no command 'fly'"),
+        (["train"], "missing argument 'CONFIG'"),
+        (["train", "x.yaml", "--nprok", "2"], "did you mean --nproc?"),
+        (["train", "x.yaml", "--nproc", "two"], "'two' is not a valid integer"),
+        (["--jason"], "there is no option --jason"),
+        (["completion", "tcsh"], "'tcsh' is not one of"),
+        (["runs", "stop"], "missing argument 'NAME'"),
+    ],
+)
+def test_usage_errors_are_short_and_exit_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert frame.run(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage error: ") and words in err and "--help" in err
+    assert "Traceback" not in err
+
+
+@pytest.fixture
+def raising() -> Iterator[dict[str, BaseException]]:
+    """A command `init` that raises what the test puts here."""
+    box: dict[str, BaseException] = {}
+
+    class Module:
+        @click.command("init")
+        def command() -> None:  # type: ignore[misc]
+            raise box["error"]
+
+    before = sys.modules.get("duoka.cli.init")
+    sys.modules["duoka.cli.init"] = Module  # type: ignore[assignment]
+    yield box
+    if before is None:
+        del sys.modules["duoka.cli.init"]
+    else:
+        sys.modules["duoka.cli.init"] = before
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [
+        (ConfigError("no", where="here", fix="do"), 2, "config error: no\n  here\n  do\n"),
+        (DoesNotFit("big"), 4, "does not fit: big\n"),
+        (StorageError("full"), 6, "storage error: full\n"),
+        (Faults([Fault("a", key="k"), Fault("b")]), 2, "config error: a\nconfig error: b\n"),
+        (DuokaError("odd"), 1, "error: odd\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_an_error_is_a_message_with_its_exit_code(
+    error: BaseException, code: int, shown: str, raising: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising["error"] = error
+    assert frame.run(["init"]) == code
+    assert capsys.readouterr().err.strip() == shown.strip()
+
+
+def test_a_full_disk_is_a_storage_error_and_no_bug(
+    raising: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising["error"] = OSError(errno.ENOSPC, "No space left on device", "/data/x")
+    assert frame.run(["init"]) == 6
+    err = capsys.readouterr().err
+    assert "no space left" in err and "/data/x" in err and "Traceback" not in err
+
+
+def test_a_bug_shows_its_traceback_and_asks_for_a_report(
+    raising: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising["error"] = ZeroDivisionError("oops")
+    assert frame.run(["init"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "ZeroDivisionError: oops" in err and "bug in duoka" in err
+
+
+def run_duoka(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    command = [sys.executable, "-m", "duoka", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**clean, **env})
+
+
+def test_python_m_duoka_is_the_same_program() -> None:
+    assert run_duoka("--version").stdout == f"duoka {__version__}\n"
+
+
+def test_colours_only_on_a_terminal_and_never_with_no_color(tmp_path: Path) -> None:
+    import pty
+
+    def on_terminal(**env: str) -> bytes:
+        main, side = pty.openpty()
+        clean = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+        command = [sys.executable, "-m", "duoka", "fly"]
+        child = subprocess.Popen(command, stdout=side, stderr=side, env={**clean, **env})
+        os.close(side)
+        shown = b""
+        try:
+            while data := os.read(main, 4096):
+                shown += data
+        except OSError:
+            pass
+        child.wait(30)
+        os.close(main)
+        return shown
+
+    assert b"\x1b[31m" in on_terminal(TERM="xterm")
+    assert b"\x1b" not in on_terminal(TERM="xterm", NO_COLOR="1")
+    assert "\x1b" not in run_duoka("fly").stderr
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "duoka", "completion", "bash"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert done.stderr == "" and done.returncode == frame.BROKEN_PIPE
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_name_our_variable(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert frame.run(["completion", shell]) == 0
+    assert frame.COMPLETE_VAR in capsys.readouterr().out
+
+
+def test_the_shell_is_offered_commands_and_options() -> None:
+    done = run_duoka(**{frame.COMPLETE_VAR: "bash_complete", "COMP_WORDS": "duoka tr", "COMP_CWORD": "1"})
+    assert done.stdout.split() == ["plain,train"], done.stderr
+    done = run_duoka(**{frame.COMPLETE_VAR: "bash_complete", "COMP_WORDS": "duoka train --np", "COMP_CWORD": "2"})
+    assert done.stdout.split() == ["plain,--nproc"], done.stderr
+
+
+def test_chinese_on_an_ascii_terminal_is_no_crash(tmp_path: Path) -> None:
+    env = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = run_duoka("launch", str(tmp_path / "没有.py"), **env)
+    assert done.returncode == 2 and "there is no script" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,234 @@
+"""Who is to blame, what a world is started with, and what of a terminal's bytes stays in a log."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from duoka.cluster.blame import judge_world, last_step, read_last_traceback
+from duoka.cluster.launch import (
+    WorldSpec,
+    build_child_command,
+    build_environment,
+    check_port,
+    count_processes,
+    find_free_port,
+    threads_per_process,
+)
+from duoka.cluster.passthrough import PlainCopy
+from duoka.errors import ConfigError, DataError
+from duoka.parallel.exits import RankExit, WorldReport
+from duoka.parallel.lifeline import PARENT_PID
+from duoka.parallel.rank import start_mark
+from duoka.runs.events import EventWriter, global_log
+from duoka.runs.failure import clear_failures, read_failures, write_failure
+from duoka.runs.folder import RunFolder
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> WorldSpec:
+    run = RunFolder(tmp_path / "run")
+    run.make()
+    return WorldSpec(("python", "x.py"), 4, run, started=100.0)
+
+
+def judge(spec: WorldSpec, *exits: RankExit, stopped_by: str = "", late: bool = False, error: str = ""):
+    report = WorldReport(exits, error)
+    return judge_world(spec, report, stopped_by=stopped_by, left_at_once=False, killed_late=late)
+
+
+def fail(spec: WorldSpec, rank: int, error: BaseException, step: int = 0) -> None:
+    try:
+        raise error
+    except type(error) as raised:
+        write_failure(spec.run, rank, raised, step)
+
+
+def test_all_ranks_done_is_success(spec: WorldSpec) -> None:
+    assert judge(spec, *(RankExit(rank, 1, 0, 1.0) for rank in range(4))).exit_code == 0
+
+
+def test_the_first_failure_in_time_is_the_cause(spec: WorldSpec) -> None:
+    fail(spec, 2, RuntimeError("first"), step=41)
+    fail(spec, 0, RuntimeError("second"))
+    verdict = judge(spec, RankExit(0, 1, 1, 5.0), RankExit(2, 2, 1, 5.0), RankExit(1, 3, -15, 6.0, by_us=True))
+    assert verdict.exit_code == 5
+    assert verdict.lines[0] == "worker failed: rank 2 of 4 raised RuntimeError: first after step 41"
+    assert "2 other ranks were stopped because of it" in verdict.lines[1]
+    assert sum("Traceback" in line for line in verdict.details) == 1
+
+
+def test_a_lost_connection_is_not_the_cause_while_another_rank_has_a_reason(spec: WorldSpec) -> None:
+    fail(spec, 0, RuntimeError("[gloo] Connection reset by peer"))
+    fail(spec, 3, ValueError("loss is NaN"))
+    verdict = judge(spec, RankExit(0, 1, 1, 1.0), RankExit(3, 2, 1, 9.0))
+    assert "rank 3 of 4 raised ValueError: loss is NaN" in verdict.lines[0]
+
+
+def test_a_lost_connection_alone_is_told(spec: WorldSpec) -> None:
+    fail(spec, 0, RuntimeError("[gloo] Connection reset by peer"))
+    assert "rank 0 of 4 raised RuntimeError" in judge(spec, RankExit(0, 1, 1, 1.0)).lines[0]
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (7, "SIGBUS"), (64, "SIGRTMAX")])
+def test_a_signal_is_named(number: int, name: str, spec: WorldSpec) -> None:
+    verdict = judge(spec, RankExit(1, 1, -number, 1.0), RankExit(0, 1, -15, 2.0, by_us=True))
+    assert f"rank 1 of 4 was killed by {name}" in verdict.lines[0] and verdict.exit_code == 5
+
+
+def test_a_fault_that_a_rank_found_is_told_in_its_words_with_its_code(spec: WorldSpec) -> None:
+    for rank in range(4):
+        fail(spec, rank, DataError("record 7 is empty", where="train.jsonl, line 7"))
+    verdict = judge(spec, *(RankExit(rank, 1, 2, 1.0) for rank in range(4)))
+    assert verdict.exit_code == 2
+    assert verdict.lines[:2] == ("data error: record 7 is empty", "  train.jsonl, line 7")
+    assert not any("Traceback" in line for line in verdict.details)
+
+
+def test_saved_and_left_is_no_failure(spec: WorldSpec) -> None:
+    verdict = judge(spec, *(RankExit(rank, 1, 75, 1.0) for rank in range(4)))
+    assert verdict.exit_code == 75 and verdict.stopped and not verdict.lines
+    verdict = judge(spec, RankExit(0, 1, 75, 1.0), RankExit(1, 1, -15, 2.0, by_us=True))
+    assert verdict.exit_code == 75, "one that we ended while it left"
+
+
+def test_a_crash_during_a_stop_is_a_failure(spec: WorldSpec) -> None:
+    exits = (RankExit(0, 1, 75, 1.0), RankExit(1, 1, -11, 2.0, by_us=True))
+    assert judge(spec, *exits, stopped_by="SIGTERM").exit_code == 5
+
+
+def test_a_stop_before_training_can_be_taken_up_again(spec: WorldSpec) -> None:
+    exits = [RankExit(rank, 1, -15, 1.0, by_us=True) for rank in range(4)]
+    verdict = judge(spec, *exits, stopped_by="SIGTERM")
+    assert verdict.exit_code == 75 and "starts again" in verdict.lines[0]
+
+
+def test_an_agent_that_died_is_named(spec: WorldSpec) -> None:
+    verdict = judge(spec, error="torch's elastic agent (pid 9) was killed by SIGKILL and left no report")
+    assert verdict.exit_code == 5 and "agent (pid 9) was killed by SIGKILL" in verdict.lines[0]
+
+
+def test_failures_of_an_earlier_start_are_not_taken_for_this_ones(spec: WorldSpec) -> None:
+    fail(spec, 1, RuntimeError("old"))
+    assert [one.lines for one in read_failures(spec.run)] == [("old",)]
+    clear_failures(spec.run)
+    assert read_failures(spec.run) == []
+
+
+def test_a_damaged_account_is_passed_over(spec: WorldSpec) -> None:
+    fail(spec, 1, RuntimeError("whole"))
+    (spec.run.logs / "failure-rank00002.json").write_text('{"rank": 2, "pi')
+    (spec.run.logs / "failure-rank00003.json").write_text('{"rank": 3}')
+    assert [one.rank for one in read_failures(spec.run)] == [1]
+
+
+def test_the_last_step_is_of_this_start(spec: WorldSpec) -> None:
+    log = EventWriter(global_log(spec.run))
+    for step in (1, 2, 3):
+        log.write("step", step=step)
+    log.write("eval", step=9)
+    log.close()
+    with global_log(spec.run).open("a") as file:
+        file.write('{"type": "step", "st')
+    assert last_step(spec.run, since=0) == 3
+    assert last_step(spec.run, since=4e9) == 0
+
+
+def test_the_traceback_is_the_last_one_of_the_last_start(tmp_path: Path) -> None:
+    log = tmp_path / "rank00001.log"
+    old = start_mark(1, 1) + "Traceback (most recent call last):\n  old\nOldError: x\n"
+    log.write_text(old + start_mark(1, 2) + "all is well\n")
+    assert read_last_traceback(log) == []
+    new = (
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "x.py", line 3\n[rank1]: ValueError: odd\n[W1] a warning\n'
+    )
+    log.write_text(old + start_mark(1, 2) + new)
+    assert read_last_traceback(log) == [
+        "Traceback (most recent call last):", '  File "x.py", line 3', "ValueError: odd",
+    ]  # fmt: skip
+
+
+def test_threads_are_shared_and_a_users_choice_stays(spec: WorldSpec) -> None:
+    assert [threads_per_process(8, count) for count in (1, 2, 3, 16)] == [8, 4, 2, 1]
+    assert build_environment(spec, 8, {})["OMP_NUM_THREADS"] == "2"
+    assert build_environment(spec, 8, {"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
+
+
+def test_one_process_gets_its_rank_from_us_and_several_from_the_agent(spec: WorldSpec) -> None:
+    several = build_environment(spec, 8, {})
+    assert "RANK" not in several and several[PARENT_PID] == str(os.getpid())
+    assert "duoka.parallel.agent" in build_child_command(spec)
+    alone = WorldSpec(spec.command, 1, spec.run, port=1234)
+    env = build_environment(alone, 8, {})
+    assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("0", "1", "127.0.0.1", "1234")
+    assert build_child_command(alone)[0] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "expected"), [(None, 0, 1), (None, 4, 4), (2, 0, 2), (2, 4, 2), (0, 0, None), (5, 4, None)]
+)
+def test_one_process_per_gpu_unless_told_otherwise(asked: int | None, gpus: int, expected: int | None) -> None:
+    if expected is None:
+        with pytest.raises(ConfigError, match=f"--nproc is {asked}"):
+            count_processes(asked, gpus)
+    else:
+        assert count_processes(asked, gpus) == expected
+
+
+def test_ports_are_checked() -> None:
+    check_port(find_free_port())
+    for port in (0, -1, 70000):
+        with pytest.raises(ConfigError, match="ports are 1 to 65535"):
+            check_port(port)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            check_port(port)
+    assert f"pid {os.getpid()}: " in str(caught.value)
+
+
+def plain(tmp_path: Path, *chunks: bytes) -> str:
+    copy = PlainCopy(tmp_path / "log")
+    for chunk in chunks:
+        copy.add(chunk)
+    copy.close()
+    return (tmp_path / "log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("shown", "kept"),
+    [
+        (b"one\ntwo\n", "one\ntwo\n"),
+        (b"one\r\ntwo\r\n", "one\ntwo\n"),
+        (b"\x1b[1;31mred\x1b[0m\n", "red\n"),
+        (b"10%\r20%\r30%\n", "30%\n"),
+        (b"\r\x1b[2Kbar\r\x1b[2Kstep 1\nbar", "step 1\nbar\n"),
+        ("训练中\r完成\n".encode(), "完成\n"),
+        (b"\x1b]0;title\x07text\n", "text\n"),
+        (b"no end", "no end\n"),
+        (b"\n\n", "\n\n"),
+    ],
+)
+def test_a_log_holds_lines_and_no_frames(shown: bytes, kept: str, tmp_path: Path) -> None:
+    assert plain(tmp_path, shown) == kept
+
+
+def test_a_log_is_the_same_however_the_bytes_arrive(tmp_path: Path) -> None:
+    shown = "\r\x1b[2K进度 1\r\x1b[2K进度 2\n\x1b[32m好\x1b[0m\r\n".encode()
+    (tmp_path / "a").mkdir()
+    single = [shown[index : index + 1] for index in range(len(shown))]
+    assert plain(tmp_path / "a", *single) == plain(tmp_path, shown) == "进度 2\n好\n"
+
+
+def test_a_progress_line_that_never_ends_does_not_fill_memory(tmp_path: Path) -> None:
+    copy = PlainCopy(tmp_path / "log")
+    for number in range(20000):
+        copy.add(b"\rstep %06d of many" % number)
+    assert len(copy._line) < 70000
+    copy.close()
+    assert (tmp_path / "log").read_text() == "step 019999 of many\n"

@@ -1,0 +1,199 @@
+"""The doctor: every check can find its fault, none needs torch, a blocker is exit code 3."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from duoka import cli as frame
+from duoka.cluster import doctor, probe
+from duoka.cluster.doctor import Finding, Patient
+from duoka.plan.hardware import Gpu, Machine
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> Patient:
+    return Patient(tmp_path / "runs", tmp_path / "cache", Machine(4, 16 * GIB, 8 * GIB), 4)
+
+
+def only(check: Callable[[Patient], Any], patient: Patient) -> Finding:
+    (found,) = check(patient)
+    return found
+
+
+def test_a_healthy_machine_has_no_blocker_and_every_finding_is_whole(tmp_path: Path) -> None:
+    findings = doctor.examine(tmp_path / "runs")
+    assert {one.check for one in findings} >= {"python", "torch", "processor", "memory", "loopback", "clock", "text"}
+    for one in findings:
+        assert one.seen and one.severity in ("ok", "warn", "fail", "skip"), one
+        if one.severity in ("warn", "fail"):
+            assert one.wanted and one.fix, f"a finding says what to do: {one}"
+    assert not list(tmp_path.iterdir()), "looking leaves nothing behind"
+
+
+def test_a_missing_package_is_a_blocker(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor, "read_versions", lambda names: {name: None if name == "peft" else "1" for name in names}
+    )
+    bad = [one for one in doctor.check_packages(patient) if one.severity == "fail"]
+    assert [(one.check, one.fix) for one in bad] == [("peft", "pip install peft")]
+
+
+def test_a_folder_without_write_access_is_a_blocker(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    assert only(doctor.check_output_folder, patient).severity == "fail"
+    assert "DUOKA_CACHE" in only(doctor.check_cache_folder, patient).fix
+
+
+def test_an_output_that_is_a_file_is_a_blocker(patient: Patient) -> None:
+    patient.output.write_text("")
+    assert "is a file" in only(doctor.check_output_folder, patient).seen
+
+
+def test_a_nearly_full_disk_is_a_warning(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil._ntuple_diskusage(10 * GIB, 9 * GIB, GIB)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    assert only(doctor.check_output_folder, patient).severity == "warn"
+
+
+def test_a_small_dev_shm_is_a_warning(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil._ntuple_diskusage(64 << 20, 0, 64 << 20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    found = only(doctor.check_shared_memory, patient)
+    assert found.severity in ("warn", "skip")
+    assert found.severity == "skip" or "--shm-size" in found.fix
+
+
+def test_little_memory_is_a_warning(patient: Patient) -> None:
+    short = replace(patient, machine=Machine(4, 2 * GIB, GIB))
+    assert only(doctor.check_memory, short).severity == "warn"
+    assert only(doctor.check_memory, patient).severity == "ok"
+
+
+def test_a_busy_gpu_is_a_warning(patient: Patient) -> None:
+    gpus = (Gpu("H200", 140 * GIB, 139 * GIB, 9.0), Gpu("H200", 140 * GIB, 20 * GIB, 9.0))
+    found = list(doctor.check_gpu(replace(patient, machine=Machine(4, GIB, GIB, gpus=gpus))))
+    assert [(one.check, one.severity) for one in found] == [("gpu 0", "ok"), ("gpu 1", "warn")]
+
+
+@pytest.mark.parametrize(("value", "severity"), [(None, "ok"), ("2", "ok"), ("64", "warn"), ("many", "fail")])
+def test_threads_that_fight_for_cores_are_found(
+    value: str | None, severity: str, patient: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert [one.severity for one in doctor.check_processor(patient) if one.check == "threads"] == [severity]
+
+
+def test_few_open_files_are_a_blocker(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
+    assert only(doctor.check_open_files, patient).severity == "fail"
+
+
+def test_a_dead_loopback_is_a_blocker(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(doctor.check_loopback, patient).severity == "ok"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    assert only(doctor.check_loopback, patient).severity == "fail"
+
+
+def test_a_host_name_without_an_address_is_a_warning(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    found = only(doctor.check_host_name, patient)
+    assert found.severity == "warn" and "/etc/hosts" in found.fix
+
+
+def test_a_clock_in_1970_is_a_blocker(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.time, "time", lambda: 1000.0)
+    assert only(doctor.check_clock, patient).severity == "fail"
+
+
+def test_text_that_is_not_utf8_is_a_warning(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.locale, "getpreferredencoding", lambda _: "ANSI_X3.4-1968")
+    assert only(doctor.check_text, patient).severity == "warn"
+
+
+def test_a_check_that_breaks_is_a_finding(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_moon(patient: Patient) -> list[Finding]:
+        raise OSError("no sky")
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_moon,))
+    assert doctor.examine(patient.output) == [Finding("skip", "moon", "could not look: no sky")]
+
+
+def test_exit_code_is_3_only_for_a_blocker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for severity, code in (("ok", 0), ("warn", 0), ("skip", 0), ("fail", 3)):
+        finding = Finding(severity, "moon", "full", "new", "wait")  # type: ignore[arg-type]
+        monkeypatch.setattr(doctor, "examine", lambda output, finding=finding: [finding])
+        assert frame.run(["doctor"]) == code, severity
+        assert frame.run(["doctor", "--json"]) == code
+    capsys.readouterr()
+    frame.run(["doctor", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fit"] is False and answer["findings"][0]["fix"] == "wait"
+
+
+def test_it_works_where_torch_is_not_installed(tmp_path: Path) -> None:
+    """As on a laptop: torch cannot be imported or found, the doctor still examines everything and says so."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, importlib.metadata as m\n"
+        "sys.modules['torch'] = None\n"
+        "real = m.version\n"
+        "def version(name):\n"
+        "    if name == 'torch':\n        raise m.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "m.version = version\n"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(frame.__file__).parents[2]}"}
+    command = [sys.executable, "-m", "duoka", "doctor", "--json", "--output", str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+    assert findings["torch"]["severity"] == "fail" and done.returncode == 3, done.stderr
+    assert findings["loopback"]["severity"] == "ok" and findings["memory"]["seen"]
+
+
+def test_secrets_never_reach_env_json(tmp_path: Path) -> None:
+    env = {
+        "HF_TOKEN": "hf_abc", "DUOKA_API_KEY": "k", "HTTPS_PROXY": "http://me:pw@proxy:80", "OMP_NUM_THREADS": "2",
+        "TOKENIZERS_PARALLELISM": "false", "HOME_SECRET": "x", "CUDA_VISIBLE_DEVICES": "0",
+    }  # fmt: skip
+    facts = probe.read_environment_facts(tmp_path, ["duoka", "train"], env)
+    text = json.dumps(facts)
+    for secret in ("hf_abc", "me:pw", '"k"'):
+        assert secret not in text, secret
+    assert "HOME_SECRET" not in text, "variables that change no run are not kept at all"
+    kept = facts["environment"]
+    assert kept["OMP_NUM_THREADS"] == "2" and kept["TOKENIZERS_PARALLELISM"] == "false"
+    assert kept["HF_TOKEN"] == "***" and kept["HTTPS_PROXY"] == "http://***@proxy:80"
+    assert facts["packages"]["torch"] and facts["machine"]["num_usable_cores"] >= 1 and facts["git"] is None
+
+
+def test_a_containers_share_of_cpu_time_counts(tmp_path: Path) -> None:
+    everything = probe.count_usable_cores(tmp_path)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert probe.count_usable_cores(tmp_path) == everything
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    assert probe.count_usable_cores(tmp_path) == 1
