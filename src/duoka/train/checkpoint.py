@@ -70,9 +70,7 @@ class Saved:
 class CheckpointStore:
     """The checkpoints of one run. Every method that moves tensors is called by all ranks together."""
 
-    def __init__(
-        self, folder: Path, world: World, layout: Layout, config_hash: str, versions: dict[str, str]
-    ) -> None:
+    def __init__(self, folder: Path, world: World, layout: Layout, config_hash: str, versions: dict[str, str]) -> None:
         self.folder = folder
         self.world = world
         self.layout = layout

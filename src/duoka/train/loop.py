@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from duoka.data.loader import Loader
+from duoka.data.loader import GlobalBatch, Loader
 from duoka.optim.build import set_learning_rate
 from duoka.optim.schedule import learning_rate
 from duoka.parallel.world import World
@@ -24,78 +24,83 @@ from duoka.train.step import optimizer_step
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How the loop ended: `stopped_by` names the signal that asked for it, if any."""
+class Job:
+    """One run's parts, all built: what the loop drives."""
 
-    stopped_by: str = ""
-    evaluated: Measured | None = None
+    settings: RunSettings
+    contents: Contents
+    loader: Loader
+    store: CheckpointStore
+    record: Recorder
+    world: World
+    evaluate: Callable[[], Measured] | None
 
 
-def train(
-    settings: RunSettings,
-    contents: Contents,
-    loader: Loader,
-    store: CheckpointStore,
-    record: Recorder,
-    world: World,
-    evaluate: Callable[[], Measured] | None,
-) -> Outcome:
-    """Run from the state's cursor to the last step, or until somebody asks to stop."""
-    state, config = contents.state, settings.config
+def train(job: Job) -> str:
+    """Run from the state's cursor to the last step; returns "", or the signal that asked to stop before."""
+    settings, state = job.settings, job.contents.state
     save_timer = Timer(settings.save_every, settings.steps_per_epoch)
-    eval_timer = Timer(settings.eval_every if evaluate else None, settings.steps_per_epoch)
-    measured: Measured | None = None
-    contents.parallel.model.train()
+    eval_timer = Timer(settings.eval_every if job.evaluate else None, settings.steps_per_epoch)
+    job.contents.parallel.model.train()
+    batches = job.loader.from_cursor(state.epoch, state.index, settings.num_epochs)
     with StopSignal() as stop:
-        batches = iter(loader.from_cursor(state.epoch, state.index, settings.num_epochs))
         while state.step < settings.total_steps:
             started = time.perf_counter()
             batch = next(batches)
             data_s = time.perf_counter() - started
-
-            lr = learning_rate(config.optim, state.step + 1, settings.total_steps)
-            set_learning_rate(contents.optimizer, lr)
-            result = optimizer_step(
-                contents.parallel, contents.optimizer, batch,
-                numerics=contents.numerics, clip=config.optim.clip, device=world.device, step=state.step + 1,
-            )  # fmt: skip
-            result.times.data_s = data_s
-            asked = [
-                stop.asked,
-                world.is_main and save_timer.due_by_clock(),
-                world.is_main and eval_timer.due_by_clock(),
-            ]
-            loss_sum, stop_asked, save_due, eval_due = world.sum([result.loss_sum, *map(float, asked)])
-
-            state.advance(
-                batch.epoch, batch.index, settings.steps_per_epoch,
-                batch.num_samples, batch.num_tokens, batch.global_targets,
-            )  # fmt: skip
-            numbers = {
-                "epoch": round(state.epoch + state.index / settings.steps_per_epoch, 4),
-                "loss": loss_sum / batch.global_targets,
-                "grad_norm": result.norm,
-                "lr": lr,
-                "num_targets": batch.global_targets,
-                "num_tokens": batch.num_tokens,
-                "num_samples": batch.num_samples,
-            }
-            record.step(state, numbers, result.times, time.perf_counter() - started)
+            asked = (lambda: stop.asked, save_timer.due_by_clock, eval_timer.due_by_clock)
+            stop_asked, save_due, eval_due = _step(job, batch, started, data_s, asked)
 
             last = state.step >= settings.total_steps
-            if config.parallel.check_replicas and state.step % config.parallel.check_replicas == 0:
-                check_replicas(contents, world)
-            if evaluate and (eval_due or eval_timer.due_at(state.step) or last):
-                measured = evaluate()
-                record.evaluated(state, {**asdict(measured), "perplexity": measured.perplexity})
+            if settings.check_every and state.step % settings.check_every == 0:
+                check_replicas(job.contents, job.world)
+            if eval_due or eval_timer.due_at(state.step) or (last and job.evaluate):
+                _evaluate(job)
                 eval_timer.restart()
             if save_due or save_timer.due_at(state.step) or last or stop_asked:
-                saved = store.save(contents, keep=config.checkpoint.keep)
+                _save(job)
                 save_timer.restart()
-                record.event(
-                    "checkpoint", step=state.step, path=saved.path.name, size_bytes=saved.size_bytes,
-                    blocked_s=round(saved.blocked_s, 4),
-                )  # fmt: skip
             if stop_asked and not last:
-                return Outcome(stop.name or "a signal to another rank", measured)
-    return Outcome(evaluated=measured)
+                return stop.name or "a signal to another rank"
+    return ""
+
+
+def _step(
+    job: Job, batch: GlobalBatch, started: float, data_s: float, asked: tuple[Callable[[], bool], ...]
+) -> list[bool]:
+    """One optimizer step, recorded; returns what any rank's signal (or rank 0's clock) asks for after it."""
+    contents, settings, world = job.contents, job.settings, job.world
+    state, optim = contents.state, settings.config.optim
+    lr = learning_rate(optim, state.step + 1, settings.total_steps)
+    set_learning_rate(contents.optimizer, lr)
+    result = optimizer_step(
+        contents.parallel, contents.optimizer, batch,
+        numerics=contents.numerics, clip=optim.clip, device=world.device, step=state.step + 1,
+    )  # fmt: skip
+    result.times.data_s = data_s
+    stop, *clocks = [float(question()) for question in asked]
+    wishes = [stop, *(clock if world.is_main else 0.0 for clock in clocks)]
+    loss_sum, *wished = world.sum([result.loss_sum, *wishes])
+    state.advance(batch, settings.steps_per_epoch)
+    numbers = {
+        "epoch": round(state.epoch + state.index / settings.steps_per_epoch, 4),
+        "loss": loss_sum / batch.global_targets,
+        "grad_norm": result.norm,
+        "lr": lr,
+        "num_targets": batch.global_targets,
+        "num_tokens": batch.num_tokens,
+        "num_samples": batch.num_samples,
+    }
+    job.record.step(state, numbers, result.times, time.perf_counter() - started)
+    return [wish > 0 for wish in wished]
+
+
+def _evaluate(job: Job) -> None:
+    assert job.evaluate is not None
+    measured = job.evaluate()
+    job.record.evaluated(job.contents.state, {**asdict(measured), "perplexity": measured.perplexity})
+
+
+def _save(job: Job) -> None:
+    saved = job.store.save(job.contents, keep=job.settings.config.checkpoint.keep)
+    job.record.saved(job.contents.state, saved.path.name, saved.size_bytes, saved.blocked_s)

@@ -19,7 +19,6 @@ from duoka.model.result import write_result
 from duoka.model.source import model_folder
 from duoka.optim.build import build_optimizer
 from duoka.parallel.apply import Parallelized, parallelize
-from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
@@ -27,7 +26,7 @@ from duoka.plan.shape import read_shape
 from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.status import update_status
 from duoka.train.checkpoint import CheckpointStore, Contents, choose_checkpoint
-from duoka.train.loop import Outcome, train
+from duoka.train.loop import Job, train
 from duoka.train.measure import Measured, measure_loss
 from duoka.train.record import Recorder
 from duoka.train.setup import RunSettings, banner, build_settings, keep_choices, library_versions
@@ -52,9 +51,9 @@ class Inputs:
 
 def run_worker(loaded: Loaded, run: RunFolder) -> int:
     """Train as this process's rank; returns the exit code (0 done, 75 stopped early: start again to go on)."""
-    place = read_rank_environment()
-    # Before the process group: a collective that waits for a tokeniser looks like a hang.
-    inputs = read_inputs(loaded, run, print if place is None or place.rank == 0 else _silence)
+    # Before the process group: a collective that waits for a tokeniser looks like a hang. Whoever started this
+    # process has prepared everything and said so; what is found here is reused silently.
+    inputs = read_inputs(loaded, run)
     world = start_world(loaded.config.parallel)
     try:
         return run_in_world(inputs, world)
@@ -62,14 +61,10 @@ def run_worker(loaded: Loaded, run: RunFolder) -> int:
         end_world(world)
 
 
-def read_inputs(loaded: Loaded, run: RunFolder, say: Callable[[str], None]) -> Inputs:
+def read_inputs(loaded: Loaded, run: RunFolder) -> Inputs:
     """The model's folder and the tokenised data; made once, reused by every other rank and run."""
-    folder = model_folder(loaded.config.model, loaded.base, say)
-    return Inputs(loaded, run, folder, prepare_data(loaded.config, loaded.base, folder, say=say))
-
-
-def _silence(text: str) -> None:
-    """What rank 0 says is enough."""
+    folder = model_folder(loaded.config.model, loaded.base)
+    return Inputs(loaded, run, folder, prepare_data(loaded.config, loaded.base, folder))
 
 
 def run_in_world(inputs: Inputs, world: World) -> int:
@@ -96,8 +91,8 @@ def run_in_world(inputs: Inputs, world: World) -> int:
         for note in notes:
             record.event("warning", step=state.step, text=note)
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
-        outcome = train(settings, contents, loader, store, record, world, evaluate)
-        return _finish(inputs, outcome, contents, record, world)
+        stopped_by = train(Job(settings, contents, loader, store, record, world, evaluate))
+        return _finish(inputs, stopped_by, contents, record, world)
     finally:
         record.close()
 
@@ -182,13 +177,13 @@ def _announce(
     print("\n".join([*lines, *(f"  note: {note}" for note in notes), ""]), flush=True)
 
 
-def _finish(inputs: Inputs, outcome: Outcome, contents: Contents, record: Recorder, world: World) -> int:
+def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorder, world: World) -> int:
     step = contents.state.step
-    if outcome.stopped_by:
-        record.event("end", step=step, reason=outcome.stopped_by)
-        record.say(f"stopped by {outcome.stopped_by} after step {step}; saved. The same command goes on.")
+    if stopped_by:
+        record.event("end", step=step, reason=stopped_by)
+        record.say(f"stopped by {stopped_by} after step {step}; saved. The same command goes on.")
         if world.is_main:
-            update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=outcome.stopped_by)
+            update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=stopped_by)
         return StoppedEarly.exit_code
     if world.is_main:
         write_result(contents.parallel.bare.lm, inputs.folder, inputs.run.final)

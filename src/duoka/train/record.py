@@ -102,6 +102,9 @@ class Recorder:
             f"token accuracy {values['accuracy']:.1%} over {values['num_samples']} samples"
         )
 
+    def saved(self, state: TrainState, name: str, size_bytes: int, blocked_s: float) -> None:
+        self.event("checkpoint", step=state.step, path=name, size_bytes=size_bytes, blocked_s=round(blocked_s, 4))
+
     def event(self, type: str, **values: Any) -> None:
         if self._events:
             self._events.write(type, **values)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from duoka import __version__
 from duoka.config.schema import RunConfig
 from duoka.plan.layout import Layout
+from duoka.runs.events import global_log
 from duoka.train.manifest import read_manifest
 from duoka.units import Every, format_count, parse_every
 
@@ -33,6 +34,7 @@ class RunSettings:
     total_steps: int
     save_every: Every
     eval_every: Every
+    check_every: int
 
 
 def build_settings(config: RunConfig, loader: Loader) -> RunSettings:
@@ -48,6 +50,7 @@ def build_settings(config: RunConfig, loader: Loader) -> RunSettings:
         total_steps=total_steps,
         save_every=parse_every(config.checkpoint.every),
         eval_every=parse_every(config.train.eval_every),
+        check_every=config.parallel.check_replicas,
     )
 
 
@@ -89,9 +92,11 @@ def banner(
     kind = f"LoRA rank {config.lora.rank}" if config.lora else "full fine-tuning"
     held_out = f", {len(prepared.eval):,} held out" if prepared.eval is not None else ""
     warm = f"warm-up {config.optim.warmup:g}" if config.optim.warmup else "no warm-up"
+    board = "tensorboard" in config.log.to
+    watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
     tokens = int(prepared.train.lengths.sum())
     return [
-        f"duoka {__version__}  {config.stage}  {run.path}{resumed}",
+        f"duoka {__version__}  {config.stage}  {_shown(run.path)}{resumed}",
         f"  model       {config.model.name}: {format_count(total)} parameters, "
         f"{format_count(trainable)} trained ({kind})",
         f"  data        {len(prepared.train):,} conversations, {tokens:,} tokens, "
@@ -103,5 +108,13 @@ def banner(
         f"  steps       {settings.total_steps:,} ({settings.steps_per_epoch:,} an epoch), {config.optim.name} "
         f"lr {config.optim.lr:g}, {config.optim.schedule}, {warm}; saved every {settings.save_every}, "
         f"newest {config.checkpoint.keep} kept",
-        f"  watch       tensorboard --logdir {run.tensorboard}   or   {run.events / 'run.jsonl'}",
+        f"  watch       {watch}",
     ]
+
+
+def _shown(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

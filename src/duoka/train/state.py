@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from duoka.data.loader import GlobalBatch
+
 
 @dataclass
 class TrainState:
@@ -19,13 +21,14 @@ class TrainState:
     num_tokens: int = 0
     num_targets: int = 0
 
-    def advance(self, epoch: int, index: int, num_batches: int, samples: int, tokens: int, targets: int) -> None:
-        """One optimizer step was done on batch `index` of `epoch`, which has `num_batches`."""
+    def advance(self, batch: GlobalBatch, steps_per_epoch: int) -> None:
+        """One optimizer step was done on `batch`."""
         self.step += 1
-        self.epoch, self.index = (epoch, index + 1) if index + 1 < num_batches else (epoch + 1, 0)
-        self.num_samples += samples
-        self.num_tokens += tokens
-        self.num_targets += targets
+        at_end = batch.index + 1 >= steps_per_epoch
+        self.epoch, self.index = (batch.epoch + 1, 0) if at_end else (batch.epoch, batch.index + 1)
+        self.num_samples += batch.num_samples
+        self.num_tokens += batch.num_tokens
+        self.num_targets += batch.global_targets
 
 
 def seed_everything(seed: int) -> None:
