@@ -1,0 +1,72 @@
+"""Promise 2 for evaluation: 99 samples are 99, and the loss is the same, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import write_conversations
+
+NUM_SAMPLES = 99
+
+
+def measure(model: Path, data: Path, num_processes: int) -> dict:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "duoka",
+            "eval",
+            str(model),
+            "--data",
+            str(data),
+            "--json",
+            "--nproc",
+            str(num_processes),
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_conversations(tmp_path_factory.mktemp("data") / "talks.jsonl", NUM_SAMPLES)
+
+
+def test_eval_over_99_samples_reports_99_and_the_same_loss_on_any_number_of_processes(
+    tiny_model: Path, data: Path
+) -> None:
+    alone, *others = [measure(tiny_model, data, num_processes) for num_processes in (1, 2, 3)]
+    assert alone["num_samples"] == NUM_SAMPLES
+    for found in others:
+        assert found["num_samples"] == NUM_SAMPLES
+        assert found["num_targets"] == alone["num_targets"]
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert found["accuracy"] == pytest.approx(alone["accuracy"], abs=1e-9)
+    assert [found["world_size"] for found in others] == [2, 3]
+
+
+def test_what_every_process_refuses_is_said_once(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "duoka", "eval", str(tiny_model), "--data", str(tmp_path / "bad.jsonl"), "--nproc", "2"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("data error") == 1 and "Traceback" not in done.stderr, done.stderr

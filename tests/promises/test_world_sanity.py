@@ -1,0 +1,117 @@
+"""Promise 6: a world of strangers is refused, and replicas that drift are found and named."""
+
+import os
+
+import pytest
+import torch
+from tiny import write_conversations
+from worlds import run_world
+
+from duoka.config.load import load_config
+from duoka.config.schema import ParallelConfig
+from duoka.errors import ConfigError, DuokaError, WorkerFailed
+from duoka.parallel.world import check_same_everywhere, checksum, end_world, start_world
+from duoka.plan.layout import Layout
+from duoka.runs.folder import RunFolder
+from duoka.train.main import Inputs, _build_contents, read_inputs
+from duoka.train.replicas import check_replicas
+
+
+def expect(kind, words, action):
+    """`action` must fail with these words in its message, on this rank too."""
+    try:
+        action()
+    except kind as error:
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, f"{missing} not in: {error}"
+        return
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def meet_strangers():
+    world = start_world(ParallelConfig())
+    check_same_everywhere(world, {"config": "same", "torch": "2"})
+    mine = "abc" if world.rank == 0 else "xyz"
+    expect(
+        ConfigError,
+        ["training data is not the same", "rank 0: abc", "rank 1: xyz"],
+        lambda: check_same_everywhere(world, {"config": "same", "training data": mine}),
+    )
+    end_world(world)
+
+
+def test_ranks_with_other_data_are_named_before_the_first_step():
+    run_world(2, meet_strangers)
+
+
+class _Plan:
+    layout = Layout(dp=2, strategy="ddp")
+
+
+def flip_one_weight(yaml, folder):
+    loaded = load_config(yaml)
+    run = RunFolder(folder)
+    inputs: Inputs = read_inputs(loaded, run)
+    world = start_world(loaded.config.parallel)
+    contents = _build_contents(inputs, _Plan, world)
+    check_replicas(contents, world)
+    name = "model.layers.2.mlp.up_proj.weight"
+    if world.rank == 1:
+        with torch.no_grad():
+            contents.parallel.named_trainable()[name][3, 4] += 1e-3
+    expect(WorkerFailed, ["replicas differ", "rank 1", name], lambda: check_replicas(contents, world))
+    end_world(world)
+
+
+def test_a_replica_that_drifts_is_found_and_its_tensor_named(tmp_path, tiny_model):
+    data = write_conversations(tmp_path / "chats.jsonl", 8)
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(f"model: {tiny_model}\ndata: {{train: [{data}]}}\n", encoding="utf-8")
+    run_world(2, flip_one_weight, str(yaml), tmp_path / "out")
+
+
+def test_the_checksum_sees_every_bit_and_every_name():
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(3.0)}
+    seen = {checksum(tensors)}
+    seen.add(checksum({"a": tensors["a"].reshape(3, 2), "b": tensors["b"]}))
+    seen.add(checksum({"a": tensors["a"].flip(0), "b": tensors["b"]}))  # same sum, other places
+    seen.add(checksum({"c": tensors["a"], "b": tensors["b"]}))
+    seen.add(checksum({"a": tensors["a"].to(torch.bfloat16), "b": tensors["b"]}))
+    assert len(seen) == 5
+
+
+ENVIRONMENTS = {
+    "a world without an address": ({"RANK": "0", "WORLD_SIZE": "2"}, "lacks LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+    "a rank without a world": ({"RANK": "0"}, "lacks WORLD_SIZE"),
+    "a rank outside": (
+        {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "outside",
+    ),
+    "a rank that is no number": ({"RANK": "one", "WORLD_SIZE": "1"}, "not a whole number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_half_an_environment_never_becomes_a_world_of_one(monkeypatch, kind):
+    variables, words = ENVIRONMENTS[kind]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DuokaError, match=words):
+        start_world(ParallelConfig())
+
+
+def test_nccl_without_a_gpu_and_single_with_two_processes_are_refused(monkeypatch):
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no GPU"):
+            start_world(ParallelConfig(backend="nccl"))
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setitem(os.environ, name, value)
+    with pytest.raises(ConfigError, match="2 processes were started"):
+        start_world(ParallelConfig(strategy="single"))
