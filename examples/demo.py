@@ -29,7 +29,7 @@ console = Console(highlight=False)
 def main() -> int:
     started = time.monotonic()
     run = free_folder()
-    merged = run.with_name(f"{run.name}-merged")
+    merged = run.with_name(f"{run.name}-model")
     num_processes = len(read_machine().gpus) or 2
 
     title(1, "Before: who does the model think it is?")
@@ -58,7 +58,7 @@ def free_folder() -> Path:
     number = 1
     while True:
         run = Path("runs") / ("demo" if number == 1 else f"demo-{number}")
-        if not run.exists() and not run.with_name(f"{run.name}-merged").exists():
+        if not run.exists() and not run.with_name(f"{run.name}-model").exists():
             return run
         number += 1
 

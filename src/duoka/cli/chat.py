@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import click
@@ -62,6 +63,8 @@ def command(
     if prompt is not None:
         answer_once(chat, prompt, write_stdout, as_json=as_json)
     elif in_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (arrow keys and history in input(), where Python was built with it)
         talk(chat, input, write_stdout)
     else:
         answer_lines(chat, sys.stdin, write_stdout, as_json=as_json)

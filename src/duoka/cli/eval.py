@@ -32,7 +32,7 @@ def command(
 
     place = read_rank_environment()
     # Notes are said once: by whoever the user started, or by rank 0 under somebody else's launcher.
-    quiet = place is not None and (place.rank > 0 or parent_pid() is not None)
+    quiet = as_json or (place is not None and (place.rank > 0 or parent_pid() is not None))
     speak = _silence if quiet else say
     trained = find_trained(target, step=checkpoint, say=speak)
     if place is None:

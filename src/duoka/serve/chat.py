@@ -81,8 +81,9 @@ def talk(chat: Chat, read: Callable[[str], str], write: Write) -> None:
     """The terminal's loop: /new begins anew, /quit or Ctrl-D ends, Ctrl-C breaks an answer off."""
     write("Ask something. /new begins anew, /quit ends, Ctrl-C breaks an answer off.\n")
     while True:
+        write("\n")
         try:
-            text = read("\nyou: ").strip()
+            text = read("you: ").strip()
         except (EOFError, KeyboardInterrupt):
             write("\n")
             return
