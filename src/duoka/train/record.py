@@ -67,7 +67,7 @@ class Recorder:
         tokens_per_s = numbers["num_tokens"] / step_s
         self.event(
             "step", step=state.step, **numbers, tokens_per_s=round(tokens_per_s, 2), step_s=round(step_s, 6), **own,
-            checkpoint_s=0.0, memory_bytes=peak_memory_bytes(),
+            memory_bytes=peak_memory_bytes(),
         )  # fmt: skip
         if self._board:
             for tag, key in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("train/lr", "lr")):

@@ -1,0 +1,73 @@
+"""Which folder a model name means, without a network and without torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig
+from duoka.errors import ConfigError
+from duoka.model.source import check_model, find_model, model_folder
+
+
+def config_of(name, **more):
+    return RunConfig(model=ModelConfig(name=name, **more), data=DataConfig(train=(DataSource(name="identity"),)))
+
+
+def write_snapshot(hub, hub_id, commit, *, branch=None, model):
+    repository = hub / f"models--{hub_id.replace('/', '--')}"
+    folder = repository / "snapshots" / commit
+    folder.mkdir(parents=True)
+    for path in model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    if branch:
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / branch).write_text(commit)
+    return folder
+
+
+def test_a_folder_is_found_from_here_and_from_the_yamls_folder(tmp_path, monkeypatch, tiny_model):
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "yamls"
+    there.mkdir()
+    (there / "mine").symlink_to(tiny_model)
+    assert find_model(ModelConfig(name="mine"), there).folder == tiny_model.resolve()
+    assert find_model(ModelConfig(name="mine"), tmp_path).hub_id == "mine"
+    assert check_model(config_of("mine"), there) == []
+
+
+@pytest.mark.parametrize("name", ["./x", "/x/y", "~/x", "a/b/c", "a b", "C:\\models\\x"])
+def test_what_looks_like_a_path_is_never_taken_for_a_hub_id(name, tmp_path):
+    with pytest.raises(ConfigError, match="no such folder"):
+        find_model(ModelConfig(name=name), tmp_path)
+
+
+def test_a_warm_hub_cache_needs_no_network_and_keeps_to_the_revision(tmp_path, monkeypatch, tiny_model):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    old = write_snapshot(tmp_path, "me/chat", "aaa", branch="v1", model=tiny_model)
+    new = write_snapshot(tmp_path, "me/chat", "bbb", branch="main", model=tiny_model)
+    assert model_folder(ModelConfig(name="me/chat"), Path()) == new
+    assert model_folder(ModelConfig(name="me/chat", revision="v1"), Path()) == old
+    assert model_folder(ModelConfig(name="me/chat", revision="aaa"), Path()) == old
+    (fault,) = check_model(config_of("me/chat", revision="v2"), Path())
+    assert "switched off" in fault.what
+
+
+def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("duoka.model.source.hub_has_an_address", lambda: False)
+    (fault,) = check_model(config_of("me/chat"), Path())
+    assert "no network" in fault.what and fault.key == "model.name"
+
+
+def test_finding_and_checking_import_no_torch(tiny_model):
+    code = (
+        "import sys; from pathlib import Path; from duoka.model.source import find_model, check_model;"
+        "from duoka.config.schema import ModelConfig;"
+        f"assert find_model(ModelConfig(name={str(tiny_model)!r}), Path()).folder;"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
