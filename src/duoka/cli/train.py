@@ -73,7 +73,7 @@ def start_here(config: str, overrides: tuple[str, ...], nproc: int | None, port:
     run = find_run_folder(loaded)
     kind = check_claim(loaded, run)
     if dry_run:
-        return _print_dry_run(loaded, run, kind, machine, num_processes)
+        return _print_dry_run(config, overrides, run, kind, num_processes)
     if kind == "finished":
         click.echo(f"{run.path} is finished; its result is in {run.final}")
         return finish(run)
@@ -171,22 +171,14 @@ def finish(run: RunFolder) -> int:
     return 0
 
 
-def _print_dry_run(loaded: Loaded, run: RunFolder, kind: str, machine: Machine, num_processes: int) -> int:
-    from duoka.model.source import find_model
-    from duoka.plan.report import make_plan
-    from duoka.plan.shape import demo_shape, read_shape
+def _print_dry_run(config: str, overrides: tuple[str, ...], run: RunFolder, kind: str, num_processes: int) -> int:
+    """What would happen, and then what `duoka plan` says; its exit code too."""
+    from duoka.cli.plan import command as plan
 
-    source = find_model(loaded.config.model, loaded.base)
     words = {"new": "a new run", "resumed": "goes on with the run there", "finished": "the run there is finished"}
-    click.echo(f"{loaded.path}: no fault. {run.path}: {words[kind]}")
-    if source.folder is None and not source.is_demo:
-        click.echo(f"plan: {source.hub_id} is not on this machine yet; its size is known once it is fetched")
-        return 0
-    shape = read_shape(source.folder) if source.folder is not None else demo_shape()
-    plan = make_plan(loaded.config, shape, machine, num_processes)
-    click.echo("\n".join(plan.lines()))
-    _refuse_what_does_not_fit(plan)
-    return 0
+    click.echo(f"{config}: no fault. {run.path}: {words[kind]}\n")
+    assert plan.callback is not None
+    return int(plan.callback(config=config, overrides=overrides, nproc=num_processes, as_json=False))
 
 
 # --- the processes that train ---

@@ -6,6 +6,8 @@ own, and rank 0's answer repeats it, so that nothing left over from an earlier s
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import socket
 import threading
@@ -18,11 +20,12 @@ from typing import Any
 
 from duoka.cluster.claim import JOIN_FOLDER
 from duoka.errors import DuokaError, StorageError, WorkerFailed
-from duoka.runs.folder import RunFolder, read_json, write_json_atomic
+from duoka.runs.folder import RunFolder, read_json
 
 _BEAT_S = 0.25
-_REFUSED_S = 3.0  # how long a refusal stays readable
-SILENCE_S = 120.0  # rank 0 beats while it works; after this long without a beat it is gone
+_REFUSED_S = 1.0  # how long a refusal stays readable
+_RANK_0_SPEAKS_S = 4.0  # who leaves first is taken for the cause, and its launcher ends the others: that be rank 0
+SILENCE_S = 300.0  # rank 0 beats while it works; after this long without a beat it is gone
 
 
 class RefusedElsewhere(DuokaError):
@@ -85,7 +88,7 @@ class Leader(threading.Thread):
                 continue  # nobody new: no need to touch the disk
             beat += 1
             with suppress(OSError):
-                write_json_atomic(self.folder / "answer.json", {**self._news, "beat": beat, "words": words})
+                _write(self.folder / "answer.json", {**self._news, "beat": beat, "words": words})
                 answered = repr(words) if self._news["state"] == "ready" else ""
 
 
@@ -95,7 +98,7 @@ def follow(run: RunFolder, rank: int, *, silence_s: float = SILENCE_S) -> None:
     word = f"{socket.gethostname()}-{uuid.uuid4().hex}"
     path = folder / f"rank{rank:05d}.json"
     last_beat, heard_at = -1, time.monotonic()
-    write_json_atomic(path, {"rank": rank, "word": word})
+    _write(path, {"rank": rank, "word": word})
     try:
         while True:
             answer = read_json(folder / "answer.json") or {}
@@ -103,6 +106,7 @@ def follow(run: RunFolder, rank: int, *, silence_s: float = SILENCE_S) -> None:
                 if answer["state"] == "ready":
                     return
                 if answer["state"] == "refused":
+                    time.sleep(_RANK_0_SPEAKS_S)
                     raise RefusedElsewhere(int(answer["exit_code"]), f"rank 0 refused: {answer['what']}")
                 if answer["beat"] != last_beat:
                     last_beat, heard_at = answer["beat"], time.monotonic()
@@ -115,6 +119,13 @@ def follow(run: RunFolder, rank: int, *, silence_s: float = SILENCE_S) -> None:
             time.sleep(_BEAT_S)
     finally:
         path.unlink(missing_ok=True)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all for a reader, but without fsync: on a busy disk that would silence rank 0 for minutes."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(draft, path)
 
 
 def _make_folder(run: RunFolder) -> Path:

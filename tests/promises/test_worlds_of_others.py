@@ -1,0 +1,89 @@
+"""`duoka train` in a world that torchrun started, in one that it started itself, and when a rank of it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from duoka.runs.events import read_steps
+from duoka.runs.folder import RunFolder
+from duoka.runs.status import read_status
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, tiny_model: Path) -> Path:
+    (tmp_path / "sft.yaml").write_text(
+        f"model: {tiny_model}\ndata: {{train: [identity], max_length: 64}}\n"
+        "train: {epochs: 1, global_batch: 16, precision: fp32}\ncheckpoint: {every: 2}\nlog: {every: 1}\n",
+        encoding="utf-8",
+    )
+    return tmp_path
+
+
+def start(home: Path, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=home, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def run(home: Path, *command: str) -> tuple[int, str, str]:
+    process = start(home, *command)
+    out, err = process.communicate(timeout=150)
+    return process.returncode, out, err
+
+
+def test_torchrun_and_our_own_launcher_train_the_same_and_print_once(home: Path) -> None:
+    ours = run(home, sys.executable, "-m", "duoka", "train", "sft.yaml", "output=runs/ours", "--nproc", "2")
+    theirs = run(home, *TORCHRUN, "duoka", "train", "sft.yaml", "output=runs/theirs")
+    losses = []
+    for name, (code, out, err) in (("ours", ours), ("theirs", theirs)):
+        folder = RunFolder(home / "runs" / name)
+        assert code == 0, err
+        assert out.count("\nstep     1 ") == 1, f"every line once, not once per rank: {out}"
+        status = read_status(folder)
+        assert status is not None and status.state == "done" and status.world_size == 2
+        assert folder.config.is_file() and folder.plan.is_file() and json.loads(folder.env.read_text())["packages"]
+        losses.append([event["loss"] for event in read_steps(folder)])
+        assert not (folder.path / ".join").exists(), "the meeting place is gone"
+    assert losses[0] == losses[1] and len(losses[0]) > 3
+
+    code, out, err = run(home, *TORCHRUN, "duoka", "train", "sft.yaml", "output=runs/theirs", "train.seed=7")
+    assert code != 0
+    assert err.count("train.seed: 42 there, 7 now") == 1, f"refused with what differs, by one rank: {err}"
+
+
+def test_a_rank_of_a_training_run_that_is_killed_is_named_with_its_step(home: Path) -> None:
+    process = start(home, sys.executable, "-m", "duoka", "train", "sft.yaml", "train.epochs=500", "--nproc", "2")
+    folder = RunFolder(home / "runs/sft")
+    try:
+        deadline = time.monotonic() + 90
+        while len(read_steps(folder)) < 3:
+            assert time.monotonic() < deadline and process.poll() is None, "it never got to step 3"
+            time.sleep(0.1)
+        (agent,) = psutil.Process(process.pid).children()
+        victim = next(child for child in agent.children() if child.environ().get("RANK") == "1")
+        victim.send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        _, err = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    assert time.monotonic() - killed_at < 30, "everything is down within 30 s"
+    assert process.returncode == 5
+    top = err[err.index("worker failed") :].splitlines()
+    assert top[0].startswith("worker failed: rank 1 of 2 was killed by SIGKILL after step "), err
+    assert "the same command goes on" in err and "Traceback" not in err, "the other rank's loss of it is no news"
+    status = read_status(folder)
+    assert status is not None and (status.state, status.exit_code) == ("failed", 5)
