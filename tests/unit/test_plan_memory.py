@@ -110,7 +110,7 @@ def test_static_bytes_are_those_of_real_tensors():
     for parameter in lm.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    static = static_memory(Work(SHAPE, None), "single", "fp32", 1)
+    static = static_memory(Work(SHAPE, None), Layout())
     assert static.weights_bytes == sum(p.nbytes for p in lm.parameters())
     assert static.gradients_bytes == sum(p.grad.nbytes for p in lm.parameters())
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]

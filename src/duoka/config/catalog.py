@@ -30,6 +30,8 @@ EXECUTION_KEYS: tuple[str, ...] = (
     "log.*",
     "output",
 )
+# Inside these sections, and yet with a say in what is learnt.
+RESULT_KEYS: tuple[str, ...] = ("parallel.compress",)
 
 # What to write where there is no default to show.
 _EXAMPLES: dict[str, str] = {
@@ -48,6 +50,7 @@ _EXAMPLES: dict[str, str] = {
     "lora": "{rank: 8}",
     "lora.targets": "[q_proj, v_proj]",
     "train.max_steps": "500",
+    "parallel.shard_ranks": "2",
     "output": "runs/identity",
 }
 
@@ -207,4 +210,6 @@ def _bounds(metadata: tuple[Any, ...], each: str = "") -> str:
 
 def is_execution_key(name: str) -> bool:
     """True for a key that changes no result, so that a run may go on under another value."""
+    if name in RESULT_KEYS:
+        return False
     return any(name == key or (key.endswith(".*") and name.startswith(key[:-1])) for key in EXECUTION_KEYS)

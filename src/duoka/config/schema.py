@@ -174,7 +174,21 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """How processes share the work. Changes speed and memory, never results."""
 
-    strategy: Literal["auto", "single", "ddp"] = Field("auto", description="How ranks share the work.")
+    strategy: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = Field(
+        "auto", description="How ranks share the work; fsdp is another name for zero3."
+    )
+    shard_ranks: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="HSDP: how many ranks share one copy of the model; left out: those of a node."
+    )
+    reshard: bool = Field(
+        True, description="FSDP, HSDP: give gathered weights back after each layer's forward pass, gather them again."
+    )
+    offload: Literal["none", "optimizer", "params"] = Field(
+        "none", description="What lies in host memory: the optimizer's state, or with it weights and gradients too."
+    )
+    compress: Literal["none", "bf16"] = Field(
+        "none", description="What gradients travel as; all but none round them, and so change results a little."
+    )
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
     timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")
     find_unused_parameters: bool = Field(False, description="DDP: look for parameters that got no gradient.")

@@ -22,6 +22,8 @@ from duoka.model.attention import register_attention
 from duoka.model.lora import apply_lora
 from duoka.model.loss import IGNORED, count_correct, sum_cross_entropy
 
+GATHERED_HEAD = "apply_gathered"
+
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
@@ -46,10 +48,11 @@ def load_model(
     *,
     dtype: torch.dtype,
     lora: LoraConfig | None = None,
+    seed: int = 0,
     attention: str = "duoka",
     trust_remote_code: bool = False,
 ) -> torch.nn.Module:
-    """The transformers model in `folder` with weights of `dtype`; with `lora`, a PeftModel with fresh adapters."""
+    """The transformers model in `folder` with weights of `dtype`; with `lora`, adapters that begin from `seed`."""
     from transformers import AutoModelForCausalLM
 
     if attention == "duoka":
@@ -67,7 +70,7 @@ def load_model(
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error
-        return apply_lora(model, lora) if lora is not None else model
+        return apply_lora(model, lora, seed) if lora is not None else model
 
 
 def load_adapter(base: torch.nn.Module, folder: Path) -> torch.nn.Module:
@@ -80,12 +83,23 @@ def load_adapter(base: torch.nn.Module, folder: Path) -> torch.nn.Module:
         return peft.PeftModel.from_pretrained(base, os.fspath(folder))
 
 
+def apply_head(
+    head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Head and loss in one: (summed loss, correct target tokens); the second is counted in eval mode only."""
+    loss = sum_cross_entropy(hidden, head.weight, labels)  # type: ignore[arg-type]
+    if head.training:
+        return loss, torch.zeros((), dtype=torch.long, device=loss.device)
+    return loss, count_correct(hidden, head.weight, labels)  # type: ignore[arg-type]
+
+
 class LossModel(torch.nn.Module):
     """A causal language model that answers a micro-batch with the sum of its target tokens' losses."""
 
     def __init__(self, lm: torch.nn.Module) -> None:
         super().__init__()
         self.lm = lm
+        self.has_plain_head = self._has_plain_head()
 
     def forward(
         self,
@@ -95,27 +109,31 @@ class LossModel(torch.nn.Module):
         boundaries: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(summed loss, correct target tokens); the second is counted in eval mode only."""
-        core: Any = self._core()
+        core: Any = self.core
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids}
         if boundaries is not None:
             options.update(cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries)
-        if not self._head_is_plain(core):
+        if not self.has_plain_head:
             return self._loss_from_logits(core(input_ids=input_ids, **options).logits, labels)
         hidden = core.get_decoder()(input_ids=input_ids, **options).last_hidden_state  # (rows, tokens, dim)
-        weight = core.get_output_embeddings().weight
-        loss = sum_cross_entropy(hidden, weight, labels)
-        if self.training:
-            return loss, torch.zeros((), dtype=torch.long, device=loss.device)
-        return loss, count_correct(hidden, weight, labels)
+        head = core.get_output_embeddings()
+        # A head that is sharded by itself has a form of this that gathers its weight around the call.
+        gathered: Any = getattr(head, GATHERED_HEAD, None)
+        answer: tuple[torch.Tensor, torch.Tensor]
+        answer = gathered(hidden, labels) if gathered else apply_head(head, hidden, labels)
+        return answer
 
-    def _core(self) -> torch.nn.Module:
+    @property
+    def core(self) -> torch.nn.Module:
         """The transformers model, inside its adapters when there are any."""
         peft_base = getattr(self.lm, "get_base_model", None)
         return peft_base() if callable(peft_base) else self.lm
 
-    @staticmethod
-    def _head_is_plain(core: Any) -> bool:
+    def _has_plain_head(self) -> bool:
         """True when logits = hidden @ weight.T, with nothing after it, so that the head can be fused into the loss."""
+        core: Any = self.core
+        if not hasattr(core, "get_output_embeddings"):
+            return False
         head = core.get_output_embeddings()
         config = core.config.get_text_config()
         scaled = ("final_logit_softcapping", "logit_scale", "logits_scaling")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 
 
-def apply_lora(model: torch.nn.Module, lora: LoraConfig) -> torch.nn.Module:
+def apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int = 0) -> torch.nn.Module:
     """Freeze the model and put trainable adapters beside its linear layers; returns the PeftModel."""
     import peft
 
@@ -22,7 +24,29 @@ def apply_lora(model: torch.nn.Module, lora: LoraConfig) -> torch.nn.Module:
         target_modules="all-linear" if lora.targets == "all" else list(lora.targets),
         bias="none",
     )
-    return peft.get_peft_model(model, settings)
+    adapted = peft.get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if is_adapter(name) and not parameter.is_meta:
+                parameter.copy_(draw_adapter(name, parameter.shape, seed))
+    return adapted
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def draw_adapter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """Where an adapter begins: A as PEFT draws it (uniform within 1/sqrt(width)), B zero.
+
+    From seed and name alone: a rank that holds a part of the adapters begins with the values that one process would.
+    """
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    number = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")
+    generator = torch.Generator().manual_seed(number)
+    bound = shape[1] ** -0.5
+    return torch.rand(shape, generator=generator) * (2 * bound) - bound
 
 
 def _check_targets(model: torch.nn.Module, targets: tuple[str, ...]) -> None:

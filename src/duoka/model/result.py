@@ -16,14 +16,19 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def write_result(lm: torch.nn.Module, base_folder: Path, final: Path) -> None:
-    """Write the trained model to `final` in one step; an older result of the same run is replaced."""
+def write_result(
+    lm: torch.nn.Module, base_folder: Path, final: Path, state: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write the trained model to `final` in one step; an older result of the same run is replaced.
+
+    `state` holds its whole tensors when the model has only this rank's shards of them.
+    """
     draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
     try:
         if hasattr(lm, "peft_config"):
-            lm.save_pretrained(os.fspath(draft))
+            lm.save_pretrained(os.fspath(draft), **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
         else:
-            _write_full(lm, base_folder, draft)
+            _write_full(lm, lm.state_dict() if state is None else state, base_folder, draft)
         copy_tokenizer(base_folder, draft)
         os.chmod(draft, 0o755)
         if final.exists():
@@ -38,13 +43,13 @@ def write_result(lm: torch.nn.Module, base_folder: Path, final: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write_full(lm: torch.nn.Module, base_folder: Path, draft: Path) -> None:
+def _write_full(lm: torch.nn.Module, whole: dict[str, torch.Tensor], base_folder: Path, draft: Path) -> None:
     """Full weights in the base's own type: masters are fp32 in training, people expect the size they came with."""
     dtype = base_dtype(base_folder)
     # Shared tensors stay shared in a plain dict, so that transformers finds tied heads and writes them once.
     cast: dict[int, torch.Tensor] = {}
     state = {}
-    for name, tensor in lm.state_dict().items():
+    for name, tensor in whole.items():
         state[name] = cast.setdefault(tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor)
     lm.save_pretrained(os.fspath(draft), state_dict=state)  # type: ignore[operator]
     config = draft / "config.json"

@@ -62,11 +62,13 @@ def apply_ddp(
     return replica, clock
 
 
-@contextlib.contextmanager
-def exchange_gradients(model: torch.nn.Module, on: bool) -> Iterator[None]:
-    """Backward passes inside exchange gradients only when `on`: once per optimizer step, at its last micro-batch."""
-    if isinstance(model, DistributedDataParallel) and not on:
-        with model.no_sync():
+@dataclass(frozen=True)
+class DdpExchange:
+    """Gradients are exchanged once per optimizer step, in the backward pass of its last micro-batch."""
+
+    model: DistributedDataParallel
+
+    @contextlib.contextmanager
+    def __call__(self, last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if last else self.model.no_sync():
             yield
-    else:
-        yield

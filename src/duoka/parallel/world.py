@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, WorkerFailed
@@ -23,7 +24,7 @@ from duoka.units import parse_seconds
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: `rank` of `size`, on `device`. A world of one has no process group."""
+    """This process's place: `rank` of `size`, on `device`. A world of one has a process group only for a sharded model."""
 
     rank: int = 0
     local_rank: int = 0
@@ -92,15 +93,19 @@ def start_world(parallel: ParallelConfig) -> World:
         torch.cuda.set_device(device)
     if parallel.backend == "nccl" and device.type != "cuda":
         raise ConfigError("parallel.backend is nccl, and this machine has no GPU", fix="write backend: auto")
+    backend = parallel.backend if parallel.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    timeout = datetime.timedelta(seconds=min(parse_seconds(parallel.timeout), 86400.0))
     if place is None or place.size == 1:
-        return World(device=device)
+        if parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp"):
+            return World(device=device)
+        # FSDP wants a group also when there is nobody else: offloading is of use to one process too.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return World(device=device, backend=backend)
     if parallel.strategy == "single":
         raise ConfigError(
             f"parallel.strategy is single, but {place.size} processes were started",
             fix="write strategy: auto, or start one process (--nproc 1)",
         )
-    backend = parallel.backend if parallel.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
-    timeout = datetime.timedelta(seconds=min(parse_seconds(parallel.timeout), 86400.0))
     dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
     if dist.get_world_size() != place.size:
         raise WorkerFailed(f"asked for a world of {place.size} processes, got {dist.get_world_size()}")
@@ -108,7 +113,7 @@ def start_world(parallel: ParallelConfig) -> World:
 
 
 def end_world(world: World) -> None:
-    if world.size > 1 and dist.is_initialized():
+    if world.backend != "none" and dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -128,9 +133,10 @@ def check_same_everywhere(world: World, facts: Mapping[str, str]) -> None:
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
-    """One digest over names, shapes and bits of tensors."""
+    """One digest over names, shapes and bits of tensors; of sharded ones, this rank's part."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors.items():
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         # Through a byte view: NumPy has no bf16.
         digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())

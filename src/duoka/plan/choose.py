@@ -13,7 +13,7 @@ from duoka.config.schema import RunConfig
 from duoka.errors import Fault
 from duoka.plan.batch import tokens_in_micro_batch
 from duoka.plan.hardware import Machine
-from duoka.plan.layout import Layout, Precision, Recompute, Strategy
+from duoka.plan.layout import SHARDED, Layout, Precision, Recompute, Strategy
 from duoka.plan.memory import FITS, Work, estimate_memory
 from duoka.units import Amount, format_bytes, parse_amount
 
@@ -53,23 +53,51 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
         fix = "write for example:   strategy: auto   (or start one process: --nproc 1)"
         faults.append(Fault(what, key="parallel.strategy", fix=fix))
     here = local_size or world_size
+    faults += _check_sharding(config, world_size, here)
     if machine.gpus and here > len(machine.gpus):
         what = f"{here} processes are asked for on this machine, and it has {len(machine.gpus)} GPUs"
         faults.append(Fault(what, fix=f"start one process per GPU: --nproc {len(machine.gpus)}"))
     return faults
 
 
-def choose_layout(config: RunConfig, work: Work, machine: Machine, world_size: int, available_bytes: int) -> Choice:
+def _check_sharding(config: RunConfig, world_size: int, local_size: int) -> list[Fault]:
+    parallel = config.parallel
+    if parallel.strategy != "hsdp" or world_size == 1:
+        return []
+    shard = parallel.shard_ranks or local_size
+    if 1 < shard <= world_size and world_size % shard == 0:
+        return []
+    whose = "parallel.shard_ranks" if parallel.shard_ranks else "a node's number of processes"
+    good = [n for n in range(2, world_size + 1) if world_size % n == 0]
+    return [
+        Fault(
+            f"{whose} is {shard}, and {world_size} processes cannot be cut into groups of that size that share a model",
+            key="parallel.shard_ranks" if parallel.shard_ranks else "parallel.strategy",
+            fix=f"write for example:   shard_ranks: {good[0]}   (one of {', '.join(map(str, good))}), or strategy: ddp",
+        )
+    ]
+
+
+def choose_layout(
+    config: RunConfig,
+    work: Work,
+    machine: Machine,
+    world_size: int,
+    available_bytes: int,
+    local_size: int | None = None,
+) -> Choice:
     """The layout of this run: what the config says, and this machine's answer to every `auto`."""
     reasons: dict[str, str] = {}
     warnings: list[str] = list(machine.notes)
     layout = Layout(
         dp=world_size,
-        strategy=_choose_strategy(config, world_size, reasons),
+        strategy="single" if world_size == 1 else "ddp",
         precision=_choose_precision(config, machine, reasons, warnings),
         micro=Amount(config.data.max_length, "tokens"),
         packing=config.data.packing,
+        offload=config.parallel.offload,
     )
+    layout = _with_strategy(config, work, layout, available_bytes, local_size or world_size, reasons)
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
     layout = replace(layout, recompute=_choose_recompute(config, work, smallest, available_bytes, reasons))
     if config.train.micro_batch != "auto":
@@ -78,14 +106,29 @@ def choose_layout(config: RunConfig, work: Work, machine: Machine, world_size: i
     return Choice(layout, reasons, tuple(warnings))
 
 
-def _choose_strategy(config: RunConfig, world_size: int, reasons: dict[str, str]) -> Strategy:
-    if config.parallel.strategy != "auto":
-        return config.parallel.strategy
-    if world_size == 1:
+def _with_strategy(
+    config: RunConfig, work: Work, layout: Layout, available_bytes: int, local_size: int, reasons: dict[str, str]
+) -> Layout:
+    """`layout` is single or ddp; sharding costs traffic, so `auto` takes it only when memory asks for it."""
+    asked, size = config.parallel.strategy, layout.dp
+    if asked != "auto":
+        strategy: Strategy = "fsdp" if asked == "zero3" else asked
+        if strategy == "hsdp":
+            return replace(layout, strategy=strategy, shard=min(config.parallel.shard_ranks or local_size, size))
+        return replace(layout, strategy=strategy, shard=size if strategy in SHARDED else 1)
+    if size == 1:
         reasons["parallel.strategy"] = "single: one process"
-        return "single"
-    reasons["parallel.strategy"] = f"ddp: {world_size} processes, each with a whole model"
-    return "ddp"
+        return layout
+    smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
+    need = estimate_memory(work, smallest, largest_tokens(config, smallest)).peak_bytes
+    if need <= FITS * available_bytes:
+        reasons["parallel.strategy"] = f"ddp: {size} processes, each with a whole model"
+        return layout
+    reasons["parallel.strategy"] = (
+        f"fsdp: {size} processes share one model; whole, it would need {format_bytes(need)} in each, "
+        f"and {format_bytes(available_bytes)} is there"
+    )
+    return replace(layout, strategy="fsdp", shard=size)
 
 
 def _choose_precision(config: RunConfig, machine: Machine, reasons: dict[str, str], warnings: list[str]) -> Precision:

@@ -1,25 +1,28 @@
 """How the ranks of a world are used. One type, unchanged from plan to mesh to a checkpoint's manifest.
 
-Part of no result: two layouts of one run give the same losses. Tensor, pipeline and sequence axes, sharding and
-offload will be further fields here, each with a default that means "not used".
+Part of no result: two layouts of one run give the same losses. Tensor, pipeline and sequence axes will be further
+fields here, each with a default that means "not used".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from duoka.units import Amount, parse_amount
 
-Strategy = Literal["single", "ddp"]
+Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "full"]
+Offload = Literal["none", "optimizer", "params"]
+
+SHARDED: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp", "hsdp")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp` replicas, each computing micro-batches of `micro` in `precision`."""
+    """`dp` ranks, each computing micro-batches of `micro` in `precision`; `shard` of them share one copy of the state."""
 
     dp: int = 1
     strategy: Strategy = "single"
@@ -27,17 +30,34 @@ class Layout:
     recompute: Recompute = "none"
     micro: Amount = field(default_factory=lambda: Amount(1, "samples"))
     packing: bool = True
+    shard: int = 1
+    offload: Offload = "none"
 
     def __post_init__(self) -> None:
         if self.dp < 1:
             raise ValueError(f"a layout needs at least one replica, got {self.dp}")
         if self.strategy == "single" and self.dp != 1:
             raise ValueError(f"strategy single is one process, got {self.dp}")
+        if self.shard < 1 or self.dp % self.shard:
+            raise ValueError(f"{self.dp} ranks cannot be cut into groups of {self.shard}")
 
     @property
     def name(self) -> str:
-        """Short, for lines and folders: single, ddp2."""
-        return "single" if self.strategy == "single" else f"{self.strategy}{self.dp}"
+        """Short, for lines and folders: single, ddp2, fsdp4, zero1x4, hsdp2x4 (replicas x ranks that share one)."""
+        if self.strategy == "single":
+            return "single"
+        if self.strategy == "hsdp":
+            return f"hsdp{self.num_replicas}x{self.shard}"
+        return f"{self.strategy}{'x' if self.strategy[-1].isdigit() else ''}{self.dp}"
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.strategy in SHARDED
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same part of the state."""
+        return self.dp // self.shard
 
     @property
     def world_size(self) -> int:
@@ -52,12 +72,14 @@ class Layout:
             "recompute": self.recompute,
             "micro": f"{self.micro.count} {self.micro.unit}",
             "packing": self.packing,
+            "shard": self.shard,
+            "offload": self.offload,
         }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Layout:
         """The layout that `to_json` wrote. Raises ValueError or KeyError for anything else."""
-        if raw["strategy"] not in ("single", "ddp"):
+        if raw["strategy"] not in get_args(Strategy):
             raise ValueError(f"there is no strategy {raw['strategy']!r}")
         return cls(
             dp=int(raw["dp"]),
@@ -66,4 +88,6 @@ class Layout:
             recompute=cast(Recompute, raw["recompute"]),
             micro=parse_amount(str(raw["micro"])),
             packing=bool(raw["packing"]),
+            shard=int(raw.get("shard", 1)),
+            offload=cast(Offload, raw.get("offload", "none")),
         )

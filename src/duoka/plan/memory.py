@@ -8,7 +8,7 @@ transformers' Llama with fused attention, measured; other families and kernels d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from duoka.config.schema import LoraConfig
 from duoka.plan.layout import Layout
@@ -50,52 +50,67 @@ class Work:
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Weights, gradients and optimizer state of one rank under one strategy."""
+    """Weights, gradients and optimizer state of one rank under one strategy; fp32 masters beside gathered weights
+    count as optimizer state. `host_bytes` of these lie in host memory, not in the GPU's."""
 
     strategy: str
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     formula: str
-    is_coming: bool = False  # a strategy that this version cannot run yet
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
-def static_memory(work: Work, strategy: str, precision: str, num_ranks: int) -> StaticMemory:
-    """What a rank holds between forward and optimizer step, activations apart."""
-    frozen_size = 4 if precision == "fp32" else 2
-    half_weights = 2 if precision != "fp32" else 4
-    frozen, train, ranks = work.num_frozen * frozen_size, work.num_trainable, num_ranks
+def static_memory(work: Work, layout: Layout) -> StaticMemory:
+    """What a rank holds at the end of a step's backward passes, activations and what passes by apart."""
+    frozen_size = 4 if layout.precision == "fp32" else 2
+    frozen, train, ranks = work.num_frozen * frozen_size, work.num_trainable, layout.shard
     note = f" + {frozen_size}(P-Pt)" if frozen else ""
-    note_sharded = f" + {frozen_size}(P-Pt)/N" if frozen else ""
-    if strategy == "zero1":
-        masters = 12 if precision != "fp32" else 8  # with half weights the fp32 masters are sharded beside Adam's state
-        formula = f"{half_weights}Pt + 4Pt + {masters}Pt/N{note}"
-        return StaticMemory(
-            strategy, half_weights * train + frozen, 4 * train, masters * train // ranks, formula, is_coming=True
-        )
-    if strategy == "zero2":
-        masters = 12 if precision != "fp32" else 8
-        formula = f"{half_weights}Pt + 4Pt/N + {masters}Pt/N{note}"
-        gradients, optimizer = 4 * train // ranks, masters * train // ranks
-        return StaticMemory(strategy, half_weights * train + frozen, gradients, optimizer, formula, is_coming=True)
-    if strategy == "zero3":
-        formula = f"(4Pt + 4Pt + 8Pt)/N{note_sharded}"
-        weights = (4 * train + frozen) // ranks
-        return StaticMemory(strategy, weights, 4 * train // ranks, 8 * train // ranks, formula, is_coming=True)
-    copies = 2 if strategy == "ddp" and not work.bucket_view else 1
-    formula = f"4Pt + {4 * copies}Pt + 8Pt{note}"
-    return StaticMemory(strategy, 4 * train + frozen, 4 * copies * train, 8 * train, formula)
+    if layout.strategy in ("zero1", "zero2"):
+        gathered, formula = _gathered_whole(work, layout.precision)
+        first = layout.strategy == "zero1"
+        gradients = 4 * train if first else 4 * train // ranks
+        formula += f" + {'4Pt' if first else '4Pt/N'} + 12Pt/N{note}"
+        own = (gathered + frozen, gradients, 12 * train // ranks)
+        host = 12 * train // ranks + 4 * train // ranks if layout.offload == "params" else 0
+    elif layout.strategy in ("fsdp", "hsdp"):
+        divisor = "N" if layout.strategy == "fsdp" else "S"
+        note_sharded = f" + {frozen_size}(P-Pt)/{divisor}" if frozen else ""
+        formula = f"(4Pt + 4Pt + 8Pt)/{divisor}{note_sharded}"
+        own = ((4 * train + frozen) // ranks, 4 * train // ranks, 8 * train // ranks)
+        host = sum(own) if layout.offload == "params" else 0
+    else:
+        copies = 2 if layout.strategy == "ddp" and not work.bucket_view else 1
+        formula = f"4Pt + {4 * copies}Pt + 8Pt{note}"
+        own = (4 * train + frozen, 4 * copies * train, 8 * train)
+        host = 0
+    if layout.offload == "optimizer":
+        host = 8 * train // ranks
+    return StaticMemory(layout.strategy, *own, formula, host if work.device == "cuda" else 0)
 
 
-def static_table(work: Work, precision: str, num_ranks: int) -> tuple[StaticMemory, ...]:
-    """Every strategy for the same world; those to come are marked."""
-    return tuple(
-        static_memory(work, strategy, precision, num_ranks) for strategy in ("single", "ddp", "zero1", "zero2", "zero3")
-    )
+def _gathered_whole(work: Work, precision: str) -> tuple[int, str]:
+    """Weights whole in the type that computes; what begins the residual stream, the embedding, stays fp32."""
+    train = work.num_trainable
+    if precision == "fp32":
+        return 4 * train, "4Pt"
+    if work.lora is not None:
+        return 2 * train, "2Pt"
+    return 2 * train + 2 * work.shape.num_embedding, "2Pt + 2 of the embedding"
+
+
+def static_table(work: Work, layout: Layout) -> tuple[StaticMemory, ...]:
+    """Every strategy for the same ranks."""
+    ranks = layout.dp
+    rows = [replace(layout, strategy="single", dp=1, shard=1, offload="none")]
+    rows += [replace(layout, strategy="ddp", shard=1, offload="none")]
+    rows += [replace(layout, strategy=strategy, shard=ranks, offload="none") for strategy in ("zero1", "zero2", "fsdp")]
+    rows = [layout if row.strategy == layout.strategy else row for row in rows]
+    return tuple(static_memory(work, row) for row in [*rows, *([layout] if layout.strategy == "hsdp" else [])])
 
 
 @dataclass(frozen=True)
@@ -176,7 +191,7 @@ class Memory:
 
 def estimate_memory(work: Work, layout: Layout, tokens: int, *, accumulates: bool = True) -> Memory:
     """The peak of one rank that computes `tokens` at once, and `accumulates` gradients over micro-batches or not."""
-    static = static_memory(work, layout.strategy, layout.precision, layout.dp)
+    static = static_memory(work, layout)
     per_layer, formula = activation_bytes_per_token(work, layout)
     layers = work.shape.num_layers
     one_layer = int(per_layer * tokens)
@@ -186,8 +201,10 @@ def estimate_memory(work: Work, layout: Layout, tokens: int, *, accumulates: boo
         kept, again = size * work.shape.hidden_size * tokens * layers, one_layer
         formula = f"{size}h per token and layer, and one layer whole: {formula}"
     low, framework, high = CUDA_FRAMEWORK_BYTES if work.device == "cuda" else CPU_FRAMEWORK_BYTES
-    base = {"weights": static.weights_bytes, "optimizer": static.optimizer_bytes, "framework": framework}
-    gradients = {"gradients": static.gradients_bytes}
+    held = _on_device(static, layout)
+    base = {"weights": held["weights"], "optimizer": held["optimizer"], "framework": framework}
+    base |= {"gathered": _window_bytes(work, layout)} if layout.strategy in ("fsdp", "hsdp") else {}
+    gradients = {"gradients": held["gradients"]}
     # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
     before = gradients if accumulates or layout.strategy == "ddp" else {}
     casts = _cast_bytes(work, layout)
@@ -199,12 +216,12 @@ def estimate_memory(work: Work, layout: Layout, tokens: int, *, accumulates: boo
         | before
         | {"casts": casts, "activations": kept + again, "loss": head_gradient, "working": working},
         "end of the backward pass": base | gradients | {"casts": casts, "activations": one_layer, "working": working},
-        "optimizer step": base | gradients | {"working": _optimizer_bytes(work)},
+        "optimizer step": base | gradients | {"working": _optimizer_bytes(work, layout)},
     }
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
     peak = max(sums, key=lambda name: sums[name])
     parts = {name: size for name, size in moments[peak].items() if size}
-    fixed = static.total_bytes if "gradients" in moments[peak] else static.weights_bytes + static.optimizer_bytes
+    fixed = sum(held.values()) - (0 if "gradients" in moments[peak] else held["gradients"])
     loose = sums[peak] - fixed - framework
     return Memory(
         parts=parts,
@@ -217,10 +234,35 @@ def estimate_memory(work: Work, layout: Layout, tokens: int, *, accumulates: boo
     )
 
 
+def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
+    """The parts of `static` that lie where the model computes: all on a CPU, less what is offloaded on a GPU."""
+    parts = {
+        "weights": static.weights_bytes,
+        "gradients": static.gradients_bytes,
+        "optimizer": static.optimizer_bytes,
+    }
+    if not static.host_bytes:
+        return parts
+    if layout.offload == "optimizer":
+        return parts | {"optimizer": static.optimizer_bytes - static.host_bytes}
+    if layout.strategy in ("zero1", "zero2"):
+        whole = static.gradients_bytes if layout.strategy == "zero1" else 0
+        return parts | {"optimizer": 0, "gradients": whole}
+    return dict.fromkeys(parts, 0)
+
+
+def _window_bytes(work: Work, layout: Layout) -> int:
+    """What FSDP has gathered at once: the layer that computes and the next, embedding and head, a layer's gradients."""
+    shape, size = work.shape, 4 if layout.precision == "fp32" else 2
+    gradients = (size + 4) * shape.num_per_layer if work.lora is None else 0
+    wide = 4 if work.lora is None else size
+    return 2 * size * shape.num_per_layer + wide * shape.num_embedding + size * shape.num_head + gradients
+
+
 def _cast_bytes(work: Work, layout: Layout) -> int:
     """Half-precision copies that autocast keeps of the fp32 weights it multiplies with."""
-    if layout.precision == "fp32":
-        return 0
+    if layout.precision == "fp32" or layout.is_sharded:
+        return 0  # what is gathered comes in half precision
     return 2 * (work.shape.num_block_linear if work.lora is None else work.num_trainable)
 
 
@@ -247,8 +289,8 @@ def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
     return 3 * size * tokens * (work.shape.intermediate_size + work.shape.hidden_size)
 
 
-def _optimizer_bytes(work: Work) -> int:
+def _optimizer_bytes(work: Work, layout: Layout) -> int:
     """Temporaries of AdamW: of one tensor at a time on CPU, of all tensors at once on CUDA (foreach)."""
     if work.device == "cuda":
-        return 4 * work.num_trainable
-    return 8 * (work.shape.num_embedding if work.lora is None else 0)
+        return 4 * work.num_trainable // layout.shard
+    return 8 * (work.shape.num_embedding if work.lora is None else 0) // layout.shard

@@ -22,6 +22,7 @@ from duoka.plan.shape import ModelShape
 from duoka.units import Amount, format_bytes, format_count
 
 _WIDTH = 100
+_TABLE_NAMES = {"fsdp": "zero3=fsdp"}
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -144,9 +145,9 @@ class Plan:
             cells = (row.weights_bytes, row.gradients_bytes, row.optimizer_bytes, row.total_bytes)
             sizes = [format_bytes(cell) for cell in cells]
             mark = "  <- this run" if row.strategy == self.layout.strategy else ""
-            coming = "  (coming)" if row.is_coming else ""
-            line = f"  {row.strategy:<10}{sizes[0]:>10}{sizes[1]:>11}{sizes[2]:>11}{sizes[3]:>10}  {row.formula}"
-            out.append(line + coming + mark)
+            name = _TABLE_NAMES.get(row.strategy, row.strategy)
+            line = f"  {name:<10}{sizes[0]:>10}{sizes[1]:>11}{sizes[2]:>11}{sizes[3]:>10}  {row.formula}"
+            out.append(line + mark)
         return out
 
     def _peak_lines(self) -> list[str]:
@@ -184,7 +185,7 @@ def make_plan(
         raise Faults(faults)
     available = machine.available_per_rank(local_size or world_size)
     work = Work(shape, config.lora, machine.device, config.parallel.bucket_view)
-    choice = choose_layout(config, work, machine, world_size, available)
+    choice = choose_layout(config, work, machine, world_size, available, local_size)
     layout = choice.layout
     steps = count_steps(config.train, num_samples, mean_length)
     if steps is not None and not is_data_measured:
@@ -200,7 +201,7 @@ def make_plan(
         machine=machine,
         available_bytes=available,
         memory=memory,
-        table=static_table(work, layout.precision, world_size),
+        table=static_table(work, layout),
         batch=batch,
         epochs=config.train.epochs,
         steps=steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,9 +17,11 @@ from duoka.errors import StoppedEarly
 from duoka.model.build import LossModel, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.result import write_result
+from duoka.model.shards import build_without_memory
 from duoka.model.source import model_folder
 from duoka.optim.build import build_optimizer
 from duoka.parallel.apply import Parallelized, parallelize
+from duoka.parallel.gather import gather_state
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
@@ -131,9 +134,18 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
     config = inputs.config
     # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
     frozen_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.layout.precision]
-    dtype = frozen_type if config.lora else torch.float32
-    lm = load_model(inputs.folder, dtype=dtype, lora=config.lora, trust_remote_code=config.model.trust_remote_code)
-    return parallelize(LossModel(lm).to(world.device), plan.layout, config.parallel, world)
+    options: dict[str, Any] = {
+        "dtype": frozen_type if config.lora else torch.float32,
+        "lora": config.lora,
+        "seed": config.train.seed,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    source = None
+    if plan.layout.is_sharded and (built := build_without_memory(inputs.folder, **options)):
+        lm, source = built
+    else:
+        lm = load_model(inputs.folder, **options)
+    return parallelize(LossModel(lm), plan.layout, config.parallel, world, source)
 
 
 def _build_loader(inputs: Inputs, plan: Plan, world: World) -> Loader:
@@ -162,7 +174,9 @@ def _build_evaluation(
             store, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
             max_length=inputs.config.data.max_length, pad_id=inputs.prepared.pad_id,
         )  # fmt: skip
-        return measure_loss(parallel.bare, batches, world, plan.layout.precision)
+        measured = measure_loss(parallel.bare, batches, world, plan.layout.precision)
+        parallel.settle()
+        return measured
 
     return evaluate
 
@@ -185,8 +199,10 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
         if world.is_main:
             update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=stopped_by)
         return StoppedEarly.exit_code
+    lm = contents.parallel.bare.lm
+    whole = gather_state(lm, keep=world.is_main)
     if world.is_main:
-        write_result(contents.parallel.bare.lm, inputs.folder, inputs.run.final)
+        write_result(lm, inputs.folder, inputs.run.final, whole)
     world.barrier()
     record.event("end", step=step, reason="done")
     if world.is_main:

@@ -16,7 +16,6 @@ from duoka.data.loader import Batch, GlobalBatch
 from duoka.errors import WorkerFailed
 from duoka.optim.clip import clip_gradients
 from duoka.parallel.apply import Parallelized, compute_in
-from duoka.parallel.ddp import exchange_gradients
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def forward_backward(
     for place, micro in enumerate(batch.micro_batches):
         started = time.perf_counter()
         # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
-        with exchange_gradients(parallel.model, on=place == last):
+        with parallel.exchange(place == last):
             with compute_in(numerics.precision, device):
                 loss, _ = parallel.model(**model_inputs(micro, device))
             middle = time.perf_counter()
@@ -100,7 +99,7 @@ def optimizer_step(
     times.backward_s -= times.wait_s
     started = time.perf_counter()
     scaler.unscale_(optimizer)
-    norm = float(clip_gradients(parallel.model.parameters(), clip))
+    norm = float(clip_gradients(parallel.named_trainable().values(), clip))
     if not math.isfinite(norm) and not scaler.is_enabled():
         raise WorkerFailed(
             f"the gradient of step {step} is not finite (norm {norm}, this rank's loss sum {loss_sum:.6g})",

@@ -1,0 +1,122 @@
+"""Weights by slices: a model is built without memory, and each rank reads only the rows of each tensor that it keeps.
+
+Called when the layout shards weights. What cannot be built this way (names that transformers converts on loading,
+quantised weights, buffers that nobody knows how to fill) is said by returning None: the caller then loads it whole.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from duoka.config.schema import LoraConfig
+from duoka.model.attention import register_attention
+from duoka.model.build import quiet_loading
+from duoka.model.lora import apply_lora, draw_adapter, is_adapter
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass
+class WeightSource:
+    """Where each parameter's values come from: a safetensors file of `folder`, or an adapter's own beginning."""
+
+    folder: Path
+    seed: int
+    files: dict[str, str]  # name in the folder -> file
+    _open: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, seed: int) -> WeightSource | None:
+        if (folder / INDEX).is_file():
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            return cls(folder, seed, dict(index["weight_map"]))
+        if not (folder / SINGLE).is_file():
+            return None
+        with safe_open(folder / SINGLE, framework="pt") as file:
+            return cls(folder, seed, dict.fromkeys(file.keys(), SINGLE))
+
+    def knows(self, name: str, shape: torch.Size) -> bool:
+        """True when `read` will find a tensor of this shape under the module's parameter `name`."""
+        if is_adapter(name):
+            return True
+        stored = stored_name(name)
+        return stored in self.files and tuple(self._file(stored).get_slice(stored).get_shape()) == tuple(shape)
+
+    def read(self, name: str, shape: torch.Size, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows `start` to `stop` of the first dimension; of a file, only these bytes are read."""
+        if is_adapter(name):
+            return draw_adapter(name, shape, self.seed)[start:stop]
+        stored = stored_name(name)
+        values: torch.Tensor = self._file(stored).get_slice(stored)[start:stop]
+        return values
+
+    def _file(self, stored: str) -> Any:
+        name = self.files[stored]
+        if name not in self._open:
+            self._open[name] = safe_open(self.folder / name, framework="pt")
+        return self._open[name]
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+def stored_name(name: str) -> str:
+    """The name of a parameter in the base model's files: without what PEFT puts around and into it."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def build_without_memory(
+    folder: Path, *, dtype: torch.dtype, lora: LoraConfig | None, seed: int, trust_remote_code: bool = False
+) -> tuple[torch.nn.Module, WeightSource] | None:
+    """The model of `folder` on the meta device, buffers filled, and where its weights are; None: load it whole."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    source = WeightSource.of(folder, seed)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    if source is None or getattr(config, "quantization_config", None) is not None:
+        return None
+    register_attention()
+    with quiet_loading(), torch.device("meta"):
+        core = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="duoka", trust_remote_code=trust_remote_code
+        )
+    if (folder / "generation_config.json").is_file():
+        core.generation_config = GenerationConfig.from_pretrained(folder)
+    if not _fill_buffers(core):
+        return None
+    if lora is not None:
+        with quiet_loading(), torch.device("meta"):
+            lm: torch.nn.Module = apply_lora(core, lora, seed)
+    else:
+        lm = core
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in lm.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    shapes = {id(parameter): parameter.shape for parameter in lm.parameters()}
+    known = all(any(source.knows(name, shapes[one]) for name in names) for one, names in aliases.items())
+    return (lm, source) if known else None
+
+
+def _fill_buffers(core: torch.nn.Module) -> bool:
+    """Give real memory to buffers (rotary tables: small) and let transformers compute them; False if it cannot."""
+    filled: list[torch.Tensor] = []
+    for module in core.modules():
+        on_meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in on_meta:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            if not buffer.is_floating_point():
+                return False
+            # NaN shows which were left out.
+            module._buffers[name] = torch.full(buffer.shape, torch.nan, dtype=buffer.dtype)
+        if on_meta:
+            with torch.no_grad():
+                core._init_weights(module)  # type: ignore[operator]
+            filled += [value for name in on_meta if (value := module._buffers[name]) is not None]
+    return all(not bool(buffer.isnan().any()) for buffer in filled)

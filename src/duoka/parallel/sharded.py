@@ -1,0 +1,186 @@
+"""State shared by ranks: ZeRO-1, ZeRO-2, ZeRO-3 = FSDP and HSDP, all on FSDP2 (`fully_shard`), a unit per layer.
+
+They differ in what is exchanged when. zero1: weights gathered once and gradients reduced once per optimizer step.
+zero2: gradients reduced after every micro-batch, so that only shards of them are kept. fsdp: weights gathered for
+each pass as well. hsdp: fsdp inside groups of ranks, gradients added over the groups at the last micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from duoka.config.schema import ParallelConfig
+from duoka.errors import ConfigError
+from duoka.model.build import GATHERED_HEAD, LossModel, apply_head
+from duoka.model.shards import WeightSource
+from duoka.parallel.world import World
+from duoka.plan.layout import Layout
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_mesh(layout: Layout, world: World) -> DeviceMesh:
+    """Ranks as (replicate, shard), neighbours in one shard group: those of a node; one dimension when all share."""
+    kind = world.device.type
+    if layout.num_replicas == 1:
+        return init_device_mesh(kind, (layout.shard,), mesh_dim_names=("shard",))
+    shape = (layout.num_replicas, layout.shard)
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+@dataclass(frozen=True)
+class ShardedExchange:
+    """Says before each micro-batch what its passes exchange."""
+
+    model: FSDPModule
+    strategy: str
+
+    @contextlib.contextmanager
+    def __call__(self, last: bool) -> Iterator[None]:
+        self.model.set_is_last_backward(last)
+        if self.strategy == "zero1":
+            self.model.set_requires_gradient_sync(last)
+        if self.strategy in ("zero1", "zero2"):
+            self.model.set_reshard_after_backward(last)
+        if self.strategy == "hsdp":
+            self.model.set_requires_all_reduce(last)
+        yield
+
+    def settle(self) -> None:
+        """Give back weights that a pass without a backward (an evaluation) left gathered."""
+        for module in _units(self.model):
+            module.reshard()
+
+
+def apply_sharded(bare: LossModel, layout: Layout, parallel: ParallelConfig, world: World) -> ShardedExchange:
+    """Shard in place: each layer, the embedding and an untied head are units; the rest is the root's."""
+    keeps_weights = layout.strategy in ("zero1", "zero2")
+    # Where weights stay whole, a frozen base is never exchanged at all.
+    ignored = {p for p in bare.parameters() if not p.requires_grad} if keeps_weights else set()
+    half, reduced = HALF.get(layout.precision), HALF.get(parallel.compress, torch.float32)
+    # Layers compute in half precision from half-precision copies; the residual stream that the embedding begins, and
+    # what the root holds, stay as wide as in one process, whose autocast casts only inside matrix products.
+    # Inputs are not cast: rotary tables lose what the residual stream keeps.
+    narrow = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduced, cast_forward_inputs=False)
+    wide = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
+    on_gpu = world.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if layout.offload == "params" else OffloadPolicy()
+    mesh = build_mesh(layout, world)
+
+    def shard(module: torch.nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=ignored,
+        )
+
+    reshard = parallel.reshard and not keeps_weights
+    layers = find_layers(bare.core)
+    for layer in layers:
+        shard(layer, narrow, reshard)
+    for module, policy in _ends(bare, narrow, wide):
+        shard(module, policy, reshard)
+    _gather_head_for_loss(bare)
+    # The root is needed again at once when the backward pass begins: None keeps it gathered until its end.
+    shard(bare, wide, None if reshard else False)
+    for module in _units(bare):
+        # The one place where the mean over ranks is undone: the loss is divided by the global count already.
+        # Summed by force, because gloo has no scaled sum and NCCL's would only multiply by one.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    for first, second in itertools.pairwise(layers):
+        first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
+    assert isinstance(bare, FSDPModule)
+    return ShardedExchange(bare, layout.strategy)
+
+
+def _units(model: torch.nn.Module | FSDPModule) -> list[FSDPModule]:
+    assert isinstance(model, torch.nn.Module)
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _ends(
+    bare: LossModel, narrow: MixedPrecisionPolicy, wide: MixedPrecisionPolicy
+) -> list[tuple[torch.nn.Module, MixedPrecisionPolicy]]:
+    """Embedding and head as units of their own, unless they share a weight: shared ones belong to the root."""
+    embedding = bare.core.get_input_embeddings()  # type: ignore[operator]
+    head = bare.core.get_output_embeddings()  # type: ignore[operator]
+    shared = {id(p) for p in embedding.parameters()} & ({id(p) for p in head.parameters()} if head else set())
+    if shared:
+        return []
+    ends = [(embedding, wide)]
+    if head is not None:
+        ends.append((head, narrow))
+    return ends
+
+
+def _gather_head_for_loss(bare: LossModel) -> None:
+    """The fused loss reads the head's weight without calling the head: gather it around that call, as for a forward."""
+    head = bare.core.get_output_embeddings()  # type: ignore[operator]
+    if bare.has_plain_head and isinstance(head, FSDPModule):
+        setattr(head, GATHERED_HEAD, types.MethodType(apply_head, head))
+        register_fsdp_forward_method(head, GATHERED_HEAD)
+
+
+def find_layers(core: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks of a transformer: the list of as many modules as the config says there are layers."""
+    count = core.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    for module in core.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ConfigError(
+        f"{type(core).__name__} has no list of {count} layers, by which duoka shards a model",
+        fix="write:   strategy: ddp",
+    )
+
+
+def fill_shards(lm: torch.nn.Module, source: WeightSource, device: torch.device) -> None:
+    """Give a sharded model on the meta device its weights: each rank reads the rows that it keeps, and no others."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in lm.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    state: dict[str, torch.Tensor] = {}
+    for parameter in lm.parameters():
+        names = aliases[id(parameter)]
+        name = next(name for name in names if source.knows(name, parameter.shape))
+        # One object under all its names: tied weights stay tied.
+        filled = torch.nn.Parameter(_read(name, parameter, source, device), requires_grad=parameter.requires_grad)
+        state |= dict.fromkeys(names, filled)
+    lm.load_state_dict(state, strict=False, assign=True)
+    source.close()
+
+
+def _read(name: str, parameter: torch.Tensor, source: WeightSource, device: torch.device) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return source.read(name, parameter.shape).to(device, parameter.dtype)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    rows = source.read(name, parameter.shape, offset[0], offset[0] + shape[0])
+    return DTensor.from_local(
+        rows.to(device, parameter.dtype),
+        mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
