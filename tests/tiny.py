@@ -36,8 +36,13 @@ def build_tiny_tokenizer():
     return fast
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0, tied: bool = True, dtype: str = "float32") -> Path:
-    """Config, safetensors and tokenizer in `folder`, from `seed` alone."""
+ODD = {"hidden_size": 66, "intermediate_size": 161, "num_attention_heads": 3, "num_key_value_heads": 1}
+
+
+def write_tiny_model(
+    folder: Path, *, seed: int = 0, tied: bool = True, dtype: str = "float32", odd: bool = False
+) -> Path:
+    """Config, safetensors and tokenizer in `folder`, from `seed` alone; with `odd`, sizes that 4 ranks cannot share."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -45,13 +50,11 @@ def write_tiny_model(folder: Path, *, seed: int = 0, tied: bool = True, dtype: s
     logging.disable_progress_bar()
 
     tokenizer = build_tiny_tokenizer()
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
-        vocab_size=len(tokenizer) + 5,  # a padded vocabulary, as many real models have
-        hidden_size=64,
-        intermediate_size=160,
+        vocab_size=len(tokenizer) + (4 if odd else 5),  # a padded vocabulary, as many real models have
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **(ODD if odd else sizes),
         max_position_embeddings=1024,
         initializer_range=0.08,
         tie_word_embeddings=tied,

@@ -32,13 +32,19 @@ def read_samples(file, folder):
     return samples
 
 
-def train(file, folder, batches, *, lr, warmup, clip, weight_decay, mean_of_halves=False):
-    """(losses, norms, rates, final weights) of full fine-tuning over `batches` of sample numbers."""
+def train(file, folder, batches, *, lr, warmup, clip, weight_decay, mean_of_halves=False, adapt=None, gradients=None):
+    """(losses, norms, rates, final weights) of fine-tuning over `batches` of sample numbers.
+
+    `adapt` puts adapters into the model, which are then all that is trained. `gradients` gets those of the first step.
+    """
     samples = read_samples(file, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    model = adapt(model) if adapt else model
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for p in trained.values() if p.ndim >= 2]
+    vectors = [p for p in trained.values() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8, foreach=False, fused=False)
     losses, norms, rates = [], [], []
     warm = math.ceil(warmup * len(batches))
@@ -61,9 +67,11 @@ def train(file, folder, batches, *, lr, warmup, clip, weight_decay, mean_of_halv
             loss = F.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum") / targets[i]
             loss.backward()
             total += loss.item()
+        if gradients is not None and step == 1:
+            gradients.update({name: p.grad.clone() for name, p in trained.items()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
         rates.append(rate)
-    return losses, norms, rates, {name: p.detach() for name, p in model.named_parameters()}
+    return losses, norms, rates, {name: p.detach() for name, p in trained.items()}

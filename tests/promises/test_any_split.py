@@ -1,11 +1,12 @@
 """Promise 1: the same config gives the same losses, norms, rates and weights, however the work is split."""
 
 import json
+from functools import partial
 
 import pytest
 from oracle import train as oracle_train
 from safetensors.torch import load_file
-from tiny import write_conversations
+from tiny import write_conversations, write_tiny_model
 from worlds import train_all
 
 TOLERANCE = 1e-5
@@ -23,17 +24,49 @@ log: {{to: []}}
 output: {output}
 """
 
+WHOLE, CUT = "train.micro_batch=100000 tokens", "train.micro_batch=200 tokens"
 # Two packed samples need not fit a micro-batch of 200 tokens: accumulation differs from step to step.
+PADDED = ("data.packing=false", "train.micro_batch=2")
+LORA = "lora={rank: 3, dropout: 0}"
+PAIRS = "parallel.shard_ranks=2"
+
+
+def use(strategy, *more):
+    return [f"parallel.strategy={strategy}", *more]
+
+
+# name -> (model, processes, settings). tied: 64 wide; odd: nothing divides by 4, and a head of its own.
 SPLITS = {
-    "1 process": (1, ["train.micro_batch=100000 tokens"]),
-    "1 process, accumulating": (1, ["train.micro_batch=200 tokens"]),
-    "1 process, one sample at a time": (1, ["train.micro_batch=1"]),
-    "1 process, padded": (1, ["data.packing=false", "train.micro_batch=3"]),
-    "1 process, recomputing": (1, ["train.recompute=full"]),
-    "2 processes": (2, ["train.micro_batch=100000 tokens"]),
-    "2 processes, accumulating": (2, ["train.micro_batch=200 tokens"]),
-    "2 processes, padded": (2, ["data.packing=false", "train.micro_batch=2"]),
-    "3 processes": (3, ["train.micro_batch=200 tokens"]),
+    "1 process": ("tied", 1, [WHOLE]),
+    "1 process, accumulating": ("tied", 1, [CUT]),
+    "1 process, one sample at a time": ("tied", 1, ["train.micro_batch=1"]),
+    "1 process, padded": ("tied", 1, ["data.packing=false", "train.micro_batch=3"]),
+    "1 process, recomputing": ("tied", 1, ["train.recompute=full"]),
+    "1 process, odd, LoRA": ("odd", 1, [CUT, LORA]),
+    "1 process, fsdp, odd": ("odd", 1, use("fsdp", CUT)),
+    "1 process, zero1, LoRA": ("tied", 1, use("zero1", CUT, LORA)),
+    "1 process, hsdp, offloading": ("tied", 1, use("hsdp", CUT, "parallel.offload=params")),
+    "2 processes": ("tied", 2, use("ddp", WHOLE)),
+    "2 processes, accumulating": ("tied", 2, use("ddp", CUT)),
+    "2 processes, padded": ("tied", 2, use("ddp", *PADDED)),
+    "2 processes, odd, LoRA": ("odd", 2, use("ddp", CUT, LORA)),
+    "2 processes, zero1": ("tied", 2, use("zero1", CUT)),
+    "2 processes, zero1, odd, padded, recomputing": ("odd", 2, use("zero1", *PADDED, "train.recompute=full")),
+    "2 processes, zero2": ("tied", 2, use("zero2", WHOLE)),
+    "2 processes, zero2, odd": ("odd", 2, use("zero2", CUT)),
+    "2 processes, fsdp": ("tied", 2, use("fsdp", WHOLE)),
+    "2 processes, fsdp, padded, recomputing": ("tied", 2, use("fsdp", *PADDED, "train.recompute=full")),
+    "2 processes, fsdp, keeping weights": ("odd", 2, use("fsdp", CUT, "parallel.reshard=false")),
+    "2 processes, fsdp, LoRA": ("tied", 2, use("fsdp", CUT, LORA)),
+    "2 processes, zero2, LoRA, offloading": ("tied", 2, use("zero2", CUT, LORA, "parallel.offload=params")),
+    "3 processes": ("tied", 3, [CUT]),
+    "3 processes, fsdp": ("tied", 3, use("fsdp", CUT)),
+    "4 processes, zero1": ("odd", 4, use("zero1", CUT)),
+    "4 processes, zero2, padded": ("tied", 4, use("zero2", *PADDED)),
+    "4 processes, fsdp": ("odd", 4, use("zero3", CUT)),
+    "4 processes, fsdp, LoRA": ("odd", 4, use("fsdp", WHOLE, LORA)),
+    "4 processes, hsdp": ("odd", 4, use("hsdp", CUT, PAIRS)),
+    "4 processes, hsdp, LoRA, padded": ("tied", 4, use("hsdp", *PADDED, PAIRS, LORA)),
 }
 
 
@@ -46,38 +79,49 @@ def relative(ours, theirs):
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
+def worst(ours, theirs):
+    """The largest relative error over tensors by name, and whose it is."""
+    assert ours.keys() <= theirs.keys() and len(ours) >= len(theirs) - 1, "a tied head may be left out, nothing else"
+    return max((float((ours[name] - theirs[name]).norm() / theirs[name].norm()), name) for name in ours)
+
+
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tiny_model):
+    """The folder of all runs, a YAML per model, the models, the data."""
     folder = tmp_path_factory.mktemp("split")
     data = write_conversations(folder / "chats.jsonl", NUM_SAMPLES, seed=3)
-    yaml = folder / "run.yaml"
-    yaml.write_text(YAML.format(model=tiny_model, data=data, output=folder / "out"), encoding="utf-8")
-    return folder, yaml, data
+    models = {"tied": tiny_model, "odd": write_tiny_model(folder / "model", tied=False, odd=True)}
+    yamls = {}
+    for name, model in models.items():
+        yamls[name] = folder / f"{name}.yaml"
+        yamls[name].write_text(YAML.format(model=model, data=data, output=folder / "out"), encoding="utf-8")
+    return folder, yamls, models, data
 
 
 @pytest.fixture(scope="module")
 def runs(case):
-    folder, yaml, _ = case
-    for size in sorted({size for size, _ in SPLITS.values()}):
-        jobs = [
-            (str(yaml), overrides, str(folder / name)) for name, (world, overrides) in SPLITS.items() if world == size
-        ]
+    folder, yamls, _, _ = case
+    # A process alone needs a process group only for a sharded strategy: such runs have a world of their own.
+    worlds = {}
+    for name, (model, size, overrides) in SPLITS.items():
+        alone = size == 1 and "strategy" in overrides[0]
+        worlds.setdefault((size, alone), []).append((str(yamls[model]), overrides, str(folder / name)))
+    for (size, _), jobs in sorted(worlds.items()):
         train_all(jobs, size)
     return {name: folder / name for name in SPLITS}
 
 
 @pytest.fixture(scope="module")
-def batches(case, tiny_model):
+def batches(case):
     """The order of samples, which the oracle takes as given."""
     from duoka.config.load import load_config
     from duoka.data.epoch_plan import EpochPlan
     from duoka.data.prepare import prepare_data
-
     from duoka.units import parse_amount
 
-    yaml = case[1]
+    yaml = case[1]["tied"]
     config = load_config(yaml).config
-    store = prepare_data(config, yaml.parent, tiny_model).train
+    store = prepare_data(config, yaml.parent, case[2]["tied"]).train
     plan = EpochPlan(
         store.lengths, store.num_targets, fingerprint=store.fingerprint, seed=7, global_batch=parse_amount(GLOBAL_BATCH)
     )
@@ -85,8 +129,17 @@ def batches(case, tiny_model):
 
 
 @pytest.fixture(scope="module")
-def oracle(case, tiny_model, batches):
-    return oracle_train(case[2], tiny_model, batches, **RECIPE)
+def oracles(case, batches):
+    """By (model, with adapters): the plain loop, which begins from the same adapters and shares nothing else."""
+    from duoka.config.schema import LoraConfig
+    from duoka.model.lora import apply_lora
+
+    adapt = partial(apply_lora, lora=LoraConfig(rank=3, dropout=0.0), seed=7)
+    return {
+        (name, lora): oracle_train(case[3], model, batches, **RECIPE, adapt=adapt if lora else None)
+        for name, model in case[2].items()
+        for lora in (False, True)
+    }
 
 
 def test_lengths_differ_widely_and_the_last_batch_is_short(runs):
@@ -98,23 +151,27 @@ def test_lengths_differ_widely_and_the_last_batch_is_short(runs):
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_every_split_equals_the_oracle(runs, oracle, name):
-    losses, norms, rates, weights = oracle
+def test_every_split_equals_the_oracle(runs, oracles, name):
+    model, _, overrides = SPLITS[name]
+    losses, norms, rates, weights = oracles[model, LORA in overrides]
     steps = read_run(runs[name])
     assert max(norms) > RECIPE["clip"], "clipping must have been active"
     for key, want in (("loss", losses), ("grad_norm", norms), ("lr", rates)):
         error = relative([step[key] for step in steps], want)
         assert error < TOLERANCE, f"{key} of {name} is off by {error}"
-    ours = load_file(runs[name] / "final" / "model.safetensors")
-    for key, theirs in weights.items():
-        if key in ours:
-            error = float((ours[key] - theirs).norm() / theirs.norm())
-            assert error < TOLERANCE, f"{key} of {name} is off by {error}"
+    final = runs[name] / "final"
+    if LORA in overrides:
+        weights = {key.replace(".default.", "."): value for key, value in weights.items()}
+        error, tensor = worst(load_file(final / "adapter_model.safetensors"), weights)
+    else:
+        error, tensor = worst(load_file(final / "model.safetensors"), weights)
+    assert error < TOLERANCE, f"{tensor} of {name} is off by {error}"
 
 
-def test_the_tolerance_would_catch_a_mean_of_means(case, tiny_model, batches, oracle):
+def test_the_tolerance_would_catch_a_mean_of_means(case, batches, oracles):
     """The check has teeth: averaging two halves' means, as many loops do, is off by far more than the tolerance."""
-    wrong = oracle_train(case[2], tiny_model, batches, **RECIPE, mean_of_halves=True)
+    oracle = oracles["tied", False]
+    wrong = oracle_train(case[3], case[2]["tied"], batches, **RECIPE, mean_of_halves=True)
     assert relative(wrong[0], oracle[0]) > 100 * TOLERANCE
     error = max(float((wrong[3][key] - theirs).norm() / theirs.norm()) for key, theirs in oracle[3].items())
     assert error > 100 * TOLERANCE

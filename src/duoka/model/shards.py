@@ -54,7 +54,7 @@ class WeightSource:
             return draw_adapter(name, shape, self.seed)[start:stop]
         stored = stored_name(name)
         values: torch.Tensor = self._file(stored).get_slice(stored)[start:stop]
-        return values
+        return values.clone()  # the slice is a view of the whole file in memory, which would never be let go
 
     def _file(self, stored: str) -> Any:
         name = self.files[stored]
