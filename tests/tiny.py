@@ -40,7 +40,7 @@ ODD = {"hidden_size": 66, "intermediate_size": 161, "num_attention_heads": 3, "n
 
 
 def write_tiny_model(
-    folder: Path, *, seed: int = 0, tied: bool = True, dtype: str = "float32", odd: bool = False
+    folder: Path, *, seed: int = 0, tied: bool = True, dtype: str = "float32", odd: bool = False, hidden: int = 64
 ) -> Path:
     """Config, safetensors and tokenizer in `folder`, from `seed` alone; with `odd`, sizes that 4 ranks cannot share."""
     import torch
@@ -50,11 +50,12 @@ def write_tiny_model(
     logging.disable_progress_bar()
 
     tokenizer = build_tiny_tokenizer()
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    even = {"hidden_size": hidden, "intermediate_size": hidden * 5 // 2}
+    even |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
         vocab_size=len(tokenizer) + (4 if odd else 5),  # a padded vocabulary, as many real models have
         num_hidden_layers=4,
-        **(ODD if odd else sizes),
+        **(ODD if odd else even),
         max_position_embeddings=1024,
         initializer_range=0.08,
         tie_word_embeddings=tied,

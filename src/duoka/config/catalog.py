@@ -22,6 +22,7 @@ from duoka.config.yaml_text import yaml_text
 EXECUTION_KEYS: tuple[str, ...] = (
     "train.micro_batch",
     "train.recompute",
+    "train.compile",
     "train.eval_every",
     "data.packing",
     "data.workers",

@@ -164,9 +164,10 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="auto: bf16 where the machine computes it natively, else fp32."
     )
-    recompute: Literal["auto", "none", "full"] = Field(
-        "auto", description="Compute activations again in the backward pass to save memory."
+    recompute: Literal["auto", "none", "selective", "full"] = Field(
+        "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
     )
+    compile: bool = Field(False, description="torch.compile each layer: slower to start, faster after it on GPUs.")
     seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")
     eval_every: Often = Field("1 epoch", description="How often the evaluation data is measured.")
 
@@ -174,7 +175,7 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """How processes share the work. Changes speed and memory, never results."""
 
-    strategy: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = Field(
+    strategy: Literal["auto", "single", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = Field(
         "auto", description="How ranks share the work; fsdp is another name for zero3."
     )
     shard_ranks: Annotated[Whole, Field(ge=1)] | None = Field(
@@ -186,12 +187,14 @@ class ParallelConfig(Section):
     offload: Literal["none", "optimizer", "params"] = Field(
         "none", description="What lies in host memory: the optimizer's state, or with it weights and gradients too."
     )
-    compress: Literal["none", "bf16"] = Field(
-        "none", description="What gradients travel as; all but none round them, and so change results a little."
+    compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
+        "none", description="How gradients travel; all but none lose a little, and so change results."
     )
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
     timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")
     find_unused_parameters: bool = Field(False, description="DDP: look for parameters that got no gradient.")
+    static_graph: bool = Field(False, description="DDP: every step uses the same parameters; it learns which.")
+    bucket_mb: Annotated[Number, Field(gt=0.0)] = Field(25.0, description="DDP: MiB of gradients exchanged at once.")
     bucket_view: bool = Field(True, description="DDP: gradients are views of the communication buckets.")
     check_replicas: Annotated[Whole, Field(ge=0)] = Field(
         50, description="Compare a checksum of all trained tensors across ranks every so many steps; 0: never."

@@ -83,9 +83,7 @@ def load_adapter(base: torch.nn.Module, folder: Path) -> torch.nn.Module:
         return peft.PeftModel.from_pretrained(base, os.fspath(folder))
 
 
-def apply_head(
-    head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def apply_head(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Head and loss in one: (summed loss, correct target tokens); the second is counted in eval mode only."""
     loss = sum_cross_entropy(hidden, head.weight, labels)  # type: ignore[arg-type]
     if head.training:

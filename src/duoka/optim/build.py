@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from duoka.config.schema import OptimConfig
+from duoka.optim.host import HostAdamW, host_state
 
 
-def build_optimizer(named: Mapping[str, torch.nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, norms and biases do not."""
+def build_optimizer(
+    named: Mapping[str, torch.nn.Parameter], optim: OptimConfig, *, on_host: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW, `on_host` with its state in host memory; matrices decay, norms and biases do not."""
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    make = HostAdamW if on_host else partial(torch.optim.AdamW, fused=True)
+    return make(
         [group for group in groups if group["params"]],
         lr=optim.lr,
         betas=optim.betas,
         eps=optim.eps,
-        fused=True,
     )
 
 
@@ -46,7 +50,11 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """A fresh AdamW has no state to load into: make it as its first step would."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not optimizer.state[parameter]:
+            if optimizer.state[parameter]:
+                continue
+            if isinstance(optimizer, HostAdamW):
+                optimizer.state[parameter] = host_state(parameter)
+            else:
                 optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),

@@ -1,4 +1,4 @@
-"""The one fixed order in which a model becomes parallel: (pipeline ->) (tensor ->) recompute -> (compile ->) data.
+"""The one fixed order in which a model becomes parallel: (pipeline ->) (tensor ->) recompute -> compile -> data.
 
 Names in brackets arrive with later parts, at their place in `parallelize`, and nowhere else.
 """
@@ -6,7 +6,7 @@ Names in brackets arrive with later parts, at their place in `parallelize`, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +17,9 @@ from duoka.config.schema import ParallelConfig
 from duoka.model.build import LossModel
 from duoka.model.shards import WeightSource
 from duoka.parallel.ddp import CommunicationClock, DdpExchange, apply_ddp
-from duoka.parallel.sharded import apply_sharded, fill_shards
+from duoka.parallel.dp import apply_dp
+from duoka.parallel.recompute import apply_recompute
+from duoka.parallel.sharded import apply_sharded, fill_shards, find_layers
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
 
@@ -58,8 +60,11 @@ def parallelize(
     bare: LossModel, layout: Layout, parallel: ParallelConfig, world: World, source: WeightSource | None = None
 ) -> Parallelized:
     """Apply the layout. With `source` the model is on the meta device still, and is filled once it is sharded."""
-    if layout.recompute == "full":
-        apply_recompute(bare.lm)
+    if layout.recompute != "none":
+        apply_recompute(bare.lm, layout.recompute)
+    if layout.compile:
+        for layer in find_layers(bare.core):
+            layer.compile(dynamic=True)  # lengths differ from micro-batch to micro-batch
     if layout.is_sharded:
         exchange = apply_sharded(bare, layout, parallel, world)
         if source is not None:
@@ -69,21 +74,9 @@ def parallelize(
     bare.to(world.device)
     if layout.strategy == "single":
         return Parallelized(bare, bare)
+    if layout.strategy == "dp":
+        return Parallelized(apply_dp(bare, layout.precision), bare)
     model, clock = apply_ddp(bare, parallel, world)
-    return Parallelized(model, bare, clock, DdpExchange(model))
-
-
-def apply_recompute(lm: torch.nn.Module) -> None:
-    """Keep only each layer's input, compute the rest again in the backward pass."""
-    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-
-
-@contextlib.contextmanager
-def compute_in(precision: str, device: torch.device) -> Iterator[None]:
-    """The arithmetic of forward passes: fp32 as it is, bf16 and fp16 through autocast over fp32 masters."""
-    if precision == "fp32":
-        yield
-        return
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    with torch.autocast(device.type, dtype=dtype):
-        yield
+    # With a static graph DDP has learnt by itself which parameters are never used.
+    looks = parallel.find_unused_parameters or parallel.static_graph
+    return Parallelized(model, bare, clock, DdpExchange(model, looks, needs_rehearsal=parallel.static_graph))

@@ -8,14 +8,20 @@ undone here and nowhere else, by the communication hook. The hook also measures 
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from duoka.config.schema import ParallelConfig
+from duoka.errors import ConfigError
 from duoka.parallel.world import World
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# PowerSGD exchanges two thin matrices of this rank instead of each gradient, once the first wild steps are over.
+POWERSGD_RANK, POWERSGD_FROM_STEP = 4, 10
 
 
 @dataclass
@@ -33,15 +39,36 @@ class CommunicationClock:
         self.handed_over = self.came_back = 0.0
 
 
-def sum_gradients(clock: CommunicationClock, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+@dataclass
+class Summing:
+    """What the hook knows: how gradients travel, and the clock."""
+
+    compress: str
+    clock: CommunicationClock = field(default_factory=CommunicationClock)
+    power: powerSGD_hook.PowerSGDState | None = None
+
+
+def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Add a bucket of gradients over all ranks."""
+    clock = summing.clock
     clock.handed_over = time.perf_counter()
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    if summing.power is not None:
+        mean = powerSGD_hook.powerSGD_hook(summing.power, bucket)
+
+        def scaled(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            clock.came_back = time.perf_counter()
+            return future.value().mul_(dist.get_world_size())
+
+        return mean.then(scaled)
+    buffer = bucket.buffer()
+    travels = buffer.to(HALF[summing.compress]) if summing.compress in HALF else buffer
+    work = dist.all_reduce(travels, async_op=True)
     assert work is not None
 
     def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         clock.came_back = time.perf_counter()
-        return future.value()[0]
+        total = future.value()[0]
+        return total if total.dtype == buffer.dtype else buffer.copy_(total)
 
     return work.get_future().then(done)
 
@@ -55,20 +82,43 @@ def apply_ddp(
         device_ids=[world.device] if world.device.type == "cuda" else None,
         find_unused_parameters=parallel.find_unused_parameters,
         gradient_as_bucket_view=parallel.bucket_view,
+        static_graph=parallel.static_graph,
+        bucket_cap_mb=parallel.bucket_mb,
         broadcast_buffers=False,
     )
-    clock = CommunicationClock()
-    replica.register_comm_hook(clock, sum_gradients)
-    return replica, clock
+    power = None
+    if parallel.compress == "powersgd":
+        power = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_FROM_STEP
+        )
+    summing = Summing(parallel.compress, power=power)
+    replica.register_comm_hook(summing, sum_gradients)
+    return replica, summing.clock
 
 
-@dataclass(frozen=True)
+@dataclass
 class DdpExchange:
     """Gradients are exchanged once per optimizer step, in the backward pass of its last micro-batch."""
 
     model: DistributedDataParallel
+    looks_for_unused: bool = False
+    # A static graph is learnt in a first pass that exchanges; DDP breaks when that pass is one without.
+    needs_rehearsal: bool = False
 
     @contextlib.contextmanager
     def __call__(self, last: bool) -> Iterator[None]:
         with contextlib.nullcontext() if last else self.model.no_sync():
             yield
+        if last and not self.looks_for_unused:
+            check_all_used(self.model.module)
+
+
+def check_all_used(model: torch.nn.Module) -> None:
+    """Name a trained parameter that got no gradient: DDP waits for it, and would fail obscurely at the next step."""
+    unused = [name.removeprefix("lm.") for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+        raise ConfigError(
+            f"the parameter {unused[0]}{more} is trained but had no part in the loss",
+            fix="write:   find_unused_parameters: true   under parallel:, or freeze it",
+        )

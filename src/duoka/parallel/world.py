@@ -24,7 +24,7 @@ from duoka.units import parse_seconds
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: `rank` of `size`, on `device`. A world of one has a process group only for a sharded model."""
+    """This process's place: `rank` of `size`, on `device`. A world of one has a group only when sharded."""
 
     rank: int = 0
     local_rank: int = 0
@@ -101,9 +101,9 @@ def start_world(parallel: ParallelConfig) -> World:
         # FSDP wants a group also when there is nobody else: offloading is of use to one process too.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return World(device=device, backend=backend)
-    if parallel.strategy == "single":
+    if parallel.strategy in ("single", "dp"):
         raise ConfigError(
-            f"parallel.strategy is single, but {place.size} processes were started",
+            f"parallel.strategy is {parallel.strategy}, which is one process, but {place.size} processes were started",
             fix="write strategy: auto, or start one process (--nproc 1)",
         )
     dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)

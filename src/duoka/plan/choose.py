@@ -48,8 +48,9 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
     if config.parallel.backend == "nccl" and machine.device == "cpu":
         what = "parallel.backend is nccl, and this machine has no GPU"
         faults.append(Fault(what, key="parallel.backend", fix="write for example:   backend: auto"))
-    if config.parallel.strategy == "single" and world_size > 1:
-        what = f"parallel.strategy is single, but {world_size} processes are asked for"
+    if config.parallel.strategy in ("single", "dp") and world_size > 1:
+        asked = config.parallel.strategy
+        what = f"parallel.strategy is {asked}, which is one process, but {world_size} processes are asked for"
         fix = "write for example:   strategy: auto   (or start one process: --nproc 1)"
         faults.append(Fault(what, key="parallel.strategy", fix=fix))
     here = local_size or world_size
@@ -96,7 +97,10 @@ def choose_layout(
         micro=Amount(config.data.max_length, "tokens"),
         packing=config.data.packing,
         offload=config.parallel.offload,
+        compile=config.train.compile,
     )
+    if config.parallel.strategy == "dp":
+        warnings.append(_why_not_dp(machine))
     layout = _with_strategy(config, work, layout, available_bytes, local_size or world_size, reasons)
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
     layout = replace(layout, recompute=_choose_recompute(config, work, smallest, available_bytes, reasons))
@@ -104,6 +108,15 @@ def choose_layout(
         return Choice(_with_given_micro(layout, config), reasons, tuple(warnings))
     layout = _choose_micro(config, work, layout, machine, available_bytes, reasons)
     return Choice(layout, reasons, tuple(warnings))
+
+
+def _why_not_dp(machine: Machine) -> str:
+    if len(machine.gpus) < 2:
+        return f"parallel.strategy dp is for several GPUs; here are {len(machine.gpus)}, and the model runs as it is"
+    return (
+        f"parallel.strategy dp copies the weights to {len(machine.gpus)} GPUs at every micro-batch, under one Python: "
+        f"ddp (--nproc {len(machine.gpus)}) gives the same numbers faster"
+    )
 
 
 def _with_strategy(
@@ -115,6 +128,8 @@ def _with_strategy(
         strategy: Strategy = "fsdp" if asked == "zero3" else asked
         if strategy == "hsdp":
             return replace(layout, strategy=strategy, shard=min(config.parallel.shard_ranks or local_size, size))
+        if strategy == "dp":  # rows go to the GPUs: there must be several
+            return replace(layout, strategy=strategy, packing=False)
         return replace(layout, strategy=strategy, shard=size if strategy in SHARDED else 1)
     if size == 1:
         reasons["parallel.strategy"] = "single: one process"

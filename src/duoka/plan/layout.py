@@ -12,9 +12,9 @@ from typing import Any, Literal, cast, get_args
 
 from duoka.units import Amount, parse_amount
 
-Strategy = Literal["single", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+Strategy = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 Precision = Literal["fp32", "bf16", "fp16"]
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "params"]
 
 SHARDED: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp", "hsdp")
@@ -22,7 +22,7 @@ SHARDED: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp", "hsdp")
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp` ranks, each computing micro-batches of `micro` in `precision`; `shard` of them share one copy of the state."""
+    """`dp` ranks, each computing micro-batches of `micro` in `precision`; `shard` of them hold one copy."""
 
     dp: int = 1
     strategy: Strategy = "single"
@@ -32,20 +32,21 @@ class Layout:
     packing: bool = True
     shard: int = 1
     offload: Offload = "none"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.dp < 1:
             raise ValueError(f"a layout needs at least one replica, got {self.dp}")
-        if self.strategy == "single" and self.dp != 1:
-            raise ValueError(f"strategy single is one process, got {self.dp}")
+        if self.strategy in ("single", "dp") and self.dp != 1:
+            raise ValueError(f"strategy {self.strategy} is one process, got {self.dp}")
         if self.shard < 1 or self.dp % self.shard:
             raise ValueError(f"{self.dp} ranks cannot be cut into groups of {self.shard}")
 
     @property
     def name(self) -> str:
         """Short, for lines and folders: single, ddp2, fsdp4, zero1x4, hsdp2x4 (replicas x ranks that share one)."""
-        if self.strategy == "single":
-            return "single"
+        if self.strategy in ("single", "dp"):
+            return self.strategy
         if self.strategy == "hsdp":
             return f"hsdp{self.num_replicas}x{self.shard}"
         return f"{self.strategy}{'x' if self.strategy[-1].isdigit() else ''}{self.dp}"
@@ -74,6 +75,7 @@ class Layout:
             "packing": self.packing,
             "shard": self.shard,
             "offload": self.offload,
+            "compile": self.compile,
         }
 
     @classmethod
@@ -90,4 +92,5 @@ class Layout:
             packing=bool(raw["packing"]),
             shard=int(raw.get("shard", 1)),
             offload=cast(Offload, raw.get("offload", "none")),
+            compile=bool(raw.get("compile", False)),
         )

@@ -78,6 +78,7 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     notes: list[str] = []
     found = choose_checkpoint(run.checkpoints, config.checkpoint.resume, world, notes.append)
     plan = _agree_on_plan(inputs, world, found)
+    notes += plan.warnings
     contents = _build_contents(inputs, plan, world)
     loader = _build_loader(inputs, plan, world)
     settings = build_settings(config, loader)
@@ -124,7 +125,7 @@ def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
     parallel = _build_model(inputs, plan, world)
-    optimizer = build_optimizer(parallel.named_trainable(), config.optim)
+    optimizer = build_optimizer(parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer")
     # The same initial values everywhere, but each rank draws its own dropout.
     torch.manual_seed(config.train.seed + world.rank)
     return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from duoka.data.loader import Batch
-from duoka.parallel.apply import compute_in
+from duoka.parallel.precision import compute_in
 from duoka.parallel.world import World
 from duoka.train.step import model_inputs
 

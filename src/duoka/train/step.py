@@ -15,7 +15,9 @@ import torch
 from duoka.data.loader import Batch, GlobalBatch
 from duoka.errors import WorkerFailed
 from duoka.optim.clip import clip_gradients
-from duoka.parallel.apply import Parallelized, compute_in
+from duoka.parallel.apply import Parallelized
+from duoka.parallel.ddp import DdpExchange
+from duoka.parallel.precision import compute_in
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ def forward_backward(
     """Gradients of the global batch's mean loss, summed over ranks; returns this rank's share of the loss sum."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     last = len(batch.micro_batches) - 1
+    if last and isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
+        _rehearse(parallel, batch.micro_batches[0], numerics, device)
     for place, micro in enumerate(batch.micro_batches):
         started = time.perf_counter()
         # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
@@ -68,6 +72,18 @@ def forward_backward(
         times.forward_s += middle - started
         times.backward_s += time.perf_counter() - middle
     return float(loss_sum)
+
+
+def _rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, device: torch.device) -> None:
+    """One pass with an exchange, whose gradients are thrown away and whose random numbers are drawn again."""
+    assert isinstance(parallel.exchange, DdpExchange)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), parallel.exchange(True):
+        with compute_in(numerics.precision, device):
+            loss, _ = parallel.model(**model_inputs(micro, device))
+        (loss * 0.0).backward()
+    parallel.model.zero_grad(set_to_none=True)
+    parallel.exchange.needs_rehearsal = False
 
 
 def model_inputs(micro: Batch, device: torch.device) -> dict[str, torch.Tensor | None]:

@@ -1,0 +1,49 @@
+"""nn.DataParallel: one process drives all GPUs of a machine. For short trials; `ddp` is faster and just as exact.
+
+Each call it copies the weights to every GPU, hands each a part of the rows, runs one thread per GPU, and brings the
+answers back; the backward pass adds the gradients on the first GPU. Parts may be uneven: answers are sums over target
+tokens, so that adding them is exact. Without several GPUs the module itself is called.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from duoka.model.build import LossModel
+from duoka.parallel.precision import compute_in
+
+
+class Replicas(torch.nn.Module):
+    """LossModel over several GPUs: the same call, the same answer."""
+
+    def __init__(self, bare: LossModel, device_ids: list[int], precision: str) -> None:
+        super().__init__()
+        self.replicas = torch.nn.DataParallel(_Precise(bare, precision), device_ids=device_ids)
+
+    def forward(self, **inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's note that it gathers scalars: they are meant to be
+            loss, correct = self.replicas(**inputs)
+        return loss.sum(), correct.sum()
+
+
+class _Precise(torch.nn.Module):
+    """The precision is set inside: DataParallel's threads forget which half type the caller chose."""
+
+    def __init__(self, bare: LossModel, precision: str) -> None:
+        super().__init__()
+        self.bare = bare
+        self.precision = precision
+
+    def forward(self, input_ids: torch.Tensor, **inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        with compute_in(self.precision, input_ids.device):
+            answer: tuple[torch.Tensor, torch.Tensor] = self.bare(input_ids, **inputs)
+        return answer
+
+
+def apply_dp(bare: LossModel, precision: str) -> torch.nn.Module:
+    """The model over all GPUs of this machine; itself when there are fewer than two."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Replicas(bare, list(range(count)), precision) if count > 1 else bare

@@ -1,0 +1,40 @@
+"""Activations computed again in the backward pass instead of kept: of whole layers, or of what is cheap to redo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+_ATEN = torch.ops.aten
+# Matrix products and attention make up nearly all of a layer's work; norms, rotations and activations nearly all of
+# its memory.
+_KEPT_NAMES = (
+    "mm", "addmm", "bmm", "linear",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+)  # fmt: skip
+_KEPT = frozenset(
+    overload
+    for name in _KEPT_NAMES
+    if (packet := getattr(_ATEN, name, None)) is not None
+    for overload in (getattr(packet, kind) for kind in packet.overloads())
+)
+
+
+def apply_recompute(lm: torch.nn.Module, how: str) -> None:
+    """full: keep only each layer's input. selective: keep also what its products and its attention give."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        options["context_fn"] = _selective_contexts
+    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_products)
+
+
+def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
