@@ -79,6 +79,21 @@ def test_state_made_before_the_first_step_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_state_in_host_memory_changes_no_number():
+    """On a CPU nothing moves: three steps of HostAdamW are those of torch's own, bit for bit."""
+    results = []
+    for on_host in (False, True):
+        model = small_model()
+        optimizer = build_optimizer(dict(model.named_parameters()), OptimConfig(lr=0.1), on_host=on_host)
+        for _ in range(3):
+            model(torch.ones(3, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(optimizer_tensors(optimizer, dict(model.named_parameters())) | dict(model.named_parameters()))
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
 @pytest.mark.parametrize("limit", [0.0, 0.5, 1e9])
 def test_clipping_uses_the_global_norm(limit):
     model = small_model()

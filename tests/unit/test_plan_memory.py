@@ -56,12 +56,13 @@ def measured_peak(lora, precision, recompute):
     from duoka.model.attention import register_attention
     from duoka.model.build import LossModel
     from duoka.model.lora import apply_lora
+    from duoka.parallel.recompute import apply_recompute
 
     lm = LlamaForCausalLM(LlamaConfig(**FACTS, attn_implementation=register_attention()))
     if lora is not None:
         lm = apply_lora(lm.to(torch.bfloat16 if precision == "bf16" else torch.float32), lora)
-    if recompute == "full":
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if recompute != "none":
+        apply_recompute(lm, recompute)
     model = LossModel(lm.train())
     optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad])
     tokens = torch.randint(0, FACTS["vocab_size"], (1, TOKENS))
@@ -84,6 +85,9 @@ def measured_peak(lora, precision, recompute):
     [
         (None, "fp32", "none"),
         (None, "fp32", "full"),
+        (None, "fp32", "selective"),
+        (None, "bf16", "selective"),
+        (0.0, "fp32", "selective"),
         (0.0, "fp32", "none"),
         (0.05, "fp32", "none"),
         (0.05, "fp32", "full"),

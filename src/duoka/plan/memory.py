@@ -161,6 +161,17 @@ def activation_bytes_per_token(work: Work, layout: Layout) -> tuple[float, str]:
     return total, f"per token and layer {formula}"
 
 
+def _selective_bytes(work: Work, layout: Layout) -> float:
+    """Per token and layer: its input, and the outputs of seven products and of attention with its row sums."""
+    shape, half = work.shape, layout.precision != "fp32"
+    size = 2 if half else 4
+    products = 2 * shape.hidden_size + shape.q_size + 2 * shape.kv_size + 2 * shape.intermediate_size
+    adapters = 0 if work.lora is None else sum(one.num_out for one in adapted_linears(shape, work.lora))
+    ranks = 0 if work.lora is None else work.lora.rank * len(adapted_linears(shape, work.lora))
+    entry = (size if half and work.lora is not None else 4) * shape.hidden_size
+    return entry + size * (products + shape.q_size + adapters + ranks) + 4 * shape.num_heads
+
+
 def _dropout_bytes(work: Work, rule: ActivationRule, num_adapted: int) -> float:
     # A CUDA mask is one byte, a CPU mask an fp32 number.
     saved = 3 if work.device == "cuda" else 0
@@ -200,6 +211,9 @@ def estimate_memory(work: Work, layout: Layout, tokens: int, *, accumulates: boo
         size = 2 if layout.precision != "fp32" and work.lora is not None else 4
         kept, again = size * work.shape.hidden_size * tokens * layers, one_layer
         formula = f"{size}h per token and layer, and one layer whole: {formula}"
+    elif layout.recompute == "selective":
+        kept, again = int(_selective_bytes(work, layout) * tokens) * layers, one_layer
+        formula = f"what products and attention give, and one layer whole: {formula}"
     low, framework, high = CUDA_FRAMEWORK_BYTES if work.device == "cuda" else CPU_FRAMEWORK_BYTES
     held = _on_device(static, layout)
     base = {"weights": held["weights"], "optimizer": held["optimizer"], "framework": framework}

@@ -1,0 +1,97 @@
+"""What DDP can do beside adding: gradients that travel smaller, parameters without a part, layers that are compiled."""
+
+import pytest
+from test_any_split import TOLERANCE, YAML, read_run, relative
+from test_sharded import build
+from tiny import write_conversations
+from worlds import run_world, train_all
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tiny_model):
+    folder = tmp_path_factory.mktemp("ddp")
+    data = write_conversations(folder / "chats.jsonl", 48, seed=3)
+    yaml = folder / "run.yaml"
+    yaml.write_text(YAML.format(model=tiny_model, data=data, output=folder / "out"), encoding="utf-8")
+    return folder, yaml
+
+
+SMALLER = {
+    "bf16": ("ddp", "bf16"),
+    "fp16": ("ddp", "fp16"),
+    "powersgd": ("ddp", "powersgd"),
+    "bf16 shards": ("fsdp", "bf16"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(case):
+    folder, yaml = case
+    jobs = [(str(yaml), ["parallel.strategy=ddp"], str(folder / "plain"))]
+    for name, (strategy, compress) in SMALLER.items():
+        settings = [f"parallel.strategy={strategy}", f"parallel.compress={compress}"]
+        jobs.append((str(yaml), settings, str(folder / name)))
+    half = "train.precision=bf16"
+    strategies = ("ddp", "zero1", "zero2", "fsdp")
+    jobs += [(str(yaml), [half, f"parallel.strategy={name}"], str(folder / f"half-{name}")) for name in strategies]
+    train_all(jobs, 2)
+    return folder
+
+
+def losses(folder):
+    return [step["loss"] for step in read_run(folder)]
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_gradients_that_travel_smaller_learn_the_same(runs, name):
+    ours, plain = losses(runs / name), losses(runs / "plain")
+    error = relative(ours, plain)
+    assert error > 0, "nothing was compressed"
+    # PowerSGD begins after ten steps of twelve, and then approximates.
+    assert relative(ours[:10], plain[:10]) < (TOLERANCE if name == "powersgd" else 1e-2)
+    assert error < 0.1 and ours[-1] < 0.6 * ours[0]
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp"])
+def test_bf16_begins_and_falls_alike_under_every_strategy(runs, name):
+    ours, plain = losses(runs / f"half-{name}"), losses(runs / "plain")
+    assert relative(ours[:3], plain[:3]) < 1e-2
+    assert ours[-1] < 0.6 * ours[0]
+
+
+def leave_one_out(yaml, folder):
+    import torch
+
+    from duoka.errors import ConfigError
+    from duoka.parallel.world import end_world
+    from duoka.train.step import StepTimes, forward_backward
+
+    world = None
+    for looks in (False, True):
+        settings = ["parallel.strategy=ddp", f"parallel.find_unused_parameters={str(looks).lower()}"]
+        _, world, _, contents, loader = build(yaml, settings, folder, world)
+        batch = next(loader.from_cursor(0, 0, 1.0))
+        last = contents.parallel.bare.core.get_decoder().layers[3]
+        last.forward = lambda hidden, *args, **kwargs: hidden
+        arguments = (contents.parallel, batch, contents.numerics, torch.device("cpu"), StepTimes())
+        if looks:
+            forward_backward(*arguments)
+        else:
+            with pytest.raises(ConfigError, match=r"parameter model\.layers\.3\..* had no part in the loss"):
+                forward_backward(*arguments)
+    end_world(world)
+
+
+def test_a_parameter_without_a_part_in_the_loss_is_named(case):
+    run_world(2, leave_one_out, str(case[1]), str(case[0] / "unused"))
+
+
+def test_compiled_layers_give_the_same_numbers(case):
+    pytest.importorskip("torch._inductor")
+    folder, yaml = case
+    few = ["train.max_steps=3"]
+    train_all([(str(yaml), [*few, "parallel.strategy=fsdp"], str(folder / "eager"))], 1)
+    settings = [*few, "parallel.strategy=fsdp", "train.compile=true"]
+    train_all([(str(yaml), settings, str(folder / "compiled"))], 1)
+    error = relative(losses(folder / "compiled"), losses(folder / "eager"))
+    assert error < TOLERANCE
