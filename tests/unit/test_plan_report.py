@@ -46,6 +46,53 @@ def test_one_process_is_single_and_more_are_ddp():
     assert plan.reasons["parallel.strategy"].startswith("ddp: 4 processes")
 
 
+def test_more_processes_share_one_model_only_when_memory_asks_for_it():
+    plan = make_plan(config(), LLAMA_8B, gpus(H100, 8), 8)
+    assert plan.layout.name == "fsdp8" and plan.layout.shard == 8
+    assert plan.reasons["parallel.strategy"].startswith("fsdp: 8 processes share one model")
+    assert plan.refusal() is None
+    assert make_plan(config(lora={}), LLAMA_8B, gpus(H100, 8), 8).layout.name == "ddp8"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "name"),
+    [
+        ({"strategy": "zero3"}, 4, "fsdp4"),
+        ({"strategy": "zero1"}, 4, "zero1x4"),
+        ({"strategy": "hsdp"}, 4, "hsdp1x4"),
+        ({"strategy": "hsdp", "shard_ranks": 2}, 4, "hsdp2x2"),
+        ({"strategy": "dp"}, 1, "dp"),
+    ],
+)
+def test_a_strategy_that_is_asked_for_is_taken_and_survives_a_manifest(parallel, world, name):
+    layout = make_plan(config(parallel=parallel), demo_shape(), CPU, world).layout
+    assert layout.name == name
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "word"),
+    [
+        ({"strategy": "hsdp", "shard_ranks": 3}, 4, "groups of that size"),
+        ({"strategy": "dp"}, 2, "dp, which is one process"),
+    ],
+)
+def test_a_world_that_the_strategy_cannot_use_is_refused(parallel, world, word):
+    with pytest.raises(Faults, match=word):
+        make_plan(config(parallel=parallel), demo_shape(), CPU, world)
+
+
+def test_offloading_moves_bytes_off_the_gpu_and_none_on_a_cpu():
+    def parts(machine, **parallel):
+        return make_plan(config(parallel=parallel), demo_shape(), machine, 2).memory.parts
+
+    whole, host = parts(gpus(H100, 2), strategy="ddp"), parts(gpus(H100, 2), strategy="ddp", offload="optimizer")
+    assert host.get("optimizer", 0) == 0 < whole["optimizer"]
+    host = parts(gpus(H100, 2), strategy="fsdp", offload="params")
+    assert host.get("weights", 0) == host.get("optimizer", 0) == 0 < host["gathered"]
+    assert parts(CPU, strategy="ddp", offload="optimizer") == parts(CPU, strategy="ddp")
+
+
 @pytest.mark.parametrize(
     ("machine", "precision", "word"),
     [
