@@ -11,7 +11,7 @@ from worlds import train_all
 
 TOLERANCE = 1e-5
 RECIPE = {"lr": 5e-3, "warmup": 0.2, "clip": 0.5, "weight_decay": 0.1}
-NUM_SAMPLES, GLOBAL_BATCH = 34, 8  # the last batch of an epoch is short
+NUM_SAMPLES, GLOBAL_BATCH = 26, 8  # the last batch of an epoch is short
 
 YAML = """
 model: {model}
@@ -67,7 +67,6 @@ SPLITS = {
     "2 processes, fsdp, LoRA": ("tied", 2, use("fsdp", CUT, LORA)),
     "2 processes, zero2, LoRA, offloading": ("tied", 2, use("zero2", CUT, LORA, "parallel.offload=params")),
     "3 processes": ("tied", 3, [CUT]),
-    "3 processes, fsdp": ("tied", 3, use("fsdp", CUT)),
     "4 processes, zero1": ("odd", 4, use("zero1", CUT)),
     "4 processes, zero2, padded": ("tied", 4, use("zero2", *PADDED)),
     "4 processes, fsdp": ("odd", 4, use("zero3", CUT)),
@@ -151,8 +150,8 @@ def oracles(case, batches):
 
 def test_lengths_differ_widely_and_the_last_batch_is_short(runs):
     steps = read_run(runs["1 process"])
-    assert len(steps) == 10
-    assert steps[4]["num_samples"] == NUM_SAMPLES % GLOBAL_BATCH
+    assert len(steps) == 8
+    assert steps[3]["num_samples"] == NUM_SAMPLES % GLOBAL_BATCH
     targets = [step["num_targets"] for step in steps]
     assert max(targets) > 1.5 * min(targets)
 
