@@ -86,6 +86,46 @@ def test_a_parameter_without_a_part_in_the_loss_is_named(case):
     run_world(2, leave_one_out, str(case[1]), str(case[0] / "unused"))
 
 
+def overflow_once(yaml, folder):
+    """fp16 steps with a scaler; at the third the scale is far too high, which only some shards would notice."""
+    import torch
+
+    from duoka.parallel.world import end_world
+    from duoka.train.step import build_numerics, optimizer_step
+
+    def values(contents):
+        named = contents.parallel.named_trainable().items()
+        return {name: (p.to_local() if hasattr(p, "to_local") else p).detach().clone() for name, p in named}
+
+    world, firsts = None, {}
+    for strategy in ("ddp", "zero1", "fsdp"):
+        _, world, _, contents, loader = build(yaml, [f"parallel.strategy={strategy}"], folder, world)
+        # The plan refuses fp16 on a CPU for its speed; the arithmetic is the GPU's.
+        numerics = build_numerics("fp16", torch.device("cpu"))
+        losses = []
+        for step, batch in zip(range(1, 6), loader.from_cursor(0, 0, 1.0), strict=False):
+            before = values(contents)
+            if step == 3:
+                numerics.scaler._scale.fill_(1e38)
+            result = optimizer_step(
+                contents.parallel, contents.optimizer, batch,
+                numerics=numerics, clip=0.5, device=torch.device("cpu"), step=step,
+            )  # fmt: skip
+            after = values(contents)
+            changed = [name for name in before if before[name].numel() and not torch.equal(before[name], after[name])]
+            assert len(changed) == (0 if step == 3 else len(before)), f"{strategy}, step {step}: {len(changed)}"
+            if step == 3:
+                numerics.scaler._scale.fill_(1024.0)
+            losses.append(world.sum([result.loss_sum])[0] / batch.global_targets)
+        firsts[strategy] = losses
+        assert losses[-1] < losses[0] and relative(losses, firsts["ddp"]) < 1e-2
+    end_world(world)
+
+
+def test_fp16_with_a_scaler_leaves_out_an_overflow_on_all_ranks(case):
+    run_world(2, overflow_once, str(case[1]), str(case[0] / "fp16"))
+
+
 def test_compiled_layers_give_the_same_numbers(case):
     pytest.importorskip("torch._inductor")
     folder, yaml = case

@@ -34,7 +34,10 @@ def build_numerics(precision: str, device: torch.device) -> Numerics:
 
 @dataclass
 class StepTimes:
-    """Seconds of this rank's step by what it did; `wait_s` is the exchange that no work of its own hid."""
+    """Seconds of this rank's step by what it did; `wait_s` is the exchange that no work of its own hid.
+
+    Of DDP it is measured; what sharded strategies exchange lies between layers, inside `forward_s` and `backward_s`.
+    """
 
     data_s: float = 0.0
     forward_s: float = 0.0
