@@ -61,7 +61,8 @@ def look_at(yaml, strategies, folder):
     world = None
     for strategy in strategies:
         before = live_bytes()
-        overrides = [f"parallel.strategy={strategy}", PAIRS, "data.packing=false", "train.micro_batch=1"]
+        overrides = [f"parallel.strategy={strategy}", "data.packing=false", "train.micro_batch=1"]
+        overrides += [PAIRS] if strategy == "hsdp" else []
         inputs, world, plan, contents, loader = build(yaml, overrides, f"{folder}/{strategy}", world)
         parallel, numerics = contents.parallel, contents.numerics
         held = optimizer_tensors(contents.optimizer, parallel.named_trainable())  # as after a first step
