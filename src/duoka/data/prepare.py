@@ -31,7 +31,7 @@ from duoka.runs.cache import cache_folder, hold_lock, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds
 
-TOKENS_VERSION = 1  # raise it when the same input would give other tokens
+TOKENS_VERSION = 2  # raise it when the same input would give other tokens
 _PIECE_BYTES = (256 << 10, 4 << 20)
 _SAY_EVERY_S = 2.0
 _SHOWN_SKIPPED = 3
@@ -151,7 +151,7 @@ def _tokenise_set(
     pieces, lost = _cut_set(found, num_workers, job.max_record_bytes)
     draft = _open_draft(folder.with_suffix(".draft"), pieces)
     results: dict[int, PieceResult] = {}
-    progress = _Progress(found.name, sum(piece.end - piece.start for piece, _ in pieces), say)
+    progress = _Progress(found.name, sum(piece.size_bytes for piece, _ in pieces), say)
 
     def done(number: int, result: PieceResult) -> bool:
         results[number] = result
@@ -245,7 +245,7 @@ class _Progress:
         self.num_tokens = 0
 
     def add(self, piece: Piece, counts: Counts) -> None:
-        self.done_bytes += piece.end - piece.start
+        self.done_bytes += piece.size_bytes
         self.num_tokens += counts.num_tokens
         now = time.monotonic()
         if now - self.said < _SAY_EVERY_S or not self.done_bytes:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from duoka.data.example import BadRecord, Example
+from duoka.data.example import BadRecord, Example, Message
 from duoka.data.tokenizer import ChatTokenizer
 
 Targets = Literal["assistant", "last", "all"]
@@ -63,6 +63,14 @@ def mark_targets(
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     turns = turns[-1:] if targets == "last" else turns
     return text, [_turn_span(tokenizer, messages, tools, place, text) for place in turns]
+
+
+def render_prompt(messages: tuple[Message, ...], tools: str | None, tokenizer: ChatTokenizer) -> str:
+    """The conversation as text, up to where the assistant begins to speak."""
+    said = [_message(message.role, message.content, message.tool_calls) for message in messages]
+    text = _render(tokenizer, said, json.loads(tools) if tools else None, turn=len(said), prompt=True)
+    _check_all_is_there(text, said, tokenizer)
+    return text
 
 
 def _turn_span(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, place: int, text: str) -> Span:
