@@ -20,6 +20,7 @@ _BLOCK_BYTES = 1 << 20
 # A value that is not whole after this much is broken; the largest record that is accepted is far smaller.
 _LARGEST_CHARACTERS = 64 << 20
 _BETWEEN = re.compile(r"[\s,]*")
+_REST_OF_NUMBER = re.compile(r"[-+.\deE]*\Z")
 _ONE_PER_LINE = "a .jsonl file holds one whole JSON object a line; a .json file holds [ {...}, {...} ]"
 _DECODER = json.JSONDecoder()
 
@@ -183,8 +184,8 @@ def _walk(file: Readable, line: int, *, is_array: bool | None, at_byte: int) -> 
                 continue  # it may only be cut at the window's end
             yield _broken(window.text, start, line, error)
             return
-        if end == len(window.text) and window.fill():
-            continue  # a number may go on behind the window
+        if type(value) in (int, float) and _REST_OF_NUMBER.match(window.text, end) and window.fill():
+            continue  # it may go on behind the window
         text = window.text[start:end]
         line_after, size_bytes = line + text.count("\n"), _num_bytes(text)
         yield Element(value, text, line, at_byte, at_byte + size_bytes)

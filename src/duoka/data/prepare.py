@@ -89,8 +89,9 @@ def _build_report(
 
 def _check_ends(train: TokenStore, tokenizer: ChatTokenizer) -> list[str]:
     """A note when no answer ends with the token that generation stops at."""
-    some = (train.sample(place) for place in range(min(len(train), _LOOKED_AT)))
-    if any(int(sample.input_ids[sample.is_target][-1]) == tokenizer.eos_id for sample in some):
+    looked_at = (train.sample(place) for place in range(min(len(train), _LOOKED_AT)))
+    some = [sample for sample in looked_at if sample.is_target.any()]
+    if not some or any(int(sample.input_ids[sample.is_target][-1]) == tokenizer.eos_id for sample in some):
         return []
     end = tokenizer.special_tokens.get("eos_token")
     named = f"the tokenizer's end token {end!r}" if end else "an end token (the tokenizer names none)"

@@ -34,6 +34,12 @@ class SetReport:
         ):
             if number:
                 parts.append(f"{number:,} {words}")
+        if counts.num_split:
+            parts.append(f"{counts.num_split:,} split into {counts.num_parts:,}")
+        if counts.num_damaged:
+            parts.append(f"{counts.num_damaged:,} with U+FFFD (characters were lost before)")
+        if counts.num_unknown:
+            parts.append(f"{counts.num_unknown:,} tokens stand for characters that the tokenizer does not have")
         parts.append(f"{format_count(counts.num_tokens)} tokens, {format_count(counts.num_targets)} of them targets")
         where = " (for evaluation)" if self.split == "eval" else ""
         return f"{self.name}{where}: {self.formatting}; " + "; ".join(parts) + ("; reused" if self.reused else "")

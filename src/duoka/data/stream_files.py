@@ -14,6 +14,7 @@ import json
 import threading
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -137,7 +138,8 @@ def _walk(path: Path) -> Iterator[Any]:
             if suffix in (".csv", ".tsv"):
                 yield from _walk_cells(file, path, "\t" if suffix == ".tsv" else ",")
             elif suffix == ".json" and not _holds_lines(path):
-                yield from walk_elements(file)
+                for element in walk_elements(file):
+                    yield replace(element, file=str(path)) if isinstance(element, Fault) else element
             else:
                 for number, line in enumerate(file, start=1):
                     stripped = (line.removeprefix(UTF8_BOM) if number == 1 else line).strip()
