@@ -154,6 +154,27 @@ def share_batch(
     return [plan + [EMPTY] * (most - len(plan)) for plan in plans]
 
 
+def share_rows(
+    sample_ids: np.ndarray, lengths: np.ndarray, num_ranks: int, rows_per_micro: int, *, max_length: int
+) -> list[list[MicroPlan]]:
+    """Lay one global batch out in rows of up to `max_length` tokens, whole samples only: [rank][micro-batch].
+
+    For fixed shapes (compile, pipelines). Rows cost about the same, so ranks get equally many, give or take one.
+    """
+    own_lengths = np.asarray(lengths)[sample_ids]
+    if len(own_lengths) and int(own_lengths.max()) > max_length:
+        raise ValueError(f"a sample of {int(own_lengths.max())} tokens, and max_length is {max_length}")
+    longest_first = np.lexsort((sample_ids, -own_lengths.astype(np.int64)))
+    pairs = [(int(sample_ids[place]), int(own_lengths[place])) for place in longest_first]
+    rows = [tuple(sample for sample, _ in row) for row in _fill_bins(pairs, max_length)]
+    shares = [rows[rank::num_ranks] for rank in range(num_ranks)]
+    most = max(1, -(-len(rows) // (num_ranks * rows_per_micro)))
+    return [
+        [MicroPlan(tuple(share[at * rows_per_micro : (at + 1) * rows_per_micro])) for at in range(most)]
+        for share in shares
+    ]
+
+
 def cost_of(length: int) -> int:
     """A sample's work, in units that only compare: linear in its length, plus attention's square."""
     return length * (SQUARE_EQUALS_LINEAR_AT + length)
