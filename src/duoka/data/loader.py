@@ -155,7 +155,7 @@ def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int) -> 
     if not parts:
         return _empty_batch(packing, pad_id)
     if packing:
-        return _packed([segment for segments in parts for segment in segments], len(sample_ids))
+        return pack_segments([segment for segments in parts for segment in segments], len(sample_ids))
     if any(len(segments) > 1 for segments in parts):
         raise ValueError("rows that hold several documents need packing: padded rows have no boundaries")
     return _padded([segments[0] for segments in parts], pad_id)
@@ -174,10 +174,10 @@ def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: 
         if used < row_tokens:
             free = row_tokens - used
             segments.append(Sample(np.full(free, pad_id, np.int32), np.zeros(free, bool)))
-    return replace(_packed(segments, len(plan.sample_ids)), num_tokens=num_tokens)
+    return replace(pack_segments(segments, len(plan.sample_ids)), num_tokens=num_tokens)
 
 
-def _packed(samples: Sequence[Sample], num_samples: int) -> Batch:
+def pack_segments(samples: Sequence[Sample], num_samples: int) -> Batch:
     lengths = [len(sample.input_ids) for sample in samples]
     ids = np.concatenate([sample.input_ids for sample in samples]).astype(np.int64)
     labels = np.concatenate([shifted_labels(sample) for sample in samples])
