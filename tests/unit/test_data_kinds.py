@@ -1,4 +1,4 @@
-"""Plain text, prompts, preference pairs and labelled answers: read, checked, tokenised; long ones split without loss."""
+"""Plain text, prompts, pairs and labelled answers: read, checked, tokenised; long ones split without loss."""
 
 from __future__ import annotations
 
@@ -114,7 +114,10 @@ def test_a_pair_is_one_sample_with_both_answers_as_targets(
     store = prepared([{"prompt": "q", "chosen": "good", "rejected": "worse"}]).train
     tokenizer = read_tokenizer(prepared.config, tmp_path, tiny_tokenizer_folder)
     sample, cut = store.sample(0), int(store.marks[0])
-    parts = [Sample(sample.input_ids[:cut], sample.is_target[:cut]), Sample(sample.input_ids[cut:], sample.is_target[cut:])]
+    parts = [
+        Sample(sample.input_ids[:cut], sample.is_target[:cut]),
+        Sample(sample.input_ids[cut:], sample.is_target[cut:]),
+    ]
     learned = [tokenizer.decode(part.input_ids[part.is_target].tolist()) for part in parts]
     assert learned == ["good<|im_end|>", "worse<|im_end|>"]
 
@@ -123,7 +126,7 @@ def test_a_label_is_kept_beside_its_sample(prepared: Any) -> None:
     records = [{"messages": [ASK, GOOD], "label": True}, {"messages": [ASK, GOOD], "label": False}]
     store = prepared(records).train
     assert store.marks.tolist() == [1, 0]
-    assert len({part for part in store.parts[0].arrays.content.tolist()}) == 2, "another label is another sample"
+    assert len(set(store.parts[0].arrays.content.tolist())) == 2, "another label is another sample"
 
 
 def test_a_prompt_ends_where_the_assistant_begins(prepared: Any, tiny_tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -165,7 +168,9 @@ def test_text_that_was_damaged_before_us_is_counted_and_said(prepared: Any) -> N
     assert "1 with U+FFFD" in report.sets[0].line()
 
 
-def test_characters_that_the_tokenizer_lacks_are_counted_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_the_tokenizer_lacks_are_counted_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))

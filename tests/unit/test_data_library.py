@@ -216,7 +216,9 @@ def test_any_data_set_is_seen_once_over_all_ranks(kind: str, count: int, global_
     for step in zip(*ranks, strict=True):
         assert sum(len(share.sample_ids) for share in step) == step[0].num_global
         assert all((share.batch is None) == (not share.sample_ids) for share in step)
-        assert all(item == 100 + i for share in step for item, i in zip(share.batch or [], share.sample_ids, strict=True))
+        assert all(
+            item == 100 + i for share in step for item, i in zip(share.batch or [], share.sample_ids, strict=True)
+        )
 
 
 @settings(max_examples=60, deadline=None)

@@ -99,8 +99,15 @@ def shuffled(count: int, name: str) -> np.ndarray:
     keys = np.arange(count, dtype=np.uint64)
     keys += np.uint64(start)
     mix_keys(keys)
-    # The mixing is one-to-one, so no two keys are equal and any sorting algorithm gives this one order.
-    return np.argsort(keys).astype(np.uint32 if count < 1 << 32 else np.uint64)
+    # The lowest bits of each key give way to its number: sorting the keys in place then sorts the numbers, several
+    # times faster than sorting places by keys, and no two keys are equal, so any algorithm gives this one order.
+    num_bits = max(1, (count - 1).bit_length())
+    keys >>= np.uint64(num_bits)
+    keys <<= np.uint64(num_bits)
+    keys |= np.arange(count, dtype=np.uint64)
+    keys.sort()
+    keys &= np.uint64((1 << num_bits) - 1)
+    return keys.astype(np.uint32 if count < 1 << 32 else np.uint64)
 
 
 def mix_keys(keys: np.ndarray) -> None:

@@ -73,7 +73,9 @@ class EpochLoader:
 
 
 def _pin(batch: Batch) -> Batch:
-    tensors = {name: value.pin_memory() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = {
+        name: value.pin_memory() for name, value in vars(batch).items() if isinstance(value, Tensor)
+    }
     return replace(batch, **tensors)
 
 

@@ -113,16 +113,13 @@ class Loader:
             sample_ids=sample_ids,
         )
 
-
     def _micro_batches(self, sample_ids: np.ndarray) -> list[Batch]:
         lengths, num_ranks, max_length = self.plan.lengths, self.num_ranks, self.max_length
         if self.rows_per_micro:
             rows = share_rows(sample_ids, lengths, num_ranks, self.rows_per_micro, max_length=max_length)
             shape = (self.rows_per_micro, max_length)
             return [build_rows(self.store, micro, shape, self.pad_id) for micro in rows[self.rank]]
-        plans = share_batch(
-            sample_ids, lengths, num_ranks, self.micro, packing=self.packing, max_length=max_length
-        )
+        plans = share_batch(sample_ids, lengths, num_ranks, self.micro, packing=self.packing, max_length=max_length)
         return [build_batch(self.store, micro, self.packing, self.pad_id) for micro in plans[self.rank]]
 
 

@@ -7,6 +7,7 @@ token of every document is used: what a row has no room for begins a later one, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -109,7 +110,7 @@ class StreamPlan:
 
 def _cut_unit(unit: Unit, parts: int) -> Iterator[Unit]:
     borders = [unit.start + (unit.end - unit.start) * part // parts for part in range(parts + 1)]
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in itertools.pairwise(borders):
         if start < end:
             yield replace(unit, start=start, end=end)
 
@@ -244,9 +245,7 @@ class StreamRows:
         epoch = min((stream.cursor.epoch for stream in self.streams.values()), default=0)
         while True:
             rows = [
-                stream.row(only_epoch=epoch)
-                for stream in self.streams.values()
-                for _ in range(self.rows_per_stream)
+                stream.row(only_epoch=epoch) for stream in self.streams.values() for _ in range(self.rows_per_stream)
             ]
             if not any_left(any(rows)):
                 return
