@@ -148,6 +148,7 @@ def test_a_split_sample_has_every_target_once_with_its_token(length: int, most: 
     mask = np.random.default_rng(seed).random(length) < 0.5
     parts = split_sample(Sample(np.arange(length, dtype=np.int32), mask), most)
     assert all(len(part.input_ids) <= most for part in parts)
+    assert not any(part.is_target[0] for part in parts[1:]), "context is shown as what is learned"
     learned = [int(token) for part in parts for token in part.input_ids[1:][part.is_target[1:]]]
     assert learned == np.arange(1, length)[mask[1:]].tolist()
 
