@@ -56,3 +56,21 @@ def test_list_names_built_in_and_registered_sets(config: Path) -> None:
     names = json.loads(result.stdout)
     assert names["identity"] == "built in"
     assert names["mine"].endswith("dataset_info.json")
+
+
+def test_inspect_writes_the_same_as_a_page(config: Path) -> None:
+    page = config.parent / "page.html"
+    result = CliRunner().invoke(command, ["inspect", str(config), "--html", str(page)], catch_exceptions=False)
+    text = page.read_text(encoding="utf-8")
+    assert "10 of 10 kept" in text and "padding (8 rows at once): packed 0.0%" in text and "<mark>" in text
+    assert f"<mark>{TURNS[2][1]}&lt;|im_end|&gt;</mark>" in text
+    assert "packed 0.0%" in result.stdout and "answers end with the tokenizer's end token" in result.stdout
+    assert "http" not in text, "a page that fetches something says to others that you read it"
+
+
+def test_inspect_shows_data_that_another_stage_learns_from(config: Path) -> None:
+    write_jsonl(config.parent / "pairs.jsonl", [{"prompt": "q", "chosen": "good", "rejected": "worse"}] * 3)
+    arguments = ["inspect", str(config), "data.train=[pairs.jsonl]"]
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert "preference pairs (ranking)" in result.stdout
+    assert "{+good<|im_end|>+}" in result.stdout and "{+worse<|im_end|>+}" in result.stdout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from data_kit import alpaca_record, config_for, messages_record, sharegpt_record, simple_records, write_jsonl
 
-from duoka.data.formats import read_example
+from duoka.data.kinds import read_record
 from duoka.data.records import Piece, Record, find_pieces, read_piece
 from duoka.data.registry import ResolvedSet, check_data, find_sets, registered_sets
 from duoka.errors import Fault, Faults
@@ -35,7 +35,7 @@ TUTORIAL_BLOCK = """"my_custom_dataset": {
 def read_all(found: ResolvedSet) -> list[Any]:
     pieces = [piece for path in found.files for piece in find_pieces(path, 100)]
     records = [record for piece in pieces if isinstance(piece, Piece) for record in read_piece(piece)]
-    return [read_example(record.value, found.form) for record in records if isinstance(record, Record)]
+    return [read_record(record.value, found.form) for record in records if isinstance(record, Record)]
 
 
 def find_one(name: Any, base: Path, **data: Any) -> ResolvedSet:
@@ -151,11 +151,12 @@ def test_max_samples_and_num_samples_meet_in_the_smaller(tmp_path: Path) -> None
 
 ENTRIES = [
     ({"file_name": "gone.json"}, "there is no file"),
-    ({"hf_hub_url": "x/y"}, "names a data set on a hub"),
+    ({"ms_hub_url": "x/y"}, "names a data set that duoka does not fetch"),
+    ({"hf_hub_url": "x/y"}, "needs the extra `hub`"),
     ({}, "it names no file"),
     ({"file_name": "a.jsonl", "formating": "alpaca"}, "unknown option 'formating'"),
     ({"file_name": "a.jsonl", "formatting": "sharegp"}, "unknown formatting 'sharegp'"),
-    ({"file_name": "a.jsonl", "ranking": True}, "preference pairs"),
+    ({"file_name": "a.jsonl", "ranking": True, "columns": {"prompt": "x"}}, "ranking needs the columns chosen"),
     ({"file_name": "a.jsonl", "split": "test"}, "split 'test'"),
     ({"file_name": "a.jsonl", "num_samples": 0}, "num_samples is 0"),
     ({"file_name": "a.jsonl", "columns": {"message": "m"}}, "unknown name 'message' in columns"),
@@ -181,9 +182,9 @@ def test_broken_json_in_the_registry_is_named_with_its_line(tmp_path: Path) -> N
 
 
 FILES = [
-    ("a.parquet", b"PAR1", "comes later"),
-    ("a.csv", b"a,b", "comes later"),
-    ("a.yaml", b"a: b", "reads .json and .jsonl"),
+    ("a.parquet", b"PAR1", "no whole Parquet file"),
+    ("a.jsonl.gz", b"no gzip", "cannot be unpacked"),
+    ("a.yaml", b"a: b", "of no kind that duoka reads"),
     ("a.json", b"", "is empty"),
     ("a.json", "[{}]".encode("utf-16"), "is UTF-16"),
     ("a.json", b'[{"x": 1}]', "format of 'a.json' is none"),
@@ -207,7 +208,7 @@ BROKEN = [
     ("a.json", f"[{GOOD},\n".encode() + '{"messages": "你好"}]\n'.encode("gb18030"), "not UTF-8", 2),
     ("a.json", f"[{GOOD},\n{GOOD}\n".encode(), "no closing ]", 2),
     ("a.json", f'[{GOOD},\n{{"messages": [\n'.encode(), "broken JSON", 2),
-    ("a.json", f"[{GOOD}]\n{GOOD}".encode(), "more text after the end", 1),
+    ("a.json", f"[{GOOD}]\n{GOOD}".encode(), "more text after the end", 2),
     ("a.jsonl", f'{GOOD}\n{{"messages": "{"x" * (2 << 20)}"}}\n'.encode(), "characters, and 1,048,576 is the most", 2),
     ("a.json", f'[{GOOD},\n{{"messages": "{"x" * (2 << 20)}"}}]'.encode(), "characters, and 1,048,576 is the most", 2),
 ]

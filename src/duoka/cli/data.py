@@ -26,18 +26,21 @@ def command() -> None:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--samples", default=3, show_default=True, type=click.IntRange(min=0), help="How many samples to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool) -> None:
+@click.option("--html", type=click.Path(dir_okay=False), help="Write the same as a page to this file.")
+def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool, html: str | None) -> None:
     """Tokenise the data of CONFIG as training would, report it, and show samples with what is learned marked."""
     from duoka.config.load import load_config
     from duoka.data.prepare import prepare_data, read_tokenizer
-    from duoka.data.registry import check_data
+    from duoka.data.registry import check_sets
     from duoka.model.source import check_model, model_folder
 
-    loaded = load_config(config, overrides, checks=(check_data, check_model))
+    loaded = load_config(config, overrides, checks=(check_sets, check_model))
     folder = model_folder(loaded.config.model, loaded.base, _say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=_say)
     tokenizer = read_tokenizer(loaded.config, loaded.base, folder)
     places = _places(len(prepared.train), samples)
+    if html is not None:
+        _write_page(Path(html), Path(config).name, prepared, places, tokenizer)
     if as_json:
         click.echo(json.dumps(_as_json(prepared, places, tokenizer), indent=2, ensure_ascii=False))
         return
@@ -96,6 +99,18 @@ def _parts(sample: Sample, tokenizer: ChatTokenizer) -> list[tuple[bool, str]]:
             parts.append((marks[start], tokenizer.decode(ids[start:at])))
             start = at
     return parts
+
+
+def _write_page(file: Path, name: str, prepared: PreparedData, places: list[int], tokenizer: ChatTokenizer) -> None:
+    from duoka.data.page import ShownSample, build_page
+    from duoka.runs.folder import write_text_atomic
+
+    shown = []
+    for place in places:
+        sample = prepared.train.sample(place)
+        shown.append(ShownSample(place, len(sample.input_ids), sample.num_targets, _parts(sample, tokenizer)))
+    write_text_atomic(file, build_page(prepared.report, shown, f"Data of {name}"))
+    _say(f"wrote {file}")
 
 
 def _shown(sample: Sample, tokenizer: ChatTokenizer, *, colour: bool) -> Text:

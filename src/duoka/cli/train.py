@@ -116,6 +116,7 @@ def prepare_run(
     from duoka.cluster.probe import read_environment_facts
     from duoka.config.load import resolved_yaml
     from duoka.data.prepare import prepare_data
+    from duoka.data.report import write_data_report
     from duoka.model.source import model_folder
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
@@ -133,6 +134,7 @@ def prepare_run(
     if loaded.path.resolve() != run.config.resolve():
         write_text_atomic(run.config, resolved_yaml(loaded))
     write_json_atomic(run.plan, plan.to_json())
+    write_data_report(prepared.report, run.path)
     write_json_atomic(run.env, read_environment_facts(Path.cwd(), sys.argv))
 
 

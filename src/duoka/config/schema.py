@@ -114,7 +114,9 @@ class DataConfig(Section):
     )
     folder: str | None = Field(None, description="Folder with dataset_info.json; by default ./data, then the YAML's.")
     max_length: Annotated[Whole, Field(ge=8)] = Field(1024, description="Longest conversation in tokens.")
-    on_long: Literal["truncate", "drop", "error"] = Field("truncate", description="What to do with longer ones.")
+    on_long: Literal["truncate", "split", "drop", "error"] = Field(
+        "truncate", description="What to do with longer ones; split loses nothing."
+    )
     on_bad: Literal["error", "skip"] = Field("error", description="Refuse, or skip and count, records that are wrong.")
     packing: bool = Field(True, description="Lay samples out without padding. Changes speed, never results.")
     targets: Literal["assistant", "last", "all"] = Field(

@@ -1,4 +1,8 @@
-"""Alpaca records: instruction, input and output, with system and history where there are any."""
+"""Alpaca records: instruction, input and output, with system and history where there are any.
+
+`read_alpaca` is a row's reader in formats.py; `read_question` is the same up to the answer, for the other kinds of
+data that are written this way.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,31 @@ from duoka.data.example import BadRecord, Message, SetFormat, no_column, read_op
 
 
 def read_alpaca(record: dict[str, Any], form: SetFormat) -> tuple[list[Message], Any]:
+    messages, tools = read_question(record, form)
+    name = form.columns.get("response")
+    if not name or name not in record:
+        raise BadRecord(no_column(name or "response", record), misread=True)
+    messages.append(Message("assistant", read_text(record, name)))
+    return messages, tools
+
+
+def read_question(record: dict[str, Any], form: SetFormat) -> tuple[list[Message], Any]:
+    """The conversation up to the last question, and the tools."""
     columns = form.columns
-    for role in ("prompt", "response"):
-        name = columns.get(role)
-        if not name or name not in record:
-            raise BadRecord(no_column(name or role, record), misread=True)
+    name = columns.get("prompt")
+    if not name or name not in record:
+        raise BadRecord(no_column(name or "prompt", record), misread=True)
     messages: list[Message] = []
     system = read_optional_text(record, columns.get("system"))
     if system:
         messages.append(Message("system", system))
     messages += _read_history(record, columns.get("history"))
-    prompt = read_text(record, columns["prompt"])
+    prompt = read_text(record, name)
     more = read_optional_text(record, columns.get("query"))
     question = "\n".join(part for part in (prompt, more) if part)
     if not question.strip():
-        raise BadRecord(f"{columns['prompt']!r} is empty", "leave the record out")
+        raise BadRecord(f"{name!r} is empty", "leave the record out")
     messages.append(Message("user", question))
-    messages.append(Message("assistant", read_text(record, columns["response"])))
     return messages, record.get(columns.get("tools", ""))
 
 

@@ -1,4 +1,4 @@
-"""The words that formats speak in: Message, Example, BadRecord, and how one data set is written (SetFormat).
+"""The words that formats speak in: Message, the kinds of examples, BadRecord, and how a set is written (SetFormat).
 
 Every reader of a format (messages.py, alpaca.py, ...) builds on these few; nothing here knows a file or a tokenizer.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from duoka.registry import nearest
 
@@ -32,6 +32,59 @@ class Example:
     line: int = 0
 
 
+@dataclass(frozen=True)
+class Text:
+    """A document to learn as a whole."""
+
+    text: str
+    source: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation up to where the assistant is to answer."""
+
+    messages: tuple[Message, ...]
+    tools: str | None = None
+    source: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A prompt with a better and a worse answer."""
+
+    messages: tuple[Message, ...]
+    chosen: Message
+    rejected: Message
+    tools: str | None = None
+    source: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A conversation whose last answer somebody liked, or did not (KTO)."""
+
+    messages: tuple[Message, ...]
+    is_good: bool
+    tools: str | None = None
+    source: str = ""
+    line: int = 0
+
+
+AnyExample = Example | Text | Prompt | Preference | Labelled
+Kind = Literal["conversation", "text", "prompt", "preference", "labelled"]
+KIND_WORDS: dict[Kind, str] = {
+    "conversation": "conversations",
+    "text": "plain text",
+    "prompt": "prompts without answers",
+    "preference": "preference pairs (ranking)",
+    "labelled": "answers labelled good or bad (kto_tag)",
+}
+
+
 class BadRecord(ValueError):
     """A record that breaks a rule of its format; `misread` when another format or other tags might read it."""
 
@@ -44,14 +97,17 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True)
 class SetFormat:
-    """How one data set is written: the format's name, where its columns are, what its roles are called."""
+    """How one data set is written: the format's name, where its columns are, what its roles are called, what it is."""
 
     name: str
     columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
+    kind: Kind = "conversation"
 
     def to_json(self) -> dict[str, Any]:
-        return {"formatting": self.name, "columns": dict(self.columns), "tags": dict(self.tags)}
+        """As dataset_info.json writes it; columns and `ranking` say what kind it is."""
+        ranking = {"ranking": True} if self.kind == "preference" else {}
+        return {"formatting": self.name, **ranking, "columns": dict(self.columns), "tags": dict(self.tags)}
 
     def fix_text(self) -> str:
         """What to write in dataset_info.json to get this format."""

@@ -1,7 +1,7 @@
 """The table of data formats, and a record's way through it: read by its format, checked, or refused with a fix.
 
 A new format is a reader in a file of its own and a row in `FORMATS`. Readers raise `BadRecord`; no file and no
-tokenizer is known here.
+tokenizer is known here. kinds.py reads what is no plain conversation, detect.py recognises formats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from duoka.data.example import BadRecord, Example, Message, SetFormat, kind_of
 from duoka.data.messages import read_messages, read_tools
 from duoka.registry import Registry
 
-__all__ = ["FORMATS", "BadRecord", "Example", "Format", "Message", "SetFormat", "detect_format", "read_example"]
+__all__ = ["FORMATS", "BadRecord", "Example", "Format", "Message", "SetFormat", "read_example"]
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,14 @@ def read_example(record: Any, form: SetFormat, *, source: str = "", line: int = 
             f"a record must be a JSON object, this is {kind_of(record)}",
             'write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}',
         )
-    try:
-        messages, tools = FORMATS.get(form.name).read(record, form)
-    except BadRecord as error:
-        better = _better_format(record, form) if error.misread else None
-        raise BadRecord(error.rule, better.fix_text() if better else error.fix) from None
+    messages, tools = FORMATS.get(form.name).read(record, form)
     check_order(messages)
     for place, message in enumerate(messages, start=1):
         check_whole(message.content, place)
     return Example(tuple(messages), read_tools(tools), source, line)
 
 
-def check_order(messages: list[Message]) -> None:
+def check_order(messages: list[Message], *, ends: str = "assistant") -> None:
     """System first if at all, then user and assistant in turn (tool results beside users), an answer at the end."""
     expected: tuple[str, ...] = ("system", "user")
     for place, message in enumerate(messages, start=1):
@@ -65,9 +61,13 @@ def check_order(messages: list[Message]) -> None:
             expected = ("user", "tool") if message.tool_calls is not None else ("user",)
         else:
             expected = ("assistant", "tool") if role == "tool" else ("assistant",)
-    if messages[-1].role != "assistant":
-        what = f"the conversation ends with {messages[-1].role}; the last message must be the assistant's"
+    last = messages[-1].role if messages else "nothing"
+    if ends == "assistant" and last != "assistant":
+        what = f"the conversation ends with {last}; the last message must be the assistant's"
         raise BadRecord(what, "add the answer, or leave the last message out")
+    if ends == "question" and last not in ("user", "tool"):
+        what = f"the prompt ends with {last}; the last message must be a question"
+        raise BadRecord(what, "leave the answer out, or name its column")
 
 
 def check_whole(text: str, place: int) -> None:
@@ -81,6 +81,10 @@ def check_whole(text: str, place: int) -> None:
                 f"message {place} holds half a character ({half})",
                 "the text was cut inside an emoji: write it again with a JSON library",
             ) from None
+
+
+def _read_nothing(record: dict[str, Any], form: SetFormat) -> tuple[list[Message], Any]:
+    raise BadRecord("plain text holds no conversation")
 
 
 _SHAREGPT_TAGS = {
@@ -121,43 +125,4 @@ FORMATS.add(
         },
     ),
 )
-
-
-def detect_format(record: Any) -> SetFormat | None:
-    """The format that a record seems to be in, from its keys and roles; None when nothing fits."""
-    if not isinstance(record, dict):
-        return None
-    if "instruction" in record and ("output" in record or "response" in record):
-        columns = dict(FORMATS.get("alpaca").columns)
-        columns["response"] = "output" if "output" in record else "response"
-        return SetFormat("alpaca", columns)
-    for column, turns in record.items():
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-            continue
-        for name, role_tag, content_tag in (("messages", "role", "content"), ("sharegpt", "from", "value")):
-            if all(role_tag in turn for turn in turns) and any(content_tag in turn for turn in turns):
-                columns = {"messages": column}
-                columns |= {key: key for key in ("system", "tools") if key in record}
-                return SetFormat(name, columns, _detect_tags(name, [turn[role_tag] for turn in turns]))
-    return None
-
-
-def _detect_tags(name: str, roles: list[Any]) -> dict[str, str]:
-    tags = dict(FORMATS.get(name).tags)
-    for tag, words in {"user_tag": ("user", "human"), "assistant_tag": ("assistant", "gpt", "bot", "model")}.items():
-        tags[tag] = next((word for word in words if word in roles), tags[tag])
-    if "tool" in roles:
-        tags["observation_tag"] = "tool"
-    return tags
-
-
-def _better_format(record: dict[str, Any], form: SetFormat) -> SetFormat | None:
-    """The format that reads a record which `form` cannot, or None."""
-    found = detect_format(record)
-    if found is None:
-        return None
-    try:
-        FORMATS.get(found.name).read(record, found)
-    except BadRecord:
-        return None
-    return found
+FORMATS.add("text", Format(_read_nothing, {"text": "text"}))

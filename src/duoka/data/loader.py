@@ -7,19 +7,31 @@ t holds the id of token t + 1 of the same sample, so that no loss has to know wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from duoka.data.epoch_plan import EpochPlan, MicroPlan, share_batch
-from duoka.data.store import TokenStore
+from duoka.data.epoch_plan import EpochPlan, MicroPlan, share_batch, share_rows
 from duoka.data.template import Sample
 from duoka.units import Amount
 
 IGNORED = -100  # a label that is no target
 _EVAL_SAMPLES_PER_RANK = 256
+
+
+class Samples(Protocol):
+    """What batches are built from: a TokenStore of samples, or rows.TextRows."""
+
+    lengths: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def segments(self, index: int) -> list[Sample]:
+        """The parts of sample `index` that lie end to end and must not see each other."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class Loader:
 
     def __init__(
         self,
-        store: TokenStore,
+        store: Samples,
         plan: EpochPlan,
         *,
         rank: int,
@@ -63,7 +75,11 @@ class Loader:
         packing: bool,
         max_length: int,
         pad_id: int,
+        fixed_rows: bool = False,
     ) -> None:
+        """`fixed_rows`: every micro-batch is whole rows of `max_length`, end to end, so that shapes never change."""
+        if fixed_rows and not packing:
+            raise ValueError("fixed rows are packed: packing=False contradicts them")
         self.store = store
         self.plan = plan
         self.rank = rank
@@ -72,6 +88,8 @@ class Loader:
         self.packing = packing
         self.max_length = max_length
         self.pad_id = pad_id
+        rows = micro.count // max_length if micro.unit == "tokens" else micro.count
+        self.rows_per_micro = max(1, rows) if fixed_rows else 0
 
     def num_steps(self, num_epochs: float) -> int:
         return self.plan.num_steps(num_epochs)
@@ -85,16 +103,8 @@ class Loader:
     def global_batch(self, epoch: int, index: int) -> GlobalBatch:
         """This rank's part of one global batch."""
         sample_ids = self.plan.batch(epoch, index)
-        shares = share_batch(
-            sample_ids,
-            self.plan.lengths,
-            self.num_ranks,
-            self.micro,
-            packing=self.packing,
-            max_length=self.max_length,
-        )
         return GlobalBatch(
-            micro_batches=[build_batch(self.store, micro, self.packing, self.pad_id) for micro in shares[self.rank]],
+            micro_batches=self._micro_batches(sample_ids),
             global_targets=self.plan.global_targets(epoch, index),
             num_samples=len(sample_ids),
             num_tokens=int(self.plan.lengths[sample_ids].sum(dtype=np.int64)),
@@ -103,9 +113,18 @@ class Loader:
             sample_ids=sample_ids,
         )
 
+    def _micro_batches(self, sample_ids: np.ndarray) -> list[Batch]:
+        lengths, num_ranks, max_length = self.plan.lengths, self.num_ranks, self.max_length
+        if self.rows_per_micro:
+            rows = share_rows(sample_ids, lengths, num_ranks, self.rows_per_micro, max_length=max_length)
+            shape = (self.rows_per_micro, max_length)
+            return [build_rows(self.store, micro, shape, self.pad_id) for micro in rows[self.rank]]
+        plans = share_batch(sample_ids, lengths, num_ranks, self.micro, packing=self.packing, max_length=max_length)
+        return [build_batch(self.store, micro, self.packing, self.pad_id) for micro in plans[self.rank]]
+
 
 def eval_batches(
-    store: TokenStore,
+    store: Samples,
     *,
     rank: int,
     num_ranks: int,
@@ -126,15 +145,36 @@ def eval_batches(
             yield build_batch(store, plan, packing, pad_id)
 
 
-def build_batch(store: TokenStore, plan: MicroPlan, packing: bool, pad_id: int) -> Batch:
+def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int) -> Batch:
     """The tensors of one micro-batch."""
-    samples = [store.sample(index) for index in plan.sample_ids]
-    if not samples:
+    sample_ids = plan.sample_ids
+    parts = [store.segments(index) for index in sample_ids]
+    if not parts:
         return _empty_batch(packing, pad_id)
-    return _packed(samples) if packing else _padded(samples, pad_id)
+    if packing:
+        return pack_segments([segment for segments in parts for segment in segments], len(sample_ids))
+    if any(len(segments) > 1 for segments in parts):
+        raise ValueError("rows that hold several documents need packing: padded rows have no boundaries")
+    return _padded([segments[0] for segments in parts], pad_id)
 
 
-def _packed(samples: Sequence[Sample]) -> Batch:
+def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int) -> Batch:
+    """Rows of exactly `shape[1]` tokens, end to end as one packed row; what a row lacks is a document of padding."""
+    num_rows, row_tokens = shape
+    segments: list[Sample] = []
+    num_tokens = 0
+    for row in (*plan.rows, *((),) * (num_rows - len(plan.rows))):
+        own = [segment for index in row for segment in store.segments(index)]
+        used = sum(len(segment.input_ids) for segment in own)
+        segments += own
+        num_tokens += used
+        if used < row_tokens:
+            free = row_tokens - used
+            segments.append(Sample(np.full(free, pad_id, np.int32), np.zeros(free, bool)))
+    return replace(pack_segments(segments, len(plan.sample_ids)), num_tokens=num_tokens)
+
+
+def pack_segments(samples: Sequence[Sample], num_samples: int) -> Batch:
     lengths = [len(sample.input_ids) for sample in samples]
     ids = np.concatenate([sample.input_ids for sample in samples]).astype(np.int64)
     labels = np.concatenate([shifted_labels(sample) for sample in samples])
@@ -147,7 +187,7 @@ def _packed(samples: Sequence[Sample]) -> Batch:
         attention_mask=None,
         num_targets=int(np.count_nonzero(labels != IGNORED)),
         num_tokens=sum(lengths),
-        num_samples=len(samples),
+        num_samples=num_samples,
     )
 
 

@@ -20,7 +20,7 @@ def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message
         raise BadRecord(no_column(column, record), misread=True)
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"{column!r} must be a list of messages, this is {kind_of(turns)}", misread=True)
-    messages = [_read_turn(turn, place, form.tags) for place, turn in enumerate(turns, start=1)]
+    messages = [read_turn(turn, place, form.tags) for place, turn in enumerate(turns, start=1)]
     system = read_optional_text(record, form.columns.get("system"))
     if system:
         if messages[0].role == "system":
@@ -29,7 +29,7 @@ def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message
     return messages, record.get(form.columns.get("tools", ""))
 
 
-def _read_turn(turn: Any, place: int, tags: Mapping[str, str]) -> Message:
+def read_turn(turn: Any, place: int, tags: Mapping[str, str]) -> Message:
     role_tag, content_tag = tags["role_tag"], tags["content_tag"]
     if not isinstance(turn, dict):
         raise BadRecord(f"message {place} must be an object with {role_tag!r} and {content_tag!r}")

@@ -19,23 +19,25 @@ from typing import Any
 import numpy as np
 
 from duoka.config.schema import DataConfig, RunConfig
+from duoka.data.epoch_plan import EpochPlan
 from duoka.data.mixture import Mixture, mix_parts
 from duoka.data.records import Piece, find_pieces, read_piece
 from duoka.data.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
-from duoka.data.report import DataReport, SetReport
+from duoka.data.report import DataReport, SetReport, count_lengths, measure_padding
 from duoka.data.store import TokenPart, TokenStore, write_part
 from duoka.data.tokenise import Counts, Job, PieceResult, read_arrays, tokenise_pieces
 from duoka.data.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import Fault, Faults, StorageError
 from duoka.runs.cache import cache_folder, hold_lock, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
-from duoka.units import format_count, format_seconds
+from duoka.units import format_count, format_seconds, parse_amount
 
-TOKENS_VERSION = 1  # raise it when the same input would give other tokens
+TOKENS_VERSION = 2  # raise it when the same input would give other tokens
 _PIECE_BYTES = (256 << 10, 4 << 20)
 _SAY_EVERY_S = 2.0
 _SHOWN_SKIPPED = 3
 _LOOKED_AT = 64
+_PADDING_SAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def prepare_data(
     tokenizer = read_tokenizer(config, base, model_folder)
     prepared = [_prepare_set(found, config.data, tokenizer, say) for found in sets]
     mixture = mix_parts([(found, part) for found, (part, _) in zip(sets, prepared, strict=True)], config)
-    report = _build_report(mixture, [report for _, report in prepared], sets, tokenizer)
+    report = _build_report(mixture, [report for _, report in prepared], sets, tokenizer, config)
     return PreparedData(mixture.train, mixture.eval, report, tokenizer.pad_id)
 
 
@@ -71,10 +73,15 @@ def read_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> ChatTok
 
 
 def _build_report(
-    mixture: Mixture, reports: list[SetReport], sets: list[ResolvedSet], tokenizer: ChatTokenizer
+    mixture: Mixture, reports: list[SetReport], sets: list[ResolvedSet], tokenizer: ChatTokenizer, config: RunConfig
 ) -> DataReport:
     train = mixture.train
-    notes = [*tokenizer.notes, *(note for found in sets for note in found.notes), *_check_ends(train, tokenizer)]
+    ends = _ends_with_eos(train, tokenizer)
+    notes = [*tokenizer.notes, *(note for found in sets for note in found.notes)]
+    if ends is False:
+        end = tokenizer.special_tokens.get("eos_token")
+        named = f"the tokenizer's end token {end!r}" if end else "an end token (the tokenizer names none)"
+        notes.append(f"no answer ends with {named}, so a chat may not know when to stop")
     return DataReport(
         sets=tuple(reports),
         num_train=len(train),
@@ -83,18 +90,25 @@ def _build_report(
         train_targets=int(train.num_targets.sum(dtype=np.int64)),
         longest=int(train.lengths.max()),
         template="the model's own" if tokenizer.template_name == "model" else tokenizer.template_name,
+        histogram=count_lengths(train.lengths),
+        padding=measure_padding(_any_plan(train, config), config.data.max_length),
+        ends_with_eos=ends,
         notes=tuple(notes),
     )
 
 
-def _check_ends(train: TokenStore, tokenizer: ChatTokenizer) -> list[str]:
-    """A note when no answer ends with the token that generation stops at."""
-    some = (train.sample(place) for place in range(min(len(train), _LOOKED_AT)))
-    if any(int(sample.input_ids[sample.is_target][-1]) == tokenizer.eos_id for sample in some):
-        return []
-    end = tokenizer.special_tokens.get("eos_token")
-    named = f"the tokenizer's end token {end!r}" if end else "an end token (the tokenizer names none)"
-    return [f"no answer ends with {named}, so a chat may not know when to stop"]
+def _any_plan(train: TokenStore, config: RunConfig) -> EpochPlan:
+    """Batches like those of the run; the padding in them needs no exact order."""
+    some = slice(0, _PADDING_SAMPLES)
+    batch = parse_amount(config.train.global_batch)
+    return EpochPlan(train.lengths[some], train.num_targets[some], fingerprint="report", seed=0, global_batch=batch)
+
+
+def _ends_with_eos(train: TokenStore, tokenizer: ChatTokenizer) -> bool | None:
+    """Whether answers end with the token that generation stops at; None where nothing is learned."""
+    looked_at = (train.sample(place) for place in range(min(len(train), _LOOKED_AT)))
+    some = [sample for sample in looked_at if sample.is_target.any()]
+    return any(int(sample.input_ids[sample.is_target][-1]) == tokenizer.eos_id for sample in some) if some else None
 
 
 # ---------------------------------------------------------------------------------------------- one set
@@ -151,7 +165,7 @@ def _tokenise_set(
     pieces, lost = _cut_set(found, num_workers, job.max_record_bytes)
     draft = _open_draft(folder.with_suffix(".draft"), pieces)
     results: dict[int, PieceResult] = {}
-    progress = _Progress(found.name, sum(piece.end - piece.start for piece, _ in pieces), say)
+    progress = _Progress(found.name, sum(piece.size_bytes for piece, _ in pieces), say)
 
     def done(number: int, result: PieceResult) -> bool:
         results[number] = result
@@ -245,7 +259,7 @@ class _Progress:
         self.num_tokens = 0
 
     def add(self, piece: Piece, counts: Counts) -> None:
-        self.done_bytes += piece.end - piece.start
+        self.done_bytes += piece.size_bytes
         self.num_tokens += counts.num_tokens
         now = time.monotonic()
         if now - self.said < _SAY_EVERY_S or not self.done_bytes:

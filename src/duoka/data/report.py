@@ -1,13 +1,22 @@
-"""What became of the data, in numbers and lines: shown by `duoka data inspect`, kept with the tokens."""
+"""What became of the data, in numbers and lines: shown by `duoka data inspect`, kept in the run folder."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from duoka.data.epoch_plan import EpochPlan, share_batch
 from duoka.data.tokenise import Counts
 from duoka.errors import Fault
-from duoka.units import format_count
+from duoka.runs.folder import write_json_atomic, write_text_atomic
+from duoka.units import Amount, format_count
+
+_BATCHES_LOOKED_AT = 20
+_ROWS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -34,9 +43,24 @@ class SetReport:
         ):
             if number:
                 parts.append(f"{number:,} {words}")
+        if counts.num_split:
+            parts.append(f"{counts.num_split:,} split into {counts.num_parts:,}")
+        if counts.num_damaged:
+            parts.append(f"{counts.num_damaged:,} with U+FFFD (characters were lost before)")
+        if counts.num_unknown:
+            parts.append(f"{counts.num_unknown:,} tokens stand for characters that the tokenizer does not have")
         parts.append(f"{format_count(counts.num_tokens)} tokens, {format_count(counts.num_targets)} of them targets")
         where = " (for evaluation)" if self.split == "eval" else ""
         return f"{self.name}{where}: {self.formatting}; " + "; ".join(parts) + ("; reused" if self.reused else "")
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Shares of computed positions that hold no token, in some global batches, per way to lay them out."""
+
+    unsorted: float  # rows as they come, as a plain loader pads them
+    padded: float  # data.packing: false, rows of like length together
+    packed: float
 
 
 @dataclass(frozen=True)
@@ -50,6 +74,9 @@ class DataReport:
     train_targets: int
     longest: int
     template: str
+    histogram: tuple[tuple[int, int], ...] = ()  # (longer than half of this and at most this, so many samples)
+    padding: Padding | None = None
+    ends_with_eos: bool | None = None  # None: nothing is learned
     notes: tuple[str, ...] = ()
 
     @property
@@ -66,8 +93,64 @@ class DataReport:
             f"(mean {self.mean_length:.0f}, longest {self.longest:,}), {format_count(self.train_targets)} targets; "
             f"eval: {self.num_eval:,} samples"
         )
+        if self.histogram:
+            total = max(1, self.num_train)
+            out.append(
+                "tokens: " + ", ".join(f"to {top:,} {count / total:.0%}" for top, count in self.histogram if count)
+            )
+        if self.padding is not None:
+            pad = self.padding
+            out.append(
+                f"padding ({_ROWS_AT_ONCE} rows at once): packed {pad.packed:.1%}, padded {pad.padded:.1%}, "
+                f"unsorted rows {pad.unsorted:.1%} of what is computed"
+            )
+        if self.ends_with_eos:
+            out.append("answers end with the tokenizer's end token")
         out.append(f"chat template: {self.template}")
         return out + [f"note: {note}" for note in self.notes]
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "mean_length": self.mean_length}
+
+
+def count_lengths(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """A histogram over powers of two."""
+    tops = 1 << np.arange(3, 31)
+    places = np.searchsorted(tops, lengths, "left")
+    counts = np.bincount(places, minlength=len(tops))
+    return tuple((int(top), int(count)) for top, count in zip(tops, counts, strict=False) if count)
+
+
+def measure_padding(plan: EpochPlan, max_length: int) -> Padding:
+    """What layouts would compute in vain in the first global batches."""
+    lengths = plan.lengths
+    computed = dict.fromkeys(("unsorted", "padded", "packed"), 0)
+    real = 0
+    for index in range(min(plan.num_batches(), _BATCHES_LOOKED_AT)):
+        ids = plan.batch(0, index)
+        own = lengths[ids].astype(np.int64)
+        real += int(own.sum())
+        for at in range(0, len(own), _ROWS_AT_ONCE):
+            rows = own[at : at + _ROWS_AT_ONCE]
+            computed["unsorted"] += int(rows.max()) * len(rows)
+        for packing in (True, False):
+            micro = Amount(_ROWS_AT_ONCE, "samples")
+            (share,) = share_batch(ids, lengths, 1, micro, packing=packing, max_length=max(max_length, int(own.max())))
+            for one in share:
+                sizes = [sum(int(lengths[sample]) for sample in row) for row in one.rows]
+                computed["packed" if packing else "padded"] += max(sizes) * len(sizes)
+    return Padding(**{name: 1 - real / max(1, count) for name, count in computed.items()})
+
+
+def write_data_report(report: DataReport, folder: Path) -> None:
+    """data.json, and bad.jsonl with every record that was skipped, in a run's folder."""
+    write_json_atomic(folder / "data.json", report.to_json())
+    lines = []
+    for one in report.sets:
+        if one.skipped_list:
+            for text in Path(one.skipped_list).read_text(encoding="utf-8").splitlines():
+                lines.append(json.dumps({"set": one.name, **json.loads(text)}, ensure_ascii=False) + "\n")
+    if lines:
+        write_text_atomic(folder / "bad.jsonl", "".join(lines))
+    else:
+        (folder / "bad.jsonl").unlink(missing_ok=True)  # of an earlier start, before the data were mended

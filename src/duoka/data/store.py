@@ -5,7 +5,11 @@ samples from several parts (a mixture, a split). `prepare` makes both; the loade
 
     ids.npy       (tokens,) int32     targets.npy    (tokens,) bool
     offsets.npy   (samples + 1,) int64                num_targets.npy (samples,) int32
-    content.npy   (samples,) uint64: a hash of each sample     meta.json: what it is, written last
+    content.npy   (samples,) uint64: a hash of each sample     marks.npy      (samples,) int32
+    meta.json: what it is, written last
+
+A mark is what a kind of data has to say of a sample: how many of a preference pair's tokens are the chosen part, or
+whether a labelled answer is good (1) or not (0).
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import numpy as np
 from duoka.data.template import Sample
 from duoka.runs.folder import read_json, write_json_atomic
 
-ARRAYS = ("ids", "targets", "offsets", "num_targets", "content")
+ARRAYS = ("ids", "targets", "offsets", "num_targets", "content", "marks")
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,17 @@ class Arrays:
     offsets: np.ndarray
     num_targets: np.ndarray
     content: np.ndarray
+    marks: np.ndarray
 
 
-def pack_arrays(samples: Sequence[Sample]) -> Arrays:
+def pack_arrays(samples: Sequence[Sample], marks: Sequence[int] | None = None) -> Arrays:
+    all_marks = np.zeros(len(samples), np.int32) if marks is None else np.array(marks, np.int32)
     lengths = np.array([len(sample.input_ids) for sample in samples], np.int64)
     digests = (
-        hashlib.blake2b(sample.input_ids.tobytes() + sample.is_target.tobytes(), digest_size=8).digest()
-        for sample in samples
+        hashlib.blake2b(
+            sample.input_ids.tobytes() + sample.is_target.tobytes(), digest_size=8, salt=_salt(int(mark))
+        ).digest()
+        for sample, mark in zip(samples, all_marks, strict=True)
     )
     return Arrays(
         ids=np.concatenate([np.zeros(0, np.int32), *(sample.input_ids for sample in samples)]),
@@ -48,7 +56,13 @@ def pack_arrays(samples: Sequence[Sample]) -> Arrays:
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         num_targets=np.array([sample.num_targets for sample in samples], np.int32),
         content=np.frombuffer(b"".join(digests), np.uint64).copy(),
+        marks=all_marks,
     )
+
+
+def _salt(mark: int) -> bytes:
+    """Equal tokens with another mark are another sample. Most have none, and keep the plain hash."""
+    return mark.to_bytes(8, "little", signed=True) if mark else b""
 
 
 def write_part(folder: Path, pieces: Sequence[Arrays], meta: dict[str, Any]) -> None:
@@ -64,7 +78,7 @@ def write_part(folder: Path, pieces: Sequence[Arrays], meta: dict[str, Any]) -> 
         out.flush()
     lengths = np.concatenate([np.zeros(0, np.int64), *(np.diff(piece.offsets) for piece in pieces)])
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), allow_pickle=False)
-    for name, dtype in (("num_targets", np.int32), ("content", np.uint64)):
+    for name, dtype in (("num_targets", np.int32), ("content", np.uint64), ("marks", np.int32)):
         joined = np.concatenate([np.zeros(0, dtype), *(getattr(piece, name) for piece in pieces)])
         np.save(folder / f"{name}.npy", joined, allow_pickle=False)
     sizes = {name: (folder / f"{name}.npy").stat().st_size for name in ARRAYS}
@@ -129,6 +143,14 @@ class TokenStore:
         place = int(self._index[index])
         part = int(np.searchsorted(self._starts, place, side="right")) - 1
         return self.parts[part].sample(place - int(self._starts[part]))
+
+    def segments(self, index: int) -> list[Sample]:
+        """What lies end to end in a sample without seeing each other: here, the sample alone (see rows.TextRows)."""
+        return [self.sample(index)]
+
+    @cached_property
+    def marks(self) -> np.ndarray:
+        return self._chosen([part.arrays.marks for part in self.parts], np.int32)
 
     def __repr__(self) -> str:
         return f"TokenStore({len(self):,} samples, {int(self.lengths.sum(dtype=np.int64)):,} tokens)"

@@ -21,15 +21,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from duoka.data.formats import BadRecord, SetFormat, read_example
-from duoka.data.records import Piece, read_piece
+from duoka.data.encode import Encoded, encode_example, fit_length
+from duoka.data.example import AnyExample, BadRecord, SetFormat
+from duoka.data.kinds import read_record
+from duoka.data.records import Piece, Record, read_piece
 from duoka.data.store import ARRAYS, Arrays, pack_arrays
-from duoka.data.template import Sample, Targets, encode
+from duoka.data.template import Targets
 from duoka.data.tokenizer import ChatTokenizer
 from duoka.errors import Fault, WorkerFailed
 from duoka.runs.folder import read_json, write_json_atomic
 
-OnLong = Literal["truncate", "drop", "error"]
+OnLong = Literal["truncate", "split", "drop", "error"]
 SMALL_BYTES = 2 << 20  # below this, starting processes takes longer than the work
 _DONE = None
 
@@ -47,16 +49,20 @@ class Job:
 
 @dataclass
 class Counts:
-    """What became of the records. `num_kept` includes the truncated ones."""
+    """What became of the records. `num_kept` counts samples: truncated ones too, and each part of a split one."""
 
     num_records: int = 0
     num_kept: int = 0
     num_truncated: int = 0
+    num_split: int = 0  # records that were cut
+    num_parts: int = 0  # samples that they became
     num_dropped_long: int = 0
     num_dropped_masked: int = 0
     num_bad: int = 0
     num_tokens: int = 0
     num_targets: int = 0
+    num_unknown: int = 0  # tokens for characters that the tokenizer does not have
+    num_damaged: int = 0  # records whose text holds U+FFFD
 
     def add(self, other: Counts) -> None:
         for name, value in asdict(other).items():
@@ -82,9 +88,10 @@ class PieceResult:
 
 def tokenise_piece(
     piece: Piece, limit: int | None, job: Job, tokenizer: ChatTokenizer
-) -> tuple[PieceResult, list[Sample]]:
+) -> tuple[PieceResult, list[Encoded]]:
     """The samples of a piece's first `limit` records, in order."""
-    result, samples = PieceResult(), []
+    result: PieceResult = PieceResult()
+    samples: list[Encoded] = []
     counts = result.counts
     for record in read_piece(piece, job.max_record_bytes):
         if limit is not None and counts.num_records >= limit:
@@ -94,33 +101,48 @@ def tokenise_piece(
             result.bad.append(record)
             continue
         try:
-            example = read_example(record.value, job.form, source=piece.path, line=record.line)
-            sample = encode(example, tokenizer, targets=job.targets)
+            example = read_record(record.value, job.form, source=record.file, line=record.line)
+            encoded = encode_example(example, tokenizer, targets=job.targets)
         except BadRecord as error:
-            result.bad.append(Fault(error.rule, file=piece.path, line=record.line, source=record.text, fix=error.fix))
+            result.bad.append(Fault(error.rule, file=record.file, line=record.line, source=record.text, fix=error.fix))
             continue
-        if len(sample.input_ids) > job.max_length:
-            if job.on_long == "error":
-                what = (
-                    f"the conversation has {len(sample.input_ids):,} tokens, and data.max_length is {job.max_length:,}"
-                )
-                fix = "raise data.max_length, or set data.on_long: truncate (or drop)"
-                result.long.append(Fault(what, file=piece.path, line=record.line, source=record.text, fix=fix))
-                continue
-            if job.on_long == "drop":
-                counts.num_dropped_long += 1
-                continue
-            sample = Sample(sample.input_ids[: job.max_length], sample.is_target[: job.max_length])
-            counts.num_truncated += bool(sample.num_targets)
-        if not sample.num_targets:
-            counts.num_dropped_masked += 1
-            continue
-        samples.append(sample)
+        samples += _keep(encoded, example, record, job, result)
     counts.num_kept = len(samples)
     counts.num_bad = len(result.bad)
-    counts.num_tokens = sum(len(sample.input_ids) for sample in samples)
-    counts.num_targets = sum(sample.num_targets for sample in samples)
+    counts.num_tokens = sum(len(part.input_ids) for sample in samples for part in sample.parts)
+    counts.num_targets = sum(sample.joined().num_targets for sample in samples)
     return result, samples
+
+
+def _keep(encoded: Encoded, example: AnyExample, record: Record, job: Job, result: PieceResult) -> list[Encoded]:
+    """What of a record is learned: all of it, parts, or nothing; counted in `result`."""
+    counts = result.counts
+    kept = [encoded]
+    # Plain text may be of any length: it is cut into rows when it is learned, and nothing of it is lost.
+    is_long = encoded.longest > job.max_length and job.form.kind != "text"
+    if is_long and job.on_long == "error":
+        what = f"the conversation has {encoded.longest:,} tokens, and data.max_length is {job.max_length:,}"
+        fix = "raise data.max_length, or set data.on_long: truncate (or split, or drop)"
+        result.long.append(Fault(what, file=record.file, line=record.line, source=record.text, fix=fix))
+        return []
+    if is_long:
+        kept = [] if job.on_long == "drop" else fit_length(encoded, job.max_length, job.on_long, example)
+        if not kept and (job.on_long == "drop" or job.form.kind == "prompt"):
+            counts.num_dropped_long += 1
+            return []
+    if job.form.kind != "prompt":
+        kept = [one for one in kept if all(part.num_targets for part in one.parts)]
+    if not kept:
+        counts.num_dropped_masked += 1
+        return []
+    counts.num_unknown += encoded.num_unknown
+    counts.num_damaged += encoded.is_damaged
+    if is_long and job.on_long == "split" and job.form.kind == "conversation":
+        counts.num_split += 1
+        counts.num_parts += len(kept)
+    elif is_long:
+        counts.num_truncated += 1
+    return kept
 
 
 # ------------------------------------------------------------------------------------- pieces on disk
@@ -137,8 +159,8 @@ def read_arrays(draft: Path, number: int) -> Arrays:
         return Arrays(**{name: file[name] for name in ARRAYS})
 
 
-def _write_piece(draft: Path, number: int, result: PieceResult, samples: list[Sample]) -> None:
-    arrays = pack_arrays(samples)
+def _write_piece(draft: Path, number: int, result: PieceResult, samples: list[Encoded]) -> None:
+    arrays = pack_arrays([sample.joined() for sample in samples], [sample.mark for sample in samples])
     name = draft / f"piece-{number:06d}"
     with open(f"{name}.draft", "wb") as file:
         np.savez(file, **{name: getattr(arrays, name) for name in ARRAYS})
@@ -166,7 +188,7 @@ def tokenise_pieces(
             todo.append((number, piece, limit))
         elif not done(number, known):
             return
-    size_bytes = sum(piece.end - piece.start for _, piece, _ in todo)
+    size_bytes = sum(piece.size_bytes for _, piece, _ in todo)
     num_workers = min(num_workers, len(todo))
     if num_workers <= 1 or size_bytes < SMALL_BYTES:
         for number, piece, limit in todo:
@@ -176,7 +198,7 @@ def tokenise_pieces(
                 return
         return
     tokenizer.save(draft / "tokenizer.json")
-    write_json_atomic(draft / "job.json", {**asdict(job), "form": job.form.to_json()})
+    write_json_atomic(draft / "job.json", asdict(job))
     for number in _with_processes(todo, draft, num_workers):
         result = read_result(draft, number) or PieceResult()
         if not done(number, result):
@@ -253,7 +275,7 @@ def main(draft: Path) -> None:
     """One worker: a piece per line of stdin, its number on stdout when it is on disk."""
     raw = json.loads((draft / "job.json").read_text(encoding="utf-8"))
     form = raw.pop("form")
-    job = Job(form=SetFormat(form["formatting"], form["columns"], form["tags"]), **raw)
+    job = Job(form=SetFormat(**form), **raw)
     tokenizer = ChatTokenizer.load(draft / "tokenizer.json")
     for line in sys.stdin:
         number, piece, limit = json.loads(line)

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from duoka.runs.folder import RunFolder, write_text_atomic
+from duoka.runs.folder import RunFolder, read_json, write_text_atomic
 from duoka.units import format_bytes, format_count, format_seconds
 from duoka.watch.chart import Chart, draw_chart
 from duoka.watch.curve import can_draw, draw_curve
@@ -265,7 +265,8 @@ def end_lines(run: RunFolder, *, encoding: str | None = None) -> list[str]:
     dot = "·" if can_draw("·", encoding) else "-"
     out = [f"{run.name}: {_state(history)} {dot} {_summary(history).replace(' · ', f' {dot} ')}", ""]
     out += [f"  {line}" for line in draw_curve(*history.values("loss"), width=74, encoding=encoding, title="loss")]
-    out += ["", *(f"  {name:<12}{text}" for name, text in _result_rows(history, arrow)), ""]
+    rows = [*_result_rows(history, arrow), *_data_rows(run)]
+    out += ["", *(f"  {name:<12}{text}" for name, text in rows), ""]
     out += _where_and_next(history)
     return [line.rstrip() for line in out]
 
@@ -293,6 +294,21 @@ def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
     rows += _memory_rows(history)
     if history.warnings:
         rows.append(("warnings", f"{len(history.warnings)}, listed in report.html"))
+    return rows
+
+
+def _data_rows(run: RunFolder) -> list[tuple[str, str]]:
+    """What was kept of each data set, from the run's data.json."""
+    rows = []
+    for place, one in enumerate((read_json(run.path / "data.json") or {}).get("sets", [])):
+        counts = one["counts"]
+        losses = [
+            f"{counts[key]:,} {words}"
+            for key, words in (("num_truncated", "cut"), ("num_dropped_long", "too long"), ("num_bad", "wrong"))
+            if counts[key]
+        ]
+        kept = f"{counts['num_kept']:,} samples of {counts['num_records']:,} records"
+        rows.append(("" if place else "data", f"{Path(one['name']).name[:24]}: {', '.join([kept, *losses])}"))
     return rows
 
 

@@ -1,0 +1,52 @@
+"""The data report as one HTML page: counts, token histogram, and samples with what is learned in colour.
+
+`duoka data inspect --html` writes it. Nothing in it is fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from duoka.data.report import DataReport
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+pre { white-space: pre-wrap; background: #f6f6f4; padding: 1rem; border-radius: 6px; overflow-wrap: anywhere }
+mark { background: #bfe8c4; color: inherit } .bar { background: #5b8; height: .8rem; min-width: 1px }
+td { padding: 0 .6rem } td.bars { width: 24rem }
+@media (prefers-color-scheme: dark) { body { background: #1b1b1b; color: #ddd } pre { background: #262626 }
+  mark { background: #24592d } }
+"""
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample as runs of text that are all learned, or all not."""
+
+    place: int
+    num_tokens: int
+    num_targets: int
+    parts: Sequence[tuple[bool, str]]
+
+
+def build_page(report: DataReport, samples: Sequence[ShownSample], title: str) -> str:
+    most = max((count for _, count in report.histogram), default=1)
+    bars = "".join(
+        f"<tr><td>to {top:,}</td><td>{count:,}</td>"
+        f'<td class=bars><div class=bar style="width:{100 * count / most:.1f}%"></div></td></tr>'
+        for top, count in report.histogram
+    )
+    lines = "".join(f"<li>{escape(line)}</li>" for line in report.lines())
+    shown = "".join(_show(sample) for sample in samples)
+    return (
+        f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
+        f"<h1>{escape(title)}</h1><ul>{lines}</ul><h2>Tokens per sample</h2><table>{bars}</table>"
+        f"<h2>Samples</h2><p>What is learned is <mark>marked</mark>.</p>{shown}\n"
+    )
+
+
+def _show(sample: ShownSample) -> str:
+    text = "".join(f"<mark>{escape(part)}</mark>" if learned else escape(part) for learned, part in sample.parts)
+    return f"<h3>{sample.place}: {sample.num_tokens} tokens, {sample.num_targets} targets</h3><pre>{text}</pre>"
