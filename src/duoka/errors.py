@@ -87,9 +87,7 @@ class Fault:
     fix: str = ""
 
     def lines(self) -> list[str]:
-        place = ", ".join(
-            part for part in (self.file, f"line {self.line}" if self.line else "") if part
-        )
+        place = ", ".join(part for part in (self.file, f"line {self.line}" if self.line else "") if part)
         shown = f"{place}:   {self.source.strip()}" if place and self.source.strip() else place
         return [self.what] + [f"  {text}" for text in (shown, self.fix) if text]
 

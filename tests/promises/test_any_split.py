@@ -72,7 +72,6 @@ def batches(case, tiny_model):
     from duoka.config.load import load_config
     from duoka.data.epoch_plan import EpochPlan
     from duoka.data.prepare import prepare_data
-
     from duoka.units import parse_amount
 
     yaml = case[1]
