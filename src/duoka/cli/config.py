@@ -1,13 +1,18 @@
 """`duoka config`: show what a YAML means, and what may stand in one. Thin: the config room does the work.
 
-Loaded by the lazy group in cli/__init__.py as `command`. Imports no torch, starts nothing, writes nothing.
+Loaded by the lazy group in cli/__init__.py as `command`. Imports no torch, starts nothing; only `convert` writes.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from duoka.config.dialects.rows import Start
 
 
 @click.group(name="config", help="Show a config with the origin of every value, or the schema of all configs.")
@@ -18,11 +23,19 @@ def command() -> None:
 @command.command(help="Print every value of FILE, overrides applied, with where it came from.")
 @click.argument("file", type=click.Path(dir_okay=True))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--nproc", type=click.IntRange(min=1), help="Processes that a batch per device is meant for.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of YAML.")
-def show(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    from duoka.config.load import config_hash, load_config, resolved_yaml
+def show(file: str, overrides: tuple[str, ...], nproc: int | None, as_json: bool) -> None:
+    from duoka.config.load import config_hash, load_config, read_side_file, resolved_yaml
 
-    loaded = load_config(file, overrides)
+    start = _start(nproc)
+    side = read_side_file(file, start)
+    if side is not None:
+        click.echo(side.text, nl=False)
+        for note in side.notes:
+            click.echo(f"note: {note}", err=True)
+        return
+    loaded = load_config(file, overrides, start=start)
     if not as_json:
         click.echo(resolved_yaml(loaded), nl=False)
         for note in loaded.notes:
@@ -38,6 +51,45 @@ def show(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
         "notes": list(loaded.notes),
     }
     click.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+
+
+def _start(nproc: int | None) -> Start:
+    """This machine's start, as `duoka train` would make it."""
+    from duoka.cluster.launch import count_processes
+    from duoka.config.dialects.rows import Start
+    from duoka.plan.hardware import read_machine
+
+    gpus = read_machine().gpus
+    return Start(count_processes(None, len(gpus)) if nproc is None else nproc, bool(gpus))
+
+
+@command.command(help="Write FILE, of LLaMA-Factory or in the nested form, in duoka's own words, with comments.")
+@click.argument("file", type=click.Path(dir_okay=True))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new YAML file.")
+@click.option("--nproc", type=click.IntRange(min=1), help="Processes that a batch per device is meant for.")
+def convert(file: str, overrides: tuple[str, ...], output: Path, nproc: int | None) -> None:
+    from duoka.config.load import load_config, resolved_yaml
+    from duoka.errors import ConfigError, StorageError
+
+    loaded = load_config(file, overrides, start=_start(nproc))
+    try:
+        with output.open("x", encoding="utf-8") as new:
+            new.write(resolved_yaml(loaded))
+    except FileExistsError:
+        raise ConfigError(f"{output} exists, and nothing is overwritten", fix="write another name after -o") from None
+    except OSError as error:
+        raise StorageError(f"{output} cannot be written: {error.strerror or error}") from None
+    for note in loaded.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(f"wrote {output}; train it:   duoka train {output}")
+
+
+@command.command(help="Print the page docs/llamafactory.md: every key of other tools, and what becomes of it.")
+def dialects() -> None:
+    from duoka.config.dialects.page import dialects_markdown
+
+    click.echo(dialects_markdown(), nl=False)
 
 
 @command.command(help="Print the JSON Schema of the YAML, for editors.")

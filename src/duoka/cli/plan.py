@@ -23,7 +23,7 @@ _READ_BYTES = 16 * 2**20
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes to plan for; default: one per GPU, or 1.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(config: str, overrides: tuple[str, ...], nproc: int | None, as_json: bool) -> int:
-    from duoka.config.load import load_config
+    from duoka.config.load import Start, load_config
     from duoka.errors import DoesNotFit
     from duoka.plan.choose import check_machine
     from duoka.plan.hardware import read_machine
@@ -35,7 +35,10 @@ def command(config: str, overrides: tuple[str, ...], nproc: int | None, as_json:
     def check_here(config: RunConfig, base: Path) -> list[Fault]:
         return check_machine(config, machine, world_size)
 
-    loaded = load_config(config, overrides, checks=(_check_shape, check_here))
+    start = Start(world_size, bool(machine.gpus))
+    loaded = load_config(config, overrides, checks=(_check_shape, check_here), start=start)
+    for note in loaded.notes:
+        click.echo(f"note: {note}", err=True)
     shape = _read_shape(loaded.config.model, loaded.base)
     num_samples = _count_samples(loaded.config, loaded.base)
     plan = make_plan(loaded.config, shape, machine, world_size, num_samples=num_samples, is_data_measured=False)

@@ -87,7 +87,7 @@ def load_checked(
     config: str, overrides: tuple[str, ...], machine: Machine, world_size: int, *, local_size: int, say: bool = True
 ) -> Loaded:
     """The config with every check that needs no start; notes go to stderr."""
-    from duoka.config.load import load_config
+    from duoka.config.load import Start, load_config
     from duoka.data.registry import check_data
     from duoka.model.source import check_model
     from duoka.plan.choose import check_machine
@@ -95,7 +95,9 @@ def load_checked(
     def check_here(config: object, base: Path) -> list[object]:
         return check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type,return-value]
 
-    loaded = load_config(config, overrides, checks=(check_model, check_data, check_here))  # type: ignore[arg-type]
+    checks = (check_model, check_data, check_here)
+    start = Start(world_size, bool(machine.gpus))
+    loaded = load_config(config, overrides, checks=checks, start=start)  # type: ignore[arg-type]
     for note in loaded.notes if say else ():
         click.echo(f"note: {note}", err=True)
     return loaded

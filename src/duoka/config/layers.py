@@ -12,6 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from duoka.config.dialects.all import dialects, recognise
+from duoka.config.dialects.deepspeed import without_comments
+from duoka.config.dialects.engine import translate, with_overrides
+from duoka.config.dialects.rows import Dialect, Start
 from duoka.config.yaml_lines import Place, Tree, parse_yaml, scalar_value
 from duoka.errors import Fault
 from duoka.registry import nearest
@@ -32,6 +36,10 @@ class Layers:
     faults: list[Fault] = field(default_factory=list)
     secrets: dict[str, str] = field(default_factory=dict)  # value -> how it was written
     broken: set[KeyPath] = field(default_factory=set)  # values that could not be filled in
+    start: Start = field(default_factory=Start)
+    overrides: list[Tree] = field(default_factory=list)  # of the command line; a dialect's own words are taken out
+    dialect: Dialect | None = None  # of the top file, when it is another tool's
+    notes: list[str] = field(default_factory=list)
 
 
 def is_secret(name: str) -> bool:
@@ -58,7 +66,10 @@ def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: P
         return None
     name = shown_path(path)
     num_faults = len(layers.faults)
-    tree = parse_yaml(text, name, layers.faults)
+    twice: list[Fault] = []
+    if path.suffix.lower() == ".json":
+        text = without_comments(text)
+    tree = parse_yaml(text, name, layers.faults, equal_twice=twice)
     is_broken = len(layers.faults) > num_faults
     if not is_broken and (tree is None or tree.value is None):
         layers.faults.append(
@@ -76,11 +87,48 @@ def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: P
     extends, base = entries.pop("extends", None), entries.pop("base", None)
     if base is not None and not above:
         layers.base = _text_of("base", base, layers)
-    tree = replace(tree, value=entries)
+    tree = _in_our_words(replace(tree, value=entries), path, layers, twice, is_top=not above)
     if extends is None:
         return tree
     below = _read_base(path, extends, layers, (*above, path))
     return tree if below is None else merge(below, tree)
+
+
+def _in_our_words(tree: Tree, path: Path, layers: Layers, twice: list[Fault], *, is_top: bool) -> Tree:
+    """A file of another tool as ours, with a notice for what it says otherwise; our own files as they are."""
+    dialect = recognise(tree)
+    if dialect is None:
+        layers.faults += twice
+        return tree
+    name = shown_path(path)
+    if is_top:
+        layers.dialect = dialect
+        tree, layers.overrides = with_overrides(dialect, tree, layers.overrides)
+    layers.notes.append(
+        f"{name} is read as {dialect.title}; in duoka's own words:   duoka config convert {name} -o ours.yaml"
+    )
+    layers.notes += [f"{name}:{fault.line} {fault.what}: both say the same" for fault in twice]
+    done = translate(dialect, expand_env(tree, layers), layers.start, dialects(), path.parent, _read_pointed)
+    layers.notes += done.notes
+    layers.faults += done.faults
+    layers.broken |= {tuple(fault.key.split(".")) for fault in done.faults if fault.key}
+    return done.tree(Place(name, 0, ""))
+
+
+def _read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
+    """The file that a key of another tool points to: from the current folder, then from the config's."""
+    places = (Path(path).expanduser(), folder / path)
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        what, fix = f"there is no file {path}", _yaml_files(places[0].parent, places[0].name)
+        faults.append(asked_at.fault(what, fix=fix if places[0].parent.is_dir() else "write the path of the file"))
+        return None
+    text = _read_text(found, faults, asked_at)
+    tree = None if text is None else parse_yaml(without_comments(text), shown_path(found), faults)
+    if tree is not None and not isinstance(tree.value, dict):
+        faults.append(asked_at.fault(f"{path} holds no object of keys", fix="give a DeepSpeed JSON file"))
+        return None
+    return tree
 
 
 def _read_base(path: Path, extends: Tree, layers: Layers, above: tuple[Path, ...]) -> Tree | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from duoka.config.dialects.rows import Start
 from duoka.config.layers import (
     COMMAND_LINE,
     KeyPath,
@@ -27,12 +28,14 @@ from duoka.config.unknown import take_known_keys
 from duoka.config.values import build_config
 from duoka.config.write import Difference, config_hash, leaves, resolved_yaml, result_differences
 from duoka.config.yaml_lines import Place, Tree, printable
+from duoka.config.yaml_text import yaml_text
 from duoka.errors import Fault, Faults
 
 __all__ = [
     "Check",
     "Difference",
     "Loaded",
+    "Start",
     "config_hash",
     "load_config",
     "resolved_yaml",
@@ -55,14 +58,21 @@ class Loaded:
     secrets: dict[str, str] = field(default_factory=dict)  # dotted key -> its text with ${env:NAME} not filled in
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, checks: Iterable[Check] = ()) -> Loaded:
-    """Read and check a config. Raises `Faults` with all faults of the files, the schema, the rules and the checks."""
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, checks: Iterable[Check] = (), start: Start | None = None
+) -> Loaded:
+    """Read and check a config. Raises `Faults` with all faults of the files, the schema, the rules and the checks.
+
+    `start` is how many ranks there will be: other tools' batches are per device.
+    """
     path = Path(path)
-    layers = Layers()
+    layers = Layers(start=start or Start())
+    layers.overrides = read_overrides(overrides, layers)
     read_layers(path, layers)
+    _refuse_side_files(layers, path)
     was_read = layers.tree is not None
     tree = layers.tree if layers.tree is not None else Tree({}, Place(shown_path(path), 0, ""))
-    for override in read_overrides(overrides, layers):
+    for override in layers.overrides:
         tree = merge(tree, override)
     # A merged tree stands where the top layer stood; what is missing is missing in the file.
     tree = replace(tree, place=Place(shown_path(path), 0, ""))
@@ -71,10 +81,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, checks: Iter
         raise Faults(_finish(layers, path))
     config, bad = build_config(tree, layers.broken, layers.faults)
     base = Path(layers.base).expanduser() if layers.base else path.parent
-    notes: list[str] = []
+    notes = layers.notes
     if config is not None:
         config = _with_output(config, path)
-        notes = _apply_rules(config, bad, tree, layers)
+        notes = notes + _apply_rules(config, bad, tree, layers)
         for check in checks:
             layers.faults.extend(_placed(fault, tree) for fault in check(config, base) if not _is_about(fault, bad))
     if layers.faults or config is None:
@@ -87,6 +97,39 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, checks: Iter
         base=base,
         secrets=dict(_secret_texts(tree, "")),
     )
+
+
+def _refuse_side_files(layers: Layers, path: Path) -> None:
+    """An Accelerate or DeepSpeed file says how to share the work, and names no model and no data."""
+    if layers.dialect is None or layers.dialect.is_whole:
+        return
+    what = f"{shown_path(path)} is a {layers.dialect.title} file: it names no model and no data"
+    fix = f"see what it says:   duoka config show {shown_path(path)}"
+    raise Faults([Fault(what, file=shown_path(path), fix=fix), *layers.faults])
+
+
+@dataclass(frozen=True)
+class SideFile:
+    """What an Accelerate or DeepSpeed file says, as the part of a config that it is."""
+
+    text: str
+    notes: tuple[str, ...]
+
+
+def read_side_file(path: str | Path, start: Start) -> SideFile | None:
+    """A file beside the config, as our YAML; None for a file that names model and data. Raises Faults."""
+    path = Path(path)
+    layers = Layers(start=start)
+    read_layers(path, layers)
+    if layers.dialect is None or layers.dialect.is_whole or layers.tree is None:
+        return None
+    if layers.faults:
+        raise Faults(_finish(layers, path))
+    lines = [f"# The part of a config that {shown_path(path)} means ({layers.dialect.title})."]
+    for block, tree in layers.tree.value.items():
+        lines.append(f"{block}:")
+        lines += [f"  {key}: {yaml_text(leaf.plain_value())}  # {_origin(leaf)}" for key, leaf in tree.value.items()]
+    return SideFile("\n".join(lines) + "\n", tuple(layers.notes))
 
 
 def _with_output(config: RunConfig, path: Path) -> RunConfig:
@@ -185,7 +228,7 @@ def _origin(tree: Tree | None) -> str:
         return "default"
     place = tree.place
     origin = f"{Path(place.file).name}:{place.line}" if place.line else place.file
-    return origin + "".join(f", env {name}" for name in tree.env)
+    return origin + (f", {tree.spelled}" if tree.spelled else "") + "".join(f", env {name}" for name in tree.env)
 
 
 def _secret_texts(tree: Tree, name: str) -> Iterable[tuple[str, str]]:

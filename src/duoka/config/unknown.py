@@ -9,7 +9,7 @@ import difflib
 from dataclasses import replace
 
 from duoka.config.catalog import Key, known_keys
-from duoka.config.foreign import FOREIGN, FOREIGN_SECTIONS, Foreign
+from duoka.config.foreign import FOREIGN_SECTIONS, Foreign, foreign_names
 from duoka.config.layers import COMMAND_LINE, is_secret
 from duoka.config.schema import RunConfig, Section
 from duoka.config.yaml_lines import Tree
@@ -87,8 +87,8 @@ def _advice(word: str, value: Tree, name: str, shown: str) -> tuple[str, str]:
         meant = _section_meant(word)
         if meant is not None:
             return f"; duoka's block is {meant}", f"write:   {meant}:   in its place"
-    if low in FOREIGN:
-        return _foreign_advice(FOREIGN[low], value, name)
+    if low in foreign_names():
+        return _foreign_advice(foreign_names()[low], value, name)
     if low in keys and "." in low:
         return "; dots do not open blocks in a file", _fix(keys[low], value, name)
     here = [key for key in keys.values() if _parent(key.name) == name]
@@ -103,8 +103,9 @@ def _advice(word: str, value: Tree, name: str, shown: str) -> tuple[str, str]:
     if guess:
         return f"; did you mean {guess}?", _fix(keys[f"{name}{guess}"], value, name)
     # Foreign names are many, and most are like some word: only a clear misspelling counts.
-    for guess in difflib.get_close_matches(low, [word for word in FOREIGN if len(word) > _SHORT], n=1, cutoff=0.85):
-        return _foreign_advice(FOREIGN[guess], value, name)
+    long = [word for word in foreign_names() if len(word) > _SHORT]
+    for guess in difflib.get_close_matches(low, long, n=1, cutoff=0.85):
+        return _foreign_advice(foreign_names()[guess], value, name)
     every = {_last(key.name): key for key in reversed(keys.values()) if key.name.count(".") <= 1}
     guess = nearest(low, every)
     if guess:

@@ -61,6 +61,7 @@ class Tree:
     is_bare: bool = False
     env: tuple[str, ...] = ()  # the environment variables that it came from
     written: str = ""  # its text before ${env:...} was filled in, when that filled in a secret
+    spelled: str = ""  # the key that it was written under, when that is another tool's
 
     def plain_value(self) -> Any:
         """The value without places: dicts, lists and scalars."""
@@ -115,8 +116,13 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
         BaseResolver.__init__(self)
 
 
-def parse_yaml(text: str, file: str, faults: list[Fault], *, place: Place | None = None) -> Tree | None:
-    """The tree of one document, or None when it is empty or no YAML. `place` overrides every line's own place."""
+def parse_yaml(
+    text: str, file: str, faults: list[Fault], *, place: Place | None = None, equal_twice: list[Fault] | None = None
+) -> Tree | None:
+    """The tree of one document, or None when it is empty or no YAML. `place` overrides every line's own place.
+
+    Keys that are given twice with equal values go to `equal_twice`, where the caller may forgive them.
+    """
     lines = _LINE_BREAK.split(text)
     try:
         root = _Loader(text).get_single_node()
@@ -128,14 +134,17 @@ def parse_yaml(text: str, file: str, faults: list[Fault], *, place: Place | None
         return None
     if root is None:
         return None
-    return _Builder(lines, file, faults, place).build(root, None)
+    return _Builder(lines, file, faults, place, faults if equal_twice is None else equal_twice).build(root, None)
 
 
 class _Builder:
     """Turns PyYAML's nodes into trees, and reports what YAML allows but a config must not have."""
 
-    def __init__(self, lines: list[str], file: str, faults: list[Fault], place: Place | None) -> None:
+    def __init__(
+        self, lines: list[str], file: str, faults: list[Fault], place: Place | None, equal_twice: list[Fault]
+    ) -> None:
         self._lines, self._file, self._faults, self._place = lines, file, faults, place
+        self._equal_twice = equal_twice
         self._num_nodes = 0
         self._open: set[int] = set()
 
@@ -181,7 +190,8 @@ class _Builder:
                 continue
             if key in out:
                 first = out[key].place.line
-                self._faults.append(
+                is_equal = out[key].plain_value() == value.plain_value()
+                (self._equal_twice if is_equal else self._faults).append(
                     place.fault(
                         f"the key {key} is given twice in the same block"
                         + (f", first in line {first}" if first else ""),

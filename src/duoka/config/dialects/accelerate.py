@@ -1,0 +1,112 @@
+"""Accelerate's YAML, as `accelerate config` writes it: how ranks start and share the work, not what they learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from duoka.config.dialects.rows import (
+    Answer,
+    Asked,
+    Dialect,
+    Refusal,
+    Row,
+    implemented,
+    is_true,
+    number,
+    refused,
+    reported,
+    table,
+    words,
+)
+
+_TYPES = {
+    "no": "auto", "multi_gpu": "ddp", "multi_cpu": "ddp", "fsdp": "fsdp", "deepspeed": "deepspeed",
+    "multi_npu": "multi_npu", "multi_xpu": "multi_xpu", "megatron_lm": "megatron_lm", "xla": "xla", "tpu": "tpu",
+}  # fmt: skip
+
+
+def _type(value: Any, asked: Asked) -> Any:
+    kind = words("distributed_type", _TYPES)(value, asked)
+    if kind == "deepspeed":
+        return Answer(note="what its deepspeed_config says")
+    if kind not in ("auto", "ddp", "fsdp"):
+        raise Refusal(f"distributed_type {value} is not there yet", "write:   distributed_type: MULTI_GPU")
+    return kind
+
+
+def _precision(value: Any, asked: Asked) -> Any:
+    word = words("mixed_precision", {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"})(value, asked)
+    if word == "fp8":
+        raise Refusal("mixed_precision fp8 is not there yet", "write:   mixed_precision: bf16")
+    if word == "fp16" and not asked.start.has_gpu:
+        return Answer({"train.precision": "auto"}, "no GPU here, and fp16 training needs one: train.precision is auto")
+    return word
+
+
+def _ranks(value: Any, asked: Asked) -> Any:
+    asked_for = int(number(value, "num_processes"))
+    if asked_for == asked.start.num_ranks:
+        return Answer(note=f"{asked_for} processes, as started")
+    return Answer(
+        note=f"{asked_for} processes here, {asked.start.num_ranks} at this start: a file cannot start them, "
+        f"write:   duoka train CONFIG --nproc {asked_for}"
+    )
+
+
+def _zero(value: Any, asked: Asked) -> Any:
+    stage = int(number(value, "zero_stage"))
+    return "ddp" if stage == 0 else f"zero{stage}"
+
+
+def _offload(value: Any, asked: Asked) -> Any:
+    if str(value).lower() in ("none", "false", "no"):
+        return Answer()
+    raise Refusal(f"offloading ({value}) is not there yet", "delete it; duoka plan says whether the run fits")
+
+
+def _rows() -> list[Row]:
+    fsdp, deep = "fsdp_config.", "deepspeed_config."
+    return [
+        *implemented("distributed_type", "parallel.strategy", _type, ""),
+        *implemented("mixed_precision", "train.precision", _precision),
+        *implemented("num_processes", "", _ranks, "said; --nproc starts them"),
+        *implemented(f"{fsdp}fsdp_activation_checkpointing", "train.recompute",
+                     lambda value, asked: "full" if is_true(value) else "none"),
+        *implemented(f"{fsdp}fsdp_offload_params", "", lambda v, a: _offload("cpu" if is_true(v) else "none", a)),
+        *implemented(f"{deep}zero_stage", "parallel.strategy", _zero),
+        *implemented(f"{deep}gradient_clipping", "optim.clip", lambda v, a: Answer() if v == "auto" else v),
+        *implemented(f"{deep}offload_optimizer_device", "", _offload, "none; else refused"),
+        *implemented(f"{deep}offload_param_device", "", _offload, "none; else refused"),
+        Row(f"{deep}deepspeed_config_file", "implemented", "parallel.strategy", "read too", opens="deepspeed"),
+        *reported("duoka accumulates as train.global_batch asks for", f"{deep}gradient_accumulation_steps",
+                  "gradient_accumulation_steps"),
+        *reported("layers are wrapped, weights gathered and saved as duoka does it; it changes no result",
+                  *(f"{fsdp}{name}" for name in (
+                      "fsdp_auto_wrap_policy", "fsdp_backward_prefetch", "fsdp_backward_prefetch_policy",
+                      "fsdp_cpu_ram_efficient_loading", "fsdp_forward_prefetch", "fsdp_min_num_params",
+                      "fsdp_reshard_after_forward", "fsdp_sharding_strategy", "fsdp_state_dict_type",
+                      "fsdp_sync_module_states", "fsdp_transformer_layer_cls_to_wrap", "fsdp_use_orig_params",
+                      "fsdp_version", "fsdp_activation_checkpointing_offload")),
+                  f"{deep}zero3_init_flag", f"{deep}zero3_save_16bit_model", f"{deep}deepspeed_moe_layer_cls_names",
+                  f"{deep}offload_optimizer_nvme_path", f"{deep}offload_param_nvme_path"),
+        *reported("of the start: duoka train --nproc N --port P on each node", "machine_rank", "num_machines",
+                  "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "main_training_function",
+                  "gpu_ids", "enable_cpu_affinity", "compute_environment", "debug", f"{deep}deepspeed_hostfile",
+                  f"{deep}deepspeed_multinode_launcher", f"{deep}deepspeed_exclusion_filter",
+                  f"{deep}deepspeed_inclusion_filter", "mpirun_config", "command_file", "commands"),
+        *reported("a device is used when it is there; CUDA_VISIBLE_DEVICES= in front keeps to the CPU", "use_cpu"),
+        *reported("of TPUs, which duoka does not use", "downcast_bf16", "tpu_env", "tpu_name", "tpu_zone",
+                  "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "dynamo_config"),
+        *refused("it is not there yet", "fp8_config", "parallelism_config", "megatron_lm_config", "kt_config"),
+    ]  # fmt: skip
+
+
+def _fits(top: Mapping[str, Any]) -> bool:
+    return "compute_environment" in top or ("distributed_type" in top and "model_name_or_path" not in top)
+
+
+@cache
+def accelerate() -> Dialect:
+    return Dialect("accelerate", "Accelerate", table(_rows()), _fits, is_whole=False)

@@ -1,0 +1,181 @@
+"""DeepSpeed's JSON: batch, precision, clipping and ZeRO as our keys; buckets and switches as notices.
+
+A file on its own, or what `deepspeed:` of another file points to. "auto" means what the other file says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from duoka.config.dialects.rows import (
+    Answer,
+    Asked,
+    Dialect,
+    Refusal,
+    Row,
+    batch_answer,
+    implemented,
+    is_true,
+    number,
+    refused,
+    reported,
+    table,
+    whole,
+)
+
+_MICRO, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_OPTIMIZER = "optimizer.params."
+
+
+def _auto(convert: Any = None) -> Any:
+    """ "auto" is whatever the file beside says: nothing to do here."""
+
+    def run(value: Any, asked: Asked) -> Any:
+        if value == "auto":
+            return Answer()
+        return convert(value, asked) if convert else value
+
+    return run
+
+
+def _micro(asked: Asked) -> int | None:
+    for name in (_MICRO, "per_device_train_batch_size"):
+        value = asked.get(name, "auto")
+        if value != "auto":
+            return whole(value, name)
+    return None
+
+
+def _accumulation(value: Any, asked: Asked) -> Any:
+    micro = _micro(asked)
+    if micro is None:
+        return Answer(note=f"of no use without {_MICRO}: duoka accumulates as train.global_batch asks for")
+    steps = asked.get(_STEPS, 1)
+    return batch_answer(micro, 1 if steps == "auto" else steps, asked, (_MICRO, _STEPS))
+
+
+def _micro_batch(value: Any, asked: Asked) -> Any:
+    if asked.get("train_batch_size", "auto") != "auto" and asked.get(_STEPS, "auto") == "auto":
+        return Answer({"train.micro_batch": whole(value, _MICRO)})
+    return _accumulation(value, asked)
+
+
+def _enabled(precision: str) -> Any:
+    def convert(value: Any, asked: Asked) -> Any:
+        if not is_true(value):
+            return Answer()
+        if precision == "fp16" and not asked.start.has_gpu:
+            note = "no GPU here, and fp16 training needs one: train.precision is auto"
+            return Answer({"train.precision": "auto"}, note)
+        return precision
+
+    return convert
+
+
+def _stage(value: Any, asked: Asked) -> Any:
+    stage = int(number(value, "zero_optimization.stage"))
+    if not 0 <= stage <= 3:
+        raise Refusal(f"zero_optimization.stage is {value}; there are 0, 1, 2 and 3", "write:   stage: 2")
+    return "ddp" if stage == 0 else f"zero{stage}"
+
+
+def _offload(key: str) -> Any:
+    def convert(value: Any, asked: Asked) -> Any:
+        device = value.get("device", "none") if isinstance(value, dict) else value
+        if str(device).lower() == "none":
+            return Answer()
+        raise Refusal(f"{key} to {device} is not there yet", f"delete {key}; duoka plan says whether the run fits")
+
+    return convert
+
+
+def _optimizer(value: Any, asked: Asked) -> Any:
+    if str(value).lower() in ("adam", "adamw"):
+        return "adamw"
+    raise Refusal(f"the optimizer {value} is not there yet", 'write:   "type": "AdamW"')
+
+
+def _scheduler(value: Any, asked: Asked) -> Any:
+    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    if str(value) in kinds:
+        return kinds[str(value)]
+    raise Refusal(f"the scheduler {value} is not there yet", f"known: {', '.join(kinds)}")
+
+
+def deepspeed_rows() -> list[Row]:
+    zero = "zero_optimization."
+    return [
+        *implemented("train_batch_size", "train.global_batch", _auto(lambda v, a: whole(v, "train_batch_size"))),
+        *implemented(_MICRO, "train.micro_batch", _auto(_micro_batch)),
+        *implemented(_STEPS, "train.global_batch", _auto(_accumulation)),
+        *implemented("gradient_clipping", "optim.clip", _auto()),
+        *implemented("bf16.enabled", "train.precision", _auto(_enabled("bf16"))),
+        *implemented("bfloat16.enabled", "train.precision", _auto(_enabled("bf16"))),
+        *implemented("fp16.enabled", "train.precision", _auto(_enabled("fp16"))),
+        *implemented(f"{zero}stage", "parallel.strategy", _auto(_stage), "0 is ddp; what duoka lacks is refused"),
+        *implemented(f"{zero}offload_optimizer", "", _auto(_offload("offload_optimizer")), "device none; else refused"),
+        *implemented(f"{zero}offload_param", "", _auto(_offload("offload_param")), "device none; else refused"),
+        *implemented("optimizer.type", "optim.name", _auto(_optimizer)),
+        *implemented(f"{_OPTIMIZER}lr", "optim.lr", _auto()),
+        *implemented(f"{_OPTIMIZER}betas", "optim.betas", _auto()),
+        *implemented(f"{_OPTIMIZER}eps", "optim.eps", _auto()),
+        *implemented(f"{_OPTIMIZER}weight_decay", "optim.weight_decay", _auto()),
+        *implemented("scheduler.type", "optim.schedule", _auto(_scheduler)),
+        *implemented("scheduler.params.warmup_num_steps", "optim.warmup", _auto()),
+        *implemented("scheduler.params.warmup_max_lr", "optim.lr", _auto()),
+        *reported("the schedule climbs from 0, to the run's own end", "scheduler.params.warmup_min_lr",
+                  "scheduler.params.total_num_steps", "scheduler.params.warmup_type"),
+        *reported("duoka's own loss scale: it starts high and halves on overflow", "fp16.loss_scale",
+                  "fp16.loss_scale_window", "fp16.initial_scale_power", "fp16.hysteresis", "fp16.min_loss_scale",
+                  "fp16.auto_cast"),
+        *reported("buckets are duoka's own; their size changes no result", *(f"{zero}{name}" for name in (
+            "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size",
+            "contiguous_gradients", "round_robin_gradients", "sub_group_size", "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+            "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save", "cpu_offload",
+            "ignore_unused_parameters", "load_from_fp32_weights", "memory_efficient_linear"))),
+        *reported("a switch of DeepSpeed's own", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+                  "steps_per_print", "wall_clock_breakdown", "comms_config", "comms_logger", "monitor_config",
+                  "tensorboard", "wandb", "csv_monitor", "flops_profiler", "dump_state", "communication_data_type",
+                  "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "data_types", "aio",
+                  "checkpoint", "activation_checkpointing", "optimizer.params.torch_adam",
+                  "optimizer.params.adam_w_mode", "_comment"),
+        *refused("parallelism over dimensions is not there yet", "tensor_parallel", "pipeline",
+                 "sequence_parallel_size", off=(1, {"autotp_size": 1}, {"autotp_size": 0})),
+        *refused("it would change the result, and duoka has nothing like it", "compression_training",
+                 "data_efficiency", "curriculum_learning", "progressive_layer_drop", "sparse_attention", "amp",
+                 "hybrid_engine", f"{zero}zero_quantized_weights", f"{zero}zero_quantized_gradients"),
+        *refused("sharding in groups of nodes is not there yet", f"{zero}zero_hpz_partition_size",
+                 f"{zero}mics_shard_size",
+                 off=(1, -1)),
+        *refused("what elastic batches may be is train.global_batch's business", "elasticity"),
+    ]  # fmt: skip
+
+
+def _fits(top: Mapping[str, Any]) -> bool:
+    return (
+        "zero_optimization" in top
+        or _MICRO in top
+        or any(isinstance(top.get(name), dict) and "enabled" in top[name] for name in ("bf16", "fp16"))
+    )
+
+
+@cache
+def deepspeed() -> Dialect:
+    return Dialect("deepspeed", "DeepSpeed", table(deepspeed_rows()), _fits, is_whole=False)
+
+
+_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/|(?<=[\s,{\[])#[^\n]*', re.DOTALL)
+
+
+def without_comments(text: str) -> str:
+    """JSON as people write it for DeepSpeed: comments become spaces, tabs too, and every line keeps its number."""
+
+    def blank(found: re.Match[str]) -> str:
+        word = found.group()
+        return word if word.startswith('"') else re.sub(r"[^\n]", " ", word)
+
+    return _COMMENT.sub(blank, text).replace("\t", " ")

@@ -1,0 +1,279 @@
+"""From a file in another tool's words to a tree in ours, row by row, with a notice for whatever is not plainly said.
+
+`layers.py` calls `translate` with the parsed file. Every value keeps the line that it came from. Faults and notices
+are collected, never raised: a user learns all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from duoka.config.catalog import known_keys
+from duoka.config.dialects.rows import Answer, Asked, Dialect, Refusal, Row, Start, asks_for_nothing, is_none
+from duoka.config.yaml_lines import Place, Tree
+from duoka.config.yaml_text import yaml_text
+from duoka.errors import Fault
+from duoka.registry import nearest
+
+COMMAND_LINE = "command line"
+# Reads a file that a config points to: its path, where that was written, the config's folder, faults to add to.
+ReadFile = Callable[[str, Place, Path, list[Fault]], "Tree | None"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """One of our keys with its value, and who gave it."""
+
+    key: str
+    value: Any
+    place: Place
+    name: str  # the other tool's
+    source: Tree | None = None  # what was written, when it was taken over as it was
+
+    @property
+    def where(self) -> str:
+        return f"{Path(self.place.file).name}:{self.place.line}" if self.place.line else self.place.file
+
+
+@dataclass
+class Translated:
+    """What became of a file: our keys by name, notices, faults."""
+
+    given: dict[str, Given] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+    def add(self, new: Given) -> None:
+        """One value more; another value for the same key is refused, with both places."""
+        old = self.given.get(new.key)
+        if old is None or (new.place.file == COMMAND_LINE and old.place.file != COMMAND_LINE):
+            self.given[new.key] = new
+            return
+        if old.value == new.value or (old.place.file == COMMAND_LINE and new.place.file != COMMAND_LINE):
+            return
+        what = (
+            f"{old.name} and {new.name} contradict each other: {yaml_text(old.value)} ({old.where}) and "
+            f"{yaml_text(new.value)} ({new.where}) for {new.key}"
+        )
+        if old.name == new.name:
+            what = (
+                f"{new.name} is given twice: {yaml_text(old.value)} ({old.where}) and "
+                f"{yaml_text(new.value)} ({new.where}) for {new.key}"
+            )
+        self.faults.append(new.place.fault(what, key=new.key, fix="keep one of them"))
+
+    def tree(self, place: Place) -> Tree:
+        """Our keys as a nested tree; every leaf keeps its place and the name that it was written under."""
+        root: dict[str, Any] = {}
+        for given in self.given.values():
+            block = root
+            *parents, last = given.key.split(".")
+            for part in parents:
+                block = block.setdefault(part, {})
+            if given.source is not None:
+                block[last] = replace(given.source, spelled=given.name)
+            else:
+                block[last] = grow(given.value, given.place, given.name)
+        return _closed(root, place)
+
+
+def _closed(block: dict[str, Any], place: Place) -> Tree:
+    trees = {key: value if isinstance(value, Tree) else _closed(value, place) for key, value in block.items()}
+    first = next(iter(trees.values()), None)
+    return Tree(trees, first.place if first is not None and first.place.line else place)
+
+
+def grow(value: Any, place: Place, spelled: str) -> Tree:
+    """A plain value as a tree, all of it at one place."""
+    if isinstance(value, dict):
+        return Tree({key: grow(item, place, spelled) for key, item in value.items()}, place, spelled=spelled)
+    if isinstance(value, list):
+        return Tree([grow(item, place, spelled) for item in value], place, spelled=spelled)
+    return Tree(value, place, spelled=spelled)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One key of the file: as written, and as its row is named."""
+
+    shown: str
+    name: str
+    tree: Tree
+
+    @property
+    def value(self) -> Any:
+        return self.tree.plain_value()
+
+
+def leaves_of(dialect: Dialect, tree: Tree, prefix: str = "") -> Iterator[Leaf]:
+    """The keys of a file. A block is opened where rows lie inside it, or where the dialect calls it a mere heading."""
+    for word, value in tree.value.items():
+        shown = f"{prefix}{word}"
+        is_heading = not prefix and word in dialect.blocks
+        has_rows = any(name.startswith(f"{shown}.") for name in dialect.rows)
+        if isinstance(value.value, dict) and (is_heading or (has_rows and shown not in dialect.rows)):
+            yield from leaves_of(dialect, value, f"{shown}.")
+            continue
+        yield Leaf(shown, row_name(dialect, shown), value)
+
+
+def row_name(dialect: Dialect, shown: str) -> str:
+    """The name of the row for a key as a file writes it."""
+    if shown in dialect.rename:
+        return dialect.rename[shown]
+    block, _, last = shown.partition(".")
+    return last if last and block in dialect.blocks and shown not in dialect.rows else shown
+
+
+def translate(
+    dialect: Dialect, tree: Tree, start: Start, others: Mapping[str, Dialect], folder: Path, read_file: ReadFile
+) -> Translated:
+    """A file in `dialect` as our keys. `read_file` reads what the file points to, for rows that open another file."""
+    out = Translated()
+    _translate_into(out, dialect, tree, Asked({}, start, folder), others, read_file)
+    return out
+
+
+def _translate_into(
+    out: Translated, dialect: Dialect, tree: Tree, outer: Asked, others: Mapping[str, Dialect], read_file: ReadFile
+) -> None:
+    leaves = [leaf for leaf in leaves_of(dialect, tree) if not _is_empty_block(dialect, leaf)]
+    own: dict[str, Any] = {}
+    for leaf in leaves:
+        is_first = leaf.name not in own or leaf.tree.place.file == COMMAND_LINE
+        if is_first and not (leaf.value == "auto" and leaf.name in outer.values):
+            own[leaf.name] = leaf.value
+    asked = Asked({**outer.values, **own}, outer.start, outer.folder, dialect.id)
+    said: set[str] = set()
+    for leaf in leaves:
+        row = dialect.rows.get(leaf.name)
+        if row is None:
+            out.faults.append(_unknown(dialect, leaf))
+        elif row.opens and isinstance(leaf.tree.value, str) and not is_none(leaf.value):
+            inner = read_file(leaf.tree.value, leaf.tree.place, asked.folder, out.faults)
+            if inner is not None:
+                _note(out, leaf, f"read as {others[row.opens].title}, what it says is laid beside this file", said)
+                _translate_into(out, others[row.opens], inner, asked, others, read_file)
+        elif row.opens and isinstance(leaf.tree.value, dict):
+            _translate_into(out, others[row.opens], leaf.tree, asked, others, read_file)
+        else:
+            _apply_row(out, dialect, row, leaf, asked, said)
+    default = Place(f"{dialect.title}'s default", 0, "")
+    for key, value in dialect.defaults(asked).items():
+        if key not in out.given and all(fault.key != key for fault in out.faults):
+            out.given[key] = Given(key, value, default, "")
+
+
+def _is_empty_block(dialect: Dialect, leaf: Leaf) -> bool:
+    """`fsdp_config: {}`: a block with nothing in it asks for nothing."""
+    is_block = any(name.startswith(f"{leaf.shown}.") for name in dialect.rows) or leaf.shown in dialect.blocks
+    return is_block and leaf.shown not in dialect.rows and is_none(leaf.value)
+
+
+def _apply_row(out: Translated, dialect: Dialect, row: Row, leaf: Leaf, asked: Asked, said: set[str]) -> None:
+    value = leaf.value
+    if row.state == "refused":
+        if asks_for_nothing(value, row.off):
+            return
+        shown = yaml_text(value)
+        what = f"{leaf.shown} {shown if len(shown) < 40 else ''}".rstrip() + f" is refused: {row.note}"
+        out.faults.append(
+            leaf.tree.place.fault(what, key=leaf.shown, fix=f"delete {leaf.shown}, if that is acceptable")
+        )
+        return
+    if row.state == "reported":
+        if not is_none(value):
+            _note(out, leaf, row.note, said)
+        return
+    try:
+        answer = value if row.convert is None else row.convert(value, asked)
+    except Refusal as error:
+        out.faults.append(leaf.tree.place.fault(error.what, key=row.key or leaf.shown, fix=error.fix))
+        return
+    if not isinstance(answer, Answer):
+        answer = Answer({row.key: answer})
+    for key, ours in answer.values.items():
+        missing = _not_yet(key, ours)
+        if missing:
+            what = f"{leaf.shown}: {yaml_text(value)} means {missing}, which duoka does not have yet"
+            out.faults.append(leaf.tree.place.fault(what, key=key, fix=_present(key)))
+        else:
+            out.add(Given(key, ours, leaf.tree.place, leaf.shown, leaf.tree if ours is value else None))
+    if answer.note:
+        _note(out, leaf, answer.note, said)
+
+
+def _not_yet(key: str, value: Any) -> str:
+    """What today's schema lacks of `key: value`, or "". Rows need no change when it comes."""
+    known = known_keys().get(key)
+    if known is None:
+        return key
+    if known.choices and isinstance(value, str) and "list" not in known.words and value not in known.choices:
+        return f"{key} {value}"
+    return ""
+
+
+def _present(key: str) -> str:
+    known = known_keys().get(key)
+    return f"{key} can be {', '.join(known.choices)} today" if known and known.choices else ""
+
+
+def _note(out: Translated, leaf: Leaf, note: str, said: set[str]) -> None:
+    if note in said and leaf.name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        return
+    said.add(note)
+    place = leaf.tree.place
+    where = f"{Path(place.file).name}:{place.line} " if place.line else ""
+    out.notes.append(f"{where}{leaf.shown}: {note}")
+
+
+def _unknown(dialect: Dialect, leaf: Leaf) -> Fault:
+    block, _, last = leaf.shown.rpartition(".")
+    names = list(dialect.rows)
+    if block and block not in dialect.blocks:
+        names = [name.rpartition(".")[2] for name in names if name.startswith(f"{block}.")]
+    else:
+        names += [name.rpartition(".")[2] for name in dialect.rename]
+    guess = nearest(last, names)
+    hint = f"; did you mean {guess}?" if guess else ""
+    own = [key for key in known_keys() if key == leaf.shown or key.startswith(f"{leaf.shown}.")]
+    fix = f"write:   {guess}: {yaml_text(leaf.value)}" if guess else "delete it"
+    if own and not guess:
+        fix = f"{leaf.shown} is duoka's own; one file keeps to one dialect:   duoka config convert FILE -o ours.yaml"
+    what = f"unknown key {leaf.shown}: {dialect.title} has none of that name{hint}"
+    return leaf.tree.place.fault(what, key=leaf.shown, fix=fix)
+
+
+def with_overrides(dialect: Dialect, tree: Tree, overrides: list[Tree]) -> tuple[Tree, list[Tree]]:
+    """The file with those overrides laid on it that are in its own words, and the others."""
+    left = []
+    for override in overrides:
+        path: list[str] = []
+        here = override
+        while isinstance(here.value, dict) and len(here.value) == 1:
+            ((word, here),) = here.value.items()
+            path.append(word)
+        if _is_ours(dialect, path):
+            left.append(override)
+        else:
+            tree = _replaced(tree, path, here)
+    return tree, left
+
+
+def _is_ours(dialect: Dialect, path: list[str]) -> bool:
+    """True for `optim.lr=1e-4` beside a file in another tool's words: both may stand on a command line."""
+    name = ".".join(path)
+    if row_name(dialect, name) in dialect.rows:
+        return False
+    return name in known_keys() or (len(path) > 1 and path[0] in known_keys() and path[0] not in dialect.blocks)
+
+
+def _replaced(tree: Tree, path: list[str], value: Tree) -> Tree:
+    if not path:
+        return value
+    inner = tree.value.get(path[0]) if isinstance(tree.value, dict) else None
+    below = inner if inner is not None and isinstance(inner.value, dict) else Tree({}, value.place)
+    return replace(tree, value={**tree.value, path[0]: _replaced(below, path[1:], value)})

@@ -1,0 +1,181 @@
+"""LLaMA-Factory's keys without a meaning of their own here: reported with a reason, or refused with one.
+
+llamafactory.py joins these rows to its own. A key moves there when duoka comes to honour it.
+"""
+
+from __future__ import annotations
+
+from duoka.config.dialects.rows import Row, refused, reported
+
+# Names that `template:` may have there; the model's own template is used for all but chatml.
+_NAMES = """
+aeva alpaca bailing bailing_v2 breeze chatglm3 chatml chatml_de cohere cpm4 dbrx deepseek deepseek3
+deepseekcoder deepseekr1 default dots_ocr empty ernie ernie_nothink ernie_vl exaone falcon falcon_h1 fewshot
+gemma gemma2 gemma3 gemma3n gemma4 gemma4n glm4 glm4_5v glm4_7 glm4_moe glm4v glm_ocr glmz1 gpt_oss granite3
+granite3_vision granite4 hunyuan hunyuan_small hy3 hy_dense_1_8b hy_dense_7b index intern2 intern_s1 intern_vl
+keye_vl kimi_vl lfm2 lfm2_vl llama2 llama2_zh llama3 llama4 llava llava_next llava_next_llama3
+llava_next_mistral llava_next_qwen llava_next_video llava_next_video_mistral llava_next_video_yi llava_next_yi
+mimo mimo_v2 mimo_vl minicpm_o minicpm_v minicpm_v_4_6 minimax1 minimax2 ministral ministral3 mistral
+mistral_small mllama moonlight moss_vl olmo openchat openchat-3.6 opencoder paligemma paligemma_chat phi phi4
+phi4_mini phi_small pixtral qwen qwen2_audio qwen2_omni qwen2_vl qwen3 qwen3_5 qwen3_5_nothink qwen3_6
+qwen3_nothink qwen3_omni qwen3_omni_nothink qwen3_vl qwen3_vl_nothink sailor seed_coder seed_oss smollm
+smollm2 solar starchat telechat2 vicuna video_llava xuanyuan yi yi_vl youtu youtu_vl yuan zephyr
+"""
+TEMPLATES = tuple(_NAMES.split())
+
+
+def rest_rows() -> list[Row]:
+    return [*_reported(), *_of_stages_reported(), *_refused_methods(), *_refused_training(), *_refused_elsewhere()]
+
+
+def _reported() -> list[Row]:
+    return [
+        *reported("the loss curve is always drawn", "plot_loss"),
+        *reported("tokens are kept by the content they come from, so old ones are never used", "overwrite_cache"),
+        *reported("a checkpoint can always be gone on from", "save_only_model"),
+        *reported("batches are read from memory-mapped tokens", "dataloader_num_workers", "dataloader_pin_memory",
+                  "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
+                  "dataloader_in_order", "preprocessing_batch_size", "data_shared_file_system", "group_by_length",
+                  "length_column_name", "train_sampling_strategy", "accelerator_config"),
+        *reported("the fastest exact attention that is there is used; it changes no result", "flash_attn",
+                  "use_reentrant_gc", "use_unsloth_gc", "gradient_checkpointing_kwargs",
+                  "activation_checkpointing_kwargs", "use_v1_kernels", "enable_liger_kernel", "use_liger_kernel",
+                  "liger_kernel_config", "use_unsloth", "use_cache", "low_cpu_mem_usage", "torch_compile",
+                  "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps", "tf32"),
+        *reported("the model's fast tokenizer is used", "use_fast_tokenizer", "cache_dir"),
+        *reported("evaluation uses train.micro_batch; its size changes no number", "per_device_eval_batch_size",
+                  "per_gpu_eval_batch_size", "eval_accumulation_steps", "bf16_full_eval", "fp16_full_eval",
+                  "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics", "prediction_loss_only"),
+        *reported("evaluation data that is given is measured", "do_eval", "eval_on_start", "eval_delay",
+                  "eval_on_each_dataset"),
+        *reported("loss, perplexity and token accuracy: duoka eval RUN", "compute_accuracy", "include_for_metrics",
+                  "metric_for_best_model", "greater_is_better"),
+        *reported("the folder's name is the run's", "run_name", "project"),
+        *reported("logs and TensorBoard files lie in the run folder, every step is recorded", "logging_dir",
+                  "logging_first_step", "logging_strategy", "logging_nan_inf_filter", "log_level", "log_level_replica",
+                  "log_on_each_node", "disable_tqdm", "include_num_input_tokens_seen", "print_param_status",
+                  "include_effective_tokens_per_second", "skip_memory_metrics", "save_on_each_node"),
+        *reported("DDP here: buckets and buffers as torch has them; they change no result", "ddp_bucket_cap_mb",
+                  "ddp_broadcast_buffers", "ddp_static_graph", "local_rank", "master_addr", "master_port"),
+        *reported("one seed is for everything, order included: train.seed", "data_seed", "full_determinism"),
+        *reported("a run goes on at the exact sample", "ignore_data_skip", "restore_callback_states_from_checkpoint",
+                  "enable_jit_checkpoint"),
+        *reported("only the columns of the conversation are read", "remove_unused_columns", "label_names"),
+        *reported("safetensors always", "save_safetensors", "export_legacy_format"),
+        *reported("the loss is the mean over the target tokens of the whole global batch, as this asks for",
+                  "average_tokens_across_devices"),
+        *reported("padding is never a target", "ignore_pad_token_for_loss"),
+        *reported("a device is used when it is there; CUDA_VISIBLE_DEVICES= in front keeps to the CPU", "use_cpu",
+                  "no_cuda"),
+        *reported("the prompts of duoka chat: its flags, not this file", "do_sample", "temperature", "top_p", "top_k",
+                  "num_beams", "max_length", "max_new_tokens", "repetition_penalty", "length_penalty",
+                  "skip_special_tokens", "generation_max_length", "generation_num_beams", "generation_config",
+                  "eval_num_beams", "infer_backend", "infer_dtype", "use_kv_cache", "offload_folder",
+                  "vllm_maxlen", "vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank", "vllm_config",
+                  "sglang_maxlen", "sglang_mem_fraction", "sglang_tp_size", "sglang_config", "sglang_lora_backend"),
+        *reported("of merging: duoka export RUN -o DIR", "export_dir", "export_size", "export_device"),
+        *reported("pictures, sounds and films are not read; text is", "image_max_pixels", "image_min_pixels",
+                  "image_do_pan_and_scan", "crop_to_patches", "video_max_pixels", "video_min_pixels", "video_fps",
+                  "video_maxlen", "use_audio_in_video", "audio_sampling_rate", "media_dir", "freeze_vision_tower",
+                  "freeze_multi_modal_projector"),
+        *reported("trackers beside TensorBoard are not there yet; the event log has all numbers", "use_swanlab",
+                  "swanlab_project", "swanlab_workspace", "swanlab_run_name", "swanlab_mode", "swanlab_logdir",
+                  "swanlab_lark_webhook_url", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        *reported("duoka plan and the event log say where time and memory go", "enable_torch_profiler",
+                  "profiler_output_dir", "profiler_wait_steps", "profiler_warmup_steps", "profiler_active_steps",
+                  "profiler_repeat", "profiler_record_shapes", "profiler_profile_memory", "profiler_with_stack",
+                  "profile_modules", "debug"),
+        *reported("nothing is sent to a hub", "hub_strategy", "hub_always_push", "hub_private_repo", "hub_revision",
+                  "hub_model_id", "export_hub_model_id"),
+    ]  # fmt: skip
+
+
+def _of_stages_reported() -> list[Row]:
+    return [
+        *reported("of preference stages, which sft does not read", "pref_beta", "pref_ftx", "pref_bco_weight",
+                  "pref_loss", "dpo_label_smoothing", "kto_chosen_weight", "kto_rejected_weight", "simpo_gamma",
+                  "ld_alpha", "ref_model", "ref_model_adapters", "ref_model_quantization_bit"),
+        *reported("of PPO, which sft does not read", "ppo_buffer_size", "ppo_epochs", "ppo_score_norm", "ppo_target",
+                  "ppo_whiten_rewards", "reward_model", "reward_model_adapters", "reward_model_quantization_bit",
+                  "reward_model_type"),
+        *reported("of a method that is not on", "pissa_iter", "pissa_convert", "loraplus_lr_embedding",
+                  "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "oft_rank",
+                  "oft_block_size", "oft_target", "module_dropout", "galore_target", "galore_rank",
+                  "galore_update_interval", "galore_scale", "galore_proj_type", "galore_layerwise", "apollo_target",
+                  "apollo_rank", "apollo_update_interval", "apollo_scale", "apollo_proj", "apollo_proj_type",
+                  "apollo_scale_type", "apollo_layerwise", "apollo_scale_front", "badam_mode", "badam_start_block",
+                  "badam_switch_mode", "badam_switch_interval", "badam_update_ratio", "badam_mask_mode",
+                  "badam_verbose", "asft_alpha", "eaft_alpha", "quantization_method", "quantization_type",
+                  "double_quantization", "quantization_device_map", "export_quantization_dataset",
+                  "export_quantization_nsamples", "export_quantization_maxlen", "fp8_backend",
+                  "fp8_enable_fsdp_float8_all_gather", "ray_num_workers", "ray_init_kwargs", "buffer_size",
+                  "fsdp_transformer_layer_cls_to_wrap", "optim_target_modules", "hyper_parallel_args"),
+    ]  # fmt: skip
+
+
+def _refused_methods() -> list[Row]:
+    return [
+        *refused("of LoRA's variants duoka has the plain one", "use_rslora", "use_dora", "pissa_init",
+                 "loraplus_lr_ratio", "additional_target"),
+        *refused("training an adapter further is not there yet", "adapter_name_or_path", "adapter_folder",
+                 "create_new_adapter"),
+        *refused("block expansion is not there yet", "use_llama_pro"),
+        *refused("AdamW is the optimizer that is there", "use_galore", "use_apollo", "use_badam", "use_adam_mini",
+                 "use_muon", "optim_args", "adafactor"),
+        *refused("the loss is plain cross-entropy", "use_dft_loss", "use_asft_loss", "use_eaft_loss",
+                 "label_smoothing_factor", "neftune_noise_alpha", "moe_aux_loss_coef", off=(0, 0.0)),
+        *refused("quantised models are not trained", "quantization_bit", "export_quantization_bit", "fp8"),
+        *refused("the model's architecture is taken as it is", "mixture_of_depths", "rope_scaling", "shift_attn",
+                 "upcast_layernorm", "upcast_lmhead_output", "train_from_scratch", "freeze_language_model",
+                 "include_mtp"),
+        *refused("the vocabulary is taken as it is", "resize_vocab", "add_tokens", "add_special_tokens",
+                 "new_special_tokens_config", "split_special_tokens"),
+        *reported("of new tokens, which there are none", "init_special_tokens"),
+    ]  # fmt: skip
+
+
+def _refused_training() -> list[Row]:
+    return [
+        *refused("data that streams is not there yet; local files are tokenised once and memory-mapped", "streaming"),
+        *refused("sets are laid end to end and shuffled; weights can be given in duoka's own data.train",
+                 "mix_strategy", "interleave_probs", off=("concat",)),
+        *refused("every epoch is shuffled with the seed", "disable_shuffling"),
+        *refused("the last, smaller batch of an epoch counts too", "dataloader_drop_last"),
+        *refused("a run ends where the config says", "early_stopping_steps", "load_best_model_at_end"),
+        *refused("prediction in the training command is not there yet: duoka eval RUN", "do_predict",
+                 "predict_with_generate"),
+        *reported("of prediction, which is not on", "sortish_sampler"),
+        *refused("tokens go to duoka's cache by themselves; looking at them: duoka data inspect FILE",
+                 "tokenized_path"),
+        *refused("system messages come from the data", "default_system"),
+        *refused("tools are written as the model's own template writes them", "tool_format"),
+        *reported("thinking is written as the model's own template writes it", "enable_thinking", "preserve_thinking"),
+        *refused("the batch is what train.global_batch says", "auto_find_batch_size"),
+        *refused("sharding is not there yet: parallel.strategy", "fsdp"),
+        *reported("of FSDP, which is not on", "fsdp_config", "fsdp_min_num_params"),
+        *refused("parallelism over dimensions is not there yet", "parallelism_config", "tensor_model_parallel_size",
+                 "pipeline_model_parallel_size", "expert_model_parallel_size", "context_parallel_size",
+                 "hyper_parallel_cp_size", "virtual_pipeline_model_parallel_size", "sequence_parallel", off=(1,)),
+    ]  # fmt: skip
+
+
+def _refused_elsewhere() -> list[Row]:
+    return [
+        *refused("Megatron is another trainer", "use_mca", "use_megatron_bridge", "use_hyper_parallel",
+                 "megatron_pretrained_checkpoint"),
+        *reported("of Megatron, which is not on", "recompute_granularity", "recompute_method", "recompute_num_layers",
+                  "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+                  "bias_activation_fusion", "apply_rope_fusion", "masked_softmax_fusion",
+                  "cross_entropy_loss_fusion", "moe_grouped_gemm", "moe_token_dispatcher_type",
+                  "calculate_per_token_loss", "use_distributed_optimizer", "overlap_param_gather",
+                  "overlap_grad_reduce", "use_packed_sequences", "mixed_precision", "export_hf_on_finish",
+                  "extra_config"),
+        *refused("KTransformers is another engine", "use_kt"),
+        *reported("of KTransformers, which is not on", "kt_cpu_activation", "kt_weight_path",
+                  "kt_non_expert_weight_path", "kt_expert_checkpoint_path", "kt_use_lora_experts",
+                  "kt_lora_expert_num", "kt_lora_expert_intermediate_size", "kt_config"),
+        *refused("Ray does not start the ranks: duoka train --nproc, or one command per node", "use_ray"),
+        *refused("nothing is sent to a hub", "push_to_hub"),
+        *refused("a secret belongs in the environment (HF_TOKEN), not in a file", "hf_hub_token", "ms_hub_token",
+                 "om_hub_token", "hub_token", "swanlab_api_key", "swanlab_lark_secret"),
+    ]  # fmt: skip

@@ -1,0 +1,69 @@
+"""The nested YAML of DDP guides: trainer, model, data, ddp and output, with LLaMA-Factory's keys inside.
+
+The blocks are headings only; a key means what its row in llamafactory.py says, wherever it stands. Six words are
+this dialect's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from duoka.config.dialects.llamafactory import llamafactory
+from duoka.config.dialects.rows import (
+    Answer,
+    Asked,
+    Dialect,
+    Refusal,
+    implemented,
+    reported,
+    table,
+    timeout_answer,
+    words,
+)
+
+BLOCKS = ("trainer", "model", "data", "ddp", "output")
+_STRATEGIES = {
+    "ddp": "ddp", "single": "single", "auto": "auto", "fsdp": "fsdp", "zero1": "zero1", "zero2": "zero2",
+    "zero3": "zero3",
+}  # fmt: skip
+
+
+def _strategy(value: Any, asked: Asked) -> Any:
+    if str(value).lower() == "dp":
+        return Answer({"parallel.strategy": "auto"}, "one process for all GPUs is slower everywhere: DDP is used")
+    return words("trainer.type", _STRATEGIES)(value, asked)
+
+
+def _adapter(value: Any, asked: Asked) -> Any:
+    if str(value).lower() != "lora":
+        raise Refusal(f"training the adapter {value} further is not there yet", "write:   adapter_name_or_path: lora")
+    return Answer(note="the bare word means a new adapter")
+
+
+def _fits(top: Mapping[str, Any]) -> bool:
+    model, data = top.get("model"), top.get("data")
+    if isinstance(model, dict) and "model_name_or_path" in model:
+        return True
+    return isinstance(top.get("trainer"), dict) and isinstance(data, dict) and "dataset" in data
+
+
+@cache
+def nested() -> Dialect:
+    own = [
+        *implemented("strategy", "parallel.strategy", _strategy, ""),
+        *implemented("adapter", "lora", _adapter),
+        *implemented("gradient_as_bucket_view", "parallel.bucket_view"),
+        *implemented("timeout", "parallel.timeout", lambda value, asked: timeout_answer(value, "ddp.timeout")),
+        *reported("a file is one part: it is all learned", "train_split"),
+        *reported("a file has no parts of its own; to hold some back write val_size: 0.1", "eval_split"),
+    ]
+    shared = llamafactory()
+    rename = {
+        "trainer.type": "strategy", "trainer.max_epochs": "num_train_epochs", "model.adapter_name_or_path": "adapter",
+        "data.max_seq_len": "cutoff_len", "ddp.find_unused_parameters": "ddp_find_unused_parameters",
+    }  # fmt: skip
+    return Dialect(
+        "nested", "the nested DDP form", table(shared.rows.values(), own), _fits, shared.defaults, rename, BLOCKS
+    )

@@ -1,0 +1,204 @@
+"""What a dialect's table is made of: rows, the words that conversions share, and what a conversion may answer.
+
+A row says for one key of another tool what becomes of it here. `engine.py` reads the rows; nothing here reads files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from duoka.registry import nearest
+
+State = Literal["implemented", "reported", "refused"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a translation must know of the start: a batch per device is a global one only for a number of ranks."""
+
+    num_ranks: int = 1
+    has_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Everything that a file asks for, by the other tool's names, beside the one value that is converted."""
+
+    values: Mapping[str, Any]
+    start: Start
+    folder: Path = Path(".")
+    flavour: str = ""  # of two dialects that share rows, the one that was written
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def is_on(self, name: str) -> bool:
+        return is_true(self.values.get(name))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Our keys with their values, and a word to the user. No values: the key asks for what is the case anyway."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+class Refusal(ValueError):
+    """A value that would change the result, and that duoka cannot honour."""
+
+    def __init__(self, what: str, fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.fix = what, fix
+
+
+Convert = Callable[[Any, Asked], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key of another tool."""
+
+    name: str
+    state: State
+    key: str = ""  # ours; "" when there is none
+    note: str = ""
+    convert: Convert | None = None  # None: the value as it is
+    off: tuple[Any, ...] = ()  # of a refused key: values that ask for nothing
+    opens: str = ""  # the value is the path of a file in this dialect
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One kind of file."""
+
+    id: str
+    title: str
+    rows: Mapping[str, Row]
+    fits: Callable[[Mapping[str, Any]], bool]
+    defaults: Callable[[Asked], Mapping[str, Any]] = lambda asked: {}
+    rename: Mapping[str, str] = field(default_factory=dict)  # how a file writes a key -> the name of its row
+    blocks: tuple[str, ...] = ()  # blocks whose keys are looked up without the block's name
+    is_whole: bool = True  # False: a file beside the one that names model and data
+
+
+def implemented(name: str, key: str, convert: Convert | None = None, note: str = "") -> list[Row]:
+    return [Row(name, "implemented", key, note, convert)]
+
+
+def reported(note: str, *names: str) -> list[Row]:
+    return [Row(name, "reported", "", note) for name in names]
+
+
+def refused(note: str, *names: str, off: tuple[Any, ...] = ()) -> list[Row]:
+    """Keys that would change the result. `off` beside null, false, and empty lists: values that ask for nothing."""
+    return [Row(name, "refused", "", note, off=off) for name in names]
+
+
+def table(*groups: Iterable[Row]) -> dict[str, Row]:
+    out: dict[str, Row] = {}
+    for row in (row for group in groups for row in group):
+        if row.name in out:
+            raise ValueError(f"{row.name} has two rows")
+        out[row.name] = row
+    return out
+
+
+# --------------------------------------------------------------------------------- words that conversions share
+
+
+def is_true(value: Any) -> bool:
+    return value is True or str(value).strip().lower() in ("true", "yes", "on", "1")
+
+
+def is_none(value: Any) -> bool:
+    """True for what stands for nothing in other tools' files: null, none, "", an empty list."""
+    return value is None or value == [] or value == {} or str(value).strip().lower() in ("", "none", "null")
+
+
+def asks_for_nothing(value: Any, off: tuple[Any, ...]) -> bool:
+    if isinstance(value, dict) and value.get("enabled") is False:
+        return True
+    return is_none(value) or value is False or str(value).lower() in ("false", "no") or value in off
+
+
+def number(value: Any, name: str) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError):
+        raise Refusal(f'{name} must be a number, got "{value}"') from None
+
+
+def whole(value: Any, name: str) -> int:
+    out = number(value, name)
+    if out != int(out) or out < 1:
+        raise Refusal(f'{name} must be a whole number of at least 1, got "{value}"', f"write for example:   {name}: 1")
+    return int(out)
+
+
+def words(name: str, meanings: Mapping[str, Any]) -> Convert:
+    """A conversion by a table of words; a word that is not in it gets the nearest."""
+
+    def convert(value: Any, asked: Asked) -> Any:
+        word = str(value).strip().lower()
+        if word in meanings:
+            return meanings[word]
+        guess = nearest(word, meanings)
+        known = ", ".join(meanings)
+        hint = f"did you mean {guess}?   " if guess else ""
+        raise Refusal(f"{name} {value} is not known here", f"{hint}known: {known}")
+
+    return convert
+
+
+def comma_list(value: Any, asked: Asked) -> Any:
+    """`a, b` or `[a, b]` as a list of words."""
+    items = value if isinstance(value, list) else str(value).split(",")
+    return [str(item).strip() for item in items if str(item).strip()]
+
+
+def unless_none(value: Any, asked: Asked) -> Any:
+    return Answer() if is_none(value) else value
+
+
+def only_if_on(key: str, value: Any) -> Convert:
+    """A switch that means a value of ours when it is on, and nothing when it is off."""
+    return lambda given, asked: Answer({key: value}) if is_true(given) else Answer()
+
+
+def describe_years(seconds: float) -> str:
+    years = seconds / (365.25 * 86_400)
+    return f"{years:.1f} years" if years >= 1 else f"{seconds / 86_400:.0f} days"
+
+
+def batch_answer(micro: Any, accumulation: Any, asked: Asked, names: tuple[str, str]) -> Answer:
+    """A batch per device as a global one, for the number of ranks that this start has; both are said."""
+    per_device, steps = whole(micro, names[0]), whole(accumulation, names[1])
+    ranks = asked.start.num_ranks
+    batch = per_device * steps * ranks
+    note = (
+        f"{per_device} per device x {steps} accumulated x {ranks} process{'es' if ranks > 1 else ''} = "
+        f"train.global_batch {batch}, train.micro_batch {per_device}; on other numbers of processes this file means "
+        "another batch"
+    )
+    return Answer({"train.global_batch": batch, "train.micro_batch": per_device}, note)
+
+
+def timeout_answer(value: Any, name: str, default: str = "10min") -> Answer:
+    """A timeout of years hides hangs; people write it because others tokenise while ranks wait. Here nobody waits."""
+    seconds = number(value, name)
+    if seconds <= 0:
+        raise Refusal(f"{name} must be more than 0 seconds, got {value}")
+    if seconds <= 86_400:
+        return Answer({"parallel.timeout": f"{seconds:g}s"})
+    note = (
+        f"{describe_years(seconds)} would hide a hang; data is prepared before ranks meet, so parallel.timeout is "
+        f"{default} here"
+    )
+    return Answer({"parallel.timeout": default}, note)

@@ -1,0 +1,337 @@
+"""Files of other tools: what a corpus of them becomes, key by key, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from duoka.cli import config as config_cli
+from duoka.config.catalog import known_keys
+from duoka.config.dialects.all import dialects
+from duoka.config.dialects.page import dialects_markdown
+from duoka.config.load import Loaded, Start, load_config, read_side_file
+from duoka.config.write import leaves
+from duoka.errors import Faults
+
+ROOT = Path(__file__).parents[2]
+CORPUS: dict[str, Any] = json.loads(Path(__file__).with_name("llamafactory_corpus.json").read_text())
+BASE = {"model_name_or_path": "some/model", "dataset": "identity", "template": "qwen3", "do_train": True}
+LOADS_TODAY = {
+    "train_lora/qwen3_lora_sft", "inference/qwen3", "ascend/qwen3_full_sft_fsdp2", "ascend/qwen3_5_full_sft_fsdp2",
+    "ascend/qwen3moe_full_sft_fsdp", "ascend/qwen3_5moe_lora_sft_fsdp2", "megatron_bridge/llama3_sft",
+    # Plain files; that their models are quantised is the model room's to refuse.
+    "train_qlora/llama3_lora_sft_aqlm", "train_qlora/llama3_lora_sft_awq", "train_qlora/llama3_lora_sft_gptq",
+}  # fmt: skip
+NESTED = """\
+trainer:
+  type: "ddp"
+  max_epochs: 3
+  per_device_train_batch_size: 4
+  gradient_accumulation_steps: 2
+  learning_rate: 2e-5
+  logging_steps: 10
+  save_steps: 50
+  fp16: true  # 或bf16: true
+model:
+  model_name_or_path: "/path/to/model"
+  adapter_name_or_path: "lora"
+  lora_rank: 8
+  lora_alpha: 16
+  lora_dropout: 0.05
+data:
+  dataset: "my_custom_dataset"
+  max_seq_len: 512
+  train_split: "train"
+  eval_split: "test"
+ddp:
+  find_unused_parameters: false
+  gradient_as_bucket_view: true
+  timeout: 180000000
+output:
+  output_dir: "./ddp_training_output"
+  logging_steps: 10
+  save_steps: 50
+  overwrite_output_dir: true
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(keys: dict[str, Any] | str, *overrides: str, ranks: int = 1, has_gpu: bool = True) -> Loaded:
+    Path("x.yaml").write_text(keys if isinstance(keys, str) else yaml.safe_dump(keys, sort_keys=False), "utf-8")
+    return load_config("x.yaml", overrides, start=Start(ranks, has_gpu))
+
+
+def refusal(keys: dict[str, Any] | str, *overrides: str, **start: Any) -> str:
+    with pytest.raises(Faults) as caught:
+        load(keys, *overrides, **start)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def write_deepspeed_files() -> None:
+    for name, content in CORPUS["side"].items():
+        path = Path("examples", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content) if name.endswith("json") else yaml.safe_dump(content), "utf-8")
+
+
+@pytest.mark.parametrize("name", CORPUS["train"])
+def test_every_file_of_the_corpus_loads_or_says_what_it_lacks(name: str) -> None:
+    write_deepspeed_files()
+    keys = CORPUS["train"][name]["keys"]
+    if name in LOADS_TODAY:
+        keys.setdefault("dataset", "identity")  # a chat file names no data
+        assert load(keys).notes
+        return
+    may_come = "deepspeed" in keys or keys.get("stage", "sft") != "sft"  # once the schema has the strategy, the stage
+    try:
+        load(keys)
+    except Faults as error:
+        message = str(error)
+    else:
+        assert may_come, "it loads: say so in LOADS_TODAY"
+        return
+    assert "unknown key" not in message and "there is no file" not in message, message
+    words = ("refused", "not there yet", "does not have yet", "lies on a hub", "data is missing", "data.train")
+    assert any(word in message for word in words), message
+
+
+@pytest.mark.parametrize("name", CORPUS["side"])
+def test_every_side_file_is_read_or_says_what_it_lacks(name: str) -> None:
+    write_deepspeed_files()
+    known = known_keys()["parallel.strategy"].choices
+    try:
+        side = read_side_file(Path("examples", name), Start(2))
+    except Faults as error:
+        assert "unknown key" not in str(error), error
+        assert "not have yet" in str(error) or "not there yet" in str(error), error
+        assert name != "deepspeed/ds_z0_config.json", error
+        return
+    assert side is not None and (name == "deepspeed/ds_z0_config.json" or len(known) > 3)
+
+
+def test_the_commonest_file_becomes_what_it_means() -> None:
+    loaded = load(CORPUS["train"]["train_lora/qwen3_lora_sft"]["keys"], ranks=2)
+    config = loaded.config
+    assert config.model.name == "Qwen/Qwen3-4B-Instruct-2507" and config.model.trust_remote_code
+    assert [(item.name, item.max_samples) for item in config.data.train] == [
+        ("identity", 1000),
+        ("alpaca_en_demo", 1000),
+    ]
+    assert (config.data.max_length, config.optim.lr, config.optim.warmup) == (2048, 1e-4, 0.1)
+    assert config.lora is not None and (config.lora.alpha, config.lora.dropout) == (16, 0.0)
+    assert (config.train.global_batch, config.train.micro_batch, config.train.precision) == (16, 1, "bf16")
+    assert config.parallel.timeout == "10min" and config.log.to == ()
+    text = "\n".join(loaded.notes)
+    for word in ("read as LLaMA-Factory", "1 per device x 8 accumulated x 2 processes = train.global_batch 16",
+                 "5.7 years", "never overwritten", "plot_loss"):  # fmt: skip
+        assert word in text, text
+    assert all("\n" not in note for note in loaded.notes)
+    assert loaded.origins["optim.lr"].startswith("x.yaml:") and loaded.origins["optim.lr"].endswith("learning_rate")
+
+
+def test_the_nested_form_as_it_stands_equals_its_flat_twin() -> None:
+    nested = load(NESTED, ranks=2)
+    assert "no GPU" not in "".join(nested.notes) and nested.config.train.precision == "fp16"
+    flat: dict[str, Any] = {}
+    for block in yaml.safe_load(NESTED).values():
+        flat |= block
+    for name in ("type", "train_split", "eval_split", "adapter_name_or_path", "find_unused_parameters", "timeout",
+                 "gradient_as_bucket_view"):  # fmt: skip
+        del flat[name]
+    flat["num_train_epochs"], flat["cutoff_len"] = flat.pop("max_epochs"), flat.pop("max_seq_len")
+    twin = load(flat, "parallel.strategy=ddp", ranks=2)
+    assert nested.config == twin.config
+    assert load(NESTED, has_gpu=False).config.train.precision == "auto"
+
+
+def test_converted_configs_are_equal(tmp_path: Path) -> None:
+    for number, text in enumerate((NESTED, yaml.safe_dump(BASE | {"bf16": True, "max_steps": 7}))):
+        Path("x.yaml").write_text(text, "utf-8")
+        result = CliRunner().invoke(config_cli.command, ["convert", "x.yaml", "-o", f"{number}.yaml", "--nproc", "2"])
+        assert result.exit_code == 0, result.output
+        ours = load_config(f"{number}.yaml")
+        theirs = load_config("x.yaml", start=Start(2, _has_gpu()))
+        assert ours.config == theirs.config and not any("read as" in note for note in ours.notes)
+    again = CliRunner().invoke(config_cli.command, ["convert", "x.yaml", "-o", "0.yaml"], standalone_mode=False)
+    assert "exists" in str(again.exception)
+
+
+def _has_gpu() -> bool:
+    from duoka.plan.hardware import read_machine
+
+    return bool(read_machine().gpus)
+
+
+# key, a value, what else must stand there -> our key and its value. One row per implemented key.
+EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
+    ("model_name_or_path", "other/model", {}, "model.name", "other/model"),
+    ("model_revision", "v2", {}, "model.revision", "v2"),
+    ("trust_remote_code", True, {}, "model.trust_remote_code", True),
+    ("template", "chatml", {}, "model.template", "chatml"),
+    ("finetuning_type", "full", {}, "lora", None),
+    ("lora_rank", 4, {}, "lora.rank", 4),
+    ("lora_rank", 4, {}, "lora.alpha", 8.0),
+    ("lora_alpha", 5, {}, "lora.alpha", 5.0),
+    ("lora_dropout", 0.1, {}, "lora.dropout", 0.1),
+    ("lora_target", "q_proj, v_proj", {}, "lora.targets", ("q_proj", "v_proj")),
+    ("dataset", "a,b", {}, "data.train", (("a", None), ("b", None))),
+    ("max_samples", 3, {}, "data.train", (("identity", 3),)),
+    ("eval_dataset", "b", {}, "data.eval", (("b", None),)),
+    ("val_size", 0.2, {}, "data.eval", 0.2),
+    ("dataset_dir", "sets", {}, "data.folder", "sets"),
+    ("cutoff_len", 99, {}, "data.max_length", 99),
+    ("packing", False, {}, "data.packing", False),
+    ("neat_packing", True, {"packing": False}, "data.packing", True),
+    ("train_on_prompt", True, {}, "data.targets", "all"),
+    ("mask_history", True, {}, "data.targets", "last"),
+    ("preprocessing_num_workers", 2, {}, "data.workers", 2),
+    ("learning_rate", "3e-4", {}, "optim.lr", 3e-4),
+    ("optim", "adamw_torch", {}, "optim.name", "adamw"),
+    ("lr_scheduler_type", "cosine", {}, "optim.schedule", "cosine"),
+    ("lr_scheduler_kwargs", {"min_lr_rate": 0.1}, {"lr_scheduler_type": "cosine_with_min_lr"}, "optim.min_lr", 0.1),
+    ("warmup_ratio", 0.1, {}, "optim.warmup", 0.1),
+    ("warmup_steps", 20, {"warmup_ratio": 0.1}, "optim.warmup", 20),
+    ("weight_decay", 0.1, {}, "optim.weight_decay", 0.1),
+    ("max_grad_norm", 0.5, {}, "optim.clip", 0.5),
+    ("adam_beta1", 0.8, {}, "optim.betas", (0.8, 0.999)),
+    ("adam_beta2", 0.95, {}, "optim.betas", (0.9, 0.95)),
+    ("adam_epsilon", 1e-6, {}, "optim.eps", 1e-6),
+    ("num_train_epochs", 2, {}, "train.epochs", 2.0),
+    ("max_steps", 11, {"num_train_epochs": 1}, "train.max_steps", 11),
+    ("max_steps", 11, {"num_train_epochs": 1}, "train.epochs", 11.0),
+    ("per_device_train_batch_size", 3, {}, "train.global_batch", 6),
+    ("per_device_train_batch_size", 3, {}, "train.micro_batch", 3),
+    ("gradient_accumulation_steps", 5, {}, "train.global_batch", 80),
+    ("bf16", True, {}, "train.precision", "bf16"),
+    ("fp16", True, {}, "train.precision", "fp16"),
+    ("pure_bf16", True, {}, "train.precision", "bf16"),
+    ("disable_gradient_checkpointing", True, {}, "train.recompute", "none"),
+    ("gradient_checkpointing", True, {}, "train.recompute", "full"),
+    ("activation_checkpointing", True, {}, "train.recompute", "full"),
+    ("seed", 7, {}, "train.seed", 7),
+    ("eval_steps", 9, {"val_size": 0.1}, "train.eval_every", 9),
+    ("save_steps", 9, {}, "checkpoint.every", 9),
+    ("save_strategy", "epoch", {"save_steps": 9}, "checkpoint.every", "1 epoch"),
+    ("save_total_limit", 5, {}, "checkpoint.keep", 5),
+    ("resume_from_checkpoint", False, {}, "checkpoint.resume", "never"),
+    ("logging_steps", 3, {}, "log.every", 3),
+    ("report_to", "none", {}, "log.to", ()),
+    ("output_dir", "saves/x", {}, "output", "saves/x"),
+    ("ddp_timeout", 1800, {}, "parallel.timeout", "1800s"),
+    ("ddp_backend", "gloo", {}, "parallel.backend", "gloo"),
+    ("ddp_find_unused_parameters", True, {}, "parallel.find_unused_parameters", True),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "beside", "key", "wanted"), EFFECTS, ids=[f"{e[0]}-{e[3]}" for e in EFFECTS])
+def test_an_implemented_key_has_its_effect(
+    name: str, value: Any, beside: dict[str, Any], key: str, wanted: Any
+) -> None:
+    config = load(BASE | beside | {name: value}, ranks=2).config
+    got: Any = config
+    for part in key.split("."):
+        got = getattr(got, part)
+    if isinstance(wanted, tuple) and wanted and isinstance(wanted[0], tuple):
+        got = tuple((item.name, item.max_samples) for item in got)
+    assert got == wanted
+    without = {k: v for k, v in (BASE | beside).items() if k != name}
+    if name not in BASE and name != "lr_scheduler_kwargs":  # without it that schedule is refused
+        assert leaves(load(without, ranks=2).config) != leaves(config) or name == "optim"
+
+
+def test_the_sample_covers_the_implemented_keys() -> None:
+    rows = dialects()["llamafactory"].rows.values()
+    wanted = {row.name for row in rows if row.state == "implemented"}
+    sampled = {effect[0] for effect in EFFECTS}
+    left = {"stage", "deepspeed", "do_train", "eval_strategy", "evaluation_strategy"}
+    assert wanted - sampled == left and len(sampled) >= 40
+
+
+def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
+    for dialect in dialects().values():
+        for row in dialect.rows.values():
+            assert not row.key or row.key in known_keys(), f"{dialect.id}: {row.name}"
+            assert row.state == "implemented" or row.note, f"{dialect.id}: {row.name} gives no reason"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"learnin_rate": 1}, ("unknown key learnin_rate", "did you mean learning_rate")),
+        ({"template": "qwen9"}, ("no template qwen9", "did you mean qwen")),
+        ({"stage": "ppo"}, ("stage ppo", "does not have yet")),
+        ({"stage": "stf"}, ("did you mean sft",)),
+        ({"use_muon": True}, ("use_muon true is refused",)),
+        ({"quantization_bit": 4}, ("quantization_bit 4 is refused",)),
+        ({"finetuning_type": "freeze"}, ("freeze is not there yet",)),
+        ({"bf16": True, "fp16": True}, ("both on",)),
+        ({"dataset_dir": "REMOTE:x/y"}, ("lies on a hub",)),
+        ({"do_train": False}, ("do_train is false",)),
+        ({"per_device_train_batch_size": 1.5}, ("must be a whole number",)),
+        ({"val_size": 100}, ("counts samples",)),
+        ({"deepspeed": "no/such.json"}, ("there is no file no/such.json",)),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_result_is_refused(more: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = refusal(BASE | more)
+    for word in words:
+        assert word in message, message
+
+
+def test_switches_that_are_off_are_no_matter() -> None:
+    Path("ds.json").write_text('{"amp": {"enabled": false}, "zero_optimization": {"stage": 0}}', "utf-8")
+    assert load(BASE | {"deepspeed": "ds.json"})
+    assert load(BASE | {"use_muon": False, "quantization_bit": None, "neftune_noise_alpha": 0, "fsdp": ""})
+
+
+def test_a_key_given_twice_is_fine_when_equal_and_refused_with_both_places_when_not() -> None:
+    assert load(NESTED).config.log.every == 10
+    message = refusal(NESTED.replace("output:\n", "output:\n  learning_rate: 1e-5\n"))
+    assert "x.yaml:6" in message and "x.yaml:26" in message and "2.0e-05" in message, message
+    flat = yaml.safe_dump(BASE)
+    assert any("both say the same" in note for note in load(flat + "seed: 1\nseed: 1\n").notes)
+    assert "given twice" in refusal(flat + "seed: 1\nseed: 2\n")
+    canonical = "model: demo\ndata: {train: [identity]}\nstage: sft\nstage: sft\n"
+    assert "given twice" in refusal(canonical)
+
+
+def test_overrides_may_be_in_either_dialect() -> None:
+    assert load(BASE, "learning_rate=1e-3", "train.seed=3").config.optim.lr == 1e-3
+    loaded = load(NESTED, "trainer.logging_steps=5", "optim.lr=1e-3")
+    assert (loaded.config.log.every, loaded.config.optim.lr) == (5, 1e-3)
+    assert "did you mean learning_rate" in refusal(BASE, "learning_rat=1")
+
+
+def test_deepspeed_has_comments_and_auto_and_conflicts_are_refused_with_both_values() -> None:
+    text = '{\n// batch\n"train_micro_batch_size_per_gpu": "auto", # same\n"zero_optimization": {"stage": 0},\n'
+    Path("ds.json").write_text(text + '/* x */ "gradient_clipping": 0.5}', "utf-8")
+    loaded = load(BASE | {"deepspeed": "ds.json", "per_device_train_batch_size": 2}, ranks=2)
+    assert (loaded.config.optim.clip, loaded.config.parallel.strategy) == (0.5, "ddp")
+    assert loaded.config.train.global_batch == 4 and loaded.origins["optim.clip"].startswith("ds.json:5")
+    message = refusal(BASE | {"deepspeed": "ds.json", "max_grad_norm": 1.0})
+    assert "contradict" in message and "0.5 (ds.json:5)" in message and "1.0" in message, message
+    Path("ds.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 0}}', "utf-8")
+    assert "32 (ds.json:1)" in refusal(BASE | {"deepspeed": "ds.json", "per_device_train_batch_size": 2})
+
+
+def test_a_side_file_alone_is_shown_and_not_trained() -> None:
+    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}
+    Path("a.yaml").write_text(yaml.safe_dump(content | {"num_processes": 2}), "utf-8")
+    shown = CliRunner().invoke(config_cli.command, ["show", "a.yaml", "--nproc", "1"])
+    assert "strategy: ddp  # a.yaml:2, distributed_type" in shown.output and "--nproc 2" in shown.output
+    with pytest.raises(Faults, match="names no model"):
+        load_config("a.yaml")
+
+
+def test_the_page_of_dialects_says_what_the_rows_say() -> None:
+    assert (ROOT / "docs" / "llamafactory.md").read_text("utf-8") == dialects_markdown(), "duoka config dialects"
