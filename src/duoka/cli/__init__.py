@@ -107,7 +107,17 @@ def cli(ctx: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
-    sys.exit(run(arguments))
+    from duoka.parallel.environ import has_peers
+
+    code = run(arguments)
+    if has_peers():
+        # A rank whose work is done leaves at once: while Python takes itself apart, a communication thread that still
+        # lives now and then aborts the process (seen as SIGABRT after a finished evaluation).
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -22,6 +22,11 @@ class RankEnvironment:
     master_port: int
 
 
+def has_peers(env: Mapping[str, str] = os.environ) -> bool:
+    """True in a process that a launcher started as one of several."""
+    return env.get("WORLD_SIZE", "1") != "1"
+
+
 def read_rank_environment(env: Mapping[str, str] = os.environ) -> RankEnvironment | None:
     """This process's place in the world that a launcher started, or None when nobody launched us."""
     if "RANK" not in env and "WORLD_SIZE" not in env:
