@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from duoka.config.schema import LoraConfig
+from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.plan.layout import Layout
 from duoka.plan.shape import ModelShape, adapted_linears, lora_parameters
+from duoka.plan.trained import trained_parameters
 
 # Logits of one chunk of the loss in fp32. model/loss.py works in the same chunks; a test holds the two together.
 LOSS_CHUNK_BYTES = 64 * 2**20
@@ -34,13 +35,18 @@ class Work:
     lora: LoraConfig | None
     device: str = "cpu"
     bucket_view: bool = True
+    train_only: TrainOnlyConfig | None = None
 
     @property
     def num_trainable(self) -> int:
+        if self.train_only is not None:
+            return trained_parameters(self.shape, self.train_only)
         return self.shape.num_parameters if self.lora is None else lora_parameters(self.shape, self.lora)
 
     @property
     def num_frozen(self) -> int:
+        if self.train_only is not None:
+            return self.shape.num_parameters - self.num_trainable
         return 0 if self.lora is None else self.shape.num_parameters
 
     @property
@@ -67,7 +73,7 @@ class StaticMemory:
 
 def static_memory(work: Work, layout: Layout) -> StaticMemory:
     """What a rank holds at the end of a step's backward passes, activations and what passes by apart."""
-    frozen_size = 4 if layout.precision == "fp32" else 2
+    frozen_size = 4 if layout.precision == "fp32" or work.lora is None else 2
     frozen, train, ranks = work.num_frozen * frozen_size, work.num_trainable, layout.shard
     note = f" + {frozen_size}(P-Pt)" if frozen else ""
     if layout.strategy in ("zero1", "zero2"):
