@@ -39,8 +39,9 @@ def _type(value: Any, asked: Asked) -> Any:
     kind = words("distributed_type", _TYPES)(value, asked)
     if kind == "deepspeed":
         return Answer(note="what its deepspeed_config says")
-    if kind == "fsdp" and not is_none(asked.get(f"{_FSDP}fsdp_sharding_strategy")):
-        return Answer()  # the row of fsdp_sharding_strategy says which
+    older = str(asked.get(f"{_FSDP}fsdp_reshard_after_forward")).lower() in _SHARDING
+    if kind == "fsdp" and (older or not is_none(asked.get(f"{_FSDP}fsdp_sharding_strategy"))):
+        return Answer()  # that key's row says which
     if kind not in ("auto", "ddp", "fsdp"):
         raise Refusal(f"distributed_type {value} is not there yet", "write:   distributed_type: MULTI_GPU")
     return kind

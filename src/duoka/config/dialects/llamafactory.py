@@ -104,6 +104,8 @@ def _rows_of_training() -> list[Row]:
         *implemented("ddp_timeout", "parallel.timeout", lambda v, a: timeout_answer(v, "ddp_timeout"), "at most a day"),
         *implemented("ddp_backend", "parallel.backend", words("ddp_backend", {"nccl": "nccl", "gloo": "gloo"})),
         *implemented("ddp_find_unused_parameters", "parallel.find_unused_parameters", unless_none),
+        *implemented("ddp_bucket_cap_mb", "parallel.bucket_mb", unless_none),
+        *implemented("ddp_static_graph", "parallel.static_graph", unless_none),
         Row("deepspeed", "implemented", "parallel.strategy", "its own keys: see the page's end", opens="deepspeed"),
         *implemented("do_train", "", to.do_train, "what duoka train does; false is refused"),
         *reported(

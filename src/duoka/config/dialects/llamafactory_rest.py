@@ -25,7 +25,14 @@ TEMPLATES = tuple(_NAMES.split())
 
 
 def rest_rows() -> list[Row]:
-    return [*_reported(), *_of_stages_reported(), *_refused_methods(), *_refused_training(), *_refused_elsewhere()]
+    return [
+        *_reported(),
+        *_reported_elsewhere(),
+        *_of_stages_reported(),
+        *_refused_methods(),
+        *_refused_training(),
+        *_refused_elsewhere(),
+    ]
 
 
 def _reported() -> list[Row]:
@@ -55,8 +62,8 @@ def _reported() -> list[Row]:
                   "logging_first_step", "logging_strategy", "logging_nan_inf_filter", "log_level", "log_level_replica",
                   "log_on_each_node", "disable_tqdm", "include_num_input_tokens_seen", "print_param_status",
                   "include_effective_tokens_per_second", "skip_memory_metrics", "save_on_each_node"),
-        *reported("DDP here: buckets and buffers as torch has them; they change no result", "ddp_bucket_cap_mb",
-                  "ddp_broadcast_buffers", "ddp_static_graph", "local_rank", "master_addr", "master_port"),
+        *reported("DDP here: buffers as torch has them, places from the launcher", "ddp_broadcast_buffers",
+                  "local_rank", "master_addr", "master_port"),
         *reported("the same seed gives the same run; on a GPU its kernels may differ in the last digits",
                   "full_determinism"),
         *reported("a run goes on at the exact sample", "ignore_data_skip", "restore_callback_states_from_checkpoint",
@@ -68,6 +75,11 @@ def _reported() -> list[Row]:
         *reported("padding is never a target", "ignore_pad_token_for_loss"),
         *reported("a device is used when it is there; CUDA_VISIBLE_DEVICES= in front keeps to the CPU", "use_cpu",
                   "no_cuda"),
+    ]  # fmt: skip
+
+
+def _reported_elsewhere() -> list[Row]:
+    return [
         *reported("the prompts of duoka chat: its flags, not this file", "do_sample", "temperature", "top_p", "top_k",
                   "num_beams", "max_length", "max_new_tokens", "repetition_penalty", "length_penalty",
                   "skip_special_tokens", "generation_max_length", "generation_num_beams", "generation_config",
