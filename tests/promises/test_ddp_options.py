@@ -73,7 +73,7 @@ def leave_one_out(yaml, folder):
         batch = next(loader.from_cursor(0, 0, 1.0))
         last = contents.parallel.bare.core.get_decoder().layers[3]
         last.forward = lambda hidden, *args, **kwargs: hidden
-        arguments = (contents.parallel, batch, contents.numerics, torch.device("cpu"), StepTimes())
+        arguments = (contents.parallel, batch, contents.numerics, world, StepTimes())
         if looks:
             forward_backward(*arguments)
         else:
@@ -109,7 +109,7 @@ def overflow_once(yaml, folder):
                 numerics.scaler._scale.fill_(1e38)
             result = optimizer_step(
                 contents.parallel, contents.optimizer, batch,
-                numerics=numerics, clip=0.5, device=torch.device("cpu"), step=step,
+                numerics=numerics, clip=0.5, world=world, step=step,
             )  # fmt: skip
             after = values(contents)
             changed = [name for name in before if before[name].numel() and not torch.equal(before[name], after[name])]
