@@ -55,7 +55,7 @@ def look_at(yaml, strategies, folder):
     """For each strategy: collectives by kind of one step of three micro-batches, bytes held in it, its gradients."""
     from duoka.optim.build import optimizer_tensors
     from duoka.parallel.world import end_world
-    from duoka.plan.memory import static_memory
+    from duoka.plan.recipe import static_memory
     from duoka.train.step import StepTimes, forward_backward, model_inputs
 
     world = None

@@ -91,6 +91,18 @@ def apply_head(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor
     return loss, count_correct(hidden, head.weight, labels)  # type: ignore[arg-type]
 
 
+def named_part(model: torch.nn.Module) -> torch.nn.Module:
+    """The part whose names checkpoints use: the language model inside a LossModel, any other model as it is."""
+    return model.lm if isinstance(model, LossModel) else model
+
+
+def find_core(model: torch.nn.Module) -> torch.nn.Module:
+    """The model itself, inside adapters and a LossModel when there are any."""
+    lm = named_part(model)
+    peft_base = getattr(lm, "get_base_model", None)
+    return peft_base() if callable(peft_base) else lm
+
+
 class LossModel(torch.nn.Module):
     """A causal language model that answers a micro-batch with the sum of its target tokens' losses."""
 
@@ -124,8 +136,7 @@ class LossModel(torch.nn.Module):
     @property
     def core(self) -> torch.nn.Module:
         """The transformers model, inside its adapters when there are any."""
-        peft_base = getattr(self.lm, "get_base_model", None)
-        return peft_base() if callable(peft_base) else self.lm
+        return find_core(self)
 
     def _has_plain_head(self) -> bool:
         """True when logits = hidden @ weight.T, with nothing after it, so that the head can be fused into the loss."""

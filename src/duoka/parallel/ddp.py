@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from duoka.config.schema import ParallelConfig
@@ -87,7 +88,8 @@ def apply_ddp(
         gradient_as_bucket_view=parallel.bucket_view,
         static_graph=parallel.static_graph,
         bucket_cap_mb=parallel.bucket_mb,
-        broadcast_buffers=False,
+        # Only statistics gathered in training differ between ranks; tables of a model never do.
+        broadcast_buffers=any(isinstance(m, _NormBase) and m.track_running_stats for m in model.modules()),
     )
     power = None
     if parallel.compress == "powersgd":
@@ -104,7 +106,7 @@ class DdpExchange:
     """Gradients are exchanged once per optimizer step, in the backward pass of its last micro-batch."""
 
     model: DistributedDataParallel
-    looks_for_unused: bool = False
+    looks_for_unused: bool = False  # by itself, or somebody else calls check_all_used
     # A static graph is learnt in a first pass that exchanges; DDP breaks when that pass is one without.
     needs_rehearsal: bool = False
 

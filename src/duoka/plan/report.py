@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from duoka.config.schema import LoraConfig, RunConfig
-from duoka.errors import DoesNotFit, Faults
+from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
 from duoka.plan.choose import Choice, check_machine, choose_layout, largest_tokens
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
-from duoka.plan.memory import FITS, TIGHT, Memory, StaticMemory, Work, estimate_memory, static_table
+from duoka.plan.memory import FITS, TIGHT, Memory, estimate_memory
+from duoka.plan.recipe import StaticMemory, Work, static_table
 from duoka.plan.shape import ModelShape
 from duoka.units import Amount, format_bytes, format_count
 
@@ -94,8 +95,13 @@ class Plan:
         relation = {"fits": "fits in", "tight": "tight in", "does not fit": "does not fit in"}[self.verdict]
         return f"{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
 
-    def refusal(self) -> DoesNotFit | None:
-        """The error to end with when it does not fit; None when it may be tried."""
+    def refusal(self) -> ConfigError | DoesNotFit | None:
+        """The error to end with when it does not fit, or is planned only; None when it may be tried."""
+        if self.work.shape.experts is not None:
+            return ConfigError(
+                f"{self.work.shape.model_type} is a mixture of experts: duoka plans these, and doesn't train them yet",
+                fix="use a dense model",
+            )
         if self.verdict != "does not fit":
             return None
         need, have = format_bytes(self.memory.peak_bytes), format_bytes(self.available_bytes)
