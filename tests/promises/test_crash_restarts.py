@@ -55,13 +55,16 @@ def finish(process):
     return process.returncode, output
 
 
+def wait_for_step(run, step, strangers=()):
+    return wait_for_ranks(run, 2, lambda beat: beat.step >= step, strangers=strangers, within_s=WITHIN_S)
+
+
 def kill_in_turn(run, dice, victims, done):
     """One blow per world: some steps after it has begun, and some time into a step."""
     old = []
     for victim in victims:
         ranks = wait_for_ranks(run, 2, lambda beat: not beat.is_slow, strangers=old, within_s=WITHIN_S)
-        begun, wait = ranks[1].step, dice.randint(2, 9)
-        ranks = wait_for_ranks(run, 2, lambda beat: beat.step >= begun + wait, strangers=old, within_s=WITHIN_S)
+        ranks = wait_for_step(run, ranks[1].step + dice.randint(2, 9), strangers=old)
         threading.Event().wait(dice.random() * 0.05)
         old = [beat.pid for beat in ranks.values()]
         strike(ranks.values() if victim == "all" else [ranks[victim]], "SIGKILL")
@@ -79,10 +82,10 @@ def survive(case, name, dice, victims):
     folder, yaml = case
     run = RunFolder(folder / name)
     process = start(yaml, run.path)
-    ranks = wait_for_ranks(run, 2, lambda beat: beat.step >= dice.randint(3, 12), within_s=WITHIN_S)
+    wait_for_step(run, dice.randint(3, 12))
     process.kill()
     process.communicate()
-    gone, left = psutil.wait_procs([psutil.Process(b.pid) for b in living_ranks(run).values()], timeout=30)
+    _, left = psutil.wait_procs([psutil.Process(b.pid) for b in living_ranks(run).values()], timeout=30)
     assert not left, f"the launcher was killed, and its ranks live on: {left}"
 
     process = start(yaml, run.path, "--restarts", str(len(victims)))

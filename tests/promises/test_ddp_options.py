@@ -60,7 +60,6 @@ def test_bf16_begins_and_falls_alike_under_every_strategy(runs, name):
 
 
 def leave_one_out(yaml, folder):
-    import torch
 
     from duoka.errors import ConfigError
     from duoka.parallel.world import end_world
