@@ -56,7 +56,7 @@ def look_at(yaml, strategies, folder):
     from duoka.optim.build import optimizer_tensors
     from duoka.parallel.ledger import LEDGER
     from duoka.parallel.world import end_world
-    from duoka.plan.memory import static_memory
+    from duoka.plan.recipe import static_memory
     from duoka.train.step import StepTimes, forward_backward, model_inputs
 
     world = None
@@ -84,12 +84,12 @@ def look_at(yaml, strategies, folder):
         LEDGER.take()
         times = StepTimes()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as trace:
-            forward_backward(parallel, short, numerics, device, times)
+            forward_backward(parallel, short, numerics, world, times)
         events = [event for event in trace.events() if event.name.startswith("c10d::")]
         names = Counter(event.name for event in events)
         traffic = LEDGER.take()
         contents.optimizer.zero_grad()
-        forward_backward(parallel, batch, numerics, device, StepTimes())
+        forward_backward(parallel, batch, numerics, world, StepTimes())
         whole = {
             name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
             for name, p in parallel.named_trainable().items()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from duoka.config.schema import ParallelConfig
@@ -20,6 +21,7 @@ from duoka.errors import ConfigError
 from duoka.parallel.collectives import start_all_reduce
 from duoka.parallel.ledger import LEDGER
 from duoka.parallel.world import World
+from duoka.runs.heart import Heart
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # PowerSGD exchanges two thin matrices of this rank instead of each gradient, once the first wild steps are over.
@@ -31,12 +33,14 @@ class Summing:
     """What the hook knows: how gradients travel."""
 
     compress: str
-    power: powerSGD_hook.PowerSGDState | None = None
+    power: powerSGD_hook.PowerSGDState | None
+    heart: Heart
 
 
 def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Add a bucket of gradients over all ranks."""
     LEDGER.handed_over = time.perf_counter()
+    summing.heart.begin_exchange(f"all_reduce of gradients, bucket {bucket.index()}")
     if summing.power is not None:
         return _sum_by_thin_matrices(summing.power, bucket)
     buffer = bucket.buffer()
@@ -77,14 +81,15 @@ def apply_ddp(model: torch.nn.Module, parallel: ParallelConfig, world: World) ->
         gradient_as_bucket_view=parallel.bucket_view,
         static_graph=parallel.static_graph,
         bucket_cap_mb=parallel.bucket_mb,
-        broadcast_buffers=False,
+        # Only statistics gathered in training differ between ranks; tables of a model never do.
+        broadcast_buffers=any(isinstance(m, _NormBase) and m.track_running_stats for m in model.modules()),
     )
     power = None
     if parallel.compress == "powersgd":
         power = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_FROM_STEP
         )
-    replica.register_comm_hook(Summing(parallel.compress, power), sum_gradients)
+    replica.register_comm_hook(Summing(parallel.compress, power, world.heart), sum_gradients)
     return replica
 
 
@@ -93,7 +98,7 @@ class DdpExchange:
     """Gradients are exchanged once per optimizer step, in the backward pass of its last micro-batch."""
 
     model: DistributedDataParallel
-    looks_for_unused: bool = False
+    looks_for_unused: bool = False  # by itself, or somebody else calls check_all_used
     # A static graph is learnt in a first pass that exchanges; DDP breaks when that pass is one without.
     needs_rehearsal: bool = False
 

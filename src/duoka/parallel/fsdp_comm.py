@@ -19,13 +19,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from duoka.parallel.collectives import bytes_of, is_gloo, reduce_scatter, start_all_gather
 from duoka.parallel.ledger import LEDGER
 from duoka.plan.layout import Layout
+from duoka.runs.heart import Heart
 
 
 class CountedGather(AllGather):
     """Weights of a unit."""
 
-    def __init__(self) -> None:
+    def __init__(self, heart: Heart) -> None:
         self._plain = DefaultAllGather()
+        self._heart = heart
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._plain.allocate(size, dtype=dtype, device=device)
@@ -33,6 +35,7 @@ class CountedGather(AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        self._heart.begin_exchange("all_gather of weights")
         if is_gloo(group, output_tensor.device):
             return start_all_gather(output_tensor, input_tensor, group)
         LEDGER.note("all-gather", bytes_of(output_tensor), group.size())
@@ -42,8 +45,9 @@ class CountedGather(AllGather):
 class CountedScatter(ReduceScatter):
     """Gradients of a unit; and, between groups that share a model, the sum over the groups."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, heart: Heart, num_replicas: int) -> None:
         self._plain = DefaultReduceScatter()
+        self._heart = heart
         self._num_replicas = num_replicas
         self._scattered = 0.0
 
@@ -59,6 +63,7 @@ class CountedScatter(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         work = None
+        self._heart.begin_exchange("reduce_scatter of gradients")
         if is_gloo(group, output_tensor.device):
             assert op == dist.ReduceOp.SUM, "apply_sharded asks for plain sums"
             reduce_scatter(output_tensor, input_tensor, group)
@@ -75,10 +80,10 @@ class CountedScatter(ReduceScatter):
             LEDGER.waited_s += time.perf_counter() - self._scattered
 
 
-def count_traffic(unit: FSDPModule, layout: Layout) -> None:
+def count_traffic(unit: FSDPModule, layout: Layout, heart: Heart) -> None:
     """Make a unit exchange through this file."""
-    scatter = CountedScatter(layout.num_replicas)
-    unit.set_custom_all_gather(CountedGather())
+    scatter = CountedScatter(heart, layout.num_replicas)
+    unit.set_custom_all_gather(CountedGather(heart))
     unit.set_custom_reduce_scatter(scatter)
     if layout.num_replicas > 1:
         unit.set_all_reduce_hook(scatter.after_all_reduce)

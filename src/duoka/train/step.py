@@ -20,6 +20,7 @@ from duoka.parallel.apply import Parallelized
 from duoka.parallel.ddp import DdpExchange
 from duoka.parallel.ledger import LEDGER, Traffic
 from duoka.parallel.precision import compute_in
+from duoka.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -61,20 +62,23 @@ class StepResult:
 
 
 def forward_backward(
-    parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, device: torch.device, times: StepTimes
+    parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World, times: StepTimes
 ) -> float:
     """Gradients of the global batch's mean loss, summed over ranks; returns this rank's share of the loss sum."""
+    device = world.device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     last = len(batch.micro_batches) - 1
     if last and isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
         _rehearse(parallel, batch.micro_batches[0], numerics, device)
     for place, micro in enumerate(batch.micro_batches):
         started, waited = time.perf_counter(), LEDGER.waited_s
+        world.heart.tell("forward")
         # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
         with parallel.exchange(place == last):
             with compute_in(numerics.precision, device):
                 loss, _ = parallel.model(**model_inputs(micro, device))
             middle, waited_forward = time.perf_counter(), LEDGER.waited_s - waited
+            world.heart.tell("backward")
             numerics.scaler.scale(loss / batch.global_targets).backward()
         loss_sum += loss.detach()
         waited_backward = LEDGER.waited_s - waited - waited_forward
@@ -113,14 +117,14 @@ def optimizer_step(
     *,
     numerics: Numerics,
     clip: float,
-    device: torch.device,
+    world: World,
     step: int,
 ) -> StepResult:
     """Learn from one global batch. A gradient that is not finite stops the run before the weights change."""
     scaler = numerics.scaler
     times = StepTimes()
     LEDGER.take()  # what an evaluation or a check exchanged belongs to no step
-    loss_sum = forward_backward(parallel, batch, numerics, device, times)
+    loss_sum = forward_backward(parallel, batch, numerics, world, times)
     overlapped_s = min(LEDGER.overlapped_s(), times.backward_s)
     times.wait_s += overlapped_s
     times.backward_s -= overlapped_s
