@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from duoka.optim.host import local_part
+from duoka.parallel.collectives import all_reduce
 
 Groups = tuple[dist.ProcessGroup, ...]
 Spread = Callable[[torch.Tensor], Groups]
@@ -26,7 +27,7 @@ def add_over(values: torch.Tensor, groups: Groups, kind: str) -> torch.Tensor:
     """The sum over the groups' ranks; on the device that the groups can reach."""
     values = values.to(kind) if groups else values
     for group in groups:
-        dist.all_reduce(values, group=group)
+        all_reduce(values, group)
     return values
 
 

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from duoka.optim.owners import Bucket, share_matrices
+from duoka.parallel.collectives import TimedWork, all_to_all, start_all_to_all
 
 
 @dataclass
 class Underway:
     """A bucket's gradients on their way to their owners."""
 
-    work: dist.Work | None
+    work: TimedWork | None
     arriving: torch.Tensor
     sent: torch.Tensor  # kept alive until it has left
 
@@ -102,9 +103,8 @@ class OwnedMatrices:
         arriving = sent.new_empty(self.num_ranks * own)
         work = None
         if self.num_ranks > 1:
-            work = dist.all_to_all_single(
-                arriving, sent, [own] * self.num_ranks, [count * size for count in counts], group=self.group, async_op=True
-            )
+            sizes = [own] * self.num_ranks, [count * size for count in counts]
+            work = start_all_to_all(arriving, sent, self.group, *sizes)
         else:
             arriving = sent
         self._underway.append(Underway(work, arriving, sent))
@@ -152,12 +152,9 @@ class OwnedMatrices:
             sent = torch.cat(own * self.num_ranks) if own else like.new_empty(0)
             counts = [count * size for count in bucket.counts(self.num_ranks)]
             arriving = like.detach().new_empty(sum(counts))
-            work = dist.all_to_all_single(
-                arriving, sent, counts, [len(own) * size] * self.num_ranks, group=self.group, async_op=True
-            )
+            work = start_all_to_all(arriving, sent, self.group, counts, [len(own) * size] * self.num_ranks)
             underway.append((bucket, work, arriving, sent))
         for bucket, work, arriving, _ in underway:
-            assert work is not None
             work.wait()
             places = [member for rank in range(self.num_ranks) for member in bucket.owned_by(rank)]
             for place, values in zip(places, arriving.view(-1, *bucket.shape), strict=True):
@@ -189,9 +186,7 @@ class RowMatrices:
         own = counts[self.rank]
         arriving = sent.new_empty(own * bucket.shape[0] * columns)
         sizes = [own * num * columns for num in rows]
-        dist.all_to_all_single(
-            arriving, sent, sizes, [count * rows[self.rank] * columns for count in counts], group=self.group
-        )
+        all_to_all(arriving, sent, self.group, sizes, [count * rows[self.rank] * columns for count in counts])
         if not own:
             return sent.new_empty(0, *bucket.shape)
         return torch.cat([part.view(own, -1, columns) for part in arriving.split(sizes) if part.numel()], 1)
@@ -202,10 +197,8 @@ class RowMatrices:
         mine = rows[self.rank]
         sent = torch.cat([part.reshape(-1) for part in whole.split(rows, 1)])
         arriving = sent.new_empty(sum(counts) * mine * columns)
-        dist.all_to_all_single(
-            arriving, sent, [count * mine * columns for count in counts],
-            [counts[self.rank] * num * columns for num in rows], group=self.group,
-        )  # fmt: skip
+        sizes = [count * mine * columns for count in counts], [counts[self.rank] * num * columns for num in rows]
+        all_to_all(arriving, sent, self.group, *sizes)
         places = [member for rank in range(self.num_ranks) for member in bucket.owned_by(rank)]
         found = dict(zip(places, arriving.view(len(places), mine, columns), strict=True))
         return [found[member] for member in bucket.members]
