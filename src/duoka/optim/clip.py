@@ -10,9 +10,7 @@ from duoka.optim.host import local_part
 from duoka.optim.spread import Groups, Spread, add_over, device_type, spread_of
 
 
-def clip_gradients(
-    parameters: Iterable[torch.nn.Parameter], limit: float, spread: Spread = spread_of
-) -> torch.Tensor:
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, spread: Spread = spread_of) -> torch.Tensor:
     """Shorten all gradients together when their global norm exceeds `limit` (0: only measure). Returns the norm.
 
     `spread` names the groups of ranks that hold different parts of a parameter's gradient.

@@ -115,7 +115,7 @@ class MuonAdamW(torch.optim.AdamW):
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     """The nearest matrices with singular values about 1, of a stack (number, rows, columns).
 
-    In bf16 on a GPU, where that is fast and known to be enough; in fp32 on a CPU, so that splits agree to the last digits.
+    In bf16 on a GPU, where that is fast and known to be enough; in fp32 on a CPU, so that splits agree closely.
     """
     if not matrices.numel():
         return matrices

@@ -7,7 +7,9 @@ blended gradient, once there and once back. Both are all-to-alls, so the bytes o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +42,7 @@ class OwnedMatrices:
     rank: int
     group: dist.ProcessGroup | None
     every_pass: bool
+    wire: torch.dtype = torch.float32  # how gradients travel; they are added in fp32
     buckets: list[Bucket] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +98,7 @@ class OwnedMatrices:
             for member in bucket.owned_by(rank):
                 parameter = self.matrices[member]
                 gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                parts.append(gradient.reshape(-1).float())
+                parts.append(gradient.reshape(-1).to(self.wire))
         sent = torch.cat(parts)
         size = bucket.shape[0] * bucket.shape[1]
         counts = bucket.counts(self.num_ranks)
@@ -121,7 +124,7 @@ class OwnedMatrices:
             if underway.work is not None:
                 underway.work.wait()
             # Added in the order of ranks: the same bits whoever came first.
-            own = underway.arriving.view(self.num_ranks, -1, *bucket.shape).sum(0)
+            own = underway.arriving.view(self.num_ranks, -1, *bucket.shape).sum(0, dtype=torch.float32)
             for member, gradient in zip(bucket.owned_by(self.rank), own, strict=True):
                 key = id(self.matrices[member])
                 self._sums[key] = self._sums[key].add_(gradient) if key in self._sums else gradient
@@ -160,6 +163,21 @@ class OwnedMatrices:
             for place, values in zip(places, arriving.view(-1, *bucket.shape), strict=True):
                 if not self.holds(self.matrices[place]):
                     self.matrices[place].detach().copy_(values)
+
+
+@dataclass(frozen=True)
+class OwnedExchange:
+    """Another exchange of a micro-batch's passes, and that of owned matrices around it."""
+
+    inner: Callable[[bool], AbstractContextManager[None]]
+    owned: OwnedMatrices
+
+    @contextlib.contextmanager
+    def __call__(self, last: bool) -> Iterator[None]:
+        self.owned.begin(last)
+        with self.inner(last):
+            yield
+        self.owned.finish(last)
 
 
 class RowMatrices:

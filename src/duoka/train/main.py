@@ -14,16 +14,18 @@ from duoka.config.schema import RunConfig
 from duoka.data.loader import Loader, eval_batches
 from duoka.data.prepare import PreparedData, prepare_data
 from duoka.errors import StoppedEarly
-from duoka.model.build import LossModel, load_model
+from duoka.model.build import LossModel, find_core, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
 from duoka.model.source import model_folder
 from duoka.optim.build import build_optimizer
+from duoka.optim.roles import Role, assign_roles
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
 from duoka.parallel.rank import is_restarted
+from duoka.parallel.sharded import find_layers
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
@@ -133,14 +135,17 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
 def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
-    parallel = _build_model(inputs, plan, world)
-    optimizer = build_optimizer(parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer")
+    parallel, roles = _build_model(inputs, plan, world)
+    optimizer = build_optimizer(
+        parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
+        sharing=parallel.share_matrices,
+    )  # fmt: skip
     # The same initial values everywhere, but each rank draws its own dropout.
     torch.manual_seed(config.train.seed + world.rank)
     return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())
 
 
-def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
+def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Parallelized, dict[str, Role]]:
     config = inputs.config
     # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
     frozen_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.layout.precision]
@@ -156,7 +161,11 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
         lm, source = built
     else:
         lm = load_model(inputs.folder, **options)
-    return parallelize(LossModel(lm), plan.layout, config.parallel, world, source)
+    core = find_core(lm)
+    roles = assign_roles(lm, core, find_layers(core))
+    whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
+    matrices = whole if config.optim.name == "muon" else ()
+    return parallelize(LossModel(lm), plan.layout, config.parallel, world, source, matrices), roles
 
 
 def _build_loader(inputs: Inputs, plan: Plan, world: World) -> Loader:

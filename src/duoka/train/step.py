@@ -130,7 +130,7 @@ def optimizer_step(
     times.backward_s -= overlapped_s
     started, waited = time.perf_counter(), LEDGER.waited_s
     scaler.unscale_(optimizer)
-    norm = float(clip_gradients(parallel.named_trainable().values(), clip))
+    norm = float(clip_gradients(parallel.named_trainable().values(), clip, parallel.spread_of))
     if not math.isfinite(norm) and not scaler.is_enabled():
         raise WorkerFailed(
             f"the gradient of step {step} is not finite (norm {norm}, this rank's loss sum {loss_sum:.6g})",

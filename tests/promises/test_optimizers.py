@@ -1,0 +1,258 @@
+"""Every optimizer learns the same on any number of processes: against textbook forms that share no code with ours."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from tiny import write_conversations, write_tiny_model
+from worlds import run_world
+
+STEPS, LR, REST, DECAY, CLIP = 25, 0.02, 3e-3, 0.1, 0.5
+OPTIM = {
+    "muon": f"{{name: muon, lr: {LR}, adamw_lr: {REST}, embedding_lr: 0.01, weight_decay: {DECAY}, clip: {CLIP}}}",
+    "lamb": f"{{name: lamb, lr: {LR}, weight_decay: {DECAY}, clip: {CLIP}}}",
+    "lars": f"{{name: lars, lr: 2.0, momentum: 0.9, weight_decay: {DECAY}, clip: {CLIP}}}",
+    "adafactor": f"{{name: adafactor, lr: {LR}, weight_decay: {DECAY}, clip: {CLIP}}}",
+    "adamw": f"{{name: adamw, lr: {REST}, weight_decay: {DECAY}, clip: {CLIP}}}",
+}
+CASES = {
+    1: [("single", name) for name in OPTIM],
+    2: [("ddp", "muon"), ("zero1", "muon"), ("zero2", "muon"), ("fsdp", "muon"), ("ddp", "lamb"), ("fsdp", "lamb"),
+        ("fsdp", "lars"), ("zero1", "lamb"), ("ddp", "adafactor"), ("zero1", "adamw"), ("zero2", "adamw")],
+    3: [("zero1", "muon"), ("fsdp", "muon"), ("zero2", "adamw")],
+    4: [("zero1", "muon"), ("zero2", "muon"), ("fsdp", "muon"), ("hsdp", "muon"), ("hsdp", "lars"), ("zero1", "adamw")],
+}  # fmt: skip
+
+YAML = """
+model: {model}
+data: {{train: [{data}]}}
+optim: {optim}
+train: {{precision: fp32}}
+parallel: {{strategy: {strategy}{pairs}}}
+output: {folder}/out
+"""
+
+
+def rate(step):
+    """A rate that changes: up for five steps, down after it."""
+    return min(step / 5, (STEPS + 5 - step) / STEPS)
+
+
+def micro_batches(step):
+    """Two passes a step: what each of 12 rows of 16 tokens wants next; rank r of N learns from rows r, r + N, ..."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(3, 250, (12, 17), generator=generator) for _ in range(2)]
+
+
+def learn(model, folder, cases):
+    """Train each case in this world by duoka's own parts and leave weights, traffic and state bytes in `folder`."""
+    from contextlib import ExitStack
+
+    from duoka.config.load import load_config
+    from duoka.model.build import LossModel, find_core, load_model
+    from duoka.optim.build import build_optimizer, optimizer_tensors, set_learning_rate
+    from duoka.optim.clip import clip_gradients
+    from duoka.optim.roles import assign_roles
+    from duoka.parallel.apply import parallelize
+    from duoka.parallel.ledger import LEDGER
+    from duoka.parallel.sharded import find_layers
+    from duoka.parallel.world import end_world, start_world
+    from duoka.plan.layout import Layout
+    from duoka.units import parse_amount
+
+    world = None
+    for strategy, name in cases:
+        yaml = Path(folder) / f"{strategy}-{name}.yaml"
+        config = load_config(yaml).config
+        world = world or start_world(config.parallel)
+        shard = {"single": 1, "ddp": 1, "hsdp": 2}.get(strategy, world.size)
+        layout = Layout(
+            dp=world.size, strategy=strategy, precision="fp32", recompute="none", micro=parse_amount("1"),
+            packing=False, shard=shard,
+        )  # fmt: skip
+        lm = load_model(Path(model), dtype=torch.float32)
+        lm.requires_grad_(True)
+        core = find_core(lm)
+        roles = assign_roles(lm, core, find_layers(core))
+        matrices = {n for n, role in roles.items() if role == "matrix"} if name == "muon" else ()
+        parallel = parallelize(LossModel(lm), layout, config.parallel, world, None, matrices)
+        named = parallel.named_trainable()
+        optimizer = build_optimizer(named, config.optim, roles=roles, sharing=parallel.share_matrices)
+        parallel.model.train()
+        for step in range(1, STEPS + 1):
+            set_learning_rate(optimizer, config.optim.lr * rate(step))
+            LEDGER.take()
+            passes = micro_batches(step)
+            for place, rows in enumerate(passes):
+                own = rows[world.rank :: world.size]
+                positions = torch.arange(16).expand(len(own), 16)
+                with parallel.exchange(place == len(passes) - 1):
+                    loss, _ = parallel.model(input_ids=own[:, :-1], labels=own[:, 1:], position_ids=positions)
+                    (loss / (2 * 12 * 16)).backward()
+            clip_gradients(named.values(), config.optim.clip, parallel.spread_of)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            traffic = LEDGER.take()
+        state = optimizer_tensors(optimizer, named)
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in state.values()]
+        weights = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in named.items()}
+        facts = {
+            "state": sum(t.numel() * t.element_size() for t in local),
+            "sent": sum(one.sent_bytes for one in traffic.values()),
+            "kinds": {kind: one.num_calls for kind, one in traffic.items()},
+            "matrices": sum(named[n].numel() for n in matrices),
+            "parameters": sum(p.numel() for p in named.values()),
+        }
+        stem = f"{folder}/{strategy}-{name}-{world.size}-{world.rank}"
+        Path(f"{stem}.json").write_text(json.dumps(facts))
+        save_file({n: w.contiguous() for n, w in weights.items()}, f"{stem}.safetensors")
+        del parallel, optimizer, lm, named, state, local, weights
+    end_world(world)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(folder of the initial model, facts and weights by (world size, strategy, optimizer))."""
+    folder = tmp_path_factory.mktemp("optimizers")
+    # 66 wide, 3 heads, 161 in the middle: nothing divides by 4; four layers: shapes come in fours and eights.
+    model = write_tiny_model(folder / "model", odd=True, tied=False)
+    data = write_conversations(folder / "chats.jsonl", 4, seed=1)
+    for size, cases in CASES.items():
+        for strategy, name in cases:
+            pairs = ", shard_ranks: 2" if strategy == "hsdp" else ""
+            text = YAML.format(model=model, data=data, optim=OPTIM[name], strategy=strategy, pairs=pairs, folder=folder)
+            (folder / f"{strategy}-{name}.yaml").write_text(text)
+        run_world(size, learn, str(model), str(folder), cases)
+    return folder, model
+
+
+def read(folder, size, strategy, name, rank=0):
+    stem = f"{folder}/{strategy}-{name}-{size}-{rank}"
+    return json.loads(Path(f"{stem}.json").read_text()), load_file(f"{stem}.safetensors")
+
+
+# --- the textbook forms -------------------------------------------------------------------------------------------
+
+
+def newton_schulz(g):
+    """Jordan et al. 2024, one matrix at a time."""
+    x = g.T if g.shape[0] > g.shape[1] else g
+    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
+    for _ in range(5):
+        s = x @ x.T
+        x = 3.4445 * x + (-4.7750 * s + 2.0315 * s @ s) @ x
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
+class Plain:
+    """One parameter's optimizer by the formulas of the papers; `kind` and `lr` are its own."""
+
+    def __init__(self, kind, lr, decay):
+        self.kind, self.lr, self.decay, self.t = kind, lr, decay, 0
+        self.m = self.v = None
+
+    def step(self, w, g, factor):
+        self.t += 1
+        lr = self.lr * factor
+        if self.m is None:
+            self.m, self.v = torch.zeros_like(w), torch.zeros_like(w)
+        if self.kind == "muon":
+            self.m = 0.95 * self.m + 0.05 * g
+            move = newton_schulz(0.05 * g + 0.95 * self.m)
+            return w - lr * self.decay * w - lr * math.sqrt(max(1.0, w.shape[0] / w.shape[1])) * move
+        if self.kind == "lars":
+            trust = 0.001 * w.norm() / (g.norm() + self.decay * w.norm()) if w.ndim >= 2 else 1.0
+            self.m = 0.9 * self.m + lr * trust * (g + self.decay * w)
+            return w - self.m
+        self.m = 0.9 * self.m + 0.1 * g
+        self.v = 0.999 * self.v + 0.001 * g * g
+        move = (self.m / (1 - 0.9**self.t)) / ((self.v / (1 - 0.999**self.t)).sqrt() + 1e-8) + self.decay * w
+        trust = w.norm() / move.norm() if self.kind == "lamb" and w.ndim >= 2 else 1.0
+        return w - lr * trust * move
+
+
+def textbook(model, name):
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    named = dict(lm.named_parameters())
+    if name == "adafactor":
+        groups = [
+            {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": DECAY},
+            {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        library = torch.optim.Adafactor(groups, lr=LR)
+    plain = {}
+    for key, p in named.items():
+        decay = DECAY if p.ndim >= 2 else 0.0
+        inner = ".layers." in key and p.ndim == 2
+        if name == "muon":
+            rest = 0.01 if "embed" in key else REST
+            plain[key] = Plain("muon", LR, decay) if inner else Plain("adamw", rest, decay)
+        else:
+            plain[key] = Plain(name, {"lars": 2.0, "adamw": REST}.get(name, LR), decay)
+    for step in range(1, STEPS + 1):
+        for rows in micro_batches(step):
+            logits = lm(rows[:, :-1]).logits
+            (F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum") / (2 * 12 * 16)).backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), CLIP)
+        with torch.no_grad():
+            if name == "adafactor":
+                for group in library.param_groups:
+                    group["lr"] = LR * rate(step)
+                library.step()
+            else:
+                for key, p in named.items():
+                    p.copy_(plain[key].step(p, p.grad, rate(step)))
+        lm.zero_grad()
+    return {key: p.detach() for key, p in named.items()}
+
+
+@pytest.mark.parametrize("name", OPTIM)
+def test_weights_after_25_steps_are_the_textbooks_at_any_world_size(runs, name):
+    folder, model = runs
+    wanted = textbook(model, name)
+    start = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
+    moved = max(float((wanted[k] - start[k].detach()).norm() / start[k].detach().norm()) for k in wanted)
+    assert moved > 0.01, "the test would see nothing"
+    for size, cases in CASES.items():
+        for strategy, other in cases:
+            if other == name:
+                _, found = read(folder, size, strategy, name)
+                errors = {k: float((found[k] - wanted[k]).norm() / wanted[k].norm()) for k in wanted}
+                worst = max(errors, key=errors.get)
+                assert errors[worst] < 1e-5, f"{strategy} on {size}: {worst} is off by {errors[worst]:.2g}"
+
+
+def test_ranks_end_bit_equal(runs):
+    for size, cases in CASES.items():
+        for strategy, name in cases:
+            first = read(runs[0], size, strategy, name)[1]
+            for rank in range(1, size):
+                other = read(runs[0], size, strategy, name, rank)[1]
+                assert all(torch.equal(first[k], other[k]) for k in first), f"{strategy} {name} on {size}, rank {rank}"
+
+
+def test_state_is_shared_out(runs):
+    """Of Muon whole matrices have owners: the fullest rank is within one matrix of each shape of its share."""
+    whole = read(runs[0], 1, "single", "muon")[0]["state"]
+    for size, strategy in ((2, "zero1"), (3, "zero1"), (4, "zero2"), (4, "fsdp")):
+        states = [read(runs[0], size, strategy, "muon", rank)[0]["state"] for rank in range(size)]
+        assert sum(states) == pytest.approx(whole, rel=0.02), "nothing is kept twice"
+        assert max(states) < 1.15 * whole / size
+    adamw = read(runs[0], 1, "single", "adamw")[0]["state"]
+    assert max(read(runs[0], 4, "zero1", "adamw", rank)[0]["state"] for rank in range(4)) < 1.05 * adamw / 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_on_the_wire_are_the_theory(runs, size):
+    """Two passes: zero1 moves gradients once, zero2 twice; weights come back once. P is the model's bytes."""
+    for strategy, copies in (("zero1", 2), ("zero2", 3)):
+        sent = [read(runs[0], size, strategy, "muon", rank)[0]["sent"] for rank in range(size)]
+        whole = 4 * read(runs[0], size, strategy, "muon")[0]["parameters"]
+        theory = copies * whole * (size - 1) / size
+        # FSDP pads what does not divide; the rest is exact.
+        assert sum(sent) / size == pytest.approx(theory, rel=0.04), strategy
