@@ -73,6 +73,8 @@ def start_here(
     machine = read_machine()
     num_processes = count_processes(nproc, len(machine.gpus))
     loaded = load_checked(config, overrides, machine, num_processes, local_size=num_processes)
+    if loaded.task == "prepare":
+        return _prepare_only(loaded)
     if port is not None:
         check_port(port)
     run = find_run_folder(loaded)
@@ -86,6 +88,18 @@ def start_here(
         kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
         prepare_run(loaded, run, machine, num_processes)
         return _supervise(run, num_processes, port or 0, restarts)
+
+
+def _prepare_only(loaded: Loaded) -> int:
+    """A file of LLaMA-Factory with tokenized_path and without do_train: tokens are made, nothing is trained."""
+    from duoka.data.prepare import prepare_data
+    from duoka.model.source import model_folder
+
+    folder = model_folder(loaded.config.model, loaded.base, _Say())
+    prepared = prepare_data(loaded.config, loaded.base, folder, say=_Say())
+    click.echo("\n".join(prepared.report.lines()))
+    click.echo(f"tokens are ready, and nothing was trained; to train:   duoka train {loaded.path} do_train=true")
+    return 0
 
 
 def load_checked(

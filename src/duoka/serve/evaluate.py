@@ -64,13 +64,21 @@ class Evaluation:
         ]
 
 
-def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say) -> EvalData:
-    """The named data sets, or without names the part that the run kept aside."""
+def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say, asked: DataConfig | None = None) -> EvalData:
+    """The named data sets, or without names the part that the run kept aside.
+
+    `asked` says how a file of another tool wants its sets read; then `names` is its list.
+    """
     from duoka.data.prepare import prepare_data, read_tokenizer
 
-    sources = tuple(DataSource(name=name) for name in names or ("?",))
-    config = trained.config or RunConfig(model=ModelConfig(name=trained.name), data=DataConfig(train=sources))
-    if names:
+    sources = asked.train if asked else tuple(DataSource(name=name) for name in names or ("?",))
+    model = ModelConfig(name=trained.name, template=trained.template, trust_remote_code=trained.trust_remote_code)
+    config = trained.config or RunConfig(model=model, data=asked or DataConfig(train=sources))
+    if asked is not None:
+        # Masks and templates are the run's; where records lie and where they are cut is the file's.
+        more = {"folder": asked.folder, "max_length": asked.max_length} | {"train": sources, "eval": 0.0}
+        config = config.model_copy(update={"data": config.data.model_copy(update=more)})
+    elif names:
         config = config.model_copy(update={"data": config.data.model_copy(update={"train": sources, "eval": 0.0})})
     elif trained.config is None:
         raise ConfigError(f"{trained.name} is a model, not a run: what shall it be measured on?", fix="add --data NAME")
