@@ -51,6 +51,8 @@ _EXAMPLES: dict[str, str] = {
     "lora": "{rank: 8}",
     "lora.targets": "[q_proj, v_proj]",
     "train.max_steps": "500",
+    "checkpoint.keep_every": "1000",
+    "checkpoint.allow_changes": "[train.epochs]",
     "parallel.shard_ranks": "2",
     "output": "runs/identity",
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class World:
     node: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
+    group: dist.ProcessGroup | None = None  # None: the one that training talks in
 
     @property
     def is_main(self) -> bool:
@@ -45,7 +46,7 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
     def sum(self, values: list[float]) -> list[float]:
         """Each value summed over all ranks, in fp64."""
@@ -53,7 +54,7 @@ class World:
             return list(values)
         # MPS-like devices know no fp64; gloo and nccl both do.
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self.group)
         return [float(value) for value in tensor.tolist()]
 
     def agree(self, value: Any) -> Any:
@@ -61,7 +62,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, device=self.device, group=self.group)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -69,7 +70,7 @@ class World:
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value)
+        dist.all_gather_object(box, value, group=self.group)
         return box
 
 
@@ -115,6 +116,23 @@ def start_world(parallel: ParallelConfig) -> World:
 def end_world(world: World) -> None:
     if world.backend != "none" and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def open_side_world(world: World) -> World:
+    """The same ranks on a process group of their own, for a thread beside training. All ranks call it.
+
+    In one group, a thread's messages and training's would be taken for each other, and both wait for ever.
+    """
+    if world.size == 1:
+        return replace(world, device=torch.device("cpu"))
+    # Without a limit of its own: a slow disk is no hang, and a rank that dies closes its connections.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    return replace(world, device=torch.device("cpu"), backend="gloo", group=group)
+
+
+def close_side_world(world: World) -> None:
+    if world.group is not None and dist.is_initialized():
+        dist.destroy_process_group(world.group)
 
 
 def check_same_everywhere(world: World, facts: Mapping[str, str]) -> None:
