@@ -55,7 +55,7 @@ def look_at(yaml, strategies, folder):
     """For each strategy: collectives by kind of one step of three micro-batches, bytes held in it, its gradients."""
     from duoka.optim.build import optimizer_tensors
     from duoka.parallel.world import end_world
-    from duoka.plan.memory import static_memory
+    from duoka.plan.recipe import static_memory
     from duoka.train.step import StepTimes, forward_backward, model_inputs
 
     world = None
@@ -81,10 +81,10 @@ def look_at(yaml, strategies, folder):
         # Collectives and gradients: a step of several micro-batches.
         short = replace(batch, micro_batches=batch.micro_batches[:MICRO_BATCHES])
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
-            forward_backward(parallel, short, numerics, device, StepTimes())
+            forward_backward(parallel, short, numerics, world, StepTimes())
         names = Counter(event.name for event in trace.events() if event.name.startswith("c10d::"))
         contents.optimizer.zero_grad()
-        forward_backward(parallel, batch, numerics, device, StepTimes())
+        forward_backward(parallel, batch, numerics, world, StepTimes())
         whole = {
             name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
             for name, p in parallel.named_trainable().items()

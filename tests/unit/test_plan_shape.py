@@ -6,7 +6,16 @@ import pytest
 
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
-from duoka.plan.shape import FAMILIES, demo_shape, lora_parameters, read_shape, shape_from_config
+from duoka.plan.families import FAMILIES
+from duoka.plan.shape import (
+    demo_shape,
+    facts_from_depth,
+    lora_parameters,
+    read_shape,
+    shape_from_config,
+    shape_from_depth,
+    shape_from_parameters,
+)
 
 SMALL = {
     "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -35,6 +44,16 @@ CASES = [
     ("glm", {}),
     ("starcoder2", {}),
     ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    ("mixtral", {"num_local_experts": 4}),
+    ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}),
+    ("qwen2_moe", {"num_experts": 4, "decoder_sparse_step": 2, "qkv_bias": False}),
+    ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [0]}),
+    ("olmoe", {"num_experts": 4}),
+    ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}),
+    ("glm4_moe", {"n_routed_experts": 4, "use_qk_norm": True, "head_dim": 16}),
+    ("glm4_moe", {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 2}),
+    ("deepseek_v3", {"n_routed_experts": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "first_k_dense_replace": 1}),
+    ("deepseek_v3", {"n_routed_experts": 8, "q_lora_rank": None, "kv_lora_rank": 16, "v_head_dim": 12}),
 ]
 
 
@@ -59,6 +78,8 @@ def test_count_is_exactly_what_transformers_builds(model_type, changes, tmp_path
     assert shape.num_parameters == truth, f"{model_type} {changes}: {shape.num_parameters} against {truth}"
     assert shape.exact
     assert shape.num_embedding == model.get_input_embeddings().weight.numel()
+    if shape.experts is not None:
+        return  # experts are no linear layers there, but one tensor for all of them
     linears = [m for m in model.modules() if type(m).__name__ == "Linear" and m is not model.get_output_embeddings()]
     assert shape.num_block_linear == sum(p.numel() for m in linears for p in m.parameters())
 
@@ -115,7 +136,7 @@ def test_an_unknown_type_is_counted_like_a_llama_and_says_so():
     [
         ({"model_type": "llama"}, "hidden_size"),
         ({"model_type": "llama", **SMALL, "hidden_size": "wide"}, "'wide'"),
-        ({"model_type": "mixtral", **SMALL, "num_local_experts": 8}, "mixture of experts"),
+        ({"model_type": "shiny_moe", **SMALL, "num_local_experts": 8}, "mixture of experts"),
     ],
 )
 def test_a_config_that_cannot_be_counted_is_refused_in_users_words(facts, word):
@@ -129,3 +150,50 @@ def test_a_missing_or_damaged_config_json_is_named(tmp_path, text):
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_shape(tmp_path)
+
+
+def test_of_a_mixture_a_token_passes_only_its_experts():
+    shape = shape_from_config(
+        {
+            "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
+        }
+    )  # fmt: skip
+    assert (shape.num_parameters, shape.num_active) == (46_702_792_704, 12_879_925_248)  # published: 46.7B, 12.9B
+
+
+@pytest.mark.parametrize(
+    ("facts", "window", "layers"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, 4096, 32),
+        ({"model_type": "mistral", "sliding_window": None}, 0, 0),
+        ({"model_type": "qwen2", "sliding_window": 4096, "max_window_layers": 28}, 0, 0),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}, 4096, 4),
+        ({"model_type": "gemma2"}, 4096, 16),
+        ({"model_type": "gemma3_text", "sliding_window": 512}, 512, 27),
+        ({"model_type": "gpt_oss", "num_local_experts": 4, "layer_types": ["sliding_attention"] * 3}, 128, 3),
+    ],
+)
+def test_sliding_windows_are_seen(facts, window, layers):
+    shape = shape_from_config({**SMALL, "num_hidden_layers": 32, **facts})
+    assert (shape.window, shape.num_window_layers) == (window, layers)
+
+
+@pytest.mark.parametrize(("length", "window"), [(8, 3), (8, 8), (5, 9), (7, 1)])
+def test_the_mean_span_is_that_of_counting_every_position(length, window):
+    shape = shape_from_config({**SMALL, "model_type": "mistral", "sliding_window": window})
+    counted = [min(place + 1, window) for place in range(length)]
+    assert shape.mean_span(length) == pytest.approx(sum(counted) / length)
+
+
+def test_a_model_of_a_depth_is_what_transformers_builds():
+    truth = sum(parameter.numel() for parameter in build_on_meta(facts_from_depth(4, 512)).parameters())
+    assert shape_from_depth(4, 512).num_parameters == truth
+    assert (shape_from_depth(12).hidden_size, shape_from_depth(12).num_heads) == (768, 6)
+
+
+@pytest.mark.parametrize("count", [2e7, 1e8, 1e9, 7e9, 7e10, 1e12])
+def test_a_number_of_parameters_gives_a_model_of_that_size(count):
+    shape = shape_from_parameters(count)
+    assert shape.num_parameters == pytest.approx(count, rel=0.02)
+    assert not shape.exact

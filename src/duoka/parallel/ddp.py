@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.parallel.world import World
+from duoka.runs.heart import Heart
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # PowerSGD exchanges two thin matrices of this rank instead of each gradient, once the first wild steps are over.
@@ -46,12 +48,14 @@ class Summing:
     compress: str
     clock: CommunicationClock = field(default_factory=CommunicationClock)
     power: powerSGD_hook.PowerSGDState | None = None
+    heart: Heart = field(default_factory=Heart)
 
 
 def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Add a bucket of gradients over all ranks."""
     clock = summing.clock
     clock.handed_over = time.perf_counter()
+    summing.heart.begin_exchange(f"all_reduce of gradients, bucket {bucket.index()}")
     if summing.power is not None:
         mean = powerSGD_hook.powerSGD_hook(summing.power, bucket)
 
@@ -84,14 +88,15 @@ def apply_ddp(
         gradient_as_bucket_view=parallel.bucket_view,
         static_graph=parallel.static_graph,
         bucket_cap_mb=parallel.bucket_mb,
-        broadcast_buffers=False,
+        # Only statistics gathered in training differ between ranks; tables of a model never do.
+        broadcast_buffers=any(isinstance(m, _NormBase) and m.track_running_stats for m in model.modules()),
     )
     power = None
     if parallel.compress == "powersgd":
         power = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_FROM_STEP
         )
-    summing = Summing(parallel.compress, power=power)
+    summing = Summing(parallel.compress, power=power, heart=world.heart)
     replica.register_comm_hook(summing, sum_gradients)
     return replica, summing.clock
 
@@ -101,7 +106,7 @@ class DdpExchange:
     """Gradients are exchanged once per optimizer step, in the backward pass of its last micro-batch."""
 
     model: DistributedDataParallel
-    looks_for_unused: bool = False
+    looks_for_unused: bool = False  # by itself, or somebody else calls check_all_used
     # A static graph is learnt in a first pass that exchanges; DDP breaks when that pass is one without.
     needs_rehearsal: bool = False
 

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from duoka.config.schema import LoraConfig, RunConfig
-from duoka.errors import DoesNotFit, Faults
+from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
 from duoka.plan.choose import Choice, check_machine, choose_layout, largest_tokens
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
-from duoka.plan.memory import FITS, TIGHT, Memory, StaticMemory, Work, estimate_memory, static_table
+from duoka.plan.memory import FITS, TIGHT, Memory, estimate_memory
+from duoka.plan.recipe import StaticMemory, Work, static_table
 from duoka.plan.shape import ModelShape
 from duoka.units import Amount, format_bytes, format_count
 
@@ -94,8 +95,13 @@ class Plan:
         relation = {"fits": "fits in", "tight": "tight in", "does not fit": "does not fit in"}[self.verdict]
         return f"{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
 
-    def refusal(self) -> DoesNotFit | None:
-        """The error to end with when it does not fit; None when it may be tried."""
+    def refusal(self) -> ConfigError | DoesNotFit | None:
+        """The error to end with when it does not fit, or is planned only; None when it may be tried."""
+        if self.work.shape.experts is not None:
+            return ConfigError(
+                f"{self.work.shape.model_type} is a mixture of experts: duoka plans these, and doesn't train them yet",
+                fix="use a dense model",
+            )
         if self.verdict != "does not fit":
             return None
         need, have = format_bytes(self.memory.peak_bytes), format_bytes(self.available_bytes)
@@ -113,6 +119,8 @@ class Plan:
         kind = "full fine-tuning"
         if work.lora is not None:
             kind = f"LoRA rank {work.lora.rank}, {work.num_trainable / shape.num_parameters:.2%} beside the model"
+        if work.train_only is not None:
+            kind = f"some layers only, {work.num_trainable / shape.num_parameters:.2%} of the model"
         return [
             f"model    {shape.num_parameters:,} parameters{approximate}: {format_count(shape.num_embedding)} in the "
             f"embedding, {head},",
@@ -184,7 +192,7 @@ def make_plan(
     if faults:
         raise Faults(faults)
     available = machine.available_per_rank(local_size or world_size)
-    work = Work(shape, config.lora, machine.device, config.parallel.bucket_view)
+    work = Work(shape, config.lora, machine.device, config.parallel.bucket_view, train_only=config.train_only)
     choice = choose_layout(config, work, machine, world_size, available, local_size)
     layout = choice.layout
     steps = count_steps(config.train, num_samples, mean_length)

@@ -1,148 +1,35 @@
 """What a model is made of, counted from its config.json alone: exactly what transformers would build.
 
-`ModelShape` is what all estimates start from. One row of FAMILIES per model type; a type that is not in the table
-is counted like a Llama and marked `exact=False`. Reads one small JSON file, and never builds a model.
+`ModelShape` (sizes.py) is what all estimates start from. A model type that is not in the table of families is counted
+like a Llama and marked `exact=False`. Reads one small JSON file, and never builds a model.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
+from duoka.plan.families import FAMILIES, LLAMA, ExpertKeys, Family
+from duoka.plan.sizes import Experts, Linear, ModelShape
+
+__all__ = [
+    "Linear",
+    "ModelShape",
+    "adapted_linears",
+    "demo_shape",
+    "lora_parameters",
+    "read_shape",
+    "shape_from_config",
+    "shape_from_depth",
+    "shape_from_parameters",
+]
 
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one model type differs from a Llama. A bias given as text is the config key that switches it."""
-
-    qkv_bias: bool | str = False
-    out_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over one head, or over all of a projection
-    block_norms: int = 2  # norms of width hidden_size in each layer
-    norm_terms: int = 1  # 1: a scale; 2: a scale and a shift
-    mlp: Literal["gated", "fused", "plain"] = "gated"
-    mlp_names: tuple[str, str] = ("up_proj", "down_proj")  # of a plain one
-    fused_qkv: bool = False
-    # What transformers' config class assumes for keys that a config.json leaves out.
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-_LLAMA_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
-_GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(**_LLAMA_BIASES),
-    "mistral": Family(defaults={"num_key_value_heads": 8}),
-    "qwen2": Family(qkv_bias=True, defaults={"num_key_value_heads": 32}),
-    "qwen3": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head",
-        defaults={"num_key_value_heads": 32, "head_dim": 128},
-    ),
-    "gemma": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", defaults={**_GEMMA, "num_key_value_heads": 16}
-    ),
-    "gemma2": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", block_norms=4,
-        defaults={**_GEMMA, "num_key_value_heads": 4},
-    ),
-    "gemma3_text": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", block_norms=4, qk_norm="head",
-        defaults={**_GEMMA, "num_key_value_heads": 4},
-    ),
-    "smollm3": Family(**_LLAMA_BIASES, defaults={"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "granite": Family(**_LLAMA_BIASES),
-    "seed_oss": Family(
-        qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias",
-        defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
-    ),
-    "olmo2": Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="full"),
-    "phi3": Family(mlp="fused", fused_qkv=True),
-    "glm": Family(
-        qkv_bias="attention_bias", mlp="fused",
-        defaults={"attention_bias": True, "num_key_value_heads": 2, "head_dim": 128},
-    ),
-    "starcoder2": Family(
-        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", norm_terms=2, mlp="plain",
-        mlp_names=("c_fc", "c_proj"),
-        defaults={"use_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 2},
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Linear:
-    """One linear layer of a transformer block, by its name inside the block."""
-
-    name: str
-    num_in: int
-    num_out: int
-    bias: bool = False
-
-    @property
-    def num_parameters(self) -> int:
-        return self.num_in * self.num_out + (self.num_out if self.bias else 0)
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder-only language model. `exact` is False when its type is not in the table."""
-
-    model_type: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    tied: bool
-    linears: tuple[Linear, ...]  # of one block
-    num_norm_parameters_per_layer: int
-    num_final_norm_parameters: int
-    block_norms: int = 2
-    qk_norm: bool = False
-    bent_logits: bool = False  # scaled or soft-capped: the loss then needs all logits at once
-    exact: bool = True
-
-    @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def num_embedding(self) -> int:
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def num_head(self) -> int:
-        """Parameters of the output head that are its own."""
-        return 0 if self.tied else self.num_embedding
-
-    @property
-    def num_per_layer(self) -> int:
-        return sum(linear.num_parameters for linear in self.linears) + self.num_norm_parameters_per_layer
-
-    @property
-    def num_block_linear(self) -> int:
-        """Weights of linear layers in all blocks: what autocast keeps a half-precision copy of."""
-        return self.num_layers * sum(linear.num_parameters for linear in self.linears)
-
-    @property
-    def num_parameters(self) -> int:
-        return (
-            self.num_embedding + self.num_head + self.num_layers * self.num_per_layer + self.num_final_norm_parameters
-        )
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -164,52 +51,110 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
     if isinstance(facts.get("text_config"), dict):
         facts = {"model_type": f"{facts.get('model_type', '')}_text", **facts["text_config"]}
     model_type = str(facts.get("model_type", ""))
-    family = FAMILIES.get(model_type)
-    read = _Reader(facts, (family or FAMILIES["llama"]).defaults, where)
-    if any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+    known = FAMILIES.get(model_type)
+    has_experts = any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if known is None and has_experts:
         raise ConfigError(
-            f"{model_type} is a mixture of experts, which duoka cannot plan yet", where=where, fix="use a dense model"
+            f"{model_type} is a mixture of experts that is not in the plan's table",
+            where=where,
+            fix=f"known are {', '.join(name for name, family in FAMILIES.items() if family.experts)}",
         )
-    family = family or Family(**_LLAMA_BIASES)
-    hidden, num_heads = read.whole("hidden_size"), read.whole("num_attention_heads")
-    num_kv_heads = read.whole("num_key_value_heads", num_heads)
-    head_dim = read.whole("head_dim", max(1, hidden // num_heads))
-    sizes = _Sizes(hidden, read.whole("intermediate_size"), num_heads * head_dim, num_kv_heads * head_dim)
-    norms = family.norm_terms * family.block_norms * hidden
-    if family.qk_norm != "none":
-        norms += 2 * head_dim if family.qk_norm == "head" else sizes.query + sizes.key_value
+    family = known or LLAMA
+    read = _Reader(facts, family.defaults, where)
+    sizes = _read_sizes(family, read)
+    layers = read.whole("num_hidden_layers")
     scaled = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    return ModelShape(
+    attention = _attention_linears(family, read, sizes)
+    window, num_window_layers = _windows(family, read, layers)
+    shape = ModelShape(
         model_type=model_type or "unknown",
-        hidden_size=hidden,
+        hidden_size=sizes.hidden,
         intermediate_size=sizes.ffn,
-        num_layers=read.whole("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_layers=layers,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
         vocab_size=read.whole("vocab_size"),
         tied=read.switch("tie_word_embeddings"),
-        linears=_attention_linears(family, read, sizes) + _mlp_linears(family, read, sizes),
-        num_norm_parameters_per_layer=norms,
-        num_final_norm_parameters=family.norm_terms * hidden,
+        linears=attention + _mlp_linears(family, read, sizes.hidden, sizes.ffn),
+        num_norm_parameters_per_layer=_layer_norms(family, read, sizes),
+        num_final_norm_parameters=family.norm_terms * sizes.hidden,
         block_norms=family.block_norms,
-        qk_norm=family.qk_norm != "none",
+        qk_norm=_qk_norm(family, read) != "none",
+        gated=family.mlp != "plain",
         bent_logits=any(facts.get(key) not in (None, 1, 1.0) for key in scaled),
-        exact=model_type in FAMILIES,
+        exact=known is not None,
+        window=window,
+        num_window_layers=num_window_layers,
     )
+    return shape if family.experts is None else _with_experts(shape, family, read, attention)
 
 
 @dataclass(frozen=True)
 class _Sizes:
     hidden: int
     ffn: int
-    query: int
-    key_value: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def query(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def _read_sizes(family: Family, read: _Reader) -> _Sizes:
+    hidden, num_heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+    head_dim = read.whole("v_head_dim" if family.latent else "head_dim", max(1, hidden // num_heads))
+    num_kv_heads = num_heads if family.latent else read.whole("num_key_value_heads", num_heads)
+    return _Sizes(hidden, read.whole("intermediate_size"), num_heads, num_kv_heads, head_dim)
+
+
+def _qk_norm(family: Family, read: _Reader) -> str:
+    if family.qk_norm == "asked":
+        return "head" if read.switch("use_qk_norm") else "none"
+    return family.qk_norm
+
+
+def _layer_norms(family: Family, read: _Reader, sizes: _Sizes) -> int:
+    """Parameters of one layer that belong to no matrix: norms, and what sits beside the scores."""
+    total = family.norm_terms * family.block_norms * sizes.hidden + family.num_sinks * sizes.num_heads
+    kind = _qk_norm(family, read)
+    if kind != "none":
+        total += 2 * sizes.head_dim if kind == "head" else sizes.query + sizes.key_value
+    if family.latent:
+        total += read.whole("kv_lora_rank") + (read.whole("q_lora_rank") if read.has("q_lora_rank") else 0)
+    return total
+
+
+def _windows(family: Family, read: _Reader, layers: int) -> tuple[int, int]:
+    """(how far back, in how many layers); (0, 0) where every layer sees everything."""
+    rule = family.windows
+    if rule == "asked" and not read.switch("use_sliding_window"):
+        return 0, 0
+    if rule == "none" or not read.has("sliding_window"):
+        return 0, 0
+    window, types = read.whole("sliding_window"), read.facts.get("layer_types")
+    if isinstance(types, list):
+        return window, sum(kind == "sliding_attention" for kind in types)
+    if rule == "asked":
+        first = read.facts.get("max_window_layers", read.defaults.get("max_window_layers", 0))
+        return window, max(0, layers - int(first))
+    if rule == "all":
+        return window, layers
+    every = int(read.facts.get("sliding_window_pattern") or rule)
+    return window, layers - layers // every
 
 
 def _attention_linears(family: Family, read: _Reader, sizes: _Sizes) -> tuple[Linear, ...]:
     out = Linear("self_attn.o_proj", sizes.query, sizes.hidden, read.bias(family.out_bias))
     bias = read.bias(family.qkv_bias)
+    if family.latent:
+        return (*_latent_linears(read, sizes, bias), out)
     if family.fused_qkv:
         return (Linear("self_attn.qkv_proj", sizes.hidden, sizes.query + 2 * sizes.key_value, bias), out)
     widths = (sizes.query, sizes.key_value, sizes.key_value)
@@ -219,15 +164,64 @@ def _attention_linears(family: Family, read: _Reader, sizes: _Sizes) -> tuple[Li
     )
 
 
-def _mlp_linears(family: Family, read: _Reader, sizes: _Sizes) -> tuple[Linear, ...]:
-    hidden, ffn, bias = sizes.hidden, sizes.ffn, read.bias(family.mlp_bias)
-    down = Linear("mlp.down_proj", ffn, hidden, bias)
+def _latent_linears(read: _Reader, sizes: _Sizes, bias: bool) -> tuple[Linear, ...]:
+    """Queries, keys and values through a narrow middle; part of each key carries the position."""
+    rotary, plain, rank = read.whole("qk_rope_head_dim"), read.whole("qk_nope_head_dim"), read.whole("kv_lora_rank")
+    queries = sizes.num_heads * (rotary + plain)
+    down = Linear("self_attn.kv_a_proj_with_mqa", sizes.hidden, rank + rotary, bias)
+    up = Linear("self_attn.kv_b_proj", rank, sizes.num_heads * (plain + sizes.head_dim))
+    if not read.has("q_lora_rank"):
+        return (Linear("self_attn.q_proj", sizes.hidden, queries), down, up)
+    narrow = read.whole("q_lora_rank")
+    first = Linear("self_attn.q_a_proj", sizes.hidden, narrow, bias)
+    return (first, Linear("self_attn.q_b_proj", narrow, queries), down, up)
+
+
+def _mlp_linears(family: Family, read: _Reader, hidden: int, ffn: int, prefix: str = "mlp") -> tuple[Linear, ...]:
+    bias = read.bias(family.mlp_bias)
+    down = Linear(f"{prefix}.down_proj", ffn, hidden, bias)
     if family.mlp == "fused":
-        return (Linear("mlp.gate_up_proj", hidden, 2 * ffn, bias), down)
+        return (Linear(f"{prefix}.gate_up_proj", hidden, 2 * ffn, bias), down)
     if family.mlp == "plain":
         up_name, down_name = family.mlp_names
-        return (Linear(f"mlp.{up_name}", hidden, ffn, bias), Linear(f"mlp.{down_name}", ffn, hidden, bias))
-    return (Linear("mlp.gate_proj", hidden, ffn, bias), Linear("mlp.up_proj", hidden, ffn, bias), down)
+        return (Linear(f"{prefix}.{up_name}", hidden, ffn, bias), Linear(f"{prefix}.{down_name}", ffn, hidden, bias))
+    return (Linear(f"{prefix}.gate_proj", hidden, ffn, bias), Linear(f"{prefix}.up_proj", hidden, ffn, bias), down)
+
+
+def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: tuple[Linear, ...]) -> ModelShape:
+    """`shape` is as if every layer were dense."""
+    keys = family.experts
+    assert keys is not None
+    hidden, size, active = shape.hidden_size, read.whole(keys.size), read.whole("num_experts_per_tok")
+    count, layers = read.whole(keys.count), _count_expert_layers(keys, read, shape.num_layers)
+    shared = 0
+    if keys.shared == "size":
+        shared = read.whole("shared_expert_intermediate_size")
+    elif keys.shared == "count":
+        shared = size * read.count("n_shared_experts")
+    prefix = "mlp.shared_expert" + ("s" if keys.shared == "count" else "")
+    linears = attention + (_mlp_linears(family, read, hidden, shared, prefix) if shared else ())
+    if keys.shared_gate:
+        linears += (Linear("mlp.shared_expert_gate", hidden, 1),)
+    each = 3 * hidden * size + (2 * size + hidden if keys.bias else 0)
+    experts = Experts(count, min(active, count), layers, each, count * (hidden + keys.bias))
+    dense = layers < shape.num_layers
+    return replace(
+        shape,
+        linears=linears,
+        intermediate_size=experts.num_active * size + shared,
+        experts=experts,
+        dense_linears=shape.linears if dense else (),
+    )
+
+
+def _count_expert_layers(keys: ExpertKeys, read: _Reader, layers: int) -> int:
+    if keys.dense == "first":
+        return max(0, layers - read.count("first_k_dense_replace"))
+    if keys.dense == "step":
+        step, plain = read.facts.get("decoder_sparse_step") or 1, read.facts.get("mlp_only_layers") or ()
+        return sum(index not in plain and (index + 1) % int(step) == 0 for index in range(layers))
+    return layers
 
 
 @dataclass(frozen=True)
@@ -253,6 +247,14 @@ class _Reader:
             raise ConfigError(what, where=self.where)
         return value
 
+    def has(self, key: str) -> bool:
+        return self.facts.get(key, self.defaults.get(key)) is not None
+
+    def count(self, key: str) -> int:
+        """A number that may be 0."""
+        value = self.facts.get(key, self.defaults.get(key)) or 0
+        return self.whole(key) if value else 0
+
     def switch(self, key: str) -> bool:
         return bool(self.facts.get(key, self.defaults.get(key, False)))
 
@@ -262,23 +264,36 @@ class _Reader:
 
 def adapted_linears(shape: ModelShape, lora: LoraConfig) -> tuple[Linear, ...]:
     """The linear layers of one block that get an adapter; raises ConfigError for a name that no layer has."""
+    everything = shape.linears + shape.dense_linears
     if lora.targets == "all":
         return shape.linears
-    known = {linear.name.rsplit(".", 1)[-1] for linear in shape.linears} | {"lm_head"}
+    known = {linear.name.rsplit(".", 1)[-1] for linear in everything} | {"lm_head"}
     unknown = [name for name in lora.targets if name.rsplit(".", 1)[-1] not in known]
     if unknown:
         raise ConfigError(
             f"lora.targets names {', '.join(unknown)}, and {shape.model_type} has no linear layer of that name",
             fix=f"choose from {', '.join(sorted(known))}, or write targets: all",
         )
-    return tuple(linear for linear in shape.linears if any(_is_named(linear.name, name) for name in lora.targets))
+    return _named(shape.linears, lora)
+
+
+def _named(linears: tuple[Linear, ...], lora: LoraConfig) -> tuple[Linear, ...]:
+    if lora.targets == "all":
+        return linears
+    return tuple(linear for linear in linears if any(_is_named(linear.name, name) for name in lora.targets))
 
 
 def lora_parameters(shape: ModelShape, lora: LoraConfig) -> int:
     """Trainable parameters of the adapters: rank x (in + out) for every adapted layer."""
-    per_layer = sum(lora.rank * (linear.num_in + linear.num_out) for linear in adapted_linears(shape, lora))
+
+    def per_layer(linears: tuple[Linear, ...]) -> int:
+        return sum(lora.rank * (linear.num_in + linear.num_out) for linear in linears)
+
+    num_dense = shape.num_dense_layers if shape.dense_linears else 0
+    total = (shape.num_layers - num_dense) * per_layer(adapted_linears(shape, lora))
+    total += num_dense * per_layer(_named(shape.dense_linears, lora))
     on_head = lora.targets != "all" and "lm_head" in lora.targets
-    return shape.num_layers * per_layer + (lora.rank * (shape.hidden_size + shape.vocab_size) if on_head else 0)
+    return total + (lora.rank * (shape.hidden_size + shape.vocab_size) if on_head else 0)
 
 
 def _is_named(path: str, target: str) -> bool:
@@ -294,3 +309,46 @@ def demo_shape() -> ModelShape:
             "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
         }
     )  # fmt: skip
+
+
+# A model from nothing: its width follows from its depth, so that one number says how large it is.
+WIDTH_PER_LAYER = 64
+HEAD_DIM = 128
+
+
+def facts_from_depth(depth: int, vocab_size: int) -> dict[str, Any]:
+    """The config.json of a Qwen3-shaped model of that depth: 64 wide per layer, heads of 128, no sharing of heads."""
+    heads = max(1, round(depth * WIDTH_PER_LAYER / HEAD_DIM))
+    hidden = heads * HEAD_DIM
+    return {
+        "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": depth,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": HEAD_DIM, "vocab_size": vocab_size,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def shape_from_depth(depth: int, vocab_size: int = 65536) -> ModelShape:
+    return shape_from_config(facts_from_depth(depth, vocab_size), where=f"depth {depth}")
+
+
+def shape_from_parameters(count: float, vocab_size: int = 32000) -> ModelShape:
+    """A Llama of about that many parameters: for a first question, before there is a model. Never exact.
+
+    Layers are as many as width / 128, which is how public models from 1B to 70B are cut; the feed-forward width is
+    what is left of the count.
+    """
+    hidden = max(128, 128 * round((count * 128 / 12) ** (1 / 3) / 128))
+    layers = max(1, round((count - 2 * vocab_size * hidden) / (12 * hidden**2)))
+    tied = 2 * vocab_size * hidden > count / 3
+    rest = count - (1 if tied else 2) * vocab_size * hidden - layers * 4 * hidden**2
+    if rest < layers * 3 * hidden:
+        hidden, layers, tied = max(64, hidden // 2), max(1, layers), True
+        rest = count - vocab_size * hidden - layers * 4 * hidden**2
+    shape = shape_from_config(
+        {
+            "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
+            "intermediate_size": max(1, round(rest / (3 * hidden * layers))),
+            "num_attention_heads": max(1, hidden // 128), "vocab_size": vocab_size, "tie_word_embeddings": tied,
+        }
+    )  # fmt: skip
+    return replace(shape, exact=False, model_type="a Llama of that size")

@@ -39,7 +39,7 @@ from duoka.runs.manifest import (
     write_manifest,
 )
 from duoka.train.resume import STATE
-from duoka.train.retention import DRAFT, Keep, remove_old
+from duoka.train.retention import DRAFT, Keep, make_way, remove_old
 from duoka.train.snapshot import CHUNK_BYTES, Chunk, Copier, HostBuffer, Share, plan_share, write_share
 from duoka.train.state import TrainState, read_random_state, set_random_state
 from duoka.train.step import Numerics
@@ -62,10 +62,6 @@ class Contents:
         tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         tensors |= {f"optim.{name}": value for name, value in optimizer_tensors(self.optimizer, named).items()}
         return tensors
-
-    def size_bytes(self) -> int:
-        """Of whole tensors, over all ranks."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
 
 @dataclass(frozen=True)
@@ -102,6 +98,19 @@ class SaveFault:
         return StorageError(self.what, where=self.where, fix=self.fix)
 
 
+@dataclass(frozen=True)
+class _Target:
+    """Where one checkpoint goes. Without `keep` it stands alone, and takes the place of one that is there."""
+
+    step: int
+    final: Path
+    keep: Keep | None
+
+    @property
+    def draft(self) -> Path:
+        return self.final.with_name(f".{self.final.name}{DRAFT}")
+
+
 class CheckpointStore:
     """The checkpoints of one run. Every method that moves tensors is called by all ranks together."""
 
@@ -110,7 +119,7 @@ class CheckpointStore:
     ) -> None:
         self.folder = folder
         self.world = world
-        self.side = open_side_world(world)
+        self.side: World | None = None
         self.layout = layout
         self.facts = facts or Facts()
         self.asynchronous = asynchronous
@@ -127,6 +136,7 @@ class CheckpointStore:
     def get_ready(self, contents: Contents) -> None:
         """Divide the work and have the memory for the copy ready, beside the first steps; all ranks call it."""
         self._share = plan_share(contents.tensors(), self.world)
+        self.side = open_side_world(self.world) if self.asynchronous else self.world
         size = self._share.size_bytes if self.asynchronous else min(CHUNK_BYTES, self._share.size_bytes)
         self._buffer = HostBuffer(size, self.world.device)
         self._warming = self._thread.submit(self._buffer.touch)
@@ -139,23 +149,38 @@ class CheckpointStore:
         if isinstance(before, SaveFault):
             return before
         step = contents.state.step
-        answer = self.world.agree(self._try_to_begin(step, contents) if self.world.is_main else None)
+        self._begin(_Target(step, self.folder / folder_name(step), keep), contents, started)
+        return before if self.asynchronous else self.wait()
+
+    def write(self, final: Path, contents: Contents) -> None:
+        """Write the state to any folder, now; one that is there is replaced when the new one is whole."""
+        assert not self.asynchronous, "for stores that write while their caller waits"
+        self._begin(_Target(contents.state.step, final, None), contents, time.perf_counter())
+        ended = self.wait()
+        if isinstance(ended, SaveFault):
+            raise ended.error()
+
+    def _begin(self, target: _Target, contents: Contents, started: float) -> None:
+        if self._share is None:
+            self.get_ready(contents)
+        answer = self.world.agree(self._try_to_begin(target, contents) if self.world.is_main else None)
         self._writing = Future()
         if isinstance(answer, (Saved, SaveFault)):
             self._writing.set_result(answer)
-            return before
+            return
+        assert self._share is not None and self._buffer is not None and self._warming is not None
+        self._warming.result()
         small = self._small_files(contents)
-        copier = self._copier(contents)
-        buffer, size = self._ready_buffer(), copier.share.size_bytes
+        copier, buffer = Copier(self._share, contents.tensors(), self.world.device), self._buffer
         if not self.asynchronous:
-            self._writing.set_result(self._finish(started, None, step, small, keep, lambda: copier.chunks(buffer)))
-            return self.wait()
+            self._writing.set_result(self._finish(target, started, None, small, lambda: copier.chunks(buffer)))
+            return
+        size = self._share.size_bytes
         copier.fill(buffer, 0, size)
         blocked_s = time.perf_counter() - started
         self._writing = self._thread.submit(
-            self._finish, started, blocked_s, step, small, keep, lambda: buffer.chunks(size)
+            self._finish, target, started, blocked_s, small, lambda: buffer.chunks(size)
         )
-        return before
 
     def collect(self) -> Saved | SaveFault | None:
         """The end of a save that this rank has seen, once; None while one is under way."""
@@ -173,21 +198,8 @@ class CheckpointStore:
         if not wait(under_way, patience_s).not_done:
             if self._buffer is not None:
                 self._buffer.close()
-            close_side_world(self.side)
-
-    def _copier(self, contents: Contents) -> Copier:
-        if self._share is None:
-            self.get_ready(contents)
-        assert self._share is not None
-        return Copier(self._share, contents.tensors(), self.world.device)
-
-    def _ready_buffer(self) -> HostBuffer:
-        assert self._buffer is not None and self._warming is not None
-        self._warming.result()
-        return self._buffer
-
-    def _draft(self, step: int) -> Path:
-        return self.folder / f".{folder_name(step)}{DRAFT}"
+            if self.side is not None:
+                close_side_world(self.side)
 
     def measure_room(self, contents: Contents) -> tuple[int, int | None, int]:
         """Bytes that a checkpoint takes, bytes that are free (None: nobody knows), and how many are there already."""
@@ -211,22 +223,21 @@ class CheckpointStore:
             return False
 
     def _needed_bytes(self, contents: Contents) -> int:
-        return contents.size_bytes() + self.world.size * SMALL_FILES_BYTES
+        whole = sum(tensor.numel() * tensor.element_size() for tensor in contents.tensors().values())
+        return whole + self.world.size * SMALL_FILES_BYTES
 
-    def _try_to_begin(self, step: int, contents: Contents) -> Saved | SaveFault | None:
+    def _try_to_begin(self, target: _Target, contents: Contents) -> Saved | SaveFault | None:
         """Rank 0 makes the draft's folder; what stands in the way is returned, for all ranks to hear of it."""
-        final, draft = self.folder / folder_name(step), self._draft(step)
-        if final.exists():
-            return Saved(step, final, _folder_bytes(final), 0.0, 0.0)
+        if target.keep is not None and target.final.exists():
+            return Saved(target.step, target.final, _folder_bytes(target.final), 0.0, 0.0)
         needed = self._needed_bytes(contents)
         try:
-            free = shutil.disk_usage(self.folder).free
-            if free < needed:
-                return self._fault(step, [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], needed)
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir()
+            if shutil.disk_usage(target.final.parent).free < needed:
+                return self._fault(target, [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], needed)
+            shutil.rmtree(target.draft, ignore_errors=True)
+            target.draft.mkdir()
         except OSError as error:
-            return self._fault(step, [error], needed)
+            return self._fault(target, [error], needed)
         return None
 
     def _small_files(self, contents: Contents) -> dict[str, bytes]:
@@ -240,28 +251,26 @@ class CheckpointStore:
 
     def _finish(
         self,
+        target: _Target,
         started: float,
         blocked_s: float | None,
-        step: int,
         small: dict[str, bytes],
-        keep: Keep,
         chunks: Callable[[], Iterator[Chunk]],
     ) -> Saved | SaveFault:
         """All that comes after the copy; talks in the side group only, so that it may be a thread's work."""
-        records, error = self._try_to_write(self._draft(step), small, chunks)
+        assert self.side is not None
+        records, error = self._try_to_write(target.draft, small, chunks)
         everyone = self.side.gather((records, error))
-        errors = [other for _, other in everyone if other is not None]
-        result: Path | SaveFault | None = None
+        files = {name: record for part, _ in everyone for name, record in part.items()}
+        fault: SaveFault | None = None
         if self.world.is_main:
-            files = {name: record for part, _ in everyone for name, record in part.items()}
-            result = self._try_to_name(step, files, errors, keep)
-        result = self.side.agree(result)
-        if isinstance(result, SaveFault):
-            return result
-        assert result is not None
-        size_bytes = sum(record.size_bytes for part, _ in everyone for record in part.values())
+            fault = self._try_to_name(target, files, [other for _, other in everyone if other is not None])
+        fault = self.side.agree(fault)
+        if fault is not None:
+            return fault
         write_s = time.perf_counter() - started
-        return Saved(step, result, size_bytes, write_s if blocked_s is None else blocked_s, write_s)
+        size_bytes = sum(record.size_bytes for record in files.values())
+        return Saved(target.step, target.final, size_bytes, write_s if blocked_s is None else blocked_s, write_s)
 
     def _try_to_write(
         self, draft: Path, small: dict[str, bytes], chunks: Callable[[], Iterator[Chunk]]
@@ -274,44 +283,45 @@ class CheckpointStore:
         except OSError as error:
             return {}, OSError(error.errno, f"{error.strerror or error} (rank {self.world.rank})")
 
-    def _try_to_name(
-        self, step: int, files: dict[str, FileRecord], errors: list[OSError], keep: Keep
-    ) -> Path | SaveFault:
+    def _try_to_name(self, target: _Target, files: dict[str, FileRecord], errors: list[OSError]) -> SaveFault | None:
         """Rank 0: manifest, final name, and the removal of what is not kept; or the removal of a failed draft."""
-        draft, final = self._draft(step), self.folder / folder_name(step)
-        needed = sum(record.size_bytes for record in files.values())
+        draft, final, facts = target.draft, target.final, self.facts
         try:
             if not errors:
-                facts = self.facts
                 layout, size = self.layout.to_json(), self.world.size
                 write_manifest(
-                    draft, Manifest(step, layout, size, facts.config_hash, facts.data, facts.versions, files)
+                    draft,
+                    Manifest(target.step, layout, size, facts.config_hash, facts.data, facts.versions, files),
                 )
-                draft.rename(final)
-                sync_folder(self.folder)
+                with make_way(final):
+                    draft.rename(final)
+                sync_folder(final.parent)
         except OSError as error:
             errors = [error]
         if errors:
-            fault = self._fault(step, errors, needed)
+            fault = self._fault(target, errors, sum(record.size_bytes for record in files.values()))
             shutil.rmtree(draft, ignore_errors=True)
             return fault
-        remove_old(self.folder, keep)
-        return final
+        if target.keep is not None:
+            remove_old(final.parent, target.keep)
+        return None
 
-    def _fault(self, step: int, errors: list[OSError], needed: int) -> SaveFault:
+    def _fault(self, target: _Target, errors: list[OSError], needed: int) -> SaveFault:
         """In users' words, with needed and free bytes."""
-        what = f"the checkpoint of step {step} could not be written to {self.folder}"
+        folder = target.final.parent
+        what = f"the checkpoint of step {target.step} could not be written to {folder}"
         reasons = "; ".join(dict.fromkeys(error.strerror or str(error) for error in errors))
-        if not self.folder.is_dir():
-            gone = f"{self.folder} is gone: somebody deleted it while this run worked in it"
-            return SaveFault(step, what, gone, "this run's earlier checkpoints went with it; start it again")
+        if not folder.is_dir():
+            gone = f"{folder} is gone: somebody deleted it while this run worked in it"
+            return SaveFault(target.step, what, gone, "earlier checkpoints went with it; start the run again")
         try:
-            free = f"{format_bytes(shutil.disk_usage(self.folder).free)} are free there, {format_bytes(needed)} needed"
+            free = f"{format_bytes(shutil.disk_usage(folder).free)} are free there, {format_bytes(needed)} needed"
         except OSError as error:
             free = f"how much is free there cannot be told: {error.strerror}"
-        newest = next(iter(list_checkpoints(self.folder)), None)
+        newest = next(iter(list_checkpoints(folder)), None)
         kept = f"{newest.name} is intact" if newest else "there is no earlier checkpoint"
-        return SaveFault(step, what, f"{reasons}\n{free}", f"{kept}; free some space, and the same command goes on")
+        fix = f"{kept}; free some space, and the same command goes on"
+        return SaveFault(target.step, what, f"{reasons}\n{free}", fix)
 
     # --- loading ---
 

@@ -58,6 +58,8 @@ def train(job: Job) -> str:
             asked = (is_stopping, saver.due_by_clock, saver.has_failed, eval_is_due)
             stop_asked, save_due, save_failed, eval_due = _step(job, batch, started, data_s, asked)
 
+            job.world.heart.warm_up()
+            job.world.heart.tell("step", state.step)
             last = state.step >= settings.total_steps
             if settings.check_every and state.step % settings.check_every == 0:
                 check_replicas(job.contents, job.world)
@@ -80,7 +82,7 @@ def _step(
     set_learning_rate(contents.optimizer, lr)
     result = optimizer_step(
         contents.parallel, contents.optimizer, batch,
-        numerics=contents.numerics, clip=optim.clip, device=world.device, step=state.step + 1,
+        numerics=contents.numerics, clip=optim.clip, world=world, step=state.step + 1,
     )  # fmt: skip
     result.times.data_s = data_s
     loss_sum, *wished = world.sum([result.loss_sum, *(float(question()) for question in asked)])

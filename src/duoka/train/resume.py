@@ -60,7 +60,7 @@ def choose_checkpoint(run: RunFolder, resume: str, base: Path, world: World, say
     if resume == "never":
         return None
     if resume == "auto":
-        return _newest_valid(run.checkpoints, world, say, set_aside=True)
+        return newest_valid(run.checkpoints, world, say, set_aside=True)
     own = _begun_by(resume, run, world, say)
     if own is not None:
         say(f"this run began from {resume} and has gone on since: the newest of its own checkpoints is taken")
@@ -69,7 +69,7 @@ def choose_checkpoint(run: RunFolder, resume: str, base: Path, world: World, say
     if asked is None:
         raise StorageError(f"checkpoint.resume is {resume!r}: there is no such folder", fix=_what_there_is(run))
     if not is_checkpoint(asked):
-        found = _newest_valid(asked, world, say, set_aside=False)
+        found = newest_valid(asked, world, say, set_aside=False)
         if found is None:
             raise StorageError(f"checkpoint.resume is {resume!r}: there is no checkpoint in {asked}")
         asked = found
@@ -79,7 +79,8 @@ def choose_checkpoint(run: RunFolder, resume: str, base: Path, world: World, say
     return asked
 
 
-def _newest_valid(checkpoints: Path, world: World, say: Say, *, set_aside: bool) -> Path | None:
+def newest_valid(checkpoints: Path, world: World, say: Say, *, set_aside: bool = False) -> Path | None:
+    """The newest checkpoint that is whole; damaged ones are named and, with `set_aside`, renamed."""
     folders: list[Path] = world.agree(list_checkpoints(checkpoints) if world.is_main else None)
     faults = []
     for folder in folders:

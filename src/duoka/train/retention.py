@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,24 @@ def remove_old(checkpoints: Path, keep: Keep) -> None:
         # Kept until the run has passed its step, in case somebody wants to look at it.
         if step_of(damaged.with_suffix("")) <= newest:
             shutil.rmtree(damaged, ignore_errors=True)
+
+
+@contextmanager
+def make_way(final: Path) -> Iterator[None]:
+    """Move what stands at `final` out of the way, and remove it when the block has put something there."""
+    old = final.with_name(f".{final.name}{DOOMED}")
+    there = final.exists()
+    if there:
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    try:
+        yield
+    except OSError:
+        if there:
+            old.rename(final)
+        raise
+    if there:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def clean_drafts(checkpoints: Path) -> list[str]:

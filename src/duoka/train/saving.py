@@ -67,6 +67,7 @@ class Saver:
     def _save(self, stopping: Callable[[], bool], *, must: bool, stop: bool) -> None:
         keep = Keep(self.config.keep, self.config.keep_every, self._best())
         step = self.contents.state.step
+        self.world.heart.tell("save")
         while True:
             self._note(self.store.save(self.contents, keep))
             self._say_slow()
@@ -114,6 +115,7 @@ class Saver:
     def _wait_for_room(self, stopping: Callable[[], bool], error: StorageError) -> None:
         while True:
             stop, room = self.world.sum([float(stopping()), float(self.store.has_room(self.contents))])
+            self.world.heart.tell("save")
             if stop:
                 raise error
             if room == self.world.size:

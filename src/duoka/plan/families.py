@@ -1,0 +1,141 @@
+"""How one model type differs from a Llama: the table that `shape.py` counts by. One row per transformers model type.
+
+A new family is a row here and a case of the test that counts it against transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ExpertKeys:
+    """Where a mixture of experts keeps its sizes in config.json, and what lies beside the experts."""
+
+    count: str = "num_experts"
+    size: str = "moe_intermediate_size"
+    shared: Literal["none", "size", "count"] = "none"  # a width of its own, or a number of experts of the same width
+    shared_gate: bool = False
+    bias: bool = False  # of experts and router
+    dense: Literal["none", "step", "first"] = (
+        "none"  # decoder_sparse_step and mlp_only_layers, or first_k_dense_replace
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one model type differs from a Llama. A bias given as text is the config key that switches it."""
+
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: Literal["none", "head", "full", "asked"] = "none"  # over one head, over a projection, or use_qk_norm
+    block_norms: int = 2  # norms of width hidden_size in each layer
+    norm_terms: int = 1  # 1: a scale; 2: a scale and a shift
+    mlp: Literal["gated", "fused", "plain"] = "gated"
+    mlp_names: tuple[str, str] = ("up_proj", "down_proj")  # of a plain one
+    fused_qkv: bool = False
+    # Which layers look back only so far, when the config has sliding_window but no layer_types: all of them, those
+    # after max_window_layers where use_sliding_window says so, or all but every n-th.
+    windows: Literal["none", "all", "asked"] | int = "none"
+    experts: ExpertKeys | None = None
+    latent: bool = False  # queries, keys and values through low-rank projections (DeepSeek)
+    num_sinks: int = 0  # learned numbers per head beside the scores
+    # What transformers' config class assumes for keys that a config.json leaves out.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_LLAMA_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+_QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
+_GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
+
+LLAMA = Family(**_LLAMA_BIASES)
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "mistral": Family(windows="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": Family(qkv_bias=True, windows="asked", defaults={"num_key_value_heads": 32, **_QWEN_WINDOW}),
+    "qwen3": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head", windows="asked",
+        defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
+    ),
+    "gemma": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", defaults={**_GEMMA, "num_key_value_heads": 16}
+    ),
+    "gemma2": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", block_norms=4, windows=2,
+        defaults={**_GEMMA, "num_key_value_heads": 4, "sliding_window": 4096},
+    ),
+    "gemma3_text": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", block_norms=4, qk_norm="head", windows=6,
+        defaults={**_GEMMA, "num_key_value_heads": 4, "sliding_window": 4096},
+    ),
+    "smollm3": Family(**_LLAMA_BIASES, defaults={"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "granite": Family(**_LLAMA_BIASES),
+    "seed_oss": Family(
+        qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias",
+        defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
+    ),
+    "olmo2": Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="full"),
+    "phi3": Family(mlp="fused", fused_qkv=True, windows="all"),
+    "glm": Family(
+        qkv_bias="attention_bias", mlp="fused",
+        defaults={"attention_bias": True, "num_key_value_heads": 2, "head_dim": 128},
+    ),
+    "starcoder2": Family(
+        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", norm_terms=2, mlp="plain", windows="all",
+        mlp_names=("c_fc", "c_proj"),
+        defaults={"use_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 2},
+    ),
+    "mixtral": Family(
+        windows="all", experts=ExpertKeys("num_local_experts", "intermediate_size"),
+        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "qwen2_moe": Family(
+        qkv_bias="qkv_bias", windows="asked",
+        experts=ExpertKeys(shared="size", shared_gate=True, dense="step"),
+        defaults={
+            "qkv_bias": True, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, **_QWEN_WINDOW,
+        },
+    ),
+    "qwen3_moe": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head", windows="asked",
+        experts=ExpertKeys(dense="step"),
+        defaults={
+            "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "sliding_window": 4096, "max_window_layers": 28,
+        },
+    ),
+    "olmoe": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="full",
+        experts=ExpertKeys("num_experts", "intermediate_size"),
+        defaults={"num_experts": 64, "num_experts_per_tok": 8},
+    ),
+    "gpt_oss": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", windows=2, num_sinks=1,
+        experts=ExpertKeys("num_local_experts", "intermediate_size", bias=True),
+        defaults={
+            "attention_bias": True, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
+            "num_experts_per_tok": 4, "sliding_window": 128,
+        },
+    ),
+    "glm4_moe": Family(
+        qkv_bias="attention_bias", qk_norm="asked",
+        experts=ExpertKeys("n_routed_experts", shared="count", dense="first"),
+        defaults={
+            "num_key_value_heads": 8, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v3": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", latent=True,
+        experts=ExpertKeys("n_routed_experts", shared="count", dense="first"),
+        defaults={
+            "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128, "v_head_dim": 128, "num_key_value_heads": 128,
+        },
+    ),
+}  # fmt: skip

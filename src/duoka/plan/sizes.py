@@ -1,0 +1,138 @@
+"""The sizes of a decoder-only language model, as types: what every estimate of the plan starts from.
+
+Made by `shape.py` from a config.json, a depth or a number of parameters; never reads a file itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear layer of a transformer block, by its name inside the block."""
+
+    name: str
+    num_in: int
+    num_out: int
+    bias: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_in * self.num_out + (self.num_out if self.bias else 0)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts, of the layers that have one. Every token visits `num_active` of `num_experts`."""
+
+    num_experts: int
+    num_active: int
+    num_layers: int
+    num_parameters_each: int
+    num_router: int  # parameters of the router, and of a gate before the shared experts
+
+    @property
+    def num_parameters(self) -> int:
+        """Of one layer, shared experts apart."""
+        return self.num_experts * self.num_parameters_each + self.num_router
+
+    @property
+    def num_idle(self) -> int:
+        """Parameters of one layer that a token does not visit."""
+        return (self.num_experts - self.num_active) * self.num_parameters_each
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder-only language model. `exact` is False when its type is not in the table.
+
+    With experts, `linears` are those of a layer that has them (attention, shared experts) and `intermediate_size` is
+    what one token sees: the active experts together. `dense_linears` are those of the layers without experts.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    linears: tuple[Linear, ...]  # of one block
+    num_norm_parameters_per_layer: int
+    num_final_norm_parameters: int
+    block_norms: int = 2
+    qk_norm: bool = False
+    gated: bool = True  # two products into the feed-forward layer, not one
+    bent_logits: bool = False  # scaled or soft-capped: the loss then needs all logits at once
+    exact: bool = True
+    experts: Experts | None = None
+    dense_linears: tuple[Linear, ...] = ()
+    window: int = 0  # how far `num_window_layers` of the layers look back
+    num_window_layers: int = 0
+    num_positions: int = 0  # rows of a learned table of positions
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_embedding(self) -> int:
+        return (self.vocab_size + self.num_positions) * self.hidden_size
+
+    @property
+    def num_head(self) -> int:
+        """Parameters of the output head that are its own."""
+        return 0 if self.tied else self.vocab_size * self.hidden_size
+
+    @property
+    def num_dense_layers(self) -> int:
+        return self.num_layers - self.experts.num_layers if self.experts else self.num_layers
+
+    @property
+    def num_per_layer(self) -> int:
+        """Of the larger kind of layer, which decides what is gathered at once."""
+        own = sum(linear.num_parameters for linear in self.linears) + self.num_norm_parameters_per_layer
+        return own + (self.experts.num_parameters if self.experts else 0)
+
+    @property
+    def num_per_dense_layer(self) -> int:
+        linears = self.dense_linears or self.linears
+        return sum(linear.num_parameters for linear in linears) + self.num_norm_parameters_per_layer
+
+    @property
+    def num_block_linear(self) -> int:
+        """Weights of linear layers in all blocks: what autocast keeps a half-precision copy of."""
+        norms = self.num_layers * self.num_norm_parameters_per_layer
+        return self.num_in_layers - norms
+
+    @property
+    def num_in_layers(self) -> int:
+        if self.experts is None:
+            return self.num_layers * self.num_per_layer
+        return self.experts.num_layers * self.num_per_layer + self.num_dense_layers * self.num_per_dense_layer
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_embedding + self.num_head + self.num_in_layers + self.num_final_norm_parameters
+
+    @property
+    def num_active(self) -> int:
+        """Parameters that one token passes: all but the experts that it does not visit."""
+        idle = self.experts.num_layers * self.experts.num_idle if self.experts else 0
+        return self.num_parameters - idle
+
+    def mean_span(self, length: int) -> float:
+        """Tokens that one token looks at, itself included, on average over positions and layers."""
+        whole = (length + 1) / 2
+        if not self.num_window_layers or not 0 < self.window < length:
+            return whole
+        near = self.window - self.window * (self.window - 1) / (2 * length)
+        share = self.num_window_layers / self.num_layers
+        return share * near + (1 - share) * whole
