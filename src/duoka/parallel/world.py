@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, WorkerFailed
+from duoka.parallel.collectives import all_reduce
 from duoka.parallel.environ import read_rank_environment
 from duoka.runs.heart import Heart
 from duoka.units import parse_seconds
@@ -58,7 +59,7 @@ class World:
         # MPS-like devices know no fp64; gloo and nccl both do.
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         with self.heart.exchange("all_reduce of the step's sums"):
-            dist.all_reduce(tensor, group=self.group)
+            all_reduce(tensor, self.group)
         return [float(value) for value in tensor.tolist()]
 
     def agree(self, value: Any) -> Any:

@@ -96,7 +96,7 @@ def _step(
         "num_tokens": batch.num_tokens,
         "num_samples": batch.num_samples,
     }
-    job.record.step(state, numbers, result.times, time.perf_counter() - started)
+    job.record.step(state, numbers, result, time.perf_counter() - started)
     return [wish > 0 for wish in wished]
 
 
