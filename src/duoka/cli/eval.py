@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +56,12 @@ def command(
     if place is None:
         num_processes = _count_processes(nproc)
         if num_processes > 1:
+            from duoka.cli.worlds import run_same_command
+
             read()  # once, before there are ranks that would wait for it
             options = [*overrides, *(f"--data={name}" for name in names), *(["--base"] if base else [])]
             options += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
-            return _run_world([target, *options, *(["--json"] if as_json else [])], num_processes)
+            return run_same_command(["eval", target, *options, *(["--json"] if as_json else [])], num_processes)
     from duoka.serve.evaluate import evaluate
 
     found = evaluate(trained, read(), base_only=base)
@@ -125,8 +125,7 @@ class _DataOf:
         from duoka.errors import ConfigError
 
         assert self.asked is not None
-        named = str(self.asked.get("eval_dataset") or self.asked.get("dataset") or "")
-        names = [name.strip() for name in named.strip("[]").split(",") if name.strip()]
+        names = self.asked.names("eval_dataset") or self.asked.names("dataset")
         if not names:
             raise ConfigError(f"{self.asked.path} names no data", fix="write:   eval_dataset: NAME")
         most = self.asked.whole("max_samples")
@@ -155,21 +154,3 @@ def _count_processes(asked: int | None) -> int:
     from duoka.plan.hardware import read_machine
 
     return count_processes(asked, len(read_machine().gpus))
-
-
-def _run_world(arguments: list[str], num_processes: int) -> int:
-    """The same command on every rank. Logs go to a temporary folder, which stays only when they explain a failure."""
-    from duoka.cli.train import print_verdict
-    from duoka.cluster.launch import WorldSpec, python_module
-    from duoka.cluster.supervise import run_world
-    from duoka.runs.folder import RunFolder
-
-    folder = Path(tempfile.mkdtemp(prefix="duoka-eval-"))
-    run = RunFolder(folder)
-    run.make()
-    spec = WorldSpec(python_module("duoka", "eval", *arguments), num_processes, run, resumes=False)
-    verdict = run_world(spec)
-    if verdict.exit_code == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    print_verdict(verdict)
-    return verdict.exit_code

@@ -73,6 +73,10 @@ class AskedFile:
     def is_on(self, name: str) -> bool:
         return is_true(self.values.get(name))
 
+    def names(self, name: str) -> list[str]:
+        value = self.get(name, [])
+        return [word.strip() for word in (value if isinstance(value, list) else str(value).split(",")) if word.strip()]
+
     def whole(self, name: str) -> int | None:
         value = self.get(name)
         return None if value is None else int(self._checked(whole, name, value))
