@@ -124,15 +124,21 @@ def is_config_file(target: str) -> bool:
     return target.lower().endswith((".yaml", ".yml", ".json")) and not Path(target).is_dir()
 
 
-def describe_task(path: str | Path, overrides: Sequence[str] = ()) -> str | None:
-    """What a file of another tool does that does not train, as YAML with the command for it; None for all others."""
+def task_of_file(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """What the file's own tool would do with it: train, predict, prepare, export, chat. Faults are not looked at."""
     layers = Layers()
     layers.overrides = read_overrides(overrides, layers)
     read_layers(Path(path), layers)
+    return layers.task
+
+
+def describe_task(path: str | Path, overrides: Sequence[str] = ()) -> str | None:
+    """What a file of another tool does that does not train, as YAML with the command for it; None for all others."""
     commands: dict[str, Purpose] = {"predict": "eval", "export": "export", "chat": "chat"}
-    if layers.task not in commands:
+    task = task_of_file(path, overrides)
+    if task not in commands:
         return None
-    purpose = commands[layers.task]
+    purpose = commands[task]
     asked = read_asked(path, purpose, overrides)
     assert asked is not None
     lines = [f"# {shown_path(Path(path))} is for:   duoka {purpose} {shown_path(Path(path))}"]

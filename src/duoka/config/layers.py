@@ -109,7 +109,7 @@ def _in_our_words(tree: Tree, path: Path, layers: Layers, twice: list[Fault], *,
         f"{name} is read as {dialect.title}; in duoka's own words:   duoka config convert {name} -o ours.yaml"
     )
     layers.notes += [f"{name}:{fault.line} {fault.what}: both say the same" for fault in twice]
-    done = translate(dialect, expand_env(tree, layers), layers.start, dialects(), path.parent, _read_pointed)
+    done = translate(dialect, expand_env(tree, layers), layers.start, dialects(), path.parent, read_pointed)
     layers.task = done.task if is_top else layers.task
     layers.notes += done.notes
     layers.faults += done.faults
@@ -128,7 +128,7 @@ def _protected(tree: Tree) -> Tree:
     return tree
 
 
-def _read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
+def read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
     """The file that a key of another tool points to: from the current folder, then from the config's."""
     places = (Path(path).expanduser(), folder / path)
     found = next((place for place in places if place.is_file()), None)
