@@ -62,20 +62,26 @@ def test_a_torchrun_line_that_cannot_be_followed_says_why(line: str, words: str)
 
 
 def test_an_accelerate_line_and_its_config_file_mean() -> None:
-    meaning = meaning_of_accelerate("launch --num_processes=2 --main_port=29500 src/train.py --config x.yaml".split())
+    meaning = meaning_of_accelerate(
+        ["launch", "--num_processes=2", "--main_port=29500", "src/train.py", "--config", "x.yaml"]
+    )
     assert meaning.words == ("train", "x.yaml", "--nproc", "2", "--port", "29500")
     assert "--main_process_port" in meaning.notes[0]
     content = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 4,
                "fsdp_config": {"fsdp_offload_params": True}}  # fmt: skip
     Path("a.yaml").write_text(yaml.safe_dump(content))
-    meaning = meaning_of_accelerate("launch --config_file a.yaml --num-processes 2 train.py x.yaml".split())
+    meaning = meaning_of_accelerate(["launch", "--config_file", "a.yaml", "--num-processes", "2", "train.py", "x.yaml"])
     settings = "train.precision=bf16 parallel.strategy=fsdp parallel.offload=params"
     assert meaning.words[:4] == ("train", "x.yaml", "--nproc", "2")
     assert set(meaning.words[4:]) == set(settings.split())
-    script = meaning_of_accelerate("launch --mixed_precision bf16 --num_processes 2 ddp.py --x 1".split())
+    script = meaning_of_accelerate(
+        ["launch", "--mixed_precision", "bf16", "--num_processes", "2", "ddp.py", "--x", "1"]
+    )
     assert script.words == ("launch", "--nproc", "2", "ddp.py", "--x", "1")
     assert script.env == {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    deep = meaning_of_accelerate("launch --use_deepspeed --zero_stage 2 --num_processes 2 train.py x.yaml".split())
+    deep = meaning_of_accelerate(
+        ["launch", "--use_deepspeed", "--zero_stage", "2", "--num_processes", "2", "train.py", "x.yaml"]
+    )
     assert deep.words == ("train", "x.yaml", "--nproc", "2", "parallel.strategy=zero2")
 
 
