@@ -81,10 +81,10 @@ def look_at(yaml, strategies, folder):
         # Collectives and gradients: a step of several micro-batches.
         short = replace(batch, micro_batches=batch.micro_batches[:MICRO_BATCHES])
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
-            forward_backward(parallel, short, numerics, device, StepTimes())
+            forward_backward(parallel, short, numerics, world, StepTimes())
         names = Counter(event.name for event in trace.events() if event.name.startswith("c10d::"))
         contents.optimizer.zero_grad()
-        forward_backward(parallel, batch, numerics, device, StepTimes())
+        forward_backward(parallel, batch, numerics, world, StepTimes())
         whole = {
             name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
             for name, p in parallel.named_trainable().items()

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.parallel.world import World
+from duoka.runs.heart import Heart
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # PowerSGD exchanges two thin matrices of this rank instead of each gradient, once the first wild steps are over.
@@ -47,12 +48,14 @@ class Summing:
     compress: str
     clock: CommunicationClock = field(default_factory=CommunicationClock)
     power: powerSGD_hook.PowerSGDState | None = None
+    heart: Heart = field(default_factory=Heart)
 
 
 def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Add a bucket of gradients over all ranks."""
     clock = summing.clock
     clock.handed_over = time.perf_counter()
+    summing.heart.begin_exchange(f"all_reduce of gradients, bucket {bucket.index()}")
     if summing.power is not None:
         mean = powerSGD_hook.powerSGD_hook(summing.power, bucket)
 
@@ -93,7 +96,7 @@ def apply_ddp(
         power = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_FROM_STEP
         )
-    summing = Summing(parallel.compress, power=power)
+    summing = Summing(parallel.compress, power=power, heart=world.heart)
     replica.register_comm_hook(summing, sum_gradients)
     return replica, summing.clock
 

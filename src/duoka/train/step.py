@@ -18,6 +18,7 @@ from duoka.optim.clip import clip_gradients
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.ddp import DdpExchange
 from duoka.parallel.precision import compute_in
+from duoka.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,23 @@ class StepResult:
 
 
 def forward_backward(
-    parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, device: torch.device, times: StepTimes
+    parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World, times: StepTimes
 ) -> float:
     """Gradients of the global batch's mean loss, summed over ranks; returns this rank's share of the loss sum."""
+    device = world.device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     last = len(batch.micro_batches) - 1
     if last and isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
         _rehearse(parallel, batch.micro_batches[0], numerics, device)
     for place, micro in enumerate(batch.micro_batches):
         started = time.perf_counter()
+        world.heart.tell("forward")
         # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
         with parallel.exchange(place == last):
             with compute_in(numerics.precision, device):
                 loss, _ = parallel.model(**model_inputs(micro, device))
             middle = time.perf_counter()
+            world.heart.tell("backward")
             numerics.scaler.scale(loss / batch.global_targets).backward()
         loss_sum += loss.detach()
         times.forward_s += middle - started
@@ -106,14 +110,14 @@ def optimizer_step(
     *,
     numerics: Numerics,
     clip: float,
-    device: torch.device,
+    world: World,
     step: int,
 ) -> StepResult:
     """Learn from one global batch. A gradient that is not finite stops the run before the weights change."""
     scaler = numerics.scaler
     times = StepTimes()
     parallel.clock.reset()
-    loss_sum = forward_backward(parallel, batch, numerics, device, times)
+    loss_sum = forward_backward(parallel, batch, numerics, world, times)
     times.wait_s = min(parallel.clock.exposed_s(), times.backward_s)
     times.backward_s -= times.wait_s
     started = time.perf_counter()
