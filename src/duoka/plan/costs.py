@@ -1,4 +1,4 @@
-"""What a run takes in days, device-hours and money, and what its checkpoints weigh. Pure arithmetic with stated rates."""
+"""What a run takes in days, device-hours and money, and what its checkpoints weigh: arithmetic with stated rates."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Speed:
     exposed_s: float
     limit: str
     is_measured: bool
-    efficiency: float
+    efficiency: float  # share of the peak that matrix products are taken to reach
     formula: str = OWN_FORMULA
 
     @property
@@ -85,7 +85,7 @@ def estimate_speed(
     matmul_s, attention_s, touch_s = _pass_seconds(work, layout, cluster, load)
     forward = max(matmul_s + attention_s + touch_s, _launch_s(work, layout, device.kind))
     again = forward if layout.recompute == "full" else touch_s if layout.recompute == "selective" else 0.0
-    double = 2.0 if work.lora is None else 1.0 + 3 * work.num_trainable / max(1, work.num_frozen)
+    double = 2.0 if not work.num_frozen else 1.0 + (3 if work.lora else 1) * work.num_trainable / work.num_frozen
     floor = _launch_s(work, layout, device.kind) * 2
     backward = max(double * matmul_s + 2.5 * attention_s + touch_s * TOUCHES_BACKWARD / TOUCHES_FORWARD, floor)
     exchanges = traffic(
