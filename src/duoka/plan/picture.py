@@ -16,7 +16,9 @@ _BAR = 40
 
 def plan_lines(plan: Plan) -> list[str]:
     """The plan as `duoka plan` prints it."""
-    parts = [model_lines(plan), layout_lines(plan), static_lines(plan), peak_lines(plan), speed_lines(plan)]
+    step = f"about {format_seconds(plan.speed.step_s)} a step"
+    verdict = f"verdict  {plan.verdict}: {plan.memory_sentence()}; {step} as {plan.layout.name}"
+    parts = [[verdict], model_lines(plan), layout_lines(plan), static_lines(plan), peak_lines(plan), speed_lines(plan)]
     parts += [ranking_lines(plan), change_lines(plan), note_lines(plan)]
     out: list[str] = []
     for lines in parts:

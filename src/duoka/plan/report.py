@@ -159,20 +159,14 @@ def make_plan(
     if steps is not None and not is_data_measured:
         steps = replace(steps, is_exact=False)
     batch = spread_batch(config.train, layout.micro, layout.dp, config.data.max_length, mean_length)
-    accumulation = max(1, batch.accumulation)
-    memory = estimate_memory(
-        work, layout, batch.tokens_per_micro_batch, accumulates=accumulation > 1, accumulation=accumulation
-    )
+    memory = _memory(work, layout, batch)
     verdict = judge(memory, available)
     task = _task(config, work, mean_length)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
-    warnings = _all_warnings(choice, shape)
-    if reason := why_not(layout, task, cluster):
-        warnings += (f"{layout.name} makes little sense here: {reason}",)
     return Plan(
         layout=layout,
         reasons=choice.reasons,
-        warnings=warnings,
+        warnings=_all_warnings(choice, shape, why_not(layout, task, cluster)),
         work=work,
         machine=machine,
         available_bytes=available,
@@ -187,10 +181,15 @@ def make_plan(
         speed=speed,
         costs=estimate_costs(work, cluster, speed.step_s, steps.total if steps else None, price),
         smaller=smaller_changes(config, work, layout, available) if verdict == "does not fit" else (),
-        notes=advice(work, layout, cluster, memory, speed.exchanges, accumulation),
+        notes=advice(work, layout, cluster, memory, speed.exchanges, batch.accumulation),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(config, task, layout, cluster, available)) if is_ranked else (),
     )
+
+
+def _memory(work: Work, layout: Layout, batch: BatchArithmetic) -> Memory:
+    tokens, accumulation = batch.tokens_per_micro_batch, batch.accumulation
+    return estimate_memory(work, layout, tokens, accumulates=accumulation > 1, accumulation=accumulation)
 
 
 def _task(config: RunConfig, work: Work, mean_length: float | None) -> Task:
@@ -257,7 +256,10 @@ def judge(memory: Memory, available_bytes: int) -> Verdict:
     return "fits"
 
 
-def _all_warnings(choice: Choice, shape: ModelShape) -> tuple[str, ...]:
+def _all_warnings(choice: Choice, shape: ModelShape, senseless: str | None) -> tuple[str, ...]:
+    found = choice.warnings
+    if senseless:
+        found += (f"{choice.layout.name} makes little sense here: {senseless}",)
     if shape.exact or shape.model_type == ASSUMED:
-        return choice.warnings
-    return (*choice.warnings, f"model type {shape.model_type} is not in the plan's table: its counts are estimates")
+        return found
+    return (*found, f"model type {shape.model_type} is not in the plan's table: its counts are estimates")
