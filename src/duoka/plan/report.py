@@ -155,9 +155,7 @@ def make_plan(
     )  # fmt: skip
     choice = choose_layout(config, work, machine, world_size, available, local_size, layout)
     layout = choice.layout
-    steps = count_steps(config.train, num_samples, mean_length)
-    if steps is not None and not is_data_measured:
-        steps = replace(steps, is_exact=False)
+    steps = _steps(config, num_samples, mean_length, is_data_measured)
     batch = spread_batch(config.train, layout.micro, layout.dp, config.data.max_length, mean_length)
     memory = _memory(work, layout, batch)
     verdict = judge(memory, available)
@@ -185,6 +183,13 @@ def make_plan(
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(config, task, layout, cluster, available)) if is_ranked else (),
     )
+
+
+def _steps(
+    config: RunConfig, num_samples: int | None, mean_length: float | None, is_data_measured: bool
+) -> Steps | None:
+    steps = count_steps(config.train, num_samples, mean_length)
+    return steps if steps is None or is_data_measured else replace(steps, is_exact=False)
 
 
 def _memory(work: Work, layout: Layout, batch: BatchArithmetic) -> Memory:
