@@ -149,10 +149,7 @@ def make_plan(
     local = local_size or world_size
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
     available = machine.available_per_rank(local)
-    work = Work(
-        shape, config.lora, machine.device, config.parallel.bucket_view, config.optim.name,
-        train_only=config.train_only,
-    )  # fmt: skip
+    work = _work(config, shape, machine)
     choice = choose_layout(config, work, machine, world_size, available, local_size, layout)
     layout = choice.layout
     steps = _steps(config, num_samples, mean_length, is_data_measured)
@@ -183,6 +180,11 @@ def make_plan(
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(config, task, layout, cluster, available)) if is_ranked else (),
     )
+
+
+def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
+    view, optimizer = config.parallel.bucket_view, config.optim.name
+    return Work(shape, config.lora, machine.device, view, optimizer, train_only=config.train_only)
 
 
 def _steps(
