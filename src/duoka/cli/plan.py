@@ -128,7 +128,7 @@ def _find_subject(
     loaded = load_config(path, overrides, checks=(_check_shape, check_here), start=start)
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
-    shape = _read_shape(loaded.config.model, loaded.base)
+    shape = read_model_shape(loaded.config.model, loaded.base)
     return _Subject(loaded.config, shape, _count_samples(loaded.config, loaded.base))
 
 
@@ -195,7 +195,7 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
         source = find_model(config.model, base)
         if source.hub_id is not None:
             return []
-        shape = _read_shape(config.model, base)
+        shape = read_model_shape(config.model, base)
     except ConfigError as error:
         what = f"{error.what} ({error.where})" if error.where and error.where not in error.what else error.what
         return [Fault(what, key="model.name", fix=error.fix or "")]
@@ -207,7 +207,7 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
     return []
 
 
-def _read_shape(model: ModelConfig, base: Path) -> ModelShape:
+def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
     from duoka.model.source import fetch_config, find_model
     from duoka.plan.shape import demo_shape, read_shape
 
