@@ -174,6 +174,41 @@ def test_every_split_equals_the_oracle(runs, oracles, name):
     assert error < TOLERANCE, f"{tensor} of {name} is off by {error}"
 
 
+@pytest.mark.parametrize("name", [name for name, (model, *_) in SPLITS.items() if model == "tied"])
+def test_bytes_held_by_each_rank_are_the_planned_ones(runs, name):
+    """Weights, gradients and optimizer state from storages, beside the plan's formulas, which know none of them."""
+    events = [json.loads(line) for line in (runs[name] / "events" / "run.jsonl").read_text().splitlines()]
+    held = next(event for event in events if event["type"] == "memory")
+    plan = json.loads((runs[name] / "plan.json").read_text())
+    layout = plan["layout"]
+    rows = {row["strategy"]: row for row in plan["static"]}
+    want = rows["single" if layout["strategy"] == "dp" else layout["strategy"]]
+    accumulates = any(event.get("num_micro_batches", 0) > 1 for event in events) or layout["dp"] == 1
+    assert len(held["ranks"]) == layout["dp"]
+    for rank, one in enumerate(held["ranks"]):
+        assert one["activations_bytes"] > 0 and one["num_tokens"] > 0
+        parts = ["weights", "gradients", "optimizer"]
+        if LORA in SPLITS[name][2] and layout["shard"] > 1:
+            parts = ["weights"]  # adapters of rank 3 are padded to be shared
+        if layout["strategy"] == "zero1" and not accumulates:
+            parts.remove("gradients")  # nothing adds up: they are exchanged layer by layer
+        for part in parts:
+            ratio = one[f"{part}_bytes"] / want[f"{part}_bytes"]
+            assert abs(ratio - 1) < 0.02, f"{part} of rank {rank}, {name}: {ratio:.3f} of the plan's"
+
+
+def test_recomputing_keeps_less(runs):
+    def activations(name):
+        lines = (runs[name] / "events" / "run.jsonl").read_text().splitlines()
+        held = next(event for event in map(json.loads, lines) if event["type"] == "memory")
+        return held["ranks"][0]["activations_bytes"]
+
+    whole, cheap, least = (activations(f"1 process{how}") for how in (
+        "", ", recomputing what is cheap", ", recomputing",
+    ))  # fmt: skip
+    assert least < 0.5 * whole and least < cheap < whole
+
+
 def test_the_tolerance_would_catch_a_mean_of_means(case, batches, oracles):
     """The check has teeth: averaging two halves' means, as many loops do, is off by far more than the tolerance."""
     oracle = oracles["tied", False]

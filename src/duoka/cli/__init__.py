@@ -30,7 +30,7 @@ COMMANDS = {
     "plan": "Say before a run whether it fits, and how it is laid out.",
     "comm": "Test how processes talk to each other, and how fast.",
     "doctor": "Check whether this machine is fit for training.",
-    "runs": "List runs with state, step, loss and age, or stop one.",
+    "runs": "List runs with state, step, loss and age; show or stop one.",
     "config": "Show a config with the origin of every value, or the schema.",
     "data": "Look at data sets as training sees them.",
     "launch": "Run your own script on N processes.",

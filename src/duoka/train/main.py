@@ -35,6 +35,7 @@ from duoka.train.checkpoint import CheckpointStore, Contents, choose_checkpoint
 from duoka.train.loop import Job, train
 from duoka.train.manifest import list_checkpoints
 from duoka.train.measure import Measured, measure_loss
+from duoka.train.memory import MemoryWatch
 from duoka.train.record import Recorder
 from duoka.train.setup import RunSettings, banner, build_settings, keep_choices, library_versions
 from duoka.train.state import TrainState, seed_everything
@@ -104,7 +105,8 @@ def run_in_world(inputs: Inputs, world: World) -> int:
         for note in notes:
             record.event("warning", step=state.step, text=note)
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
-        stopped_by = train(Job(settings, contents, loader, store, record, world, evaluate))
+        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout)
+        stopped_by = train(Job(settings, contents, loader, store, record, world, evaluate, watch))
         return _finish(inputs, stopped_by, contents, record, world)
     finally:
         record.close()

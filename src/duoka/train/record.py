@@ -19,6 +19,7 @@ from duoka.parallel.world import World
 from duoka.runs.events import EventWriter, global_log, rank_log
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import leader_identity, read_status, update_status
+from duoka.train.memory import Holdings, explain_imbalance
 from duoka.train.progress import Progress
 from duoka.train.state import TrainState
 from duoka.train.step import StepResult
@@ -119,6 +120,10 @@ class Recorder:
 
     def saved(self, state: TrainState, name: str, size_bytes: int, blocked_s: float) -> None:
         self.event("checkpoint", step=state.step, path=name, size_bytes=size_bytes, blocked_s=round(blocked_s, 4))
+
+    def memory(self, state: TrainState, ranks: list[Holdings]) -> None:
+        """What each rank holds, by part, and which one holds more than its share."""
+        self.event("memory", step=state.step, ranks=[asdict(one) for one in ranks], imbalance=explain_imbalance(ranks))
 
     def event(self, type: str, **values: Any) -> None:
         if self._events:
