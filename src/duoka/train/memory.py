@@ -96,6 +96,8 @@ class MemoryWatch(NoWatch):
         self._parallel = parallel
         self._optimizer = optimizer
         self._layout = layout
+        # Before the first pass: this rank's own parts, frozen ones too.
+        self._own = list(parallel.bare.parameters())
         self._num_steps = 0
         self._held = Holdings()
 
@@ -137,10 +139,12 @@ class MemoryWatch(NoWatch):
 
     def _look(self) -> None:
         masters = self._layout.strategy in ("zero1", "zero2")
-        own, every = _storages(self._parallel.named_trainable().values()), _storages(self._all_parameters())
-        frozen = _storages(p for p in self._parallel.bare.parameters() if not p.requires_grad)
-        # FSDP's gathered layers pass by: what lasts is a rank's own part.
-        weights = {key: size for key, size in every.items() if key not in own} if masters else {**own, **frozen}
+        own = _storages(self._parallel.named_trainable().values())
+        if masters:
+            weights = {key: size for key, size in _storages(self._all_parameters()).items() if key not in own}
+        else:
+            # FSDP's gathered layers pass by: what lasts is a rank's own part.
+            weights = _storages(self._own)
         state = _storages(v for one in self._optimizer.state.values() for v in one.values())
         state = {**state, **own} if masters else state
         gradients, buffers = _storages(self._gradients()), _storages(self._parallel.bare.buffers())
