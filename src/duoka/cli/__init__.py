@@ -25,6 +25,7 @@ COMMANDS = {
     "init": "Write a first config, commented.",
     "train": "Train as a YAML says; the same command goes on after an end.",
     "eval": "Measure loss, perplexity and accuracy of a run or model.",
+    "embed": "Write a vector for each line of a text file.",
     "chat": "Talk to what a run has learned so far.",
     "export": "Merge adapters and write a standard model folder.",
     "plan": "Say before a run whether it fits, and how it is laid out.",

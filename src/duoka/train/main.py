@@ -18,7 +18,7 @@ from duoka.model.build import LossModel, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
-from duoka.model.source import model_folder
+from duoka.model.source import model_fingerprint, model_folder
 from duoka.optim.build import build_optimizer
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.environ import read_rank_environment
@@ -85,7 +85,7 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     """Train in a world that stands already; returns the exit code."""
     config, run = inputs.config, inputs.run
     identity = {"config": config_hash(config), "training data": inputs.prepared.train.fingerprint}
-    check_same_everywhere(world, identity | library_versions())
+    check_same_everywhere(world, identity | {"model": model_fingerprint(inputs.folder)} | library_versions())
     notes: list[str] = []
     # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
     resume = "auto" if is_restarted() and list_checkpoints(run.checkpoints) else config.checkpoint.resume
@@ -214,9 +214,8 @@ def _build_evaluation(
             store, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
             max_length=inputs.config.data.max_length, pad_id=inputs.prepared.pad_id,
         )  # fmt: skip
-        measured = measure_loss(parallel.bare, batches, world, plan.layout.precision)
-        parallel.settle()
-        return measured
+        with parallel.for_evaluation() as model:
+            return measure_loss(model, batches, world, plan.layout.precision)
 
     return evaluate
 

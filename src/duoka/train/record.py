@@ -44,6 +44,7 @@ class Recorder:
         self._said: set[str] = set()
         self._window: list[tuple[int, float]] = []
         self._num_steps = 0
+        self._cpu_s = time.process_time()
 
     def start(self, state: TrainState, **facts: Any) -> None:
         self.event("resume" if state.step else "run", step=state.step, total_steps=self.total_steps, **facts)
@@ -66,6 +67,7 @@ class Recorder:
             rank=self.world.rank,
             step=state.step,
             step_s=round(step_s, 6),
+            cpu_s=round(self._cpu_since_last_s(), 6),
             **own,
             memory_bytes=peak_memory_bytes(),
         )
@@ -80,6 +82,11 @@ class Recorder:
         self._draw(scalars | {"train/tokens_per_s": tokens_per_s}, state.step)
         self._show(state, numbers, step_s)
         self._write_status(state, numbers["loss"])
+
+    def _cpu_since_last_s(self) -> float:
+        """This process's processor time since the step before, all its threads together."""
+        before, self._cpu_s = self._cpu_s, time.process_time()
+        return self._cpu_s - before
 
     def _note_traffic(self, state: TrainState, result: StepResult) -> None:
         """What a step exchanges, by kind: once, for steps are alike; the second, whose buckets have settled."""
