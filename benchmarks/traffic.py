@@ -160,7 +160,7 @@ def table(found: dict[str, Any]) -> str:
         out.append(_line(row, alone))
     out += [
         "", "The same with gloo's own reduce-scatter, which sends a whole all-reduce (duoka uses an all-to-all and a "
-        "local sum there instead):", "",
+        "local sum there instead); times are one step each, an indication:", "",
         "| strategy | N | g | theory | MB | wire | time beside duoka's |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     key = ("strategy", "num_processes", "num_micro_batches")
