@@ -7,35 +7,21 @@ by the rooms that know those.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from duoka.config.schema import DataSource, RunConfig
+from duoka.config.rule import Rule, names_of
+from duoka.config.rules_text import TEXT_RULES
+from duoka.config.schema import RunConfig
 from duoka.units import parse_amount, parse_seconds
+
+__all__ = ["RULES", "Rule", "check_rules"]
 
 DAY_S = 86_400.0
 _NO_FOLDERS = ("", "no", "off", "none", "false", "yes", "on", "true", "latest", "last", "always")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One contradiction. `is_broken` looks; `message` and `fix` may name values, as in {c.optim.lr}."""
-
-    id: str
-    keys: tuple[str, ...]  # the fault is shown at the first of them that the user wrote
-    is_broken: Callable[[RunConfig], bool]
-    message: str
-    fix: str
-    is_note: bool = False  # said, not refused
-
-
 def check_rules(config: RunConfig, skipped_keys: set[str] | frozenset[str] = frozenset()) -> list[Rule]:
     """Every rule that the config breaks, leaving out those about keys that were refused already."""
     return [rule for rule in RULES if not skipped_keys.intersection(rule.keys) and rule.is_broken(config)]
-
-
-def _names(sources: object) -> list[str]:
-    return [source.name for source in sources if isinstance(source, DataSource)] if isinstance(sources, tuple) else []
 
 
 def _max_length_is_more_than_the_batch(c: RunConfig) -> bool:
@@ -67,7 +53,7 @@ def _lora_scale_is_odd(c: RunConfig) -> bool:
     return c.lora is not None and not 1e-3 <= c.lora.alpha / c.lora.rank <= 1e3
 
 
-def _lora_names(c: RunConfig) -> tuple[str, ...]:
+def _loranames_of(c: RunConfig) -> tuple[str, ...]:
     return c.lora.targets if c.lora is not None and isinstance(c.lora.targets, tuple) else ()
 
 
@@ -140,21 +126,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "train-set-twice",
         ("data.train",),
-        lambda c: len(set(_names(c.data.train))) < len(c.data.train),
+        lambda c: len(set(names_of(c.data.train))) < len(c.data.train),
         "data.train names a data set twice: its samples would be learned twice in every epoch",
         "name it once; train.epochs says how often all is seen, a weight how much a set counts",
     ),
     Rule(
         "eval-set-twice",
         ("data.eval",),
-        lambda c: len(set(_names(c.data.eval))) < len(_names(c.data.eval)),
+        lambda c: len(set(names_of(c.data.eval))) < len(names_of(c.data.eval)),
         "data.eval names a data set twice: its samples would be measured twice",
         "name it once",
     ),
     Rule(
         "eval-on-train",
         ("data.eval", "data.train"),
-        lambda c: bool(set(_names(c.data.train)) & set(_names(c.data.eval))),
+        lambda c: bool(set(names_of(c.data.train)) & set(names_of(c.data.eval))),
         "data.eval names a data set that data.train learns: its loss would say nothing about new data",
         "write:   eval: 0.1   to hold a tenth of train back, or name another set",
     ),
@@ -166,6 +152,14 @@ RULES: tuple[Rule, ...] = (
         "delete the weight",
     ),
     Rule(
+        "fixed-rows-are-packed",
+        ("data.fixed_rows", "data.packing", "parallel.strategy"),
+        lambda c: c.data.fixed_rows and (not c.data.packing or c.parallel.strategy == "dp"),
+        "data.fixed_rows packs samples into rows, but data.packing is {c.data.packing} and parallel.strategy is "
+        "{c.parallel.strategy}",
+        "delete fixed_rows, or write:   packing: true   (and not strategy: dp, which pads)",
+    ),
+    Rule(
         "lora-without-targets",
         ("lora.targets",),
         lambda c: c.lora is not None and c.lora.targets == (),
@@ -175,21 +169,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "lora-all-in-a-list",
         ("lora.targets",),
-        lambda c: "all" in _lora_names(c),
+        lambda c: "all" in _loranames_of(c),
         "lora.targets lists all beside or as a module's name",
         "write:   targets: all   without brackets",
     ),
     Rule(
         "lora-target-twice",
         ("lora.targets",),
-        lambda c: len(set(_lora_names(c))) < len(_lora_names(c)),
+        lambda c: len(set(_loranames_of(c))) < len(_loranames_of(c)),
         "lora.targets names a module twice",
         "name it once",
     ),
     Rule(
         "lora-target-is-no-name",
         ("lora.targets",),
-        lambda c: any(not name.strip() or "," in name or name != name.strip() for name in _lora_names(c)),
+        lambda c: any(not name.strip() or "," in name or name != name.strip() for name in _loranames_of(c)),
         "lora.targets has an entry that is no module's name",
         "write for example:   targets: [q_proj, v_proj]",
     ),
@@ -294,4 +288,5 @@ RULES: tuple[Rule, ...] = (
         'write for example:   timeout: "10min"',
         is_note=True,
     ),
+    *TEXT_RULES,
 )

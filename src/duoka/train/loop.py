@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from duoka.data.loader import GlobalBatch, Loader
+from duoka.data.loader import Feed, GlobalBatch
 from duoka.optim.build import set_learning_rate
 from duoka.optim.schedule import learning_rate
 from duoka.parallel.world import World
@@ -29,7 +29,7 @@ class Job:
 
     settings: RunSettings
     contents: Contents
-    loader: Loader
+    feed: Feed
     store: CheckpointStore
     record: Recorder
     world: World
@@ -42,7 +42,7 @@ def train(job: Job) -> str:
     save_timer = Timer(settings.save_every, settings.steps_per_epoch)
     eval_timer = Timer(settings.eval_every if job.evaluate else None, settings.steps_per_epoch)
     job.contents.parallel.model.train()
-    batches = job.loader.from_cursor(state.epoch, state.index, settings.num_epochs)
+    batches = job.feed.batches(state.place, settings.num_epochs)
     with StopSignal() as stop:
         while state.step < settings.total_steps:
             started = time.perf_counter()
@@ -81,9 +81,9 @@ def _step(
     stop, *clocks = [float(question()) for question in asked]
     wishes = [stop, *(clock if world.is_main else 0.0 for clock in clocks)]
     loss_sum, *wished = world.sum([result.loss_sum, *wishes])
-    state.advance(batch, settings.steps_per_epoch)
+    state.advance(batch)
     numbers = {
-        "epoch": round(state.epoch + state.index / settings.steps_per_epoch, 4),
+        "epoch": round(batch.epochs_done, 4),
         "loss": loss_sum / batch.global_targets,
         "grad_norm": result.norm,
         "lr": lr,
