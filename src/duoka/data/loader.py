@@ -72,25 +72,6 @@ class GlobalBatch:
     epochs_done: float = 0.0  # with this one
 
 
-class Feed(Protocol):
-    """What the training loop asks of its data: a Loader of samples or rows, or stream_feed's of unread text."""
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """None where that is not known before all has been read."""
-        ...
-
-    def num_steps(self, num_epochs: float) -> int | None: ...
-
-    def batches(self, place: Place, num_epochs: float) -> Iterator[GlobalBatch]:
-        """Global batches from a place on. All ranks walk together: streams exchange a few numbers at each."""
-        ...
-
-    def summary(self) -> str:
-        """What became of the data since the start, when there is more to say than how many samples were learned."""
-        ...
-
-
 class Loader:
     """One rank's view of the plan. Cheap to make, at any place: nothing is replayed."""
 

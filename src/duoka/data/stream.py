@@ -58,11 +58,13 @@ class Usage:
 
     def line(self) -> str:
         total = max(1, self.num_tokens + self.num_begins + self.num_padding)
-        return (
-            f"{self.num_tokens:,} tokens of text, {self.num_discarded} discarded; begin tokens "
-            f"{self.num_begins / total:.1%} of all, padding {self.num_padding / total:.1%}; "
-            f"{self.num_cut:,} documents go on in a later row; {self.num_empty:,} empty"
-        )
+        parts = [
+            f"{self.num_tokens:,} tokens of text, {self.num_discarded} discarded",
+            f"{self.num_cut:,} documents go on in a later row",
+        ]
+        more = ((self.num_begins, "begin tokens"), (self.num_padding, "padding"))
+        parts += [f"{words} {count / total:.1%} of all" for count, words in more if count]
+        return "; ".join([*parts, *([f"{self.num_empty:,} documents without text"] if self.num_empty else [])])
 
 
 def find_units(files: Sequence[Path], column: str = "text") -> list[Unit]:

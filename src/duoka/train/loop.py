@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from duoka.data.loader import Feed, GlobalBatch
+from duoka.data.feed import Feed
+from duoka.data.loader import GlobalBatch
 from duoka.optim.build import set_learning_rate
 from duoka.optim.schedule import learning_rate
 from duoka.parallel.world import World

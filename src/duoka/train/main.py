@@ -11,7 +11,8 @@ import torch
 
 from duoka.config.load import Loaded, config_hash
 from duoka.config.schema import RunConfig
-from duoka.data.loader import Loader, eval_batches
+from duoka.data.feed import build_feed, data_order
+from duoka.data.loader import eval_batches
 from duoka.data.prepare import PreparedData, prepare_data
 from duoka.errors import StoppedEarly
 from duoka.model.build import LossModel, load_model
@@ -32,10 +33,9 @@ from duoka.train.checkpoint import CheckpointStore, Contents, choose_checkpoint
 from duoka.train.loop import Job, train
 from duoka.train.measure import Measured, measure_loss
 from duoka.train.record import Recorder
-from duoka.train.setup import RunSettings, banner, build_settings, keep_choices, library_versions
+from duoka.train.setup import RunSettings, banner, build_settings, check_order, keep_choices, library_versions
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
-from duoka.units import parse_amount
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,15 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     plan = _agree_on_plan(inputs, world, found)
     notes += plan.warnings
     contents = _build_contents(inputs, plan, world)
-    loader = _build_loader(inputs, plan, world)
-    settings = build_settings(config, loader)
+    feed = build_feed(config, inputs.prepared, plan.layout, world.rank, world.sum)
+    settings = build_settings(config, feed)
     store = CheckpointStore(run.checkpoints, world, plan.layout, identity["config"], library_versions())
     notes += [f"removed {name}, which a killed process left half-written" for name in store.clean_drafts()]
-    if found is not None:
-        store.load(found, contents)
     state = contents.state
+    state.data_order = data_order(inputs.prepared)
+    if found is not None:
+        check_order(found, state.data_order)
+        store.load(found, contents)
     if world.is_main:
         _announce(inputs, settings, plan, contents, found, notes)
     record = Recorder(run, world, settings.total_steps, config.log, state.step)
@@ -95,7 +97,9 @@ def run_in_world(inputs: Inputs, world: World) -> int:
         for note in notes:
             record.event("warning", step=state.step, text=note)
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
-        stopped_by = train(Job(settings, contents, loader, store, record, world, evaluate))
+        stopped_by = train(Job(settings, contents, feed, store, record, world, evaluate))
+        if feed.summary():
+            record.say(f"data since this start: {feed.summary()}")
         return _finish(inputs, stopped_by, contents, record, world)
     finally:
         record.close()
@@ -103,7 +107,6 @@ def run_in_world(inputs: Inputs, world: World) -> int:
 
 def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
     """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
-    store = inputs.prepared.train
     plan: Plan = world.agree(
         make_plan(
             inputs.config,
@@ -111,8 +114,8 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
             read_machine(),
             world.size,
             local_size=world.local_size,
-            num_samples=len(store),
-            mean_length=float(store.lengths.mean()),
+            num_samples=inputs.prepared.num_samples,
+            mean_length=inputs.prepared.mean_length,
         )
     )
     refusal = plan.refusal()
@@ -147,20 +150,6 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
     else:
         lm = load_model(inputs.folder, **options)
     return parallelize(LossModel(lm), plan.layout, config.parallel, world, source)
-
-
-def _build_loader(inputs: Inputs, plan: Plan, world: World) -> Loader:
-    from duoka.data.epoch_plan import EpochPlan
-
-    config, store = inputs.config, inputs.prepared.train
-    epochs = EpochPlan(
-        store.lengths, store.num_targets, fingerprint=store.fingerprint, seed=config.train.seed,
-        global_batch=parse_amount(config.train.global_batch),
-    )  # fmt: skip
-    return Loader(
-        store, epochs, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
-        max_length=config.data.max_length, pad_id=inputs.prepared.pad_id,
-    )  # fmt: skip
 
 
 def _build_evaluation(

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from duoka import __version__
 from duoka.config.schema import RunConfig
+from duoka.errors import ConfigError
 from duoka.plan.layout import Layout
 from duoka.runs.events import global_log
+from duoka.runs.folder import read_json
+from duoka.train.checkpoint import STATE
 from duoka.train.manifest import read_manifest
 from duoka.units import Every, format_count, parse_every
 
 if TYPE_CHECKING:
-    from duoka.data.loader import Loader
+    from duoka.data.feed import Feed
     from duoka.data.prepare import PreparedData
     from duoka.plan.report import Plan
     from duoka.runs.folder import RunFolder
@@ -30,24 +33,24 @@ class RunSettings:
 
     config: RunConfig
     num_epochs: float
-    steps_per_epoch: int
+    steps_per_epoch: int | None  # None: a stream, whose length is not known before it is read
     total_steps: int
     save_every: Every
     eval_every: Every
     check_every: int
 
 
-def build_settings(config: RunConfig, loader: Loader) -> RunSettings:
+def build_settings(config: RunConfig, feed: Feed) -> RunSettings:
     num_epochs = float(config.train.epochs)
-    total_steps = loader.num_steps(num_epochs)
-    if config.train.max_steps:
-        # More steps than epochs hold are not made up: the data is learnt as often as asked.
-        total_steps = min(total_steps, config.train.max_steps)
+    # More steps than epochs hold are not made up: the data is learnt as often as asked.
+    ends = [steps for steps in (feed.num_steps(num_epochs), config.train.max_steps) if steps]
+    if not ends:
+        raise ConfigError("nothing says when the run ends", fix="set train.max_steps")
     return RunSettings(
         config=config,
         num_epochs=num_epochs,
-        steps_per_epoch=loader.plan.num_batches(),
-        total_steps=total_steps,
+        steps_per_epoch=feed.steps_per_epoch,
+        total_steps=min(ends),
         save_every=parse_every(config.checkpoint.every),
         eval_every=parse_every(config.train.eval_every),
         check_every=config.parallel.check_replicas,
@@ -66,6 +69,20 @@ def keep_choices(plan: Plan, config: RunConfig, found: Path | None) -> Plan:
         kept |= {"micro": before.micro} if config.train.micro_batch == "auto" else {}
         kept |= {"recompute": before.recompute} if config.train.recompute == "auto" else {}
     return replace(plan, layout=replace(plan.layout, **kept))
+
+
+def check_order(found: Path, order: str) -> None:
+    """Refuse to go on from a place in other data, or in another order of it: samples would be missed and repeated."""
+    saved = (read_json(found / STATE) or {}).get("progress", {}).get("data_order", "")
+    if saved == order:
+        return
+    if saved.partition("/")[0] != order.partition("/")[0]:
+        what = f"{found.name} was saved by an older duoka, which took the samples in another order"
+        fix = "finish the run with that version, or begin anew with another output: (its final/ can be the model:)"
+    else:
+        what = f"the training data is not what it was when {found.name} was saved"
+        fix = "bring the data back as it was, or begin anew with another output:"
+    raise ConfigError(what, where=str(found), fix=fix)
 
 
 def library_versions() -> dict[str, str]:
@@ -90,22 +107,20 @@ def banner(
     config, layout = settings.config, plan.layout
     total, trainable = parameters
     kind = f"LoRA rank {config.lora.rank}" if config.lora else "full fine-tuning"
-    held_out = f", {len(prepared.eval):,} held out" if prepared.eval is not None else ""
     warm = f"warm-up {config.optim.warmup:g}" if config.optim.warmup else "no warm-up"
     board = "tensorboard" in config.log.to
     watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
-    tokens = int(prepared.train.lengths.sum())
+    per_epoch = f" ({settings.steps_per_epoch:,} an epoch)" if settings.steps_per_epoch else ""
     return [
         f"duoka {__version__}  {config.stage}  {_shown(run.path)}{resumed}",
         f"  model       {config.model.name}: {format_count(total)} parameters, "
         f"{format_count(trainable)} trained ({kind})",
-        f"  data        {len(prepared.train):,} conversations, {tokens:,} tokens, "
-        f"{int(prepared.train.num_targets.sum()):,} of them targets{held_out}",
+        f"  data        {prepared.report.sentence()}",
         f"  batch       {plan.batch.sentence()}",
         f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}; "
         f"{plan.reasons.get('train.precision', layout.precision)}",
         f"  memory      {plan.memory_sentence()}",
-        f"  steps       {settings.total_steps:,} ({settings.steps_per_epoch:,} an epoch), {config.optim.name} "
+        f"  steps       {settings.total_steps:,}{per_epoch}, {config.optim.name} "
         f"lr {config.optim.lr:g}, {config.optim.schedule}, {warm}; saved every {settings.save_every}, "
         f"newest {config.checkpoint.keep} kept",
         f"  watch       {watch}",

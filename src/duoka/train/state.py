@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ class TrainState:
     step: int = 0
     epoch: int = 0
     index: int = 0
-    streams: Sequence[Sequence[int]] = ()
+    streams: list[list[int]] = field(default_factory=list)
     num_samples: int = 0
     num_tokens: int = 0
     num_targets: int = 0
@@ -34,7 +33,8 @@ class TrainState:
     def advance(self, batch: GlobalBatch) -> None:
         """One optimizer step was done on `batch`."""
         self.step += 1
-        self.epoch, self.index, self.streams = batch.after.epoch, batch.after.index, batch.after.streams
+        self.epoch, self.index = batch.after.epoch, batch.after.index
+        self.streams = [list(cursor) for cursor in batch.after.streams]
         self.num_samples += batch.num_samples
         self.num_tokens += batch.num_tokens
         self.num_targets += batch.global_targets
