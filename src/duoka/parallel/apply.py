@@ -1,5 +1,7 @@
 """The one fixed order in which a model becomes parallel: (pipeline ->) (tensor ->) recompute -> compile -> data.
 
+For `duoka train`, whose model is a LossModel, and for any module that people's own loops bring (duoka.Accelerator).
+
 Names in brackets arrive with later parts, at their place in `parallelize`, and nowhere else.
 """
 
@@ -8,15 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from duoka.config.schema import ParallelConfig
-from duoka.model.build import LossModel
+from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.shards import WeightSource
-from duoka.parallel.ddp import CommunicationClock, DdpExchange, apply_ddp
+from duoka.parallel.ddp import DdpExchange, apply_ddp
 from duoka.parallel.dp import apply_dp
 from duoka.parallel.recompute import apply_recompute
 from duoka.parallel.sharded import apply_sharded, fill_shards, find_layers
@@ -40,8 +42,7 @@ class Parallelized:
     """
 
     model: torch.nn.Module
-    bare: LossModel
-    clock: CommunicationClock = field(default_factory=CommunicationClock)
+    bare: torch.nn.Module
     exchange: Callable[[bool], AbstractContextManager[None]] = exchange_nothing
     settle: Callable[[], None] = keep_as_is
     num_sharing: int = 1  # ranks that hold one copy of weights and state together
@@ -53,30 +54,31 @@ class Parallelized:
     @cached_property
     def _trainable(self) -> dict[str, torch.nn.Parameter]:
         # Looked up once, before the first pass: FSDP shows gathered weights under the same names while it computes.
-        return {name: p for name, p in self.bare.lm.named_parameters() if p.requires_grad}
+        return {name: p for name, p in named_part(self.bare).named_parameters() if p.requires_grad}
 
 
 def parallelize(
-    bare: LossModel, layout: Layout, parallel: ParallelConfig, world: World, source: WeightSource | None = None
+    bare: torch.nn.Module, layout: Layout, parallel: ParallelConfig, world: World, source: WeightSource | None = None
 ) -> Parallelized:
     """Apply the layout. With `source` the model is on the meta device still, and is filled once it is sharded."""
     if layout.recompute != "none":
-        apply_recompute(bare.lm, layout.recompute)
+        apply_recompute(named_part(bare), layout.recompute)
     if layout.compile:
-        for layer in find_layers(bare.core):
+        for layer in find_layers(find_core(bare)):
             layer.compile(dynamic=True)  # lengths differ from micro-batch to micro-batch
     if layout.is_sharded:
         exchange = apply_sharded(bare, layout, parallel, world)
         if source is not None:
             home = torch.device("cpu") if layout.offload == "params" else world.device
-            fill_shards(bare.lm, source, home)
+            fill_shards(named_part(bare), source, home)
         return Parallelized(bare, bare, exchange=exchange, settle=exchange.settle, num_sharing=layout.shard)
     bare.to(world.device)
     if layout.strategy == "single":
         return Parallelized(bare, bare)
     if layout.strategy == "dp":
+        assert isinstance(bare, LossModel)
         return Parallelized(apply_dp(bare, layout.precision), bare)
-    model, clock = apply_ddp(bare, parallel, world)
+    model = apply_ddp(bare, parallel, world)
     # With a static graph DDP has learnt by itself which parameters are never used.
     looks = parallel.find_unused_parameters or parallel.static_graph
-    return Parallelized(model, bare, clock, DdpExchange(model, looks, needs_rehearsal=parallel.static_graph))
+    return Parallelized(model, bare, DdpExchange(model, looks, needs_rehearsal=parallel.static_graph))

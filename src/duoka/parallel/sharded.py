@@ -28,8 +28,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
-from duoka.model.build import GATHERED_HEAD, LossModel, apply_head
+from duoka.model.build import GATHERED_HEAD, LossModel, apply_head, find_core
 from duoka.model.shards import WeightSource
+from duoka.parallel.fsdp_comm import count_traffic
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
 
@@ -69,8 +70,9 @@ class ShardedExchange:
             module.reshard()
 
 
-def apply_sharded(bare: LossModel, layout: Layout, parallel: ParallelConfig, world: World) -> ShardedExchange:
+def apply_sharded(bare: torch.nn.Module, layout: Layout, parallel: ParallelConfig, world: World) -> ShardedExchange:
     """Shard in place: each layer, the embedding and an untied head are units; the rest is the root's."""
+    core = find_core(bare)
     keeps_weights = layout.strategy in ("zero1", "zero2")
     # Where weights stay whole, a frozen base is never exchanged at all.
     ignored = {p for p in bare.parameters() if not p.requires_grad} if keeps_weights else set()
@@ -95,12 +97,14 @@ def apply_sharded(bare: LossModel, layout: Layout, parallel: ParallelConfig, wor
         )
 
     reshard = parallel.reshard and not keeps_weights
-    layers = find_layers(bare.core)
+    # Layers that are not transformers' may mix types in ways that only autocast sorts out.
+    layers, policy = (find_layers(core), narrow) if is_transformer(core) else (find_blocks(core), wide)
     for layer in layers:
-        shard(layer, narrow, reshard)
-    for module, policy in _ends(bare, narrow, wide):
+        shard(layer, policy, reshard)
+    for module, policy in _ends(core, narrow, wide):
         shard(module, policy, reshard)
-    _gather_head_for_loss(bare)
+    if isinstance(bare, LossModel):
+        _gather_head_for_loss(bare)
     # The root is needed again at once when the backward pass begins: None keeps it gathered until its end.
     shard(bare, wide, None if reshard else False)
     for module in _units(bare):
@@ -108,6 +112,7 @@ def apply_sharded(bare: LossModel, layout: Layout, parallel: ParallelConfig, wor
         # Summed by force, because gloo has no scaled sum and NCCL's would only multiply by one.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        count_traffic(module, layout, world.heart)
     for first, second in itertools.pairwise(layers):
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
     assert isinstance(bare, FSDPModule)
@@ -120,11 +125,13 @@ def _units(model: torch.nn.Module | FSDPModule) -> list[FSDPModule]:
 
 
 def _ends(
-    bare: LossModel, narrow: MixedPrecisionPolicy, wide: MixedPrecisionPolicy
+    core: torch.nn.Module, narrow: MixedPrecisionPolicy, wide: MixedPrecisionPolicy
 ) -> list[tuple[torch.nn.Module, MixedPrecisionPolicy]]:
     """Embedding and head as units of their own, unless they share a weight: shared ones belong to the root."""
-    embedding = bare.core.get_input_embeddings()  # type: ignore[operator]
-    head = bare.core.get_output_embeddings()  # type: ignore[operator]
+    if not is_transformer(core):
+        return []
+    embedding = core.get_input_embeddings()  # type: ignore[operator]
+    head = core.get_output_embeddings()  # type: ignore[operator]
     shared = {id(p) for p in embedding.parameters()} & ({id(p) for p in head.parameters()} if head else set())
     if shared:
         return []
@@ -140,6 +147,21 @@ def _gather_head_for_loss(bare: LossModel) -> None:
     if bare.has_plain_head and isinstance(head, FSDPModule):
         setattr(head, GATHERED_HEAD, types.MethodType(apply_head, head))
         register_fsdp_forward_method(head, GATHERED_HEAD)
+
+
+def is_transformer(core: torch.nn.Module) -> bool:
+    """True for models of the transformers library that are a stack of layers."""
+    config = getattr(core, "config", None)
+    return hasattr(core, "get_input_embeddings") and hasattr(config, "num_hidden_layers")
+
+
+def find_blocks(core: torch.nn.Module) -> list[torch.nn.Module]:
+    """The members of lists and sequences of modules, the outermost ones: what somebody's own model is a stack of."""
+    blocks: list[torch.nn.Module] = []
+    for child in core.children():
+        is_stack = isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) and len(child) > 1
+        blocks += [m for m in child if any(True for _ in m.parameters())] if is_stack else find_blocks(child)
+    return blocks
 
 
 def find_layers(core: torch.nn.Module) -> list[torch.nn.Module]:

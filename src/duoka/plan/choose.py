@@ -14,7 +14,8 @@ from duoka.errors import Fault
 from duoka.plan.batch import tokens_in_micro_batch
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import SHARDED, Layout, Precision, Recompute, Strategy
-from duoka.plan.memory import FITS, Work, estimate_memory
+from duoka.plan.memory import FITS, estimate_memory
+from duoka.plan.recipe import Work
 from duoka.units import Amount, format_bytes, parse_amount
 
 # More tokens at once make no CPU faster: matrix products of 4,096 rows already keep every core busy, and what does

@@ -17,7 +17,8 @@ from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
 from duoka.plan.choose import Choice, check_machine, choose_layout, largest_tokens
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
-from duoka.plan.memory import FITS, TIGHT, Memory, StaticMemory, Work, estimate_memory, static_table
+from duoka.plan.memory import FITS, TIGHT, Memory, estimate_memory
+from duoka.plan.recipe import StaticMemory, Work, static_table
 from duoka.plan.shape import ModelShape
 from duoka.units import Amount, format_bytes, format_count
 
@@ -118,6 +119,8 @@ class Plan:
         kind = "full fine-tuning"
         if work.lora is not None:
             kind = f"LoRA rank {work.lora.rank}, {work.num_trainable / shape.num_parameters:.2%} beside the model"
+        if work.train_only is not None:
+            kind = f"some layers only, {work.num_trainable / shape.num_parameters:.2%} of the model"
         return [
             f"model    {shape.num_parameters:,} parameters{approximate}: {format_count(shape.num_embedding)} in the "
             f"embedding, {head},",
@@ -189,7 +192,7 @@ def make_plan(
     if faults:
         raise Faults(faults)
     available = machine.available_per_rank(local_size or world_size)
-    work = Work(shape, config.lora, machine.device, config.parallel.bucket_view)
+    work = Work(shape, config.lora, machine.device, config.parallel.bucket_view, train_only=config.train_only)
     choice = choose_layout(config, work, machine, world_size, available, local_size)
     layout = choice.layout
     steps = count_steps(config.train, num_samples, mean_length)

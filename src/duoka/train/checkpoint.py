@@ -81,9 +81,16 @@ class CheckpointStore:
         """Write the state of this step and remove all but the newest `keep`; one that exists already stays."""
         started = time.perf_counter()
         final = self.folder / folder_name(contents.state.step)
-        draft = self.folder / f".{final.name}.draft"
-        if self.world.agree(final.exists()):
-            return Saved(final, _folder_bytes(final), time.perf_counter() - started)
+        if not self.world.agree(final.exists()):
+            self.write(final, contents)
+            if self.world.is_main:
+                self._remove_old(keep)
+            self.world.barrier()
+        return Saved(final, _folder_bytes(final), time.perf_counter() - started)
+
+    def write(self, final: Path, contents: Contents) -> None:
+        """Write the state to `final`; a checkpoint that is there already is replaced when the new one is whole."""
+        draft, old = (final.with_name(f".{final.name}.{kind}") for kind in ("draft", "old"))
         if self.world.is_main:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -95,18 +102,20 @@ class CheckpointStore:
             # Every rank hears of it, so that none waits for the others in a collective.
             shutil.rmtree(draft, ignore_errors=True)
             raise StorageError(
-                f"the checkpoint of step {contents.state.step} could not be written to {self.folder}",
+                f"the checkpoint of step {contents.state.step} could not be written to {final.parent}",
                 where="\n".join(faults),
-                fix=f"{_free_space(self.folder)}; earlier checkpoints are intact, the same command goes on from them",
+                fix=f"{_free_space(final.parent)}; earlier checkpoints are intact, the same command goes on from them",
             )
         if self.world.is_main:
             files = {name: record for _, part in everyone for name, record in part.items()}
             write_manifest(draft, self._manifest(contents.state.step, files))
+            if final.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                final.rename(old)
             draft.rename(final)
-            sync_folder(self.folder)
-            self._remove_old(keep)
+            sync_folder(final.parent)
+            shutil.rmtree(old, ignore_errors=True)
         self.world.barrier()
-        return Saved(final, _folder_bytes(final), time.perf_counter() - started)
 
     def _try_to_write(self, draft: Path, contents: Contents) -> tuple[str, dict[str, FileRecord]]:
         """This rank's files; a fault is returned, not raised: all ranks must come to the gather."""

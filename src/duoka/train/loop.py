@@ -52,6 +52,8 @@ def train(job: Job) -> str:
             asked = (lambda: stop.asked, save_timer.due_by_clock, eval_timer.due_by_clock)
             stop_asked, save_due, eval_due = _step(job, batch, started, data_s, asked)
 
+            job.world.heart.warm_up()
+            job.world.heart.tell("step", state.step)
             last = state.step >= settings.total_steps
             if settings.check_every and state.step % settings.check_every == 0:
                 check_replicas(job.contents, job.world)
@@ -76,7 +78,7 @@ def _step(
     set_learning_rate(contents.optimizer, lr)
     result = optimizer_step(
         contents.parallel, contents.optimizer, batch,
-        numerics=contents.numerics, clip=optim.clip, device=world.device, step=state.step + 1,
+        numerics=contents.numerics, clip=optim.clip, world=world, step=state.step + 1,
     )  # fmt: skip
     result.times.data_s = data_s
     stop, *clocks = [float(question()) for question in asked]
@@ -92,7 +94,7 @@ def _step(
         "num_tokens": batch.num_tokens,
         "num_samples": batch.num_samples,
     }
-    job.record.step(state, numbers, result.times, time.perf_counter() - started)
+    job.record.step(state, numbers, result, time.perf_counter() - started)
     return [wish > 0 for wish in wished]
 
 
@@ -107,5 +109,6 @@ def _evaluate(job: Job) -> None:
 
 
 def _save(job: Job) -> None:
+    job.world.heart.tell("save")
     saved = job.store.save(job.contents, keep=job.settings.config.checkpoint.keep)
     job.record.saved(job.contents.state, saved.path.name, saved.size_bytes, saved.blocked_s)

@@ -22,15 +22,19 @@ from duoka.model.shards import build_without_memory
 from duoka.model.source import model_folder
 from duoka.optim.build import build_optimizer
 from duoka.parallel.apply import Parallelized, parallelize
+from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
+from duoka.parallel.rank import is_restarted
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
 from duoka.runs.folder import RunFolder, write_json_atomic
+from duoka.runs.heart import Heart
 from duoka.runs.status import update_status
 from duoka.train.checkpoint import CheckpointStore, Contents, choose_checkpoint
 from duoka.train.loop import Job, train
+from duoka.train.manifest import list_checkpoints
 from duoka.train.measure import Measured, measure_loss
 from duoka.train.record import Recorder
 from duoka.train.setup import RunSettings, banner, build_settings, check_order, keep_choices, library_versions
@@ -56,12 +60,15 @@ def run_worker(loaded: Loaded, run: RunFolder) -> int:
     """Train as this process's rank; returns the exit code (0 done, 75 stopped early: start again to go on)."""
     # Before the process group: a collective that waits for a tokeniser looks like a hang. Whoever started this
     # process has prepared everything and said so; what is found here is reused silently.
+    place = read_rank_environment()
+    heart = Heart(run, place.rank if place else 0)
     inputs = read_inputs(loaded, run)
-    world = start_world(loaded.config.parallel)
+    world = start_world(loaded.config.parallel, heart)
     try:
         return run_in_world(inputs, world)
     finally:
         end_world(world)
+        heart.close()
 
 
 def read_inputs(loaded: Loaded, run: RunFolder) -> Inputs:
@@ -76,7 +83,9 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     identity = {"config": config_hash(config), "training data": inputs.prepared.train.fingerprint}
     check_same_everywhere(world, identity | library_versions())
     notes: list[str] = []
-    found = choose_checkpoint(run.checkpoints, config.checkpoint.resume, world, notes.append)
+    # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
+    resume = "auto" if is_restarted() and list_checkpoints(run.checkpoints) else config.checkpoint.resume
+    found = choose_checkpoint(run.checkpoints, resume, world, notes.append)
     plan = _agree_on_plan(inputs, world, found)
     notes += plan.warnings
     contents = _build_contents(inputs, plan, world)
@@ -141,6 +150,7 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
     options: dict[str, Any] = {
         "dtype": frozen_type if config.lora else torch.float32,
         "lora": config.lora,
+        "train_only": config.train_only,
         "seed": config.train.seed,
         "trust_remote_code": config.model.trust_remote_code,
     }
@@ -189,6 +199,7 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
         if world.is_main:
             update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=stopped_by)
         return StoppedEarly.exit_code
+    world.heart.tell("end", step)
     lm = contents.parallel.bare.lm
     whole = gather_state(lm, keep=world.is_main)
     if world.is_main:

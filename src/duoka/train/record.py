@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from duoka.config.schema import LogConfig
+from duoka.parallel.ledger import sent_bytes
 from duoka.parallel.world import World
 from duoka.runs.events import EventWriter, global_log, rank_log
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import leader_identity, read_status, update_status
 from duoka.train.progress import Progress
 from duoka.train.state import TrainState
-from duoka.train.step import StepTimes
+from duoka.train.step import StepResult
 
 STATUS_EVERY_S = 1.0
 
@@ -39,6 +40,7 @@ class Recorder:
         self._progress = Progress(total_steps, first_step) if world.is_main else None
         self._status_at = 0.0
         self._window: list[tuple[int, float]] = []
+        self._num_steps = 0
 
     def start(self, state: TrainState, **facts: Any) -> None:
         self.event("resume" if state.step else "run", step=state.step, total_steps=self.total_steps, **facts)
@@ -51,9 +53,11 @@ class Recorder:
                 world_size=self.world.size, exit_code=None, cause="", **leader,
             )  # fmt: skip
 
-    def step(self, state: TrainState, numbers: dict[str, Any], times: StepTimes, step_s: float) -> None:
+    def step(self, state: TrainState, numbers: dict[str, Any], result: StepResult, step_s: float) -> None:
         """One optimizer step: `numbers` are global."""
-        own = {name: round(value, 6) for name, value in asdict(times).items()}
+        own: dict[str, Any] = {name: round(value, 6) for name, value in asdict(result.times).items()}
+        own |= {"sent_bytes": sent_bytes(result.traffic)} if self.world.size > 1 else {}
+        self._note_traffic(state, result)
         self._rank_events.write(
             "rank",
             rank=self.world.rank,
@@ -75,6 +79,17 @@ class Recorder:
             self._board.add_scalar("train/tokens_per_s", tokens_per_s, state.step)
         self._show(state, numbers, step_s)
         self._write_status(state, numbers["loss"])
+
+    def _note_traffic(self, state: TrainState, result: StepResult) -> None:
+        """What a step exchanges, by kind: once, for steps are alike; the second, whose buckets have settled."""
+        self._num_steps += 1
+        if self._num_steps == 2 and result.traffic:
+            self.event(
+                "traffic",
+                step=state.step,
+                num_micro_batches=result.num_micro_batches,
+                kinds={kind: asdict(one) for kind, one in sorted(result.traffic.items())},
+            )
 
     def _show(self, state: TrainState, numbers: dict[str, Any], step_s: float) -> None:
         assert self._progress is not None

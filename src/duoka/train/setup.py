@@ -107,6 +107,7 @@ def banner(
     config, layout = settings.config, plan.layout
     total, trainable = parameters
     kind = f"LoRA rank {config.lora.rank}" if config.lora else "full fine-tuning"
+    kind = "some layers only" if config.train_only else kind
     warm = f"warm-up {config.optim.warmup:g}" if config.optim.warmup else "no warm-up"
     board = "tensorboard" in config.log.to
     watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
