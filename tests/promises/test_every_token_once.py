@@ -8,7 +8,6 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -249,18 +248,12 @@ def test_a_stream_goes_on_where_it_was(runs, name, whole):
     same_weights(runs / name, runs / whole)
 
 
-def test_other_data_is_refused_to_go_on(runs, tmp_path):
-    from duoka.errors import ConfigError
-    from duoka.train.setup import check_order
+def test_a_checkpoint_names_the_order_of_its_samples(runs):
+    """So that another order, or other data, is refused when it goes on (train/resume.py)."""
+    from duoka.data.epoch_plan import ORDER_VERSION
+    from duoka.runs.manifest import read_manifest
 
-    saved = runs / "stream-1" / SAVED
-    order = json.loads((saved / "state.json").read_text())["progress"]["data_order"]
-    check_order(saved, order)
-    with pytest.raises(ConfigError, match="data is not what it was"):
-        check_order(saved, order[:-1] + "?")
-    old = Path(shutil.copytree(saved, tmp_path / saved.name))
-    state = json.loads((old / "state.json").read_text())
-    del state["progress"]["data_order"]  # as 0.1.0 wrote it
-    (old / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ConfigError, match="older duoka"):
-        check_order(old, order)
+    orders = {name: {read_manifest(runs / f"{name}-{n}" / SAVED).data for n in SIZES} for name in ("packed", "stream")}
+    assert all(len(one) == 1 for one in orders.values()), "the same at any world size"
+    assert all(order.startswith(f"{ORDER_VERSION}/") for one in orders.values() for order in one)
+    assert orders["packed"] != orders["stream"]

@@ -11,6 +11,7 @@ import os
 from duoka.config.rule import Rule, names_of
 from duoka.config.rules_text import TEXT_RULES
 from duoka.config.schema import RunConfig
+from duoka.config.write import leaves
 from duoka.units import parse_amount, parse_seconds
 
 __all__ = ["RULES", "Rule", "check_rules"]
@@ -53,7 +54,7 @@ def _lora_scale_is_odd(c: RunConfig) -> bool:
     return c.lora is not None and not 1e-3 <= c.lora.alpha / c.lora.rank <= 1e3
 
 
-def _loranames_of(c: RunConfig) -> tuple[str, ...]:
+def _lora_names(c: RunConfig) -> tuple[str, ...]:
     return c.lora.targets if c.lora is not None and isinstance(c.lora.targets, tuple) else ()
 
 
@@ -169,21 +170,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "lora-all-in-a-list",
         ("lora.targets",),
-        lambda c: "all" in _loranames_of(c),
+        lambda c: "all" in _lora_names(c),
         "lora.targets lists all beside or as a module's name",
         "write:   targets: all   without brackets",
     ),
     Rule(
         "lora-target-twice",
         ("lora.targets",),
-        lambda c: len(set(_loranames_of(c))) < len(_loranames_of(c)),
+        lambda c: len(set(_lora_names(c))) < len(_loranames_of(c)),
         "lora.targets names a module twice",
         "name it once",
     ),
     Rule(
         "lora-target-is-no-name",
         ("lora.targets",),
-        lambda c: any(not name.strip() or "," in name or name != name.strip() for name in _loranames_of(c)),
+        lambda c: any(not name.strip() or "," in name or name != name.strip() for name in _lora_names(c)),
         "lora.targets has an entry that is no module's name",
         "write for example:   targets: [q_proj, v_proj]",
     ),
@@ -297,6 +298,20 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.checkpoint.resume.strip().lower() in _NO_FOLDERS,
         'checkpoint.resume is "{c.checkpoint.resume}", which is neither auto, nor never, nor a folder',
         "write:   resume: auto   to go on from the newest checkpoint, or   resume: never",
+    ),
+    Rule(
+        "keep-best-of-nothing",
+        ("checkpoint.keep_best", "data.eval"),
+        lambda c: c.checkpoint.keep_best and not c.data.eval,
+        "checkpoint.keep_best is on, but data.eval is 0: nothing says which checkpoint is the best",
+        "write:   eval: 0.1   under data:, or delete keep_best",
+    ),
+    Rule(
+        "allowed-change-of-no-key",
+        ("checkpoint.allow_changes",),
+        lambda c: bool(set(c.checkpoint.allow_changes) - set(leaves(c)) - set(type(c).model_fields)),
+        "checkpoint.allow_changes names what is no key: {c.checkpoint.allow_changes}",
+        "write keys with their block, such as   allow_changes: [optim.lr]",
     ),
     Rule(
         "output-is-a-shared-folder",

@@ -28,6 +28,10 @@ class Feed(Protocol):
 
     def num_steps(self, num_epochs: float) -> int | None: ...
 
+    def num_samples_between(self, start: int, end: int) -> int:
+        """Samples, or rows, of the steps [start, end) counted from the first epoch."""
+        ...
+
     def batches(self, place: Place, num_epochs: float) -> Iterator[GlobalBatch]:
         """Global batches from a place on. All ranks walk together: streams exchange a few numbers at each."""
         ...

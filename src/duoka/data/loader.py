@@ -109,6 +109,9 @@ class Loader:
     def num_steps(self, num_epochs: float) -> int:
         return self.plan.num_steps(num_epochs)
 
+    def num_samples_between(self, start: int, end: int) -> int:
+        return self.plan.num_samples_between(start, end)
+
     def summary(self) -> str:
         return ""
 

@@ -57,6 +57,9 @@ class StreamFeed:
     def num_steps(self, num_epochs: float) -> int | None:
         return None
 
+    def num_samples_between(self, start: int, end: int) -> int:
+        return (end - start) * self.source.rows_per_step
+
     def summary(self) -> str:
         return self.usage.line()
 

@@ -13,9 +13,7 @@ from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError
 from duoka.plan.layout import Layout
 from duoka.runs.events import global_log
-from duoka.runs.folder import read_json
-from duoka.train.checkpoint import STATE
-from duoka.train.manifest import read_manifest
+from duoka.runs.manifest import read_manifest
 from duoka.units import Every, format_count, parse_every
 
 if TYPE_CHECKING:
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from duoka.data.prepare import PreparedData
     from duoka.plan.report import Plan
     from duoka.runs.folder import RunFolder
+    from duoka.train.state import TrainState
 
 VERSIONED = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
 
@@ -40,21 +39,45 @@ class RunSettings:
     check_every: int
 
 
-def build_settings(config: RunConfig, feed: Feed) -> RunSettings:
+def build_settings(config: RunConfig, feed: Feed, state: TrainState) -> RunSettings:
+    """The numbers of a run that stands at `state`; refuses to end before the steps that it has done."""
     num_epochs = float(config.train.epochs)
-    # More steps than epochs hold are not made up: the data is learnt as often as asked.
-    ends = [steps for steps in (feed.num_steps(num_epochs), config.train.max_steps) if steps]
+    all_steps, per_epoch = feed.num_steps(num_epochs), feed.steps_per_epoch
+    ends = [config.train.max_steps] if config.train.max_steps else []
+    if all_steps is not None and per_epoch is not None:
+        # Counted from the cursor: with an allowed change of the batch, earlier epochs had another number of steps.
+        # More steps than epochs hold are not made up: the data is learnt as often as asked.
+        ends.append(state.step + all_steps - (state.epoch * per_epoch + state.index))
     if not ends:
         raise ConfigError("nothing says when the run ends", fix="set train.max_steps")
+    total_steps = min(ends)
+    if total_steps < state.step:
+        raise ConfigError(
+            f"the run has done {state.step:,} steps, and train.epochs and train.max_steps end it after {total_steps:,}",
+            fix="write more of them, or go on from an earlier checkpoint:   checkpoint.resume=STEP",
+        )
     return RunSettings(
         config=config,
         num_epochs=num_epochs,
-        steps_per_epoch=feed.steps_per_epoch,
-        total_steps=min(ends),
+        steps_per_epoch=per_epoch,
+        total_steps=total_steps,
         save_every=parse_every(config.checkpoint.every),
         eval_every=parse_every(config.train.eval_every),
         check_every=config.parallel.check_replicas,
     )
+
+
+def describe_rest(found: Path, settings: RunSettings, feed: Feed, state: TrainState) -> str:
+    """Where a run goes on and what is left of it: the end of the banner's first line."""
+    per_epoch = settings.steps_per_epoch
+    place = state.epoch * (per_epoch or 0) + state.index
+    steps = settings.total_steps - state.step
+    samples = feed.num_samples_between(place, place + steps)
+    ahead = f"{steps:,} steps and {samples:,} samples left" if steps else "nothing left to learn"
+    if not state.index or not steps or per_epoch is None:
+        return f"going on from {found.name}, {ahead}"
+    of_epoch = feed.num_samples_between(place, min(place + steps, (state.epoch + 1) * per_epoch))
+    return f"going on from {found.name}, {ahead}, {of_epoch:,} of them in epoch {state.epoch + 1}"
 
 
 def keep_choices(plan: Plan, config: RunConfig, found: Path | None) -> Plan:
@@ -69,20 +92,6 @@ def keep_choices(plan: Plan, config: RunConfig, found: Path | None) -> Plan:
         kept |= {"micro": before.micro} if config.train.micro_batch == "auto" else {}
         kept |= {"recompute": before.recompute} if config.train.recompute == "auto" else {}
     return replace(plan, layout=replace(plan.layout, **kept))
-
-
-def check_order(found: Path, order: str) -> None:
-    """Refuse to go on from a place in other data, or in another order of it: samples would be missed and repeated."""
-    saved = (read_json(found / STATE) or {}).get("progress", {}).get("data_order", "")
-    if saved == order:
-        return
-    if saved.partition("/")[0] != order.partition("/")[0]:
-        what = f"{found.name} was saved by an older duoka, which took the samples in another order"
-        fix = "finish the run with that version, or begin anew with another output: (its final/ can be the model:)"
-    else:
-        what = f"the training data is not what it was when {found.name} was saved"
-        fix = "bring the data back as it was, or begin anew with another output:"
-    raise ConfigError(what, where=str(found), fix=fix)
 
 
 def library_versions() -> dict[str, str]:

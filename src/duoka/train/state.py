@@ -12,19 +12,17 @@ from duoka.data.loader import GlobalBatch, Place
 
 @dataclass
 class TrainState:
-    """Counts since the run began; `epoch`, `index` and `streams` are the place of the next global batch.
-
-    `data_order` says which data, in which order, they are a place in: they mean nothing in another one.
-    """
+    """Counts since the run began; `epoch`, `index` and `streams` are the place of the next global batch."""
 
     step: int = 0
     epoch: int = 0
     index: int = 0
-    streams: list[list[int]] = field(default_factory=list)
+    streams: list[list[int]] = field(default_factory=list)  # the cursor of each, of data that is read while learned
     num_samples: int = 0
     num_tokens: int = 0
     num_targets: int = 0
-    data_order: str = ""
+    best_loss: float | None = None  # of the evaluations so far
+    best_step: int | None = None
 
     @property
     def place(self) -> Place:

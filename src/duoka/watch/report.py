@@ -219,15 +219,16 @@ def _checkpoint_card(history: History) -> str:
         return ""
     rows = []
     for event in history.checkpoints[-8:]:
-        size, blocked = number(event.get("size_bytes")), number(event.get("blocked_s"))
+        size, blocked, write = (number(event.get(key)) for key in ("size_bytes", "blocked_s", "write_s"))
         rows.append(
             (
                 Path(str(event.get("path") or f"step {whole(event.get('step'))}")).name,
                 "" if size is None else format_bytes(size),
                 "" if blocked is None else f"{blocked:.2f} s",
+                "" if write is None else f"{write:.2f} s",
             )
         )
-    table = grid_table(("checkpoint", "size", "training stood still"), rows)
+    table = grid_table(("checkpoint", "size", "training stood still", "until on the disk"), rows)
     return card("Checkpoints", table, "half" if len(history.ranks) > 1 else "wide")
 
 
