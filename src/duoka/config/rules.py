@@ -177,7 +177,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "lora-target-twice",
         ("lora.targets",),
-        lambda c: len(set(_lora_names(c))) < len(_loranames_of(c)),
+        lambda c: len(set(_lora_names(c))) < len(_lora_names(c)),
         "lora.targets names a module twice",
         "name it once",
     ),
