@@ -15,6 +15,7 @@ import numpy as np
 
 from duoka.units import Amount
 
+ORDER_VERSION = 2  # raise it when the same data, seed and batch would give another order: old checkpoints are refused
 # A sample of so many tokens spends as much on attention's square as on everything that grows with its length.
 # About 6 x hidden size: 3.5k for a 135M model, 24k for a 7B one. It only balances ranks, so one number serves.
 SQUARE_EQUALS_LINEAR_AT = 8192
@@ -54,6 +55,18 @@ class EpochPlan:
     def num_steps(self, num_epochs: float) -> int:
         """Optimizer steps in so many epochs; a part of an epoch counts its batches, rounded to the nearest."""
         return max(1, round(self.num_batches() * num_epochs))
+
+    def num_samples_between(self, first: int, last: int) -> int:
+        """Samples of the steps from `first` to before `last`, counted from the run's first as 0."""
+        per_epoch, count = self.num_batches(), 0
+        for epoch in range(first // per_epoch, -(-last // per_epoch)):
+            start, end = max(first - epoch * per_epoch, 0), min(last - epoch * per_epoch, per_epoch)
+            if (start, end) == (0, per_epoch):
+                count += self.num_samples
+            else:
+                self._plan(epoch)
+                count += int(self._starts[end] - self._starts[start])
+        return count
 
     def batch(self, epoch: int, index: int) -> np.ndarray:
         """The ids of the samples in one global batch."""
