@@ -1,15 +1,14 @@
 """Every optimizer learns the same on any number of processes: against textbook forms that share no code with ours."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from textbook import textbook
 from tiny import write_conversations, write_tiny_model
+from transformers import AutoModelForCausalLM
 from worlds import run_world
 
 STEPS, LR, REST, DECAY, CLIP = 25, 0.02, 3e-3, 0.1, 0.5
@@ -51,68 +50,74 @@ def micro_batches(step):
 
 def learn(model, folder, cases):
     """Train each case in this world by duoka's own parts and leave weights, traffic and state bytes in `folder`."""
-    from contextlib import ExitStack
-
     from duoka.config.load import load_config
-    from duoka.model.build import LossModel, find_core, load_model
-    from duoka.optim.build import build_optimizer, optimizer_tensors, set_learning_rate
-    from duoka.optim.clip import clip_gradients
-    from duoka.optim.roles import assign_roles
-    from duoka.parallel.apply import parallelize
-    from duoka.parallel.ledger import LEDGER
-    from duoka.parallel.sharded import find_layers
     from duoka.parallel.world import end_world, start_world
-    from duoka.plan.layout import Layout
-    from duoka.units import parse_amount
 
     world = None
     for strategy, name in cases:
-        yaml = Path(folder) / f"{strategy}-{name}.yaml"
-        config = load_config(yaml).config
+        config = load_config(Path(folder) / f"{strategy}-{name}.yaml").config
         world = world or start_world(config.parallel)
-        shard = {"single": 1, "ddp": 1, "hsdp": 2}.get(strategy, world.size)
-        layout = Layout(
-            dp=world.size, strategy=strategy, precision="fp32", recompute="none", micro=parse_amount("1"),
-            packing=False, shard=shard,
-        )  # fmt: skip
-        lm = load_model(Path(model), dtype=torch.float32)
-        lm.requires_grad_(True)
-        core = find_core(lm)
-        roles = assign_roles(lm, core, find_layers(core))
-        matrices = {n for n, role in roles.items() if role == "matrix"} if name == "muon" else ()
-        parallel = parallelize(LossModel(lm), layout, config.parallel, world, None, matrices)
-        named = parallel.named_trainable()
-        optimizer = build_optimizer(named, config.optim, roles=roles, sharing=parallel.share_matrices)
-        parallel.model.train()
-        for step in range(1, STEPS + 1):
-            set_learning_rate(optimizer, config.optim.lr * rate(step))
-            LEDGER.take()
-            passes = micro_batches(step)
-            for place, rows in enumerate(passes):
-                own = rows[world.rank :: world.size]
-                positions = torch.arange(16).expand(len(own), 16)
-                with parallel.exchange(place == len(passes) - 1):
-                    loss, _ = parallel.model(input_ids=own[:, :-1], labels=own[:, 1:], position_ids=positions)
-                    (loss / (2 * 12 * 16)).backward()
-            clip_gradients(named.values(), config.optim.clip, parallel.spread_of)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            traffic = LEDGER.take()
-        state = optimizer_tensors(optimizer, named)
-        local = [t.to_local() if hasattr(t, "to_local") else t for t in state.values()]
-        weights = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in named.items()}
-        facts = {
-            "state": sum(t.numel() * t.element_size() for t in local),
-            "sent": sum(one.sent_bytes for one in traffic.values()),
-            "kinds": {kind: one.num_calls for kind, one in traffic.items()},
-            "matrices": sum(named[n].numel() for n in matrices),
-            "parameters": sum(p.numel() for p in named.values()),
-        }
+        facts, weights = learn_one(model, config, world, strategy)
         stem = f"{folder}/{strategy}-{name}-{world.size}-{world.rank}"
         Path(f"{stem}.json").write_text(json.dumps(facts))
         save_file({n: w.contiguous() for n, w in weights.items()}, f"{stem}.safetensors")
-        del parallel, optimizer, lm, named, state, local, weights
     end_world(world)
+
+
+def build(model, config, world, strategy):
+    from duoka.model.build import LossModel, find_core, load_model
+    from duoka.optim.build import build_optimizer
+    from duoka.optim.roles import assign_roles
+    from duoka.parallel.apply import parallelize
+    from duoka.parallel.sharded import find_layers
+    from duoka.plan.layout import Layout
+    from duoka.units import parse_amount
+
+    shard = {"single": 1, "ddp": 1, "hsdp": 2}.get(strategy, world.size)
+    layout = Layout(
+        dp=world.size, strategy=strategy, precision="fp32", recompute="none", micro=parse_amount("1"),
+        packing=False, shard=shard,
+    )  # fmt: skip
+    lm = load_model(Path(model), dtype=torch.float32)
+    lm.requires_grad_(True)
+    core = find_core(lm)
+    roles = assign_roles(lm, core, find_layers(core))
+    matrices = {n for n, role in roles.items() if role == "matrix"} if config.optim.name == "muon" else ()
+    parallel = parallelize(LossModel(lm), layout, config.parallel, world, None, matrices)
+    named = parallel.named_trainable()
+    return parallel, named, build_optimizer(named, config.optim, roles=roles, sharing=parallel.share_matrices)
+
+
+def learn_one(model, config, world, strategy):
+    """(facts, whole weights) after all steps of one case."""
+    from duoka.optim.build import optimizer_tensors, set_learning_rate
+    from duoka.optim.clip import clip_gradients
+    from duoka.parallel.ledger import LEDGER
+
+    parallel, named, optimizer = build(model, config, world, strategy)
+    parallel.model.train()
+    for step in range(1, STEPS + 1):
+        set_learning_rate(optimizer, config.optim.lr * rate(step))
+        LEDGER.take()
+        passes = micro_batches(step)
+        for place, rows in enumerate(passes):
+            own = rows[world.rank :: world.size]
+            positions = torch.arange(16).expand(len(own), 16)
+            with parallel.exchange(place == len(passes) - 1):
+                loss, _ = parallel.model(input_ids=own[:, :-1], labels=own[:, 1:], position_ids=positions)
+                (loss / (2 * 12 * 16)).backward()
+        clip_gradients(named.values(), config.optim.clip, parallel.spread_of)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        traffic = LEDGER.take()
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in optimizer_tensors(optimizer, named).values()]
+    weights = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in named.items()}
+    facts = {
+        "state": sum(t.numel() * t.element_size() for t in local),
+        "sent": sum(one.sent_bytes for one in traffic.values()),
+        "parameters": sum(p.numel() for p in named.values()),
+    }
+    return facts, weights
 
 
 @pytest.fixture(scope="module")
@@ -136,85 +141,10 @@ def read(folder, size, strategy, name, rank=0):
     return json.loads(Path(f"{stem}.json").read_text()), load_file(f"{stem}.safetensors")
 
 
-# --- the textbook forms -------------------------------------------------------------------------------------------
-
-
-def newton_schulz(g):
-    """Jordan et al. 2024, one matrix at a time."""
-    x = g.T if g.shape[0] > g.shape[1] else g
-    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
-    for _ in range(5):
-        s = x @ x.T
-        x = 3.4445 * x + (-4.7750 * s + 2.0315 * s @ s) @ x
-    return x.T if g.shape[0] > g.shape[1] else x
-
-
-class Plain:
-    """One parameter's optimizer by the formulas of the papers; `kind` and `lr` are its own."""
-
-    def __init__(self, kind, lr, decay):
-        self.kind, self.lr, self.decay, self.t = kind, lr, decay, 0
-        self.m = self.v = None
-
-    def step(self, w, g, factor):
-        self.t += 1
-        lr = self.lr * factor
-        if self.m is None:
-            self.m, self.v = torch.zeros_like(w), torch.zeros_like(w)
-        if self.kind == "muon":
-            self.m = 0.95 * self.m + 0.05 * g
-            move = newton_schulz(0.05 * g + 0.95 * self.m)
-            return w - lr * self.decay * w - lr * math.sqrt(max(1.0, w.shape[0] / w.shape[1])) * move
-        if self.kind == "lars":
-            trust = 0.001 * w.norm() / (g.norm() + self.decay * w.norm()) if w.ndim >= 2 else 1.0
-            self.m = 0.9 * self.m + lr * trust * (g + self.decay * w)
-            return w - self.m
-        self.m = 0.9 * self.m + 0.1 * g
-        self.v = 0.999 * self.v + 0.001 * g * g
-        move = (self.m / (1 - 0.9**self.t)) / ((self.v / (1 - 0.999**self.t)).sqrt() + 1e-8) + self.decay * w
-        trust = w.norm() / move.norm() if self.kind == "lamb" and w.ndim >= 2 else 1.0
-        return w - lr * trust * move
-
-
-def textbook(model, name):
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    named = dict(lm.named_parameters())
-    if name == "adafactor":
-        groups = [
-            {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": DECAY},
-            {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        library = torch.optim.Adafactor(groups, lr=LR)
-    plain = {}
-    for key, p in named.items():
-        decay = DECAY if p.ndim >= 2 else 0.0
-        inner = ".layers." in key and p.ndim == 2
-        if name == "muon":
-            rest = 0.01 if "embed" in key else REST
-            plain[key] = Plain("muon", LR, decay) if inner else Plain("adamw", rest, decay)
-        else:
-            plain[key] = Plain(name, {"lars": 2.0, "adamw": REST}.get(name, LR), decay)
-    for step in range(1, STEPS + 1):
-        for rows in micro_batches(step):
-            logits = lm(rows[:, :-1]).logits
-            (F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum") / (2 * 12 * 16)).backward()
-        torch.nn.utils.clip_grad_norm_(lm.parameters(), CLIP)
-        with torch.no_grad():
-            if name == "adafactor":
-                for group in library.param_groups:
-                    group["lr"] = LR * rate(step)
-                library.step()
-            else:
-                for key, p in named.items():
-                    p.copy_(plain[key].step(p, p.grad, rate(step)))
-        lm.zero_grad()
-    return {key: p.detach() for key, p in named.items()}
-
-
 @pytest.mark.parametrize("name", OPTIM)
 def test_weights_after_25_steps_are_the_textbooks_at_any_world_size(runs, name):
     folder, model = runs
-    wanted = textbook(model, name)
+    wanted = textbook(model, name, micro_batches, rate, steps=STEPS, lr=LR, rest=REST, decay=DECAY, clip=CLIP)
     start = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
     moved = max(float((wanted[k] - start[k].detach()).norm() / start[k].detach().norm()) for k in wanted)
     assert moved > 0.01, "the test would see nothing"

@@ -95,6 +95,25 @@ RULES: tuple[Rule, ...] = (
         "delete min_lr, or write:   schedule: cosine",
     ),
     Rule(
+        "lr-scaling-without-a-batch",
+        ("optim.lr_scaling", "optim.lr_batch"),
+        lambda c: (c.optim.lr_scaling == "none") != (c.optim.lr_batch is None),
+        "optim.lr_scaling is {c.optim.lr_scaling} and optim.lr_batch is {c.optim.lr_batch}: the two belong together, "
+        "the rule and the batch that lr was found for",
+        "write both, for example   lr_scaling: sqrt   and   lr_batch: 64   or neither",
+    ),
+    Rule(
+        "lr-batch-in-another-unit",
+        ("optim.lr_batch", "train.global_batch"),
+        lambda c: (
+            c.optim.lr_batch is not None
+            and parse_amount(c.optim.lr_batch).unit != parse_amount(c.train.global_batch).unit
+        ),
+        "optim.lr_batch is {c.optim.lr_batch} and train.global_batch is {c.train.global_batch}: "
+        "samples and tokens can't be compared",
+        "write both in samples, or both in tokens",
+    ),
+    Rule(
         "muon-knows-no-rate-for-the-rest",
         ("optim.name",),
         lambda c: c.optim.name == "muon" and c.optim.adamw_lr is None and c.lora is None,

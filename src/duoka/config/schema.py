@@ -187,7 +187,19 @@ class OptimConfig(Section):
     embedding_lr: Annotated[Number, Field(gt=0.0)] | None = Field(None, description="Peak rate of the embedding.")
     head_lr: Annotated[Number, Field(gt=0.0)] | None = Field(None, description="Peak rate of a head of its own.")
     momentum: Share = Field(0.95, description="Muon's and LARS' averaging factor.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after the warm-up.")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none",
+        description="Rates grow with train.global_batch / lr_batch, or with its root. lr itself is for lr_batch.",
+    )
+    lr_batch: BatchSize | None = Field(
+        None, description="The global batch that lr was found for, in the unit of train.global_batch."
+    )
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="Shape after the warm-up; wsd: constant, then linear over the last steps (decay)."
+    )
+    decay: Annotated[Share, Field(gt=0.0)] = Field(
+        0.2, description="WSD: the share of all steps in which the rate falls."
+    )
     warmup: Annotated[Number, Field(ge=0.0)] = Field(
         0.03, description="Below 1: share of all optimizer steps; 1 or more: that many steps."
     )

@@ -66,6 +66,23 @@ def _build_groups(
     ]
 
 
+def describe_optimizer(optimizer: torch.optim.Optimizer, optim: OptimConfig, factor: float) -> str:
+    """As in "muon lr 0.02 for 84 matrices, adamw lr 0.0003 for 63 others"; `factor` is the batch's on all rates."""
+    counts: dict[tuple[str, float], int] = {}
+    for group in optimizer.param_groups:
+        key = (group["kind"], optim.lr * group["scale"] * factor)
+        counts[key] = counts.get(key, 0) + len(group["params"])
+    written = f" ({optim.lr:g} by lr_scaling)" if factor != 1 else ""
+    if len(counts) == 1:
+        return f"{optim.name} lr {next(iter(counts))[1]:g}{written}"
+    parts = []
+    for (kind, rate), count in sorted(counts.items(), key=lambda item: item[0][0] != "muon"):
+        name = "adamw" if optim.name == "muon" and kind != "muon" else optim.name
+        what = "matrices" if kind == "muon" else "others" if parts else "tensors"
+        parts.append(f"{name} lr {rate:g} for {count:,} {what}")
+    return ", ".join(parts) + written
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)

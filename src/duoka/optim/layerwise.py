@@ -5,6 +5,7 @@ Norms are those of whole tensors, also where ranks hold parts; norms' and biases
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ from duoka.optim.spread import norms_of
 LARS_TRUST = 0.001
 
 
-class _Layerwise(torch.optim.Optimizer):
+class _Layerwise(torch.optim.Optimizer, ABC):
     """What both share: settings by group, and a step over groups without gradients of its own."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
@@ -33,11 +34,13 @@ class _Layerwise(torch.optim.Optimizer):
             if learning:
                 self.step_group(group, learning)
 
+    @abstractmethod
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+        """State before the first step."""
 
+    @abstractmethod
     def step_group(self, group: dict[str, Any], learning: list[torch.Tensor]) -> None:
-        raise NotImplementedError
+        """Move the parameters of one group that have gradients."""
 
 
 class Lamb(_Layerwise):

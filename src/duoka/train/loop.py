@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from duoka.data.feed import Feed
 from duoka.data.loader import GlobalBatch
 from duoka.optim.build import set_learning_rate
-from duoka.optim.schedule import learning_rate
 from duoka.parallel.world import World
 from duoka.train.checkpoint import Contents
 from duoka.train.hooks import StopSignal, Timer
@@ -80,12 +79,12 @@ def _step(
 ) -> list[bool]:
     """One optimizer step, recorded; returns for each question whether any rank answers yes after it."""
     contents, settings, world = job.contents, job.settings, job.world
-    state, optim = contents.state, settings.config.optim
-    lr = learning_rate(optim, state.step + 1, settings.total_steps)
+    state = contents.state
+    lr = settings.rate_of(state.step + 1)
     set_learning_rate(contents.optimizer, lr)
     result = optimizer_step(
         contents.parallel, contents.optimizer, batch,
-        numerics=contents.numerics, clip=optim.clip, world=world, step=state.step + 1,
+        numerics=contents.numerics, clip=settings.config.optim.clip, world=world, step=state.step + 1,
         watch=job.memory,
     )  # fmt: skip
     result.times.data_s = data_s

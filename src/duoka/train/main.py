@@ -20,7 +20,7 @@ from duoka.model.lora import count_parameters
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
 from duoka.model.source import model_fingerprint, model_folder
-from duoka.optim.build import build_optimizer
+from duoka.optim.build import build_optimizer, describe_optimizer
 from duoka.optim.roles import Role, assign_roles
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.environ import read_rank_environment
@@ -227,7 +227,9 @@ def _announce(
 ) -> None:
     write_json_atomic(inputs.run.plan, plan.to_json())
     resumed = f"  {describe_rest(found, settings, feed, contents.state)}" if found else ""
-    lines = banner(settings, plan, inputs.prepared, inputs.run, count_parameters(contents.parallel.bare.lm), resumed)
+    parameters = count_parameters(contents.parallel.bare.lm)
+    learns = describe_optimizer(contents.optimizer, settings.config.optim, settings.batch_factor)
+    lines = banner(settings, plan, inputs.prepared, inputs.run, parameters, learns, resumed)
     print("\n".join([*lines, *(f"  note: {note}" for note in notes), ""]), flush=True)
 
 
