@@ -78,6 +78,13 @@ def _strategy_is(c: RunConfig, *names: str) -> bool:
 
 _DDP_DEFAULTS = {"find_unused_parameters": False, "bucket_view": True, "static_graph": False, "bucket_mb": 25.0}
 
+
+def ddp_settings(c: RunConfig) -> list[str]:
+    """Keys that were set and that only ddp knows: with `strategy: auto` they are a wish for ddp."""
+    found = [f"parallel.{name}" for name, value in _DDP_DEFAULTS.items() if getattr(c.parallel, name) != value]
+    return found + (["parallel.compress"] if c.parallel.compress in ("fp16", "powersgd") else [])
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "warmup-eats-the-run",

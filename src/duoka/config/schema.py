@@ -214,7 +214,9 @@ class ParallelConfig(Section):
         "none", description="What lies in host memory: the optimizer's state, or with it weights and gradients too."
     )
     compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
-        "none", description="How gradients travel; all but none lose a little, and so change results."
+        "none",
+        description="How gradients travel; all but none lose a little, and so change results. What powersgd still "
+        "owes (its error) is not saved: a resumed run begins it anew.",
     )
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
     timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")

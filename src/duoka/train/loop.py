@@ -17,6 +17,7 @@ from duoka.parallel.world import World
 from duoka.train.checkpoint import Contents
 from duoka.train.hooks import StopSignal, Timer
 from duoka.train.measure import Measured
+from duoka.train.memory import MemoryWatch
 from duoka.train.record import Recorder
 from duoka.train.replicas import check_replicas
 from duoka.train.saving import Saver
@@ -35,6 +36,7 @@ class Job:
     record: Recorder
     world: World
     evaluate: Callable[[], Measured] | None
+    memory: MemoryWatch
 
 
 def train(job: Job) -> str:
@@ -83,6 +85,7 @@ def _step(
     result = optimizer_step(
         contents.parallel, contents.optimizer, batch,
         numerics=contents.numerics, clip=optim.clip, world=world, step=state.step + 1,
+        watch=job.memory,
     )  # fmt: skip
     result.times.data_s = data_s
     loss_sum, *wished = world.sum([result.loss_sum, *(float(question()) for question in asked)])
@@ -97,6 +100,8 @@ def _step(
         "num_samples": batch.num_samples,
     }
     job.record.step(state, numbers, result, time.perf_counter() - started)
+    if held := job.memory.report(world):
+        job.record.memory(state, held)
     return [wish > 0 for wish in wished]
 
 

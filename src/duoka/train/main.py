@@ -18,7 +18,7 @@ from duoka.model.build import LossModel, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
-from duoka.model.source import model_folder
+from duoka.model.source import model_fingerprint, model_folder
 from duoka.optim.build import build_optimizer
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.environ import read_rank_environment
@@ -35,6 +35,7 @@ from duoka.runs.status import update_status
 from duoka.train.checkpoint import CheckpointStore, Contents, Facts
 from duoka.train.loop import Job, train
 from duoka.train.measure import Measured, measure_loss
+from duoka.train.memory import MemoryWatch
 from duoka.train.record import Recorder
 from duoka.train.resume import check_changes, choose_checkpoint
 from duoka.train.retention import clean_drafts
@@ -84,7 +85,7 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     """Train in a world that stands already; returns the exit code."""
     config, run = inputs.config, inputs.run
     identity = {"config": config_hash(config), "training data": inputs.prepared.train.fingerprint}
-    check_same_everywhere(world, identity | library_versions())
+    check_same_everywhere(world, identity | {"model": model_fingerprint(inputs.folder)} | library_versions())
     notes: list[str] = []
     # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
     resume = "auto" if is_restarted() and list_checkpoints(run.checkpoints) else config.checkpoint.resume
@@ -131,7 +132,8 @@ def _run(
             record.event("warning", step=state.step, text=note)
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
         saver = Saver(store, contents, settings, record, world)
-        stopped_by = train(Job(settings, contents, loader, saver, record, world, evaluate))
+        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout)
+        stopped_by = train(Job(settings, contents, loader, saver, record, world, evaluate, watch))
         return _finish(inputs, stopped_by, contents, record, world)
     finally:
         record.close()
@@ -212,9 +214,8 @@ def _build_evaluation(
             store, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
             max_length=inputs.config.data.max_length, pad_id=inputs.prepared.pad_id,
         )  # fmt: skip
-        measured = measure_loss(parallel.bare, batches, world, plan.layout.precision)
-        parallel.settle()
-        return measured
+        with parallel.for_evaluation() as model:
+            return measure_loss(model, batches, world, plan.layout.precision)
 
     return evaluate
 
