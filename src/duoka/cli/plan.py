@@ -109,7 +109,7 @@ def _print_validation(as_json: bool) -> int:
 
 
 def _find_place(on: str | None, nproc: int | None) -> _Place:
-    from duoka.plan.catalogue import cluster_of, parse_cluster, read_hardware
+    from duoka.plan.catalogue import local_cluster, parse_cluster
     from duoka.plan.hardware import read_machine
 
     if on is not None:
@@ -119,7 +119,7 @@ def _find_place(on: str | None, nproc: int | None) -> _Place:
         return _Place(cluster.machine(), cluster, cluster.num_devices, cluster.per_node)
     machine = read_machine()
     world_size = nproc or max(1, len(machine.gpus))
-    return _Place(machine, cluster_of(machine, 1, world_size, read_hardware()), world_size, world_size)
+    return _Place(machine, local_cluster(machine, world_size, world_size), world_size, world_size)
 
 
 def _find_subject(

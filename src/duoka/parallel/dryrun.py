@@ -129,6 +129,7 @@ def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, tokens: int
         parallel = _parallelized(config, facts, layout, world)
         with FakeTensorMode(allow_non_fake_inputs=True), StoragePeak() as live:
             parallel.bare.to_empty(device="cpu")
+            parallel.bare.core.tie_weights()  # type: ignore[operator]  # to_empty gives tied names a tensor each
             optimizer = build_optimizer(_trainable(parallel), config.optim, on_host=layout.offload == "optimizer")
             live.hold(parallel.bare)
             phases: dict[str, int] = {}
