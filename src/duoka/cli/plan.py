@@ -200,13 +200,13 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
     """A plan needs no weights and no tokenizer: a folder with a config.json is enough."""
     from duoka.errors import ConfigError, Fault
     from duoka.model.source import find_model
-    from duoka.plan.shape import adapted_linears, shape_from_config
+    from duoka.plan.shape import adapted_linears
 
     try:
         source = find_model(config.model, base)
         if source.hub_id is not None:
             return []
-        shape = shape_from_config(_read_facts(config.model, base), where=config.model.name)
+        shape = read_model_shape(config.model, base)
     except ConfigError as error:
         what = f"{error.what} ({error.where})" if error.where and error.where not in error.what else error.what
         return [Fault(what, key="model.name", fix=error.fix or "")]
@@ -216,6 +216,12 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
     except ConfigError as error:
         return [Fault(error.what, key="lora.targets", fix=error.fix or "")]
     return []
+
+
+def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
+    from duoka.plan.shape import shape_from_config
+
+    return shape_from_config(_read_facts(model, base), where=model.name)
 
 
 def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
@@ -268,8 +274,10 @@ def _count_samples(config: RunConfig, base: Path) -> int | None:
     from duoka.data.registry import find_sets
     from duoka.errors import Fault, Faults
 
+    if config.stage == "pretrain":
+        return None  # rows, whose number the tokenizer decides
     try:
-        sets = [found for found in find_sets(config.data, base) if found.split == "train"]
+        sets = [found for found in find_sets(config, base) if found.split == "train"]
     except Faults:
         return None  # the data may lie on another machine; the plan needs only their number
     files = [path for found in sets for path in found.files]
