@@ -21,11 +21,13 @@ OPTIM = {
 }
 CASES = {
     1: [("single", name) for name in OPTIM],
-    2: [("ddp", "muon"), ("zero1", "muon"), ("zero2", "muon"), ("fsdp", "muon"), ("ddp", "lamb"), ("fsdp", "lamb"),
-        ("fsdp", "lars"), ("zero1", "lamb"), ("ddp", "adafactor"), ("zero1", "adamw"), ("zero2", "adamw")],
-    3: [("zero1", "muon"), ("fsdp", "muon"), ("zero2", "adamw")],
-    4: [("zero1", "muon"), ("zero2", "muon"), ("fsdp", "muon"), ("hsdp", "muon"), ("hsdp", "lars"), ("zero1", "adamw")],
+    2: [("ddp", "muon"), ("zero1", "muon"), ("zero2", "muon"), ("fsdp", "muon"), ("fsdp", "lamb"), ("zero1", "lars"),
+        ("ddp", "adafactor")],
+    3: [("zero1", "muon"), ("fsdp", "muon")],
+    4: [("zero1", "muon"), ("zero2", "muon"), ("fsdp", "muon"), ("hsdp", "lars"), ("zero1", "adamw")],
 }  # fmt: skip
+
+pytestmark = pytest.mark.timeout(400)
 
 YAML = """
 model: {model}
