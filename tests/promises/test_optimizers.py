@@ -1,6 +1,7 @@
 """Every optimizer learns the same on any number of processes: against textbook forms that share no code with ours."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from textbook import textbook
 from tiny import write_conversations, write_tiny_model
 from transformers import AutoModelForCausalLM
-from worlds import run_world
+from worlds import run_world, train_all
 
 STEPS, LR, REST, DECAY, CLIP = 25, 0.02, 3e-3, 0.1, 0.5
 OPTIM = {
@@ -188,3 +189,38 @@ def test_bytes_on_the_wire_are_the_theory(runs, size):
         theory = copies * whole * (size - 1) / size
         # FSDP pads what does not divide; the rest is exact.
         assert sum(sent) / size == pytest.approx(theory, rel=0.04), strategy
+
+
+RUN = """
+model: {model}
+data: {{train: [{data}], max_length: 256}}
+optim: {{name: muon, lr: 0.01, adamw_lr: 1.0e-3, weight_decay: 0.1, warmup: 2, lr_scaling: sqrt, lr_batch: 4}}
+train: {{epochs: 1, global_batch: 8, micro_batch: "200 tokens", precision: fp32}}
+checkpoint: {{every: 2, keep: 10}}
+log: {{to: []}}
+output: {folder}/out
+"""
+
+
+def test_muons_state_goes_from_owners_to_rows_and_back(tmp_path):
+    """Saved by owners on 4, gone on with rows on 2; the run of one process is the measure."""
+    model = write_tiny_model(tmp_path / "model")
+    data = write_conversations(tmp_path / "chats.jsonl", 40, seed=1)
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(RUN.format(model=model, data=data, folder=tmp_path))
+
+    def job(name, *overrides):
+        return str(yaml), list(overrides), str(tmp_path / name)
+
+    train_all([job("one")], 1)
+    train_all([job("four", "parallel.strategy=zero1")], 4)
+    for name, source, strategy in (("rows", "four", "fsdp"), ("owners", "rows", "zero2")):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        step = "step-00000002" if source == "four" else "step-00000004"
+        shutil.copytree(tmp_path / source / "checkpoints" / step, tmp_path / name / "checkpoints" / step)
+        train_all([job(name, f"parallel.strategy={strategy}")], 2)
+    wanted = load_file(tmp_path / "one" / "final" / "model.safetensors")
+    for name in ("four", "rows", "owners"):
+        found = load_file(tmp_path / name / "final" / "model.safetensors")
+        worst = max(float((found[k] - wanted[k]).norm() / wanted[k].norm()) for k in wanted)
+        assert worst < 1e-5, f"{name}: {worst:.2g}"
