@@ -85,7 +85,7 @@ def start_here(
     with hold_run(run):
         kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
         prepare_run(loaded, run, machine, num_processes)
-        return _supervise(run, num_processes, port or 0, restarts)
+        return _supervise(loaded, run, num_processes, port or 0, restarts)
 
 
 def load_checked(
@@ -151,12 +151,13 @@ def _refuse_what_does_not_fit(plan: Plan) -> None:
         raise refusal
 
 
-def _supervise(run: RunFolder, num_processes: int, port: int, restarts: int) -> int:
+def _supervise(loaded: Loaded, run: RunFolder, num_processes: int, port: int, restarts: int) -> int:
     from duoka.cluster.launch import WorldSpec, python_module
     from duoka.cluster.restart import run_with_restarts
 
     command = python_module("duoka", "train", str(run.config.resolve()))
-    verdict = run_with_restarts(WorldSpec(command, num_processes, run, port=port), restarts, _Say())
+    spec = WorldSpec(command, num_processes, run, port=port, hang_after_s=loaded.config.faults.patience_s)
+    verdict = run_with_restarts(spec, restarts, _Say())
     print_verdict(verdict)
     return finish(run) if verdict.exit_code == 0 else verdict.exit_code
 

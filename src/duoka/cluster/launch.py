@@ -33,6 +33,7 @@ class WorldSpec:
     port: int = 0  # 0: a free one
     stop_grace_s: float = 60.0  # from a request to stop until what is left is killed
     resumes: bool = True  # the same command goes on where this one was stopped
+    hang_after_s: float | None = None  # the silence that counts as a hang; None: auto, inf: never
     num_restarts: int = 0  # how many worlds of this run have failed before
     started: float = field(default_factory=time.time)
     token: str = field(default_factory=lambda: uuid.uuid4().hex)

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 from duoka.cluster.blame import Verdict, judge_world
+from duoka.cluster.hang import Hang, HangWatch
 from duoka.cluster.launch import TOKEN, WorldSpec, build_child_command, build_environment
 from duoka.cluster.passthrough import Channel, PlainCopy, open_channels
 from duoka.cluster.probe import count_usable_cores
@@ -65,8 +66,9 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
         world.end_everything()
     report = world.report()
     verdict = judge_world(
-        spec, report, stopped_by=request.stop_by, left_at_once=request.leave_now, killed_late=world.killed_late
-    )
+        spec, report, stopped_by=request.stop_by, left_at_once=request.leave_now, killed_late=world.killed_late,
+        hang=world.hang,
+    )  # fmt: skip
     clear_beats(spec.run)
     _write_end(spec, verdict)
     return verdict
@@ -79,6 +81,8 @@ class _World:
         self.spec = spec
         self.request = request
         self.killed_late = False
+        self.hang: Hang | None = None
+        self._watch = HangWatch(spec.run, spec.hang_after_s)
         self._code: int | None = None
         self._seen_alive = time.time()
         self._channels = open_channels(_descriptor(sys.stdout, 1), _descriptor(sys.stderr, 2))
@@ -114,6 +118,7 @@ class _World:
             ):
                 break
             self._answer_signals()
+            self._look_for_hang()
         selector.close()
 
     def _pump(self, selector: selectors.BaseSelector, wait_s: float) -> bool:
@@ -157,6 +162,15 @@ class _World:
             self.killed_late = True
             self._kill_ranks()
         elif self.killed_late and time.monotonic() - request.at > self.spec.stop_grace_s + _AGENT_END_S:
+            self._kill_all()
+
+    def _look_for_hang(self) -> None:
+        if self._code is not None or self.request.stop_by or self.hang:
+            return
+        hang = self._watch.look()
+        if hang is not None:
+            where = self._watch.write_stacks()
+            self.hang = replace(hang, lines=(*hang.lines, f"  {where}"))
             self._kill_all()
 
     def _kill_ranks(self) -> None:

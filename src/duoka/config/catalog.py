@@ -28,6 +28,7 @@ EXECUTION_KEYS: tuple[str, ...] = (
     "data.workers",
     "parallel.*",
     "checkpoint.*",
+    "faults.*",
     "log.*",
     "output",
 )
