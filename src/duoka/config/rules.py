@@ -202,6 +202,31 @@ RULES: tuple[Rule, ...] = (
         "alpha is usually one or two times the rank:   alpha: 16",
     ),
     Rule(
+        "lora-and-train-only",
+        ("train_only", "lora"),
+        lambda c: c.train_only is not None and c.lora is not None,
+        "lora and train_only are both given: one trains adapters beside frozen weights, the other some of the weights",
+        "delete one of the two blocks",
+    ),
+    Rule(
+        "train-only-nothing",
+        ("train_only.layers", "train_only"),
+        lambda c: c.train_only is not None and c.train_only.layers in (0, ()) and not c.train_only.extra,
+        "train_only names no layer and no module: nothing would be trained",
+        "write for example:   layers: 2",
+    ),
+    Rule(
+        "spread-of-named-layers",
+        ("train_only.spread", "train_only.layers"),
+        lambda c: (
+            c.train_only is not None
+            and c.train_only.spread
+            and not (isinstance(c.train_only.layers, int) and c.train_only.layers > 0)
+        ),
+        "train_only.spread needs a number of layers to spread, and layers is {c.train_only.layers}",
+        "write for example:   layers: 8",
+    ),
+    Rule(
         "ddp-settings-without-ddp",
         ("parallel.strategy", *(f"parallel.{name}" for name in _DDP_DEFAULTS)),
         lambda c: (

@@ -64,6 +64,10 @@ MicroBatch = Annotated[
         {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["auto", "2048 tokens"]}]}
     ),
 ]
+LayerChoice = Annotated[
+    Whole | tuple[Annotated[Whole, Field(ge=0)], ...],
+    Means("a number of layers, or a list of layer numbers such as [0, 5]"),
+]
 Often = Annotated[
     int | str,
     _checked_by(parse_every),
@@ -145,6 +149,21 @@ class LoraConfig(Section):
     targets: Literal["all"] | tuple[str, ...] = Field(
         "all", description="all: every linear layer but the head; or module names such as [q_proj, v_proj]."
     )
+
+
+class TrainOnlyConfig(Section):
+    """Train some layers and leave the rest as it is. Leave the block out to train all weights."""
+
+    layers: LayerChoice = Field(
+        2, description="2: the last two layers; -2: the first two; or their numbers from 0, such as [0, 5]."
+    )
+    spread: bool = Field(
+        False, description="Take that many layers evenly over the model, as block expansion adds them."
+    )
+    modules: Literal["all"] | tuple[str, ...] = Field(
+        "all", description="all of these layers, or parts of them by name, such as [mlp] or [q_proj, v_proj]."
+    )
+    extra: tuple[str, ...] = Field((), description="Modules outside the layers, such as [embed_tokens, norm].")
 
 
 class OptimConfig(Section):
@@ -256,6 +275,7 @@ class RunConfig(Section):
     stage: Literal["sft"] = Field("sft", description="What the job optimises.")
     data: DataConfig
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters; left out: full fine-tuning.")
+    train_only: TrainOnlyConfig | None = Field(None, description="Train some layers only; left out: all weights.")
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()

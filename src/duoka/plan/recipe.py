@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from duoka.config.schema import LoraConfig
+from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.plan.layout import Layout
 from duoka.plan.shape import ModelShape, lora_parameters
+from duoka.plan.trained import trained_parameters
 
 # Bytes of optimizer state per trained parameter; Muon keeps one moment of matrices and two of the rest.
 STATE_BYTES: Mapping[str, float] = {
@@ -54,13 +55,18 @@ class Work:
     optimizer: str = "adamw"
     frozen_bits: int = 0  # 4 or 8: a quantized frozen base
     program: Program | None = None
+    train_only: TrainOnlyConfig | None = None
 
     @property
     def num_trainable(self) -> int:
+        if self.train_only is not None:
+            return trained_parameters(self.shape, self.train_only)
         return self.shape.num_parameters if self.lora is None else lora_parameters(self.shape, self.lora)
 
     @property
     def num_frozen(self) -> int:
+        if self.train_only is not None:
+            return self.shape.num_parameters - self.num_trainable
         return 0 if self.lora is None else self.shape.num_parameters
 
     @property
@@ -115,12 +121,14 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[Share, ..
 
     def stage(ends: int, embedding: int, head: int, has_head: bool, in_flight: int) -> Share:
         inside = int(part * shape.num_in_layers) // tp + ends
-        trained = inside if work.lora is None else int(part * work.num_trainable) // tp
+        some = work.lora is not None or work.train_only is not None
+        trained = int(part * work.num_trainable) // tp if some else inside
+        frozen = 0 if not some else inside if work.lora is not None else max(0, inside - trained)
         return replace(
             whole,
             num_layers=layers,
             trainable=trained,
-            frozen=0 if work.lora is None else inside,
+            frozen=frozen,
             block_linear=int(part * whole.block_linear),
             embedding=embedding,
             head=head,
@@ -155,7 +163,8 @@ def static_memory(work: Work, layout: Layout, share: Share | None = None) -> Sta
     share = share or shares(work, layout)[0]
     if work.program is not None:
         return _static_of_program(work.program, layout, share)
-    frozen_size: float = 4 if layout.precision == "fp32" else 2
+    # Weights that train_only leaves alone stay fp32, as those beside them; a base under adapters is only read.
+    frozen_size: float = 4 if layout.precision == "fp32" or work.train_only is not None else 2
     frozen_size = QUANTIZED_BYTES.get(work.frozen_bits, frozen_size)
     train, ranks, state = share.trainable, layout.shard, work.state_bytes
     frozen = int(share.frozen * frozen_size)

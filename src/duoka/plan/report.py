@@ -119,6 +119,8 @@ class Plan:
         kind = "full fine-tuning"
         if work.lora is not None:
             kind = f"LoRA rank {work.lora.rank}, {work.num_trainable / shape.num_parameters:.2%} beside the model"
+        if work.train_only is not None:
+            kind = f"some layers only, {work.num_trainable / shape.num_parameters:.2%} of the model"
         return [
             f"model    {shape.num_parameters:,} parameters{approximate}: {format_count(shape.num_embedding)} in the "
             f"embedding, {head},",
@@ -190,7 +192,7 @@ def make_plan(
     if faults:
         raise Faults(faults)
     available = machine.available_per_rank(local_size or world_size)
-    work = Work(shape, config.lora, machine.device, config.parallel.bucket_view)
+    work = Work(shape, config.lora, machine.device, config.parallel.bucket_view, train_only=config.train_only)
     choice = choose_layout(config, work, machine, world_size, available, local_size)
     layout = choice.layout
     steps = count_steps(config.train, num_samples, mean_length)

@@ -147,6 +147,7 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
     options: dict[str, Any] = {
         "dtype": frozen_type if config.lora else torch.float32,
         "lora": config.lora,
+        "train_only": config.train_only,
         "seed": config.train.seed,
         "trust_remote_code": config.model.trust_remote_code,
     }

@@ -90,6 +90,7 @@ def banner(
     config, layout = settings.config, plan.layout
     total, trainable = parameters
     kind = f"LoRA rank {config.lora.rank}" if config.lora else "full fine-tuning"
+    kind = "some layers only" if config.train_only else kind
     held_out = f", {len(prepared.eval):,} held out" if prepared.eval is not None else ""
     warm = f"warm-up {config.optim.warmup:g}" if config.optim.warmup else "no warm-up"
     board = "tensorboard" in config.log.to
