@@ -60,7 +60,7 @@ def _enter(rank, size, port, env, function, arguments):
 
 
 def train_all(jobs, size):
-    """Train every (yaml, overrides, run folder) in turn on a world of `size` gloo processes."""
+    """Train every (yaml, overrides, run folder[, environment]) in turn on a world of `size` gloo processes."""
     run_world(size, _train_jobs, jobs)
 
 
@@ -72,7 +72,8 @@ def _train_jobs(jobs):
 
     world = None
     try:
-        for yaml, overrides, folder in jobs:
+        for yaml, overrides, folder, *env in jobs:
+            os.environ.update(*env)
             run = RunFolder(Path(folder))
             run.make()
             loaded = load_config(yaml, overrides)

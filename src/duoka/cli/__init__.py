@@ -29,6 +29,7 @@ COMMANDS = {
     "export": "Merge adapters and write a standard model folder.",
     "plan": "Say before a run whether it fits, and how it is laid out.",
     "doctor": "Check whether this machine is fit for training.",
+    "chaos": "Strike a short copy of a run, and print what it survives.",
     "runs": "List runs with state, step, loss and age, or stop one.",
     "config": "Show a config with the origin of every value, or the schema.",
     "data": "Look at data sets as training sees them.",

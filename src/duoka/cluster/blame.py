@@ -29,6 +29,7 @@ SECOND_HAND = (
     "connectfullmesh", "remote process exited", "failed to recv", "failed to send", "nccl remote error",
     "connection was closed", "recvvalue failed", "sendbytes failed", "unhandled system error",
 )  # fmt: skip
+SMALLER = "SmallerMicroBatch"  # the kind of failure after which a start uses a smaller micro-batch
 _HINTS = {
     "SIGKILL": "nothing in duoka kills a healthy rank: the kernel does when memory is short (see dmesg), or a person",
     "SIGSEGV": "a crash in compiled code: logs may show where, and PYTHONFAULTHANDLER=1 shows the Python line",
@@ -47,6 +48,7 @@ class Verdict:
     details: tuple[str, ...] = ()
     stopped: bool = False  # on request, or saved and left: no failure
     step: int = 0  # of a failure: the last optimizer step that was recorded
+    again: bool = False  # the world left only to begin again with less at once
 
 
 def judge_world(
@@ -64,7 +66,9 @@ def judge_world(
         return Verdict(130, ("left at once, as asked; nothing more was saved",), (), True)
     if hang is not None:
         lines = (f"{WorkerFailed.title}: {hang.lines[0]}", *hang.lines[1:])
-        return Verdict(WorkerFailed.exit_code, lines, (*_where(spec, hang.rank), *_goes_on(spec, hang.step)), step=hang.step)
+        return Verdict(
+            WorkerFailed.exit_code, lines, (*_where(spec, hang.rank), *_goes_on(spec, hang.step)), step=hang.step
+        )
     if killed_late:
         late = [one for one in bad if one.code == -signal.SIGKILL]
         text = f"{_ranks(late)} did not stop within {spec.stop_grace_s:g} s of {stopped_by}"
@@ -120,7 +124,8 @@ def _judge_failure(spec: WorldSpec, bad: list[RankExit], failures: dict[int, Fai
     if others:
         lines.append(f"  {others} other rank{'s were' if others > 1 else ' was'} stopped because of it")
     hint = _goes_on(spec, step) if code == WorkerFailed.exit_code else ()
-    return Verdict(code, tuple(lines), (*traceback, *_where(spec, cause.rank), *hint), step=step)
+    again = failure is not None and failure.kind == SMALLER
+    return Verdict(code, tuple(lines), (*traceback, *_where(spec, cause.rank), *hint), step=step, again=again)
 
 
 def _goes_on(spec: WorldSpec, step: int) -> tuple[str, ...]:

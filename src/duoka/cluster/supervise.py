@@ -55,9 +55,10 @@ def run_world(spec: WorldSpec) -> Verdict:
 
 def run_once(spec: WorldSpec, request: Request) -> Verdict:
     """`run_world` for a caller that listens to signals itself, as restarts do between two worlds."""
-    clear_failures(spec.run)
-    clear_beats(spec.run)
-    _note_status(spec, "starting", world_size=spec.num_processes, exit_code=None, cause="", **leader_identity())
+    if spec.elastic is None:  # else rank 0 does it, once it is known where that is
+        clear_failures(spec.run)
+        clear_beats(spec.run)
+        _note_status(spec, "starting", world_size=spec.num_processes, exit_code=None, cause="", **leader_identity())
     _adopt_orphans()
     world = _World(spec, request)
     try:
@@ -69,8 +70,9 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
         spec, report, stopped_by=request.stop_by, left_at_once=request.leave_now, killed_late=world.killed_late,
         hang=world.hang,
     )  # fmt: skip
-    clear_beats(spec.run)
-    _write_end(spec, verdict)
+    if spec.elastic is None:
+        clear_beats(spec.run)
+        _write_end(spec, verdict)
     return verdict
 
 
@@ -175,7 +177,7 @@ class _World:
 
     def _kill_ranks(self) -> None:
         """Only the ranks, so that the agent lives to tell who they were."""
-        alone = self.spec.num_processes == 1
+        alone = not self.spec.has_agent
         for process in find_world(self.spec.token):
             if alone or process.pid != self.child.pid:
                 _kill(process)
@@ -198,10 +200,10 @@ class _World:
 
     def report(self) -> WorldReport:
         code = self._code if self._code is not None else 1
-        if self.spec.num_processes == 1:
+        if not self.spec.has_agent:
             by_us = self.request.forwarded or self.request.leave_now
             return WorldReport((RankExit(0, self.child.pid, code, self._seen_alive, by_us),))
-        written = read_report(self.spec.run.logs / "world.json")
+        written = read_report(self.spec.report_path)
         if written is not None:
             return written
         ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

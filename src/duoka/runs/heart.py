@@ -125,7 +125,9 @@ def describe_place(beat: Beat) -> str:
     return f"in {beat.phase}{first} after step {beat.step}{last}{', in which it waits' if beat.is_inside else ''}"
 
 
-def watch_itself(heart: Heart, run: RunFolder, after_s: float | None, on_hang: Callable[[str], None]) -> None:
+def watch_itself(
+    heart: Heart, run: RunFolder, after_s: float | None, on_hang: Callable[[str], None]
+) -> threading.Thread:
     """For a rank that nobody supervises: a thread that sees it stand still, writes its stacks, and calls `on_hang`."""
 
     def look() -> None:
@@ -137,14 +139,19 @@ def watch_itself(heart: Heart, run: RunFolder, after_s: float | None, on_hang: C
                 seen, moved_at = heart.beat.count, now
             looked_at = now
             if now - moved_at > patience_s(heart.beat, after_s):
-                with contextlib.suppress(OSError), stacks_path(run, heart.beat.rank).open("a", encoding="utf-8") as file:
+                with (
+                    contextlib.suppress(OSError),
+                    stacks_path(run, heart.beat.rank).open("a", encoding="utf-8") as file,
+                ):
                     faulthandler.dump_traceback(file, all_threads=True)
                 return on_hang(
                     f"rank {heart.beat.rank} has not moved for {now - moved_at:.0f} s: {describe_place(heart.beat)}"
                 )
 
+    thread = threading.Thread(target=look, name="duoka-hang-watch", daemon=True)
     if after_s != math.inf:
-        threading.Thread(target=look, name="duoka-hang-watch", daemon=True).start()
+        thread.start()
+    return thread
 
 
 def beat_path(run: RunFolder, rank: int) -> Path:

@@ -1,8 +1,8 @@
 """Faults on order, for `duoka chaos` and tests: DUOKA_INJECT="nan step=7 rank=1; oom step=3". Unset: nothing happens.
 
 Kinds: nan and inf (the loss of a micro-batch), oom (the allocator says no), hang (sleeps for ever before its backward
-pass), drift (one weight changes after the step). Each strikes once per process, on all ranks unless one is named, and
-only in the run's first world unless `world=N` (the number of restarts before it) says otherwise.
+pass), drift (one weight changes after the step). Each strikes once per process (`times=always`: every time), on all
+ranks unless one is named, and only in the run's first world unless `world=N` (the restarts before it) says otherwise.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ VARIABLE = "DUOKA_INJECT"
 
 def is_ordered(kind: str, step: int, rank: int) -> bool:
     """True once for each order that fits."""
-    if VARIABLE not in os.environ:
+    if not os.environ.get(VARIABLE):
         return False
     world = int(os.environ.get(NUM_RESTARTS, "0"))
-    for number, order in enumerate(os.environ[VARIABLE].split(";")):
+    for order in os.environ[VARIABLE].split(";"):
         name, *settings = order.split()
         wanted = {"rank": str(rank), "world": "0"} | dict(one.split("=") for one in settings)
         here = {"step": str(step), "rank": str(rank), "world": str(world)}
-        if name == kind and (number, step) not in _DONE and all(wanted.get(key) == here[key] for key in here):
-            if "always" not in wanted:
-                _DONE.add((number, step))
+        if name == kind and (order, step) not in _DONE and all(wanted.get(key) == here[key] for key in here):
+            if wanted.get("times") != "always":
+                _DONE.add((order, step))
             return True
     return False
 
@@ -55,4 +55,4 @@ def strike_weights(named: Mapping[str, torch.Tensor], step: int, rank: int) -> N
             next(iter(named.values())).view(-1)[0] += 1e-3
 
 
-_DONE: set[tuple[int, int]] = set()
+_DONE: set[tuple[str, int]] = set()
