@@ -293,5 +293,7 @@ CONTRADICTIONS = {
     "single-with-backend": HEAD + "parallel: {strategy: single, backend: gloo}\n",
     "revision-of-no-hub-model": "data: {train: [identity]}\n\nmodel: {name: ./mine, revision: main}\n",
     "resume-is-a-switch": HEAD + "checkpoint: {resume: no}\n",
+    "keep-best-of-nothing": HEAD + "checkpoint: {keep_best: true}\n",
+    "allowed-change-of-no-key": HEAD + "checkpoint: {allow_changes: [lr]}\n",
     "output-is-a-shared-folder": HEAD + "output: ./\n",
 }

@@ -55,6 +55,8 @@ _EXAMPLES: dict[str, str] = {
     "train_only.modules": "[mlp]",
     "train_only.extra": "[embed_tokens]",
     "train.max_steps": "500",
+    "checkpoint.keep_every": "1000",
+    "checkpoint.allow_changes": "[train.epochs]",
     "parallel.shard_ranks": "2",
     "output": "runs/identity",
 }

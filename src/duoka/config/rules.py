@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from duoka.config.schema import DataSource, RunConfig
+from duoka.config.write import leaves
 from duoka.units import parse_amount, parse_seconds
 
 DAY_S = 86_400.0
@@ -303,6 +304,20 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.checkpoint.resume.strip().lower() in _NO_FOLDERS,
         'checkpoint.resume is "{c.checkpoint.resume}", which is neither auto, nor never, nor a folder',
         "write:   resume: auto   to go on from the newest checkpoint, or   resume: never",
+    ),
+    Rule(
+        "keep-best-of-nothing",
+        ("checkpoint.keep_best", "data.eval"),
+        lambda c: c.checkpoint.keep_best and not c.data.eval,
+        "checkpoint.keep_best is on, but data.eval is 0: nothing says which checkpoint is the best",
+        "write:   eval: 0.1   under data:, or delete keep_best",
+    ),
+    Rule(
+        "allowed-change-of-no-key",
+        ("checkpoint.allow_changes",),
+        lambda c: bool(set(c.checkpoint.allow_changes) - set(leaves(c)) - set(type(c).model_fields)),
+        "checkpoint.allow_changes names what is no key: {c.checkpoint.allow_changes}",
+        "write keys with their block, such as   allow_changes: [optim.lr]",
     ),
     Rule(
         "output-is-a-shared-folder",

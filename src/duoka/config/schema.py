@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model, model_validator
 
 from duoka.units import parse_amount, parse_every, parse_seconds
 
@@ -32,6 +32,11 @@ def _number(value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def _step_as_text(value: Any) -> Any:
+    """`resume: 120` names a step."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _checked_by(parse: Any, *, words: tuple[str, ...] = ()) -> BeforeValidator:
@@ -233,12 +238,43 @@ class ParallelConfig(Section):
     )
 
 
-class CheckpointConfig(Section):
+# A class body cannot say `async`, which is Python's word; people's YAML should.
+_WithAsync = create_model(
+    "_WithAsync",
+    __base__=Section,
+    **{
+        "async": (
+            bool,
+            Field(True, description="Training waits for a copy in host memory only; false: for the disk, without it."),
+        )
+    },  # type: ignore[call-overload]
+)
+
+
+class CheckpointConfig(_WithAsync):
     """What is saved on the way, and where a run goes on."""
 
     every: Often = Field(50, description='How often to save: steps, "10min" or "1 epoch". The end is always saved.')
-    keep: Annotated[Whole, Field(ge=1)] = Field(2, description="How many checkpoints stay.")
-    resume: str = Field("auto", description="auto: go on from the newest valid one; never; or a checkpoint's folder.")
+    keep: Annotated[Whole, Field(ge=1)] = Field(2, description="How many of the newest checkpoints stay.")
+    keep_every: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="Beside the newest, those of every so many steps stay for good."
+    )
+    keep_best: bool = Field(
+        False, description="The step with the lowest evaluation loss is saved, and stays until a better one."
+    )
+    resume: Annotated[str, BeforeValidator(_step_as_text)] = Field(
+        "auto", description="auto: go on from the newest valid one; never; or a checkpoint's folder or step, or a run."
+    )
+    allow_changes: tuple[str, ...] = Field(
+        (), description="Keys that may differ from the run's own when it goes on, though results change with them."
+    )
+    on_error: Literal["stop", "wait", "skip"] = Field(
+        "stop", description="When a checkpoint cannot be written: end the run, wait until it can, or train on without."
+    )
+
+    @property
+    def is_async(self) -> bool:
+        return bool(getattr(self, "async"))
 
 
 class FaultsConfig(Section):

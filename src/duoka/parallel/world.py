@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, WorkerFailed
+from duoka.parallel.collectives import all_reduce
 from duoka.parallel.environ import read_rank_environment
 from duoka.runs.heart import Heart
 from duoka.units import parse_seconds
@@ -35,6 +36,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
     heart: Heart = field(default_factory=Heart, compare=False)
+    group: dist.ProcessGroup | None = None  # None: the one that training talks in
 
     @property
     def is_main(self) -> bool:
@@ -48,7 +50,7 @@ class World:
     def barrier(self) -> None:
         if self.size > 1:
             with self.heart.exchange("barrier"):
-                dist.barrier()
+                dist.barrier(group=self.group)
 
     def sum(self, values: list[float]) -> list[float]:
         """Each value summed over all ranks, in fp64."""
@@ -57,7 +59,7 @@ class World:
         # MPS-like devices know no fp64; gloo and nccl both do.
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         with self.heart.exchange("all_reduce of the step's sums"):
-            dist.all_reduce(tensor)
+            all_reduce(tensor, self.group)
         return [float(value) for value in tensor.tolist()]
 
     def agree(self, value: Any) -> Any:
@@ -66,7 +68,7 @@ class World:
             return value
         box = [value]
         with self.heart.exchange("broadcast of rank 0's choice"):
-            dist.broadcast_object_list(box, src=0, device=self.device)
+            dist.broadcast_object_list(box, src=0, device=self.device, group=self.group)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -75,7 +77,7 @@ class World:
             return [value]
         box: list[Any] = [None] * self.size
         with self.heart.exchange("all_gather of facts"):
-            dist.all_gather_object(box, value)
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
 
@@ -123,6 +125,24 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
 def end_world(world: World) -> None:
     if world.backend != "none" and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def open_side_world(world: World) -> World:
+    """The same ranks on a process group of their own, for a thread beside training. All ranks call it.
+
+    In one group, a thread's messages and training's would be taken for each other, and both wait for ever.
+    """
+    # A heart of its own, which nobody listens to: that a thread writes is no sign that training goes on.
+    if world.size == 1:
+        return replace(world, device=torch.device("cpu"), heart=Heart())
+    # Without a limit of its own: a slow disk is no hang, and a rank that dies closes its connections.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    return replace(world, device=torch.device("cpu"), backend="gloo", group=group, heart=Heart())
+
+
+def close_side_world(world: World) -> None:
+    if world.group is not None and dist.is_initialized():
+        dist.destroy_process_group(world.group)
 
 
 def check_same_everywhere(world: World, facts: Mapping[str, str]) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from duoka.data.loader import Loader
 from duoka.parallel.world import World
-from duoka.train.checkpoint import CheckpointStore, Contents
+from duoka.train.checkpoint import Contents
 from duoka.train.measure import Measured
 from duoka.train.memory import MemoryGuard
 from duoka.train.nonfinite import NonFinite
 from duoka.train.record import Recorder
+from duoka.train.saving import Saver
 from duoka.train.setup import RunSettings
 
 
@@ -22,7 +23,7 @@ class Job:
     settings: RunSettings
     contents: Contents
     loader: Loader
-    store: CheckpointStore
+    saver: Saver
     record: Recorder
     world: World
     evaluate: Callable[[Callable[[], bool]], Measured | None] | None

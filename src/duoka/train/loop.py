@@ -22,37 +22,42 @@ from duoka.train.step import StepResult, optimizer_step
 
 def train(job: Job) -> str:
     """Run from the state's cursor to the last step; returns "", or the signal that asked to stop before."""
-    settings, state, heart = job.settings, job.contents.state, job.world.heart
-    save_timer = Timer(settings.save_every, settings.steps_per_epoch)
+    settings, state, saver, heart = job.settings, job.contents.state, job.saver, job.world.heart
     eval_timer = Timer(settings.eval_every if job.evaluate else None, settings.steps_per_epoch)
     job.contents.parallel.model.train()
     batches = job.loader.from_cursor(state.epoch, state.index, settings.num_epochs)
     heart.tell("start", state.step)
     with StopSignal() as stop:
+
+        def is_stopping() -> bool:
+            return stop.asked
+
+        def eval_is_due() -> bool:
+            return job.world.is_main and eval_timer.due_by_clock()
+
         if state.step >= settings.total_steps and job.evaluate:
-            _evaluate(job, lambda: stop.asked)  # somebody stopped the run in its last evaluation
+            _evaluate(job, is_stopping)  # somebody stopped the run in its last evaluation
         while state.step < settings.total_steps:
             started = time.perf_counter()
             batch = next(batches)
             data_s = time.perf_counter() - started
-            asked = (lambda: stop.asked, save_timer.due_by_clock, eval_timer.due_by_clock)
+            asked = (is_stopping, saver.due_by_clock, saver.has_failed, eval_is_due)
             wished = _step(job, batch, started, data_s, asked)
             heart.warm_up()
             heart.tell("step", state.step)
             if not wished:  # back at an earlier step
                 batches = job.loader.from_cursor(state.epoch, state.index, settings.num_epochs)
                 continue
-            stop_asked, save_due, eval_due = wished
+            stop_asked, save_due, save_failed, eval_due = wished
 
             last, measured = state.step >= settings.total_steps, True
             if settings.check_every and state.step % settings.check_every == 0:
                 check_replicas(job.contents, job.world)
             if eval_due or eval_timer.due_at(state.step) or (last and job.evaluate):
-                measured = _evaluate(job, lambda: stop.asked)
+                measured = _evaluate(job, is_stopping)
                 eval_timer.restart()
-            if save_due or save_timer.due_at(state.step) or last or stop_asked or not measured:
-                _save(job)
-                save_timer.restart()
+            stop_asked = stop_asked or not measured
+            saver.after_step(due=save_due, failed=save_failed, last=last, stop=stop_asked, stopping=is_stopping)
             if (stop_asked and not last) or not measured:
                 return stop.name or "a signal to another rank"
     return ""
@@ -61,7 +66,7 @@ def train(job: Job) -> str:
 def _step(
     job: Job, batch: GlobalBatch, started: float, data_s: float, asked: tuple[Callable[[], bool], ...]
 ) -> list[bool]:
-    """One optimizer step, recorded; returns what any rank's signal (or rank 0's clock) asks for, [] when it went back.
+    """One optimizer step, recorded; returns for each question whether any rank answers yes, [] when it went back.
 
     A batch whose numbers are not finite is left out, or undone, as `faults.nonfinite` says.
     """
@@ -71,8 +76,7 @@ def _step(
     set_learning_rate(contents.optimizer, lr)
 
     def wishes() -> list[float]:
-        stop, *clocks = [float(question()) for question in asked]
-        return [stop, *(clock if world.is_main else 0.0 for clock in clocks)]
+        return [float(question()) for question in asked]
 
     def attempt(batch: GlobalBatch) -> StepResult:
         return optimizer_step(
@@ -91,7 +95,7 @@ def _step(
         epoch = round(state.epoch + state.index / settings.steps_per_epoch, 4)
         counts = {"num_targets": batch.global_targets, "num_tokens": batch.num_tokens, "num_samples": batch.num_samples}
         numbers = {"epoch": epoch, "loss": loss, "grad_norm": result.norm, "lr": lr, **counts}
-        job.record.step(state, numbers, result.times, time.perf_counter() - started)
+        job.record.step(state, numbers, result, time.perf_counter() - started)
     return [wish > 0 for wish in result.wished]
 
 
@@ -105,10 +109,5 @@ def _evaluate(job: Job, is_stopped: Callable[[], bool]) -> bool:
     seconds = round(time.perf_counter() - started, 4)
     values = {**asdict(measured), "perplexity": measured.perplexity, "seconds": seconds}
     job.record.evaluated(job.contents.state, values)
+    job.saver.evaluated(measured.loss)
     return True
-
-
-def _save(job: Job) -> None:
-    job.world.heart.tell("save")
-    saved = job.store.save(job.contents, keep=job.settings.config.checkpoint.keep)
-    job.record.saved(job.contents.state, saved.path.name, saved.size_bytes, saved.blocked_s)

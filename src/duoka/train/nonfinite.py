@@ -12,8 +12,10 @@ from typing import Literal
 
 from duoka.data.loader import GlobalBatch
 from duoka.errors import WorkerFailed
-from duoka.train.checkpoint import CheckpointStore, Contents, choose_checkpoint
+from duoka.train.checkpoint import Contents
 from duoka.train.record import Recorder
+from duoka.train.resume import choose_checkpoint
+from duoka.train.saving import Saver
 
 MOST_IN_A_ROW = 10
 
@@ -21,9 +23,9 @@ MOST_IN_A_ROW = 10
 class NonFinite:
     """One run's bad batches: all ranks call it together, with the same numbers."""
 
-    def __init__(self, policy: Literal["stop", "skip", "rollback"], store: CheckpointStore, record: Recorder) -> None:
+    def __init__(self, policy: Literal["stop", "skip", "rollback"], saver: Saver, record: Recorder) -> None:
         self.policy = policy
-        self.store = store
+        self.saver = saver
         self.record = record
         self._tried_again: set[tuple[int, int]] = set()
         self._last_step, self._in_a_row = -1, 0
@@ -41,7 +43,9 @@ class NonFinite:
         # a fault of the batch does.
         found = None
         if self.policy == "rollback" and place not in self._tried_again:
-            found = choose_checkpoint(self.store.folder, "auto", self.store.world, self.record.say)
+            self.saver.settle()
+            run, world = self.record.run, self.record.world
+            found = choose_checkpoint(run, "auto", run.path, world, self.record.say)
         ends = self.policy == "stop" or (found is None and self._in_a_row >= MOST_IN_A_ROW)
         did = "stop" if ends else "rollback" if found else "skip"
         self._write(batch, step, loss, norm, did)
@@ -54,7 +58,7 @@ class NonFinite:
             self.record.say(text)
             return False
         self._tried_again.add(place)
-        self.store.load(found, contents)
+        self.saver.store.load(found, contents)
         text = f"step {step}: {what} is not finite; back to {found.name}, the batch is tried once more"
         self.record.event("resume", step=contents.state.step, reason=text)
         self.record.event("warning", step=step, text=text)

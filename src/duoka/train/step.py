@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +17,7 @@ from duoka.data.loader import IGNORED, Batch, GlobalBatch
 from duoka.optim.clip import clip_gradients
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.ddp import DdpExchange
+from duoka.parallel.ledger import LEDGER, Traffic
 from duoka.parallel.precision import compute_in
 from duoka.parallel.sharded import ShardedExchange
 from duoka.parallel.world import World
@@ -39,7 +40,8 @@ def build_numerics(precision: str, device: torch.device) -> Numerics:
 class StepTimes:
     """Seconds of this rank's step by what it did; `wait_s` is the exchange that no work of its own hid.
 
-    Of DDP it is measured; what sharded strategies exchange lies between layers, inside `forward_s` and `backward_s`.
+    On the host's clock: with gloo it is all of it, under every strategy. NCCL's waiting lies inside `forward_s` and
+    `backward_s`, because kernels wait there and the host goes on.
     """
 
     data_s: float = 0.0
@@ -62,7 +64,7 @@ class Shortage:
 class StepResult:
     """Global numbers: the loss sum, the norm before clipping, and `wished`, the sums of what ranks asked for.
 
-    The weights changed only if `is_finite` and not `is_short`.
+    `traffic` is what this rank exchanged. The weights changed only if `is_finite` and not `is_short`.
     """
 
     loss_sum: float
@@ -73,6 +75,8 @@ class StepResult:
     is_short: bool = False  # of memory, on some rank
     shortage: Shortage | None = None  # on this one
     can_try_again: bool = True
+    traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    num_micro_batches: int = 1
 
 
 def forward_backward(
@@ -85,7 +89,7 @@ def forward_backward(
     if last and isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
         _rehearse(parallel, batch.micro_batches[0], numerics, device)
     for place, micro in enumerate(batch.micro_batches):
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), LEDGER.waited_s
         world.heart.tell("forward")
         try:
             # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
@@ -94,7 +98,7 @@ def forward_backward(
                 with compute_in(numerics.precision, device):
                     loss, _ = parallel.model(**model_inputs(micro, device))
                 loss = inject.strike_loss(loss, step, world.rank)
-                middle = time.perf_counter()
+                middle, waited_forward = time.perf_counter(), LEDGER.waited_s - waited
                 world.heart.tell("backward")
                 numerics.scaler.scale(loss / batch.global_targets).backward()
         except RuntimeError as error:
@@ -105,8 +109,10 @@ def forward_backward(
             phase = world.heart.beat.phase
             return Shortage((micro.num_samples, micro.num_tokens, text), phase, place == last and phase == "backward")
         loss_sum += loss.detach()
-        times.forward_s += middle - started
-        times.backward_s += time.perf_counter() - middle
+        waited_backward = LEDGER.waited_s - waited - waited_forward
+        times.forward_s += middle - started - waited_forward
+        times.backward_s += time.perf_counter() - middle - waited_backward
+        times.wait_s += waited_forward + waited_backward
     return float(loss_sum)
 
 
@@ -175,16 +181,17 @@ def optimizer_step(
     """
     scaler = numerics.scaler
     times = StepTimes()
-    parallel.clock.reset()
+    LEDGER.take()  # what an evaluation or a check exchanged belongs to no step
     outcome = forward_backward(parallel, batch, numerics, world, times)
     shortage = outcome if isinstance(outcome, Shortage) else None
     if shortage:
         optimizer.zero_grad(set_to_none=True)
         if (shortage.is_in_exchange and world.size > 1) or not _take_part(parallel, batch, numerics, world):
             return StepResult(0.0, 0.0, is_short=True, shortage=shortage, can_try_again=False)
-    times.wait_s = min(parallel.clock.exposed_s(), times.backward_s)
-    times.backward_s -= times.wait_s
-    started = time.perf_counter()
+    overlapped_s = min(LEDGER.overlapped_s(), times.backward_s)
+    times.wait_s += overlapped_s
+    times.backward_s -= overlapped_s
+    started, waited = time.perf_counter(), LEDGER.waited_s
     if not shortage:
         scaler.unscale_(optimizer)
     norm = float(clip_gradients(parallel.named_trainable().values(), clip))
@@ -197,5 +204,8 @@ def optimizer_step(
         scaler.step(optimizer)
     scaler.update(scaler.get_scale() if result.is_short else None)
     optimizer.zero_grad(set_to_none=True)
-    times.optimizer_s = time.perf_counter() - started
+    waited = LEDGER.waited_s - waited  # for the norm and the sums
+    times.wait_s += waited
+    times.optimizer_s = time.perf_counter() - started - waited
+    result.traffic, result.num_micro_batches = LEDGER.take(), len(batch.micro_batches)
     return result
