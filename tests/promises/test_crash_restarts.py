@@ -128,3 +128,31 @@ def test_a_stop_between_two_worlds_ends_the_run(tmp_path):
             break
     code, output = finish(process)
     assert code == 75 and "between two worlds" in output
+
+
+CRASH_ONCE = """
+import os, signal
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+if os.environ["DUOKA_NUM_RESTARTS"] == "0" and dist.get_rank() == int(os.environ["VICTIM"]):
+    os.kill(os.getpid(), signal.SIGKILL)
+for _ in range(20):
+    dist.all_reduce(total)
+print("sum", total.item(), flush=True)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_twenty_of_twenty_restarts_are_clean(tmp_path, monkeypatch):
+    """Torch's own restart on gloo: 2 of 6 by default."""
+    clean = 0
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.setenv("VICTIM", str(number % 3))
+        code, output = finish(launch(folder, CRASH_ONCE, "--nproc", "3", "--restarts", "3"))
+        clean += code == 0 and "restart 2" not in output and output.count("sum ") == 1
+    assert clean == 20
