@@ -82,12 +82,14 @@ def _train_jobs(jobs):
     from duoka.config.load import load_config
     from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
+    from duoka.train import inject
     from duoka.train.main import read_inputs, run_in_world
 
     world = None
     try:
         for yaml, overrides, folder, *env in jobs:
             os.environ.update(*env)
+            inject.forget()
             run = RunFolder(Path(folder))
             run.make()
             loaded = load_config(yaml, overrides)

@@ -55,4 +55,9 @@ def strike_weights(named: Mapping[str, torch.Tensor], step: int, rank: int) -> N
             next(iter(named.values())).view(-1)[0] += 1e-3
 
 
+def forget() -> None:
+    """Orders that were carried out may strike again: for several runs in one process."""
+    _DONE.clear()
+
+
 _DONE: set[tuple[str, int]] = set()
