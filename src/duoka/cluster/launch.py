@@ -16,8 +16,8 @@ from pathlib import Path
 
 from duoka.errors import ConfigError
 from duoka.parallel.agent import AgentSpec
-from duoka.parallel.lifeline import PARENT_PID
-from duoka.parallel.rank import ELASTIC, LOGS_FOLDER, NUM_RESTARTS
+from duoka.parallel.lifeline import JOINS, PARENT_PID
+from duoka.parallel.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.runs.folder import RunFolder, write_json_atomic
 
 LOOPBACK = "127.0.0.1"
@@ -173,7 +173,7 @@ def build_environment(spec: WorldSpec, num_cores: int, env: Mapping[str, str] = 
     out[TOKEN] = spec.token
     out[NUM_RESTARTS] = str(spec.num_restarts)
     if spec.elastic:
-        out[ELASTIC] = "1"
+        out[JOINS] = "1"
     elif spec.num_processes == 1:
         out |= {
             "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",

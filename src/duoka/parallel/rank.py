@@ -15,7 +15,6 @@ from duoka.parallel.lifeline import die_with_parent, parent_pid
 
 LOGS_FOLDER = "DUOKA_LOGS"  # where ranks write; set by the supervisor
 NUM_RESTARTS = "DUOKA_NUM_RESTARTS"  # how many worlds of this run have failed before; set by the supervisor
-ELASTIC = "DUOKA_ELASTIC"  # set in ranks whose world may change: they meet as those that somebody else started
 START_MARK = "--- duoka: rank"
 
 
@@ -29,8 +28,8 @@ def log_name(rank: int) -> str:
 
 
 def is_restarted() -> bool:
-    """True when this world takes, or may take, the place of one that failed."""
-    return os.environ.get(NUM_RESTARTS, "0") != "0" or ELASTIC in os.environ
+    """True when this world takes the place of one that failed."""
+    return os.environ.get(NUM_RESTARTS, "0") != "0"
 
 
 def main(command: list[str]) -> None:

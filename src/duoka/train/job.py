@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from duoka.data.loader import Loader
+from duoka.data.feed import Feed
 from duoka.parallel.world import World
 from duoka.train.checkpoint import Contents
 from duoka.train.measure import Measured
-from duoka.train.memory import MemoryGuard
+from duoka.train.memory import MemoryWatch
 from duoka.train.nonfinite import NonFinite
 from duoka.train.record import Recorder
 from duoka.train.saving import Saver
 from duoka.train.setup import RunSettings
+from duoka.train.shortage import MemoryGuard
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,11 @@ class Job:
 
     settings: RunSettings
     contents: Contents
-    loader: Loader
+    feed: Feed
     saver: Saver
     record: Recorder
     world: World
     evaluate: Callable[[Callable[[], bool]], Measured | None] | None
+    memory: MemoryWatch
     guard: MemoryGuard
     nonfinite: NonFinite

@@ -25,7 +25,7 @@ def train(job: Job) -> str:
     settings, state, saver, heart = job.settings, job.contents.state, job.saver, job.world.heart
     eval_timer = Timer(settings.eval_every if job.evaluate else None, settings.steps_per_epoch)
     job.contents.parallel.model.train()
-    batches = job.loader.from_cursor(state.epoch, state.index, settings.num_epochs)
+    batches = job.feed.batches(state.place, settings.num_epochs)
     heart.tell("start", state.step)
     with StopSignal() as stop:
 
@@ -46,7 +46,7 @@ def train(job: Job) -> str:
             heart.warm_up()
             heart.tell("step", state.step)
             if not wished:  # back at an earlier step
-                batches = job.loader.from_cursor(state.epoch, state.index, settings.num_epochs)
+                batches = job.feed.batches(state.place, settings.num_epochs)
                 continue
             stop_asked, save_due, save_failed, eval_due = wished
 
@@ -81,7 +81,7 @@ def _step(
     def attempt(batch: GlobalBatch) -> StepResult:
         return optimizer_step(
             contents.parallel, contents.optimizer, batch,
-            numerics=contents.numerics, clip=optim.clip, world=world, wishes=wishes,
+            numerics=contents.numerics, clip=optim.clip, world=world, wishes=wishes, watch=job.memory,
         )  # fmt: skip
 
     result = job.guard.until_it_fits(attempt, batch)
@@ -89,13 +89,14 @@ def _step(
     loss = result.loss_sum / batch.global_targets
     if not result.is_finite and job.nonfinite.goes_back(batch, contents, loss, result.norm):
         return []
-    state.advance(batch, settings.steps_per_epoch)
+    state.advance(batch)
     inject.strike_weights(contents.parallel.named_trainable(), state.step, world.rank)
     if result.is_finite:
-        epoch = round(state.epoch + state.index / settings.steps_per_epoch, 4)
         counts = {"num_targets": batch.global_targets, "num_tokens": batch.num_tokens, "num_samples": batch.num_samples}
-        numbers = {"epoch": epoch, "loss": loss, "grad_norm": result.norm, "lr": lr, **counts}
+        numbers = {"epoch": round(batch.epochs_done, 4), "loss": loss, "grad_norm": result.norm, "lr": lr, **counts}
         job.record.step(state, numbers, result, time.perf_counter() - started)
+        if held := job.memory.report(world):
+            job.record.memory(state, held)
     return [wish > 0 for wish in result.wished]
 
 

@@ -10,7 +10,7 @@ import json
 import math
 from typing import Literal
 
-from duoka.data.loader import GlobalBatch
+from duoka.data.loader import GlobalBatch, Place
 from duoka.errors import WorkerFailed
 from duoka.train.checkpoint import Contents
 from duoka.train.record import Recorder
@@ -27,7 +27,7 @@ class NonFinite:
         self.policy = policy
         self.saver = saver
         self.record = record
-        self._tried_again: set[tuple[int, int]] = set()
+        self._tried_again: set[Place] = set()
         self._last_step, self._in_a_row = -1, 0
 
     def goes_back(self, batch: GlobalBatch, contents: Contents, loss: float, norm: float) -> bool:
@@ -38,7 +38,7 @@ class NonFinite:
         step = contents.state.step + 1
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
         self._last_step = step
-        place = (batch.epoch, batch.index)
+        place = batch.after
         # A fault of the machine doesn't come twice, and what it did to the weights before is undone by going back;
         # a fault of the batch does.
         found = None

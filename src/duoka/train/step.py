@@ -22,6 +22,9 @@ from duoka.parallel.precision import compute_in
 from duoka.parallel.sharded import ShardedExchange
 from duoka.parallel.world import World
 from duoka.train import inject
+from duoka.train.memory import NoWatch
+
+NO_WATCH = NoWatch()
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,12 @@ class StepResult:
 
 
 def forward_backward(
-    parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World, times: StepTimes
+    parallel: Parallelized,
+    batch: GlobalBatch,
+    numerics: Numerics,
+    world: World,
+    times: StepTimes,
+    watch: NoWatch = NO_WATCH,
 ) -> float | Shortage:
     """Gradients of the global batch's mean loss, summed over ranks; returns this rank's share of the loss sum."""
     device, step = world.device, world.heart.beat.step + 1
@@ -95,7 +103,7 @@ def forward_backward(
             # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
             with parallel.exchange(place == last):
                 inject.strike_forward(step, world.rank)
-                with compute_in(numerics.precision, device):
+                with watch.forward(micro.input_ids.numel()), compute_in(numerics.precision, device):
                     loss, _ = parallel.model(**model_inputs(micro, device))
                 loss = inject.strike_loss(loss, step, world.rank)
                 middle, waited_forward = time.perf_counter(), LEDGER.waited_s - waited
@@ -108,6 +116,7 @@ def forward_backward(
             text = str(error).strip().splitlines()[0][:200]
             phase = world.heart.beat.phase
             return Shortage((micro.num_samples, micro.num_tokens, text), phase, place == last and phase == "backward")
+        watch.after_backward()
         loss_sum += loss.detach()
         waited_backward = LEDGER.waited_s - waited - waited_forward
         times.forward_s += middle - started - waited_forward
@@ -173,6 +182,7 @@ def optimizer_step(
     clip: float,
     world: World,
     wishes: Callable[[], Sequence[float]] = tuple,
+    watch: NoWatch = NO_WATCH,
 ) -> StepResult:
     """Learn from one global batch, unless its numbers are not finite or memory is short: then nothing changes.
 
@@ -182,7 +192,7 @@ def optimizer_step(
     scaler = numerics.scaler
     times = StepTimes()
     LEDGER.take()  # what an evaluation or a check exchanged belongs to no step
-    outcome = forward_backward(parallel, batch, numerics, world, times)
+    outcome = forward_backward(parallel, batch, numerics, world, times, watch)
     shortage = outcome if isinstance(outcome, Shortage) else None
     if shortage:
         optimizer.zero_grad(set_to_none=True)
@@ -202,6 +212,7 @@ def optimizer_step(
     result.is_finite = math.isfinite(loss_sum) and (math.isfinite(norm) or scaler.is_enabled())
     if result.is_finite and not result.is_short:
         scaler.step(optimizer)
+        watch.after_step()
     scaler.update(scaler.get_scale() if result.is_short else None)
     optimizer.zero_grad(set_to_none=True)
     waited = LEDGER.waited_s - waited  # for the norm and the sums

@@ -147,4 +147,4 @@ def _fits(top: Mapping[str, Any]) -> bool:
 @cache
 def llamafactory() -> Dialect:
     rows = table(_rows_of_model_and_data(), _rows_of_training(), rest_rows())
-    return Dialect("llamafactory", "LLaMA-Factory", rows, _fits, _defaults)
+    return Dialect("llamafactory", "LLaMA-Factory", rows, _fits, _defaults, task=to.task_of)
