@@ -97,7 +97,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], Callable[[Seen, Seen], bool]]] = {
     "finetuning_type": ("full", {}, lambda s, b: (s.folder / "final/model.safetensors").is_file()),
     "freeze_trainable_layers": (-1, FREEZE, only("layers.0.")),
     "freeze_trainable_modules": ("mlp", FREEZE, only("layers.3.mlp.")),
-    "freeze_extra_modules": ("norm", FREEZE, lambda s, b: "model.norm.weight" in s.trained_parts(s.folder.parent / "tiny")),
+    "freeze_extra_modules": ("norm", FREEZE, only("layers.3.", "model.norm.")),
     "use_llama_pro": (True, {**FREEZE, "freeze_trainable_layers": 2}, only("layers.1.", "layers.3.")),
     "lora_rank": (2, {}, lambda s, b: all(2 in value.shape for value in s.weights.values())),
     "lora_alpha": (3, {}, lambda s, b: s.adapter["lora_alpha"] == 3),
