@@ -30,6 +30,7 @@ COMMANDS = {
     "export": "Merge adapters and write a standard model folder.",
     "plan": "Say before a run whether it fits, and how it is laid out.",
     "comm": "Test how processes talk to each other, and how fast.",
+    "bench": "Measure this machine, so that plans stand on figures.",
     "doctor": "Check whether this machine is fit for training.",
     "runs": "List runs with state, step, loss and age; show or stop one.",
     "config": "Show a config with the origin of every value, or the schema.",

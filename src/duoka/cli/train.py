@@ -147,6 +147,7 @@ def prepare_run(
     from duoka.data.prepare import prepare_data
     from duoka.data.report import write_data_report
     from duoka.model.source import model_folder
+    from duoka.plan.catalogue import local_cluster
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
     from duoka.runs.folder import write_json_atomic, write_text_atomic
@@ -155,9 +156,10 @@ def prepare_run(
     folder = model_folder(loaded.config.model, loaded.base, say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
     prepared.check_world(world_size)
+    local = local_size or world_size
     plan = make_plan(
         loaded.config, read_shape(folder), machine, world_size, num_samples=prepared.num_samples,
-        mean_length=prepared.mean_length, local_size=local_size or world_size,
+        mean_length=prepared.mean_length, local_size=local, cluster=local_cluster(machine, world_size, local),
     )  # fmt: skip
     _refuse_what_does_not_fit(plan)
     if loaded.path.resolve() != run.config.resolve():
