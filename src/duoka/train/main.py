@@ -170,7 +170,12 @@ def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
     parallel = _build_model(inputs, plan, world)
-    optimizer = build_optimizer(parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer")
+    optimizer = build_optimizer(
+        parallel.named_trainable(),
+        config.optim,
+        on_host=plan.layout.offload == "optimizer",
+        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0,
+    )
     # The same initial values everywhere, but each rank draws its own dropout.
     torch.manual_seed(config.train.seed + world.rank)
     return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())
