@@ -60,7 +60,6 @@ def test_bf16_begins_and_falls_alike_under_every_strategy(runs, name):
 
 
 def leave_one_out(yaml, folder):
-    import torch
 
     from duoka.errors import ConfigError
     from duoka.parallel.world import end_world
@@ -73,7 +72,7 @@ def leave_one_out(yaml, folder):
         batch = next(loader.from_cursor(0, 0, 1.0))
         last = contents.parallel.bare.core.get_decoder().layers[3]
         last.forward = lambda hidden, *args, **kwargs: hidden
-        arguments = (contents.parallel, batch, contents.numerics, torch.device("cpu"), StepTimes())
+        arguments = (contents.parallel, batch, contents.numerics, world, StepTimes())
         if looks:
             forward_backward(*arguments)
         else:
@@ -109,7 +108,7 @@ def overflow_once(yaml, folder):
                 numerics.scaler._scale.fill_(1e38)
             result = optimizer_step(
                 contents.parallel, contents.optimizer, batch,
-                numerics=numerics, clip=0.5, device=torch.device("cpu"), step=step,
+                numerics=numerics, clip=0.5, world=world, step=step,
             )  # fmt: skip
             after = values(contents)
             changed = [name for name in before if before[name].numel() and not torch.equal(before[name], after[name])]

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 from bad_configs import CONTRADICTIONS, OVERRIDES, UNKNOWN_KEYS, VALUES, YAML_ITSELF
 
 from duoka import cli
-from duoka.cluster import supervise
+from duoka.cluster import restart
 
 CONFIGS = [*YAML_ITSELF, *UNKNOWN_KEYS, *VALUES, *OVERRIDES]
 
@@ -22,7 +22,7 @@ def nothing_starts(monkeypatch, tmp_path):
     def refuse(*args, **kwargs):
         raise AssertionError("something was started for a config that is wrong")
 
-    monkeypatch.setattr(supervise, "run_world", refuse)
+    monkeypatch.setattr(restart, "run_with_restarts", refuse)
     monkeypatch.setattr("duoka.data.prepare.prepare_data", refuse)
     monkeypatch.setattr("duoka.model.source.model_folder", refuse)
     monkeypatch.chdir(tmp_path)

@@ -280,6 +280,9 @@ CONTRADICTIONS = {
     "lora-target-twice": HEAD + "lora: {targets: [q_proj, q_proj]}\n",
     "lora-target-is-no-name": HEAD + 'lora: {targets: ["q_proj,v_proj"]}\n',
     "lora-scale": HEAD + "lora: {rank: 4096, alpha: 0.1}\n",
+    "lora-and-train-only": HEAD + "train_only: {layers: 2}\nlora: {rank: 4}\n",
+    "train-only-nothing": HEAD + "train_only: {layers: 0}\n",
+    "spread-of-named-layers": HEAD + "train_only: {layers: [1, 2], spread: true}\n",
     "ddp-settings-without-ddp": HEAD + "parallel: {strategy: single, find_unused_parameters: true}\n",
     "static-graph-looks-for-unused": HEAD + "parallel: {static_graph: true, find_unused_parameters: true}\n",
     "shard-ranks-without-hsdp": HEAD + "parallel: {strategy: fsdp, shard_ranks: 2}\n",
@@ -290,5 +293,7 @@ CONTRADICTIONS = {
     "single-with-backend": HEAD + "parallel: {strategy: single, backend: gloo}\n",
     "revision-of-no-hub-model": "data: {train: [identity]}\n\nmodel: {name: ./mine, revision: main}\n",
     "resume-is-a-switch": HEAD + "checkpoint: {resume: no}\n",
+    "keep-best-of-nothing": HEAD + "checkpoint: {keep_best: true}\n",
+    "allowed-change-of-no-key": HEAD + "checkpoint: {allow_changes: [lr]}\n",
     "output-is-a-shared-folder": HEAD + "output: ./\n",
 }

@@ -1,7 +1,9 @@
 """A checkpoint is whole or it is passed over; what it holds comes back bit for bit."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from duoka.optim.build import build_optimizer, optimizer_tensors
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
-from duoka.train.checkpoint import CheckpointStore, Contents, choose_checkpoint, describe_damage
-from duoka.train.manifest import list_checkpoints
+from duoka.runs.folder import RunFolder
+from duoka.runs.manifest import list_checkpoints
+from duoka.train.checkpoint import CheckpointStore, Contents, Facts, SaveFault
+from duoka.train.resume import choose_checkpoint, find_damage
+from duoka.train.retention import Keep, clean_drafts
 from duoka.train.state import TrainState
 from duoka.train.step import build_numerics
 
@@ -31,19 +36,29 @@ def make_contents(seed, learn=True):
     return Contents(parallel, optimizer, numerics, TrainState(step=3, epoch=1, index=2))
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore(tmp_path / "checkpoints", World(), Layout(), "hash", {"duoka": "test"})
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def store(tmp_path, request):
+    run = RunFolder(tmp_path)
+    run.make()
+    made = CheckpointStore(
+        run.checkpoints, World(), Layout(), Facts("hash", "", "data", {"duoka": "test"}), asynchronous=request.param
+    )
+    yield made
+    made.close()
 
 
 def save_at(store, contents, step, keep=2):
+    """Save and wait for the end; a fault is raised as the run would."""
     contents.state.step = step
-    return store.save(contents, keep=keep).path
+    ended = store.save(contents, Keep(keep)) or store.wait()
+    if isinstance(ended, SaveFault):
+        raise ended.error()
+    return ended.path
 
 
 def choose(store, resume="auto"):
     said = []
-    found = choose_checkpoint(store.folder, resume, World(), said.append)
+    found = choose_checkpoint(RunFolder(store.folder.parent), resume, Path(), World(), said.append)
     return found, said
 
 
@@ -75,7 +90,7 @@ def test_loading_continues_as_if_never_stopped(store):
 
 def test_no_pickle_is_written(store):
     path = save_at(store, make_contents(1), 5)
-    assert {name.rsplit(".", 1)[1] for name in os.listdir(path)} == {"json", "safetensors"}
+    assert {name.rsplit(".", 1)[1] for name in os.listdir(path)} == {"json", "safetensors", "yaml"}
     for name in os.listdir(path):
         assert (path / name).read_bytes()[:2] not in (b"\x80\x02", b"PK"), name
 
@@ -87,14 +102,14 @@ def flip_byte(path):
 
 
 def name_a_file_outside(manifest):
-    files = {"../x": {"size_bytes": 1, "blake2b": ""}}
+    files = {"../x": {"size_bytes": 1, "crc32": ""}}
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": files}))
 
 
 DAMAGE = {
-    "a flipped byte in a shard": lambda folder: flip_byte(next(folder.glob("shard-*"))),
-    "a cut shard": lambda folder: os.truncate(next(folder.glob("shard-*")), 100),
-    "a missing shard": lambda folder: next(folder.glob("shard-*")).unlink(),
+    "a flipped byte in a shard": lambda folder: flip_byte(next(folder.glob("tensors-*"))),
+    "a cut shard": lambda folder: os.truncate(next(folder.glob("tensors-*")), 100),
+    "a missing shard": lambda folder: next(folder.glob("tensors-*")).unlink(),
     "a changed state": lambda folder: (folder / "state.json").write_text("{}"),
     "a missing generator": lambda folder: (folder / "random-00000.safetensors").unlink(),
     "a cut manifest": lambda folder: os.truncate(folder / "manifest.json", 50),
@@ -111,14 +126,14 @@ def test_damage_is_named_and_the_older_checkpoint_is_used(store, kind):
     newer = save_at(store, contents, 10)
     assert choose(store) == (newer, [])
     DAMAGE[kind](newer)
-    assert describe_damage(newer)
+    assert find_damage(newer, World())
     found, said = choose(store)
     assert found == older
     assert len(said) == 1 and newer.name in said[0]
 
 
 def test_when_all_are_damaged_the_run_is_refused(store):
-    flip_byte(next(save_at(store, make_contents(1), 5).glob("shard-*")))
+    flip_byte(next(save_at(store, make_contents(1), 5).glob("tensors-*")))
     with pytest.raises(StorageError, match="every checkpoint"):
         choose(store)
 
@@ -135,10 +150,10 @@ def test_a_half_written_folder_is_no_checkpoint_and_is_cleaned(store):
     save_at(store, make_contents(1), 5)
     draft = store.folder / ".step-00000010.draft"
     draft.mkdir()
-    (draft / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half")
+    (draft / "tensors-00000.safetensors").write_bytes(b"half")
     found, _ = choose(store)
     assert found.name == "step-00000005"
-    assert store.clean_drafts() == [draft.name]
+    assert clean_drafts(store.folder) == [draft.name]
     assert not draft.exists()
 
 
@@ -155,9 +170,9 @@ def test_a_save_that_fails_leaves_the_earlier_one_and_says_why(store, monkeypatc
     older = save_at(store, contents, 5)
 
     def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("duoka.train.checkpoint.save_file", full)
+    monkeypatch.setattr("duoka.train.checkpoint.write_share", full)
     with pytest.raises(StorageError, match="No space left") as caught:
         save_at(store, contents, 10)
     assert "free there" in str(caught.value)

@@ -16,7 +16,7 @@ import pytest
 
 from duoka import cli as frame
 from duoka.cli import train as train_command
-from duoka.cluster import supervise
+from duoka.cluster import restart
 from duoka.cluster.blame import Verdict
 from duoka.cluster.claim import check_claim, find_run_folder, hold_run
 from duoka.cluster.join import RefusedElsewhere, follow, lead
@@ -49,11 +49,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[WorldSpec]:
     """Worlds that would have been started."""
     specs: list[WorldSpec] = []
 
-    def run_world(spec: WorldSpec) -> Verdict:
+    def run_with_restarts(spec: WorldSpec, most: int, say: object) -> Verdict:
         specs.append(spec)
         return Verdict(75, ("stopped by a test",), (), True)
 
-    monkeypatch.setattr(supervise, "run_world", run_world)
+    monkeypatch.setattr(restart, "run_with_restarts", run_with_restarts)
     return specs
 
 

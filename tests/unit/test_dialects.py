@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from guides import NESTED as GUIDE
 
 from duoka.cli import config as config_cli
 from duoka.config.catalog import known_keys
@@ -22,42 +23,13 @@ ROOT = Path(__file__).parents[2]
 CORPUS: dict[str, Any] = json.loads(Path(__file__).with_name("llamafactory_corpus.json").read_text())
 BASE = {"model_name_or_path": "some/model", "dataset": "identity", "template": "qwen3", "do_train": True}
 LOADS_TODAY = {
-    "train_lora/qwen3_lora_sft", "inference/qwen3", "ascend/qwen3_full_sft_fsdp2", "ascend/qwen3_5_full_sft_fsdp2",
+    "train_lora/qwen3_lora_sft", "extras/llama_pro/llama3_freeze_sft", "inference/qwen3",
+    "ascend/qwen3_full_sft_fsdp2", "ascend/qwen3_5_full_sft_fsdp2",
     "ascend/qwen3moe_full_sft_fsdp", "ascend/qwen3_5moe_lora_sft_fsdp2", "megatron_bridge/llama3_sft",
     # Plain files; that their models are quantised is the model room's to refuse.
     "train_qlora/llama3_lora_sft_aqlm", "train_qlora/llama3_lora_sft_awq", "train_qlora/llama3_lora_sft_gptq",
 }  # fmt: skip
-NESTED = """\
-trainer:
-  type: "ddp"
-  max_epochs: 3
-  per_device_train_batch_size: 4
-  gradient_accumulation_steps: 2
-  learning_rate: 2e-5
-  logging_steps: 10
-  save_steps: 50
-  fp16: true  # 或bf16: true
-model:
-  model_name_or_path: "/path/to/model"
-  adapter_name_or_path: "lora"
-  lora_rank: 8
-  lora_alpha: 16
-  lora_dropout: 0.05
-data:
-  dataset: "my_custom_dataset"
-  max_seq_len: 512
-  train_split: "train"
-  eval_split: "test"
-ddp:
-  find_unused_parameters: false
-  gradient_as_bucket_view: true
-  timeout: 180000000
-output:
-  output_dir: "./ddp_training_output"
-  logging_steps: 10
-  save_steps: 50
-  overwrite_output_dir: true
-"""
+NESTED = GUIDE.format(model="/path/to/model")
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +151,10 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("trust_remote_code", True, {}, "model.trust_remote_code", True),
     ("template", "chatml", {}, "model.template", "chatml"),
     ("finetuning_type", "full", {}, "lora", None),
+    ("freeze_trainable_layers", -3, {"finetuning_type": "freeze"}, "train_only.layers", -3),
+    ("freeze_trainable_modules", "mlp", {"finetuning_type": "freeze"}, "train_only.modules", ("mlp",)),
+    ("freeze_extra_modules", "norm", {"finetuning_type": "freeze"}, "train_only.extra", ("norm",)),
+    ("use_llama_pro", True, {"finetuning_type": "freeze"}, "train_only.spread", True),
     ("lora_rank", 4, {}, "lora.rank", 4),
     ("lora_rank", 4, {}, "lora.alpha", 8.0),
     ("lora_alpha", 5, {}, "lora.alpha", 5.0),
@@ -219,6 +195,12 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("gradient_checkpointing", True, {}, "train.recompute", "full"),
     ("activation_checkpointing", True, {}, "train.recompute", "full"),
     ("seed", 7, {}, "train.seed", 7),
+    ("torch_compile", True, {}, "train.compile", True),
+    ("fsdp", "hybrid_shard_zero2 auto_wrap", {}, "parallel.strategy", "hsdp"),
+    ("fsdp", "hybrid_shard_zero2 auto_wrap", {}, "parallel.reshard", False),
+    ("fsdp", ["full_shard", "offload"], {}, "parallel.offload", "params"),
+    ("ddp_bucket_cap_mb", 5, {"fsdp": ""}, "parallel.bucket_mb", 5.0),
+    ("ddp_static_graph", True, {}, "parallel.static_graph", True),
     ("eval_steps", 9, {"val_size": 0.1}, "train.eval_every", 9),
     ("save_steps", 9, {}, "checkpoint.every", 9),
     ("save_strategy", "epoch", {"save_steps": 9}, "checkpoint.every", "1 epoch"),
@@ -254,6 +236,7 @@ def test_the_sample_covers_the_implemented_keys() -> None:
     wanted = {row.name for row in rows if row.state == "implemented"}
     sampled = {effect[0] for effect in EFFECTS}
     left = {"stage", "deepspeed", "do_train", "eval_strategy", "evaluation_strategy"}
+    left |= {"data_seed", "enable_thinking", "preserve_thinking"}  # these only check
     assert wanted - sampled == left and len(sampled) >= 40
 
 
@@ -273,7 +256,13 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
         ({"stage": "stf"}, ("did you mean sft",)),
         ({"use_muon": True}, ("use_muon true is refused",)),
         ({"quantization_bit": 4}, ("quantization_bit 4 is refused",)),
-        ({"finetuning_type": "freeze"}, ("freeze is not there yet",)),
+        ({"finetuning_type": "oft"}, ("oft is not there yet",)),
+        ({"freeze_trainable_layers": 0, "finetuning_type": "freeze"}, ("other than 0",)),
+        ({"use_llama_pro": True}, ("finetuning_type: freeze",)),
+        ({"data_seed": 7}, ("one seed is for everything", "seed: 7")),
+        ({"enable_thinking": False}, ("an empty thought before every answer of qwen3", "qwen3_nothink")),
+        ({"preserve_thinking": True}, ("thoughts of earlier turns",)),
+        ({"fsdp": "ful_shard"}, ("did you mean full_shard",)),
         ({"bf16": True, "fp16": True}, ("both on",)),
         ({"dataset_dir": "REMOTE:x/y"}, ("lies on a hub",)),
         ({"do_train": False}, ("do_train is false",)),
@@ -322,6 +311,53 @@ def test_deepspeed_has_comments_and_auto_and_conflicts_are_refused_with_both_val
     assert "contradict" in message and "0.5 (ds.json:5)" in message and "1.0" in message, message
     Path("ds.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 0}}', "utf-8")
     assert "32 (ds.json:1)" in refusal(BASE | {"deepspeed": "ds.json", "per_device_train_batch_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("zero", "wanted"),
+    [
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, ("zero2", "optimizer", None)),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+         ("zero3", "params", None)),
+        ({"stage": 1, "cpu_offload": True}, ("zero1", "optimizer", None)),
+        ({"stage": 3, "offload_param": {"device": "none"}, "cpu_offload": False}, ("zero3", "none", None)),
+        ({"stage": 3, "mics_shard_size": 2}, ("hsdp", "none", 2)),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "stage is 2"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "nvme is not there yet"),
+    ],
+)  # fmt: skip
+def test_what_deepspeed_offloads_lies_in_host_memory(zero: dict[str, Any], wanted: Any) -> None:
+    Path("ds.json").write_text(json.dumps({"zero_optimization": zero}), "utf-8")
+    if isinstance(wanted, str):
+        assert wanted in refusal(BASE | {"deepspeed": "ds.json"}, ranks=4)
+        return
+    parallel = load(BASE | {"deepspeed": "ds.json"}, ranks=4).config.parallel
+    assert (parallel.strategy, parallel.offload, parallel.shard_ranks) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "lines"),
+    [
+        ({"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": True}, ("strategy: fsdp", "offload: params")),
+        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, ("strategy: zero2",)),
+        ({"fsdp_sharding_strategy": 5}, ("strategy: hsdp", "reshard: false")),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": False}, ("strategy: fsdp", "reshard: false")),
+        ({"fsdp_version": 1, "fsdp_reshard_after_forward": "HYBRID_SHARD"}, ("strategy: hsdp",)),
+    ],
+)
+def test_what_accelerate_shards_is_sharded_that_way(fsdp: dict[str, Any], lines: tuple[str, ...]) -> None:
+    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": fsdp}
+    Path("a.yaml").write_text(yaml.safe_dump(content), "utf-8")
+    side = read_side_file("a.yaml", Start(2))
+    assert side is not None and all(f"  {line}  #" in side.text for line in lines), side and side.text
+
+
+def test_what_the_environment_fills_in_is_filled_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTER", "x-${env:INNER}")
+    for text, wanted in (("${env:OUTER}", "x-${env:INNER}"), ("$${env:OUTER}", "${env:OUTER}")):
+        config = load(BASE | {"output_dir": text}).config
+        ours = load({"model": "demo", "data": {"train": ["identity"]}, "output": text}).config
+        assert config.output == ours.output == wanted
 
 
 def test_a_side_file_alone_is_shown_and_not_trained() -> None:

@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from duoka.config.schema import LoraConfig
+from duoka.plan.activations import LOSS_CHUNK_BYTES
 from duoka.plan.layout import Layout
-from duoka.plan.memory import CPU_FRAMEWORK_BYTES, LOSS_CHUNK_BYTES, Work, estimate_memory, static_memory
+from duoka.plan.memory import CPU_FRAMEWORK_BYTES, estimate_memory
+from duoka.plan.recipe import Work, static_memory
 from duoka.plan.shape import shape_from_config
 from duoka.units import Amount
 

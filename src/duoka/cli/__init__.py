@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": "Talk to what a run has learned so far.",
     "export": "Merge adapters and write a standard model folder.",
     "plan": "Say before a run whether it fits, and how it is laid out.",
+    "comm": "Test how processes talk to each other, and how fast.",
     "doctor": "Check whether this machine is fit for training.",
     "runs": "List runs with state, step, loss and age, or stop one.",
     "config": "Show a config with the origin of every value, or the schema.",

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import click
@@ -38,10 +35,12 @@ def command(
     if place is None:
         num_processes = _count_processes(nproc)
         if num_processes > 1:
+            from duoka.cli.worlds import run_same_command
+
             _read_data(trained, names, speak)  # once, before there are ranks that would wait for it
             options = [*(f"--data={name}" for name in names), *(["--base"] if base else [])]
             options += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
-            return _run_world([target, *options, *(["--json"] if as_json else [])], num_processes)
+            return run_same_command(["eval", target, *options, *(["--json"] if as_json else [])], num_processes)
     from duoka.serve.evaluate import evaluate
 
     found = evaluate(trained, _read_data(trained, names, speak), base_only=base)
@@ -65,21 +64,3 @@ def _count_processes(asked: int | None) -> int:
     from duoka.plan.hardware import read_machine
 
     return count_processes(asked, len(read_machine().gpus))
-
-
-def _run_world(arguments: list[str], num_processes: int) -> int:
-    """The same command on every rank. Logs go to a temporary folder, which stays only when they explain a failure."""
-    from duoka.cli.train import print_verdict
-    from duoka.cluster.launch import WorldSpec, python_module
-    from duoka.cluster.supervise import run_world
-    from duoka.runs.folder import RunFolder
-
-    folder = Path(tempfile.mkdtemp(prefix="duoka-eval-"))
-    run = RunFolder(folder)
-    run.make()
-    spec = WorldSpec(python_module("duoka", "eval", *arguments), num_processes, run, resumes=False)
-    verdict = run_world(spec)
-    if verdict.exit_code == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    print_verdict(verdict)
-    return verdict.exit_code

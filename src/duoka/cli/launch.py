@@ -17,17 +17,24 @@ import click
 )
 @click.option("--nproc", type=int, help="Processes; default: one per GPU, on a CPU one.")
 @click.option("--port", type=int, default=None, help="Port of the rendezvous; default: a free one.")
+@click.option("--restarts", type=click.IntRange(0), default=0, help="Start again up to N times after a crash.")
 @click.option("--output", help="Folder for logs and status; default: runs/SCRIPT-DATE-TIME.")
 @click.option("--grace", type=float, default=60.0, show_default=True, help="Seconds from a request to stop to an end.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 def command(
-    nproc: int | None, port: int | None, output: str | None, grace: float, script: str, arguments: tuple[str, ...]
+    nproc: int | None,
+    port: int | None,
+    restarts: int,
+    output: str | None,
+    grace: float,
+    script: str,
+    arguments: tuple[str, ...],
 ) -> int:
     from duoka.cli.train import print_verdict
     from duoka.cluster.claim import hold_run
     from duoka.cluster.launch import WorldSpec, check_port, count_processes
-    from duoka.cluster.supervise import run_world
+    from duoka.cluster.restart import run_with_restarts
     from duoka.errors import ConfigError
     from duoka.plan.hardware import read_machine
     from duoka.runs.folder import RunFolder
@@ -45,6 +52,6 @@ def command(
         (sys.executable, script, *arguments), num_processes, run, port=port or 0, resumes=False, stop_grace_s=grace
     )
     with hold_run(run):
-        verdict = run_world(spec)
+        verdict = run_with_restarts(spec, restarts, lambda text: click.echo(text, err=True))
     print_verdict(verdict)
     return verdict.exit_code

@@ -34,8 +34,11 @@ _RANK_0_SPEAKS_S = 3.0
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--nproc", type=int, help="Processes; default: one per GPU, on a CPU one.")
 @click.option("--port", type=int, help="Port of the rendezvous; default: a free one.")
+@click.option("--restarts", type=click.IntRange(0), default=0, help="Start again up to N times after a crash or hang.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
-def command(config: str, overrides: tuple[str, ...], nproc: int | None, port: int | None, dry_run: bool) -> int:
+def command(
+    config: str, overrides: tuple[str, ...], nproc: int | None, port: int | None, restarts: int, dry_run: bool
+) -> int:
     """Train as CONFIG says, with values of it replaced: optim.lr=1e-4 data.max_length=1024.
 
     The output folder of a run that was stopped, or that crashed, is gone on with by the same command.
@@ -45,10 +48,10 @@ def command(config: str, overrides: tuple[str, ...], nproc: int | None, port: in
 
     place = read_rank_environment()
     if place is None:
-        return start_here(config, overrides, nproc, port, dry_run=dry_run)
-    if nproc is not None or port is not None or dry_run:
+        return start_here(config, overrides, nproc, port, restarts, dry_run=dry_run)
+    if nproc is not None or port is not None or restarts or dry_run:
         raise ConfigError(
-            "--nproc, --port and --dry-run are for starting a world, and this process is part of one already",
+            "--nproc, --port, --restarts and --dry-run start a world, and this process is part of one already",
             where="RANK and WORLD_SIZE are set in the environment",
             fix="leave the flags to the launcher, or unset these variables",
         )
@@ -60,7 +63,9 @@ def command(config: str, overrides: tuple[str, ...], nproc: int | None, port: in
 # --- the process that a user starts ---
 
 
-def start_here(config: str, overrides: tuple[str, ...], nproc: int | None, port: int | None, *, dry_run: bool) -> int:
+def start_here(
+    config: str, overrides: tuple[str, ...], nproc: int | None, port: int | None, restarts: int = 0, *, dry_run: bool
+) -> int:
     from duoka.cluster.claim import check_claim, find_run_folder, hold_run
     from duoka.cluster.launch import check_port, count_processes
     from duoka.plan.hardware import read_machine
@@ -80,7 +85,7 @@ def start_here(config: str, overrides: tuple[str, ...], nproc: int | None, port:
     with hold_run(run):
         kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
         prepare_run(loaded, run, machine, num_processes)
-        return _supervise(run, num_processes, port or 0)
+        return _supervise(run, num_processes, port or 0, restarts)
 
 
 def load_checked(
@@ -105,7 +110,7 @@ def load_checked(
 
 @dataclass(frozen=True)
 class _Say:
-    """What preparing says goes to stderr, as long as it prepares."""
+    """What preparing and supervising say goes to stderr."""
 
     def __call__(self, text: str) -> None:
         click.echo(text, err=True)
@@ -146,12 +151,12 @@ def _refuse_what_does_not_fit(plan: Plan) -> None:
         raise refusal
 
 
-def _supervise(run: RunFolder, num_processes: int, port: int) -> int:
+def _supervise(run: RunFolder, num_processes: int, port: int, restarts: int) -> int:
     from duoka.cluster.launch import WorldSpec, python_module
-    from duoka.cluster.supervise import run_world
+    from duoka.cluster.restart import run_with_restarts
 
     command = python_module("duoka", "train", str(run.config.resolve()))
-    verdict = run_world(WorldSpec(command, num_processes, run, port=port))
+    verdict = run_with_restarts(WorldSpec(command, num_processes, run, port=port), restarts, _Say())
     print_verdict(verdict)
     return finish(run) if verdict.exit_code == 0 else verdict.exit_code
 

@@ -45,6 +45,7 @@ class Verdict:
     lines: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
     stopped: bool = False  # on request, or saved and left: no failure
+    step: int = 0  # of a failure: the last optimizer step that was recorded
 
 
 def judge_world(
@@ -59,7 +60,8 @@ def judge_world(
         text = f"{_ranks(late)} did not stop within {spec.stop_grace_s:g} s of {stopped_by}"
         return Verdict(WorkerFailed.exit_code, (f"{WorkerFailed.title}: {text}, and were killed",), _where(spec))
     if report.error and not (stopped_by and not bad):
-        return Verdict(WorkerFailed.exit_code, (f"{WorkerFailed.title}: {report.error}",), _where(spec))
+        step = last_step(spec.run, spec.started)
+        return Verdict(WorkerFailed.exit_code, (f"{WorkerFailed.title}: {report.error}",), _where(spec), step=step)
     if not bad:
         return _judge_no_failure(spec, report, stopped_by)
     ended_by_stop = (StoppedEarly.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)
@@ -109,7 +111,7 @@ def _judge_failure(spec: WorldSpec, bad: list[RankExit], failures: dict[int, Fai
         lines.append(f"  {others} other rank{'s were' if others > 1 else ' was'} stopped because of it")
     goes_on = spec.resumes and code == WorkerFailed.exit_code and step > 0 and spec.run.checkpoints.is_dir()
     hint = ("  the same command goes on from the newest checkpoint",) if goes_on else ()
-    return Verdict(code, tuple(lines), (*traceback, *_where(spec, cause.rank), *hint))
+    return Verdict(code, tuple(lines), (*traceback, *_where(spec, cause.rank), *hint), step=step)
 
 
 def find_cause(run: RunFolder, bad: list[RankExit], failures: dict[int, Failure]) -> RankExit:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from duoka.errors import ConfigError
 from duoka.parallel.agent import AgentSpec
 from duoka.parallel.lifeline import PARENT_PID
-from duoka.parallel.rank import LOGS_FOLDER
+from duoka.parallel.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.runs.folder import RunFolder, write_json_atomic
 
 LOOPBACK = "127.0.0.1"
@@ -33,6 +33,7 @@ class WorldSpec:
     port: int = 0  # 0: a free one
     stop_grace_s: float = 60.0  # from a request to stop until what is left is killed
     resumes: bool = True  # the same command goes on where this one was stopped
+    num_restarts: int = 0  # how many worlds of this run have failed before
     started: float = field(default_factory=time.time)
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -127,6 +128,7 @@ def build_environment(spec: WorldSpec, num_cores: int, env: Mapping[str, str] = 
     out[PARENT_PID] = str(os.getpid())
     out[LOGS_FOLDER] = str(spec.run.logs.resolve())
     out[TOKEN] = spec.token
+    out[NUM_RESTARTS] = str(spec.num_restarts)
     if spec.num_processes == 1:
         out |= {
             "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",

@@ -25,6 +25,7 @@ from duoka.errors import WorkerFailed
 from duoka.parallel.exits import RankExit, WorldReport, read_report
 from duoka.parallel.rank import log_name, start_mark
 from duoka.runs.failure import clear_failures
+from duoka.runs.heart import clear_beats
 from duoka.runs.status import State, leader_identity, update_status
 
 _LOOK_EVERY_S = 0.1
@@ -46,20 +47,27 @@ class Request:
 
 def run_world(spec: WorldSpec) -> Verdict:
     """Start the world, wait for its end, and say how it ended. Writes the run's status."""
+    request = Request()
+    with listen_to_signals(request):
+        return run_once(spec, request)
+
+
+def run_once(spec: WorldSpec, request: Request) -> Verdict:
+    """`run_world` for a caller that listens to signals itself, as restarts do between two worlds."""
     clear_failures(spec.run)
+    clear_beats(spec.run)
     _note_status(spec, "starting", world_size=spec.num_processes, exit_code=None, cause="", **leader_identity())
     _adopt_orphans()
-    request = Request()
-    with _listen_to_signals(request):
-        world = _World(spec, request)
-        try:
-            world.run()
-        finally:
-            world.end_everything()
+    world = _World(spec, request)
+    try:
+        world.run()
+    finally:
+        world.end_everything()
     report = world.report()
     verdict = judge_world(
         spec, report, stopped_by=request.stop_by, left_at_once=request.leave_now, killed_late=world.killed_late
     )
+    clear_beats(spec.run)
     _write_end(spec, verdict)
     return verdict
 
@@ -223,7 +231,7 @@ def _adopt_orphans() -> None:
 
 
 @contextlib.contextmanager
-def _listen_to_signals(request: Request) -> Iterator[None]:
+def listen_to_signals(request: Request) -> Iterator[None]:
     """Stop requests are noted here and answered in the loop; a signal that is ignored (nohup) stays ignored."""
 
     def on_stop(number: int, frame: FrameType | None) -> None:

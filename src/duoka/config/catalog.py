@@ -50,7 +50,12 @@ _EXAMPLES: dict[str, str] = {
     "data.workers": "4",
     "lora": "{rank: 8}",
     "lora.targets": "[q_proj, v_proj]",
+    "train_only": "{layers: 2}",
+    "train_only.modules": "[mlp]",
+    "train_only.extra": "[embed_tokens]",
     "train.max_steps": "500",
+    "checkpoint.keep_every": "1000",
+    "checkpoint.allow_changes": "[train.epochs]",
     "parallel.shard_ranks": "2",
     "output": "runs/identity",
 }

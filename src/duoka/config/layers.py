@@ -112,7 +112,18 @@ def _in_our_words(tree: Tree, path: Path, layers: Layers, twice: list[Fault], *,
     layers.notes += done.notes
     layers.faults += done.faults
     layers.broken |= {tuple(fault.key.split(".")) for fault in done.faults if fault.key}
-    return done.tree(Place(name, 0, ""))
+    return _protected(done.tree(Place(name, 0, "")))
+
+
+def _protected(tree: Tree) -> Tree:
+    """A translated file has had its ${env:NAME} filled in: what still looks so is text when all is filled in later."""
+    if isinstance(tree.value, dict):
+        return replace(tree, value={key: _protected(sub) for key, sub in tree.value.items()})
+    if isinstance(tree.value, list):
+        return replace(tree, value=[_protected(sub) for sub in tree.value])
+    if isinstance(tree.value, str) and "${env:" in tree.value:
+        return replace(tree, value=tree.value.replace("${env:", "$${env:"))
+    return tree
 
 
 def _read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
@@ -278,4 +289,4 @@ def expand_env(tree: Tree, layers: Layers, path: KeyPath = ()) -> Tree:
 
     text = _ENV.sub(fill, tree.value)
     value = scalar_value(text) if tree.is_plain else text
-    return replace(tree, value=value, env=tuple(names), written=written)
+    return replace(tree, value=value, env=(*tree.env, *names), written=written or tree.written)

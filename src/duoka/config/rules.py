@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from duoka.config.schema import DataSource, RunConfig
+from duoka.config.write import leaves
 from duoka.units import parse_amount, parse_seconds
 
 DAY_S = 86_400.0
@@ -202,6 +203,31 @@ RULES: tuple[Rule, ...] = (
         "alpha is usually one or two times the rank:   alpha: 16",
     ),
     Rule(
+        "lora-and-train-only",
+        ("train_only", "lora"),
+        lambda c: c.train_only is not None and c.lora is not None,
+        "lora and train_only are both given: one trains adapters beside frozen weights, the other some of the weights",
+        "delete one of the two blocks",
+    ),
+    Rule(
+        "train-only-nothing",
+        ("train_only.layers", "train_only"),
+        lambda c: c.train_only is not None and c.train_only.layers in (0, ()) and not c.train_only.extra,
+        "train_only names no layer and no module: nothing would be trained",
+        "write for example:   layers: 2",
+    ),
+    Rule(
+        "spread-of-named-layers",
+        ("train_only.spread", "train_only.layers"),
+        lambda c: (
+            c.train_only is not None
+            and c.train_only.spread
+            and not (isinstance(c.train_only.layers, int) and c.train_only.layers > 0)
+        ),
+        "train_only.spread needs a number of layers to spread, and layers is {c.train_only.layers}",
+        "write for example:   layers: 8",
+    ),
+    Rule(
         "ddp-settings-without-ddp",
         ("parallel.strategy", *(f"parallel.{name}" for name in _DDP_DEFAULTS)),
         lambda c: (
@@ -278,6 +304,20 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.checkpoint.resume.strip().lower() in _NO_FOLDERS,
         'checkpoint.resume is "{c.checkpoint.resume}", which is neither auto, nor never, nor a folder',
         "write:   resume: auto   to go on from the newest checkpoint, or   resume: never",
+    ),
+    Rule(
+        "keep-best-of-nothing",
+        ("checkpoint.keep_best", "data.eval"),
+        lambda c: c.checkpoint.keep_best and not c.data.eval,
+        "checkpoint.keep_best is on, but data.eval is 0: nothing says which checkpoint is the best",
+        "write:   eval: 0.1   under data:, or delete keep_best",
+    ),
+    Rule(
+        "allowed-change-of-no-key",
+        ("checkpoint.allow_changes",),
+        lambda c: bool(set(c.checkpoint.allow_changes) - set(leaves(c)) - set(type(c).model_fields)),
+        "checkpoint.allow_changes names what is no key: {c.checkpoint.allow_changes}",
+        "write keys with their block, such as   allow_changes: [optim.lr]",
     ),
     Rule(
         "output-is-a-shared-folder",

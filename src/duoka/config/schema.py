@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model, model_validator
 
 from duoka.units import parse_amount, parse_every, parse_seconds
 
@@ -31,6 +31,11 @@ def _number(value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def _step_as_text(value: Any) -> Any:
+    """`resume: 120` names a step."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _checked_by(parse: Any, *, words: tuple[str, ...] = ()) -> BeforeValidator:
@@ -62,6 +67,10 @@ MicroBatch = Annotated[
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["auto", "2048 tokens"]}]}
     ),
+]
+LayerChoice = Annotated[
+    Whole | tuple[Annotated[Whole, Field(ge=0)], ...],
+    Means("a number of layers, or a list of layer numbers such as [0, 5]"),
 ]
 Often = Annotated[
     int | str,
@@ -136,6 +145,21 @@ class LoraConfig(Section):
     )
 
 
+class TrainOnlyConfig(Section):
+    """Train some layers and leave the rest as it is. Leave the block out to train all weights."""
+
+    layers: LayerChoice = Field(
+        2, description="2: the last two layers; -2: the first two; or their numbers from 0, such as [0, 5]."
+    )
+    spread: bool = Field(
+        False, description="Take that many layers evenly over the model, as block expansion adds them."
+    )
+    modules: Literal["all"] | tuple[str, ...] = Field(
+        "all", description="all of these layers, or parts of them by name, such as [mlp] or [q_proj, v_proj]."
+    )
+    extra: tuple[str, ...] = Field((), description="Modules outside the layers, such as [embed_tokens, norm].")
+
+
 class OptimConfig(Section):
     """The optimizer and its schedule, in optimizer steps."""
 
@@ -203,12 +227,43 @@ class ParallelConfig(Section):
     )
 
 
-class CheckpointConfig(Section):
+# A class body cannot say `async`, which is Python's word; people's YAML should.
+_WithAsync = create_model(
+    "_WithAsync",
+    __base__=Section,
+    **{
+        "async": (
+            bool,
+            Field(True, description="Training waits for a copy in host memory only; false: for the disk, without it."),
+        )
+    },  # type: ignore[call-overload]
+)
+
+
+class CheckpointConfig(_WithAsync):
     """What is saved on the way, and where a run goes on."""
 
     every: Often = Field(50, description='How often to save: steps, "10min" or "1 epoch". The end is always saved.')
-    keep: Annotated[Whole, Field(ge=1)] = Field(2, description="How many checkpoints stay.")
-    resume: str = Field("auto", description="auto: go on from the newest valid one; never; or a checkpoint's folder.")
+    keep: Annotated[Whole, Field(ge=1)] = Field(2, description="How many of the newest checkpoints stay.")
+    keep_every: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="Beside the newest, those of every so many steps stay for good."
+    )
+    keep_best: bool = Field(
+        False, description="The step with the lowest evaluation loss is saved, and stays until a better one."
+    )
+    resume: Annotated[str, BeforeValidator(_step_as_text)] = Field(
+        "auto", description="auto: go on from the newest valid one; never; or a checkpoint's folder or step, or a run."
+    )
+    allow_changes: tuple[str, ...] = Field(
+        (), description="Keys that may differ from the run's own when it goes on, though results change with them."
+    )
+    on_error: Literal["stop", "wait", "skip"] = Field(
+        "stop", description="When a checkpoint cannot be written: end the run, wait until it can, or train on without."
+    )
+
+    @property
+    def is_async(self) -> bool:
+        return bool(getattr(self, "async"))
 
 
 class LogConfig(Section):
@@ -225,6 +280,7 @@ class RunConfig(Section):
     stage: Literal["sft"] = Field("sft", description="What the job optimises.")
     data: DataConfig
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters; left out: full fine-tuning.")
+    train_only: TrainOnlyConfig | None = Field(None, description="Train some layers only; left out: all weights.")
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()

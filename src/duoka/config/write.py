@@ -67,11 +67,14 @@ def config_hash(config: RunConfig) -> str:
 def result_differences(old: RunConfig, new: RunConfig) -> list[Difference]:
     """The keys that change results and that the two configs set differently, in the file's order."""
     before, after = _result_leaves(old), _result_leaves(new)
-    if (old.lora is None) != (new.lora is None):
+    for block in ("lora", "train_only"):
+        if (getattr(old, block) is None) == (getattr(new, block) is None):
+            continue
         for values, config in ((before, old), (after, new)):
-            for key in [key for key in values if key.split(".")[0] == "lora"]:
+            for key in [key for key in values if key.split(".")[0] == block]:
                 del values[key]
-            values["lora"] = config.lora.model_dump() if config.lora else None
+            section = getattr(config, block)
+            values[block] = section.model_dump() if section else None
     keys = list(dict.fromkeys([*before, *after]))
     return [
         Difference(key, yaml_text(before.get(key)), yaml_text(after.get(key)))

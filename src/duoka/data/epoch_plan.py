@@ -55,6 +55,18 @@ class EpochPlan:
         """Optimizer steps in so many epochs; a part of an epoch counts its batches, rounded to the nearest."""
         return max(1, round(self.num_batches() * num_epochs))
 
+    def num_samples_between(self, first: int, last: int) -> int:
+        """Samples of the steps from `first` to before `last`, counted from the run's first as 0."""
+        per_epoch, count = self.num_batches(), 0
+        for epoch in range(first // per_epoch, -(-last // per_epoch)):
+            start, end = max(first - epoch * per_epoch, 0), min(last - epoch * per_epoch, per_epoch)
+            if (start, end) == (0, per_epoch):
+                count += self.num_samples
+            else:
+                self._plan(epoch)
+                count += int(self._starts[end] - self._starts[start])
+        return count
+
     def batch(self, epoch: int, index: int) -> np.ndarray:
         """The ids of the samples in one global batch."""
         self._plan(epoch)

@@ -64,12 +64,16 @@ def prepare_data(
 
 def read_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> ChatTokenizer:
     """The run's tokenizer: that of the model, unless the config names another."""
-    folder: Path | str = model_folder
-    if config.model.tokenizer is not None:
-        given = Path(config.model.tokenizer).expanduser()
-        found = next((place for place in (given, base / given) if place.is_dir()), None)
-        folder = found or config.model.tokenizer
+    folder = find_tokenizer(config, base, model_folder)
     return load_tokenizer(folder, config.model.template, trust_remote_code=config.model.trust_remote_code)
+
+
+def find_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> Path | str:
+    """The folder, or the Hub id, of the run's tokenizer."""
+    if config.model.tokenizer is None:
+        return model_folder
+    given = Path(config.model.tokenizer).expanduser()
+    return next((place for place in (given, base / given) if place.is_dir()), config.model.tokenizer)
 
 
 def _build_report(

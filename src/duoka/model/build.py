@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from duoka.config.schema import LoraConfig
+from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.errors import ConfigError
 from duoka.model.attention import register_attention
+from duoka.model.freeze import apply_train_only
 from duoka.model.lora import apply_lora
 from duoka.model.loss import IGNORED, count_correct, sum_cross_entropy
 
@@ -48,11 +49,15 @@ def load_model(
     *,
     dtype: torch.dtype,
     lora: LoraConfig | None = None,
+    train_only: TrainOnlyConfig | None = None,
     seed: int = 0,
     attention: str = "duoka",
     trust_remote_code: bool = False,
 ) -> torch.nn.Module:
-    """The transformers model in `folder` with weights of `dtype`; with `lora`, adapters that begin from `seed`."""
+    """The transformers model in `folder` with weights of `dtype`; with `lora`, adapters that begin from `seed`.
+
+    With `train_only`, all but the weights that it names are frozen.
+    """
     from transformers import AutoModelForCausalLM
 
     if attention == "duoka":
@@ -70,6 +75,8 @@ def load_model(
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error
+        if train_only is not None:
+            apply_train_only(model, train_only)
         return apply_lora(model, lora, seed) if lora is not None else model
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from duoka.config.schema import LoraConfig
+from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.model.attention import register_attention
 from duoka.model.build import quiet_loading
+from duoka.model.freeze import apply_train_only
 from duoka.model.lora import apply_lora, draw_adapter, is_adapter
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -72,7 +73,13 @@ def stored_name(name: str) -> str:
 
 
 def build_without_memory(
-    folder: Path, *, dtype: torch.dtype, lora: LoraConfig | None, seed: int, trust_remote_code: bool = False
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    lora: LoraConfig | None,
+    seed: int,
+    train_only: TrainOnlyConfig | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[torch.nn.Module, WeightSource] | None:
     """The model of `folder` on the meta device, buffers filled, and where its weights are; None: load it whole."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -90,6 +97,8 @@ def build_without_memory(
         core.generation_config = GenerationConfig.from_pretrained(folder)
     if not _fill_buffers(core):
         return None
+    if train_only is not None:
+        apply_train_only(core, train_only)
     if lora is not None:
         with quiet_loading(), torch.device("meta"):
             lm: torch.nn.Module = apply_lora(core, lora, seed)

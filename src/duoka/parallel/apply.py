@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from duoka.config.schema import ParallelConfig
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.shards import WeightSource
-from duoka.parallel.ddp import CommunicationClock, DdpExchange, apply_ddp
+from duoka.parallel.ddp import DdpExchange, apply_ddp
 from duoka.parallel.dp import apply_dp
 from duoka.parallel.recompute import apply_recompute
 from duoka.parallel.sharded import apply_sharded, fill_shards, find_layers
@@ -43,7 +43,6 @@ class Parallelized:
 
     model: torch.nn.Module
     bare: torch.nn.Module
-    clock: CommunicationClock = field(default_factory=CommunicationClock)
     exchange: Callable[[bool], AbstractContextManager[None]] = exchange_nothing
     settle: Callable[[], None] = keep_as_is
     num_sharing: int = 1  # ranks that hold one copy of weights and state together
@@ -79,7 +78,7 @@ def parallelize(
     if layout.strategy == "dp":
         assert isinstance(bare, LossModel)
         return Parallelized(apply_dp(bare, layout.precision), bare)
-    model, clock = apply_ddp(bare, parallel, world)
+    model = apply_ddp(bare, parallel, world)
     # With a static graph DDP has learnt by itself which parameters are never used.
     looks = parallel.find_unused_parameters or parallel.static_graph
-    return Parallelized(model, bare, clock, DdpExchange(model, looks, needs_rehearsal=parallel.static_graph))
+    return Parallelized(model, bare, DdpExchange(model, looks, needs_rehearsal=parallel.static_graph))

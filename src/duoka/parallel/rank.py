@@ -14,6 +14,7 @@ from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.lifeline import die_with_parent, parent_pid
 
 LOGS_FOLDER = "DUOKA_LOGS"  # where ranks write; set by the supervisor
+NUM_RESTARTS = "DUOKA_NUM_RESTARTS"  # how many worlds of this run have failed before; set by the supervisor
 START_MARK = "--- duoka: rank"
 
 
@@ -24,6 +25,11 @@ def start_mark(rank: int, pid: int) -> str:
 
 def log_name(rank: int) -> str:
     return f"rank{rank:05d}.log"
+
+
+def is_restarted() -> bool:
+    """True when this world takes the place of one that failed."""
+    return os.environ.get(NUM_RESTARTS, "0") != "0"
 
 
 def main(command: list[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, WorkerFailed
+from duoka.parallel.collectives import all_reduce
 from duoka.parallel.environ import read_rank_environment
+from duoka.runs.heart import Heart
 from duoka.units import parse_seconds
 
 
@@ -33,6 +35,8 @@ class World:
     node: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
+    heart: Heart = field(default_factory=Heart, compare=False)
+    group: dist.ProcessGroup | None = None  # None: the one that training talks in
 
     @property
     def is_main(self) -> bool:
@@ -45,7 +49,8 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            with self.heart.exchange("barrier"):
+                dist.barrier(group=self.group)
 
     def sum(self, values: list[float]) -> list[float]:
         """Each value summed over all ranks, in fp64."""
@@ -53,7 +58,8 @@ class World:
             return list(values)
         # MPS-like devices know no fp64; gloo and nccl both do.
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
+        with self.heart.exchange("all_reduce of the step's sums"):
+            all_reduce(tensor, self.group)
         return [float(value) for value in tensor.tolist()]
 
     def agree(self, value: Any) -> Any:
@@ -61,7 +67,8 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        with self.heart.exchange("broadcast of rank 0's choice"):
+            dist.broadcast_object_list(box, src=0, device=self.device, group=self.group)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -69,7 +76,8 @@ class World:
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value)
+        with self.heart.exchange("all_gather of facts"):
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
 
@@ -85,8 +93,9 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def start_world(parallel: ParallelConfig) -> World:
-    """Join the world that the launcher described, or be a world of one."""
+def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
+    """Join the world that the launcher described, or be a world of one; `heart` tells watchers of its progress."""
+    heart = heart or Heart()
     place = read_rank_environment()
     device = pick_device(place.local_rank if place else 0)
     if device.type == "cuda":
@@ -97,19 +106,20 @@ def start_world(parallel: ParallelConfig) -> World:
     timeout = datetime.timedelta(seconds=min(parse_seconds(parallel.timeout), 86400.0))
     if place is None or place.size == 1:
         if parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp"):
-            return World(device=device)
+            return World(device=device, heart=heart)
         # FSDP wants a group also when there is nobody else: offloading is of use to one process too.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return World(device=device, backend=backend)
+        return World(device=device, backend=backend, heart=heart)
     if parallel.strategy in ("single", "dp"):
         raise ConfigError(
             f"parallel.strategy is {parallel.strategy}, which is one process, but {place.size} processes were started",
             fix="write strategy: auto, or start one process (--nproc 1)",
         )
-    dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
+    with heart.exchange("meeting of all processes"):
+        dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
     if dist.get_world_size() != place.size:
         raise WorkerFailed(f"asked for a world of {place.size} processes, got {dist.get_world_size()}")
-    return World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend)
+    return World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend, heart)
 
 
 def join_world(parallel: ParallelConfig) -> tuple[World, bool]:
@@ -140,6 +150,24 @@ def compute_init(device_type: str = "auto") -> tuple[bool, int, int, int, torch.
 def end_world(world: World) -> None:
     if world.backend != "none" and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def open_side_world(world: World) -> World:
+    """The same ranks on a process group of their own, for a thread beside training. All ranks call it.
+
+    In one group, a thread's messages and training's would be taken for each other, and both wait for ever.
+    """
+    # A heart of its own, which nobody listens to: that a thread writes is no sign that training goes on.
+    if world.size == 1:
+        return replace(world, device=torch.device("cpu"), heart=Heart())
+    # Without a limit of its own: a slow disk is no hang, and a rank that dies closes its connections.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    return replace(world, device=torch.device("cpu"), backend="gloo", group=group, heart=Heart())
+
+
+def close_side_world(world: World) -> None:
+    if world.group is not None and dist.is_initialized():
+        dist.destroy_process_group(world.group)
 
 
 def check_same_everywhere(world: World, facts: Mapping[str, str]) -> None:

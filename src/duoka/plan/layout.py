@@ -1,11 +1,12 @@
 """How the ranks of a world are used. One type, unchanged from plan to mesh to a checkpoint's manifest.
 
-Part of no result: two layouts of one run give the same losses. Tensor, pipeline and sequence axes will be further
-fields here, each with a default that means "not used".
+Part of no result: two layouts of one run give the same losses. The tensor, pipeline and sequence axes are planned
+with; `TRAINABLE_AXES` says which of them this version trains with.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
@@ -17,12 +18,20 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "params"]
 
+# Axes beside data parallelism that `duoka train` runs. Others are ranked by the plan, marked, and never chosen.
+TRAINABLE_AXES: tuple[str, ...] = ()
+AXES = ("tp", "pp", "sp")
+
 SHARDED: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp", "hsdp")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp` ranks, each computing micro-batches of `micro` in `precision`; `shard` of them hold one copy."""
+    """`dp` data ranks, each computing micro-batches of `micro` in `precision`; `shard` of them hold one copy.
+
+    A data rank is `tp` ranks that cut every matrix, times `pp` that cut the stack of layers, times `sp` that cut
+    every sequence.
+    """
 
     dp: int = 1
     strategy: Strategy = "single"
@@ -33,8 +42,13 @@ class Layout:
     shard: int = 1
     offload: Offload = "none"
     compile: bool = False
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
 
     def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.sp) < 1:
+            raise ValueError(f"an axis has at least one rank, got tp {self.tp}, pp {self.pp}, sp {self.sp}")
         if self.dp < 1:
             raise ValueError(f"a layout needs at least one replica, got {self.dp}")
         if self.strategy in ("single", "dp") and self.dp != 1:
@@ -44,12 +58,23 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Short, for lines and folders: single, ddp2, fsdp4, zero1x4, hsdp2x4 (replicas x ranks that share one)."""
+        """Short, for lines and folders: single, ddp2, fsdp8·tp2, zero1x4, hsdp2x4 (replicas x ranks that share one)."""
+        axes = "".join(f"·{axis}{size}" for axis, size in self.axes.items())
         if self.strategy in ("single", "dp"):
-            return self.strategy
+            return self.strategy + axes
         if self.strategy == "hsdp":
-            return f"hsdp{self.num_replicas}x{self.shard}"
-        return f"{self.strategy}{'x' if self.strategy[-1].isdigit() else ''}{self.dp}"
+            return f"hsdp{self.num_replicas}x{self.shard}{axes}"
+        return f"{self.strategy}{'x' if self.strategy[-1].isdigit() else ''}{self.dp}{axes}"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Tensor, pipeline and sequence axes that are used, with their sizes."""
+        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) > 1}
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether this version can train with it; what it cannot, it can still plan."""
+        return all(axis in TRAINABLE_AXES for axis in self.axes)
 
     @property
     def is_sharded(self) -> bool:
@@ -62,7 +87,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.dp
+        return self.dp * self.tp * self.pp * self.sp
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,6 +101,7 @@ class Layout:
             "shard": self.shard,
             "offload": self.offload,
             "compile": self.compile,
+            **self.axes,
         }
 
     @classmethod
@@ -93,4 +119,54 @@ class Layout:
             shard=int(raw.get("shard", 1)),
             offload=cast(Offload, raw.get("offload", "none")),
             compile=bool(raw.get("compile", False)),
+            tp=int(raw.get("tp", 1)),
+            pp=int(raw.get("pp", 1)),
+            sp=int(raw.get("sp", 1)),
         )
+
+
+_NAME = re.compile(
+    r"^(?P<strategy>single|ddp|zero1|zero2|zero3|fsdp|hsdp)(?:(?<=\d)x)?(?P<first>\d+)?(?:x(?P<second>\d+))?$"
+)
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout of a name: `fsdp8·tp2`, `hsdp2x8`, `zero1x4`, `ddp8.tp4.pp12`. Raises ValueError with the reason."""
+    first, *rest = [part for part in re.split(r"[·.,*\s]+", text.strip().lower()) if part]
+    found = _NAME.match(first)
+    if not found:
+        raise ValueError(f"{text!r} is no layout; write for example fsdp8, hsdp2x8, zero1x4 or ddp8.tp4.pp12")
+    axes: dict[str, int] = {}
+    for part in rest:
+        axis = re.match(r"^(tp|pp|sp)(\d+)$", part)
+        if not axis or axis.group(1) in axes:
+            raise ValueError(f"{part!r} of {text!r} is no axis; tp2, pp4 and sp2 are, each once")
+        axes[axis.group(1)] = int(axis.group(2))
+    strategy = "fsdp" if found["strategy"] == "zero3" else found["strategy"]
+    size, second = int(found["first"] or 1), found["second"]
+    if (strategy == "hsdp") != (second is not None):
+        raise ValueError(f"{text!r}: hsdp2x8 is 2 copies, each shared by 8 ranks; other strategies have one number")
+    dp = size * int(second) if second else size
+    shard = int(second) if second else dp if strategy in SHARDED else 1
+    tp, pp, sp = (axes.get(axis, 1) for axis in AXES)
+    return Layout(dp=dp, strategy=cast(Strategy, strategy), shard=shard, tp=tp, pp=pp, sp=sp)
+
+
+def complete_layout(text: str, world_size: int) -> Layout:
+    """As `parse_layout`, for a world of that size; `tp4.pp12` alone leaves the data ranks to be worked out.
+
+    Raises ValueError for a product that is not the world: 48 data ranks of 12 stages and 4 tensor ranks need 2,304.
+    """
+    if re.match(r"^\s*(tp|pp|sp)\d", text.lower()):
+        inner = parse_layout(f"single.{text}").world_size
+        if world_size % inner:
+            raise ValueError(
+                f"{text} is {inner} devices for one copy of the model, and {world_size} are no multiple of it"
+            )
+        copies = world_size // inner
+        return parse_layout(f"zero1x{copies}.{text}" if copies > 1 else f"single.{text}")
+    layout = parse_layout(text)
+    if layout.world_size != world_size:
+        sizes = " x ".join(f"{axis} {size}" for axis, size in {"dp": layout.dp, **layout.axes}.items())
+        raise ValueError(f"{layout.name} is {sizes} = {layout.world_size:,} devices, and there are {world_size:,}")
+    return layout

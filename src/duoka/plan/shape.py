@@ -18,6 +18,7 @@ from duoka.plan.families import FAMILIES, LLAMA, ExpertKeys, Family
 from duoka.plan.sizes import Experts, Linear, ModelShape
 
 __all__ = [
+    "ASSUMED",
     "Linear",
     "ModelShape",
     "adapted_linears",
@@ -311,6 +312,8 @@ def demo_shape() -> ModelShape:
     )  # fmt: skip
 
 
+ASSUMED = "a Llama of about that size"  # the type of a model of which only the number of parameters is known
+
 # A model from nothing: its width follows from its depth, so that one number says how large it is.
 WIDTH_PER_LAYER = 64
 HEAD_DIM = 128
@@ -337,7 +340,8 @@ def shape_from_parameters(count: float, vocab_size: int = 32000) -> ModelShape:
     Layers are as many as width / 128, which is how public models from 1B to 70B are cut; the feed-forward width is
     what is left of the count.
     """
-    hidden = max(128, 128 * round((count * 128 / 12) ** (1 / 3) / 128))
+    grain = 1024 if count > 5e8 else 128  # heads that 2, 4 or 8 can share
+    hidden = max(grain, grain * round((count * 128 / 12) ** (1 / 3) / grain))
     layers = max(1, round((count - 2 * vocab_size * hidden) / (12 * hidden**2)))
     tied = 2 * vocab_size * hidden > count / 3
     rest = count - (1 if tied else 2) * vocab_size * hidden - layers * 4 * hidden**2
@@ -351,4 +355,4 @@ def shape_from_parameters(count: float, vocab_size: int = 32000) -> ModelShape:
             "num_attention_heads": max(1, hidden // 128), "vocab_size": vocab_size, "tie_word_embeddings": tied,
         }
     )  # fmt: skip
-    return replace(shape, exact=False, model_type="a Llama of that size")
+    return replace(shape, exact=False, model_type=ASSUMED)

@@ -104,25 +104,27 @@ def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Train
 
 
 def _checkpoint_of(run: RunFolder, step: int) -> Path:
-    from duoka.train.checkpoint import describe_damage
-    from duoka.train.manifest import folder_name, list_checkpoints
+    from duoka.parallel.world import World
+    from duoka.runs.manifest import folder_name, list_checkpoints
+    from duoka.train.resume import find_damage
 
     folder = run.checkpoints / folder_name(step)
     if not folder.is_dir():
         steps = ", ".join(str(int(path.name.split("-")[1])) for path in reversed(list_checkpoints(run.checkpoints)))
         raise ConfigError(f"{run.path} has no checkpoint of step {step}", fix=f"it has: {steps or 'none'}")
-    damage = describe_damage(folder)
+    damage = find_damage(folder, World())
     if damage:
         raise ConfigError(f"the checkpoint {folder} is damaged: {damage}", fix="choose another step")
     return folder
 
 
 def _newest_checkpoint(run: RunFolder, say: Say) -> Path:
-    from duoka.train.checkpoint import describe_damage
-    from duoka.train.manifest import list_checkpoints
+    from duoka.parallel.world import World
+    from duoka.runs.manifest import list_checkpoints
+    from duoka.train.resume import find_damage
 
     for folder in list_checkpoints(run.checkpoints):
-        damage = describe_damage(folder)
+        damage = find_damage(folder, World())
         if not damage:
             return folder
         say(f"passing over the damaged checkpoint {folder.name}: {damage}")
@@ -162,7 +164,7 @@ def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: d
 
     from duoka.model.build import load_model
 
-    lm = load_model(base, dtype=torch.float32, lora=config.lora, **options)
+    lm = load_model(base, dtype=torch.float32, lora=config.lora, train_only=config.train_only, **options)
     tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(os.fspath(checkpoint)), no_dist=True)
     return lm

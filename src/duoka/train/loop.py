@@ -14,11 +14,12 @@ from duoka.data.loader import GlobalBatch, Loader
 from duoka.optim.build import set_learning_rate
 from duoka.optim.schedule import learning_rate
 from duoka.parallel.world import World
-from duoka.train.checkpoint import CheckpointStore, Contents
+from duoka.train.checkpoint import Contents
 from duoka.train.hooks import StopSignal, Timer
 from duoka.train.measure import Measured
 from duoka.train.record import Recorder
 from duoka.train.replicas import check_replicas
+from duoka.train.saving import Saver
 from duoka.train.setup import RunSettings
 from duoka.train.step import optimizer_step
 
@@ -30,7 +31,7 @@ class Job:
     settings: RunSettings
     contents: Contents
     loader: Loader
-    store: CheckpointStore
+    saver: Saver
     record: Recorder
     world: World
     evaluate: Callable[[], Measured] | None
@@ -38,28 +39,34 @@ class Job:
 
 def train(job: Job) -> str:
     """Run from the state's cursor to the last step; returns "", or the signal that asked to stop before."""
-    settings, state = job.settings, job.contents.state
-    save_timer = Timer(settings.save_every, settings.steps_per_epoch)
+    settings, state, saver = job.settings, job.contents.state, job.saver
     eval_timer = Timer(settings.eval_every if job.evaluate else None, settings.steps_per_epoch)
     job.contents.parallel.model.train()
     batches = job.loader.from_cursor(state.epoch, state.index, settings.num_epochs)
     with StopSignal() as stop:
+
+        def is_stopping() -> bool:
+            return stop.asked
+
+        def eval_is_due() -> bool:
+            return job.world.is_main and eval_timer.due_by_clock()
+
         while state.step < settings.total_steps:
             started = time.perf_counter()
             batch = next(batches)
             data_s = time.perf_counter() - started
-            asked = (lambda: stop.asked, save_timer.due_by_clock, eval_timer.due_by_clock)
-            stop_asked, save_due, eval_due = _step(job, batch, started, data_s, asked)
+            asked = (is_stopping, saver.due_by_clock, saver.has_failed, eval_is_due)
+            stop_asked, save_due, save_failed, eval_due = _step(job, batch, started, data_s, asked)
 
+            job.world.heart.warm_up()
+            job.world.heart.tell("step", state.step)
             last = state.step >= settings.total_steps
             if settings.check_every and state.step % settings.check_every == 0:
                 check_replicas(job.contents, job.world)
             if eval_due or eval_timer.due_at(state.step) or (last and job.evaluate):
                 _evaluate(job)
                 eval_timer.restart()
-            if save_due or save_timer.due_at(state.step) or last or stop_asked:
-                _save(job)
-                save_timer.restart()
+            saver.after_step(due=save_due, failed=save_failed, last=last, stop=stop_asked, stopping=is_stopping)
             if stop_asked and not last:
                 return stop.name or "a signal to another rank"
     return ""
@@ -68,19 +75,17 @@ def train(job: Job) -> str:
 def _step(
     job: Job, batch: GlobalBatch, started: float, data_s: float, asked: tuple[Callable[[], bool], ...]
 ) -> list[bool]:
-    """One optimizer step, recorded; returns what any rank's signal (or rank 0's clock) asks for after it."""
+    """One optimizer step, recorded; returns for each question whether any rank answers yes after it."""
     contents, settings, world = job.contents, job.settings, job.world
     state, optim = contents.state, settings.config.optim
     lr = learning_rate(optim, state.step + 1, settings.total_steps)
     set_learning_rate(contents.optimizer, lr)
     result = optimizer_step(
         contents.parallel, contents.optimizer, batch,
-        numerics=contents.numerics, clip=optim.clip, device=world.device, step=state.step + 1,
+        numerics=contents.numerics, clip=optim.clip, world=world, step=state.step + 1,
     )  # fmt: skip
     result.times.data_s = data_s
-    stop, *clocks = [float(question()) for question in asked]
-    wishes = [stop, *(clock if world.is_main else 0.0 for clock in clocks)]
-    loss_sum, *wished = world.sum([result.loss_sum, *wishes])
+    loss_sum, *wished = world.sum([result.loss_sum, *(float(question()) for question in asked)])
     state.advance(batch, settings.steps_per_epoch)
     numbers = {
         "epoch": round(state.epoch + state.index / settings.steps_per_epoch, 4),
@@ -91,7 +96,7 @@ def _step(
         "num_tokens": batch.num_tokens,
         "num_samples": batch.num_samples,
     }
-    job.record.step(state, numbers, result.times, time.perf_counter() - started)
+    job.record.step(state, numbers, result, time.perf_counter() - started)
     return [wish > 0 for wish in wished]
 
 
@@ -103,8 +108,4 @@ def _evaluate(job: Job) -> None:
     job.record.evaluated(
         job.contents.state, {**asdict(measured), "perplexity": measured.perplexity, "seconds": seconds}
     )
-
-
-def _save(job: Job) -> None:
-    saved = job.store.save(job.contents, keep=job.settings.config.checkpoint.keep)
-    job.record.saved(job.contents.state, saved.path.name, saved.size_bytes, saved.blocked_s)
+    job.saver.evaluated(measured.loss)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from duoka.config.load import Loaded, config_hash
+from duoka.config.load import Loaded, config_hash, resolved_yaml
 from duoka.config.schema import RunConfig
 from duoka.data.loader import Loader, eval_batches
-from duoka.data.prepare import PreparedData, prepare_data
+from duoka.data.prepare import PreparedData, find_tokenizer, prepare_data, read_tokenizer
 from duoka.errors import StoppedEarly
 from duoka.model.build import LossModel, load_model
 from duoka.model.lora import count_parameters
@@ -21,18 +21,25 @@ from duoka.model.shards import build_without_memory
 from duoka.model.source import model_folder
 from duoka.optim.build import build_optimizer
 from duoka.parallel.apply import Parallelized, parallelize
+from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
+from duoka.parallel.rank import is_restarted
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
 from duoka.runs.folder import RunFolder, write_json_atomic
+from duoka.runs.heart import Heart
+from duoka.runs.manifest import list_checkpoints
 from duoka.runs.status import update_status
-from duoka.train.checkpoint import CheckpointStore, Contents, choose_checkpoint
+from duoka.train.checkpoint import CheckpointStore, Contents, Facts
 from duoka.train.loop import Job, train
 from duoka.train.measure import Measured, measure_loss
 from duoka.train.record import Recorder
-from duoka.train.setup import RunSettings, banner, build_settings, keep_choices, library_versions
+from duoka.train.resume import check_changes, choose_checkpoint
+from duoka.train.retention import clean_drafts
+from duoka.train.saving import Saver, check_room
+from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices, library_versions
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
 from duoka.units import parse_amount
@@ -56,12 +63,15 @@ def run_worker(loaded: Loaded, run: RunFolder) -> int:
     """Train as this process's rank; returns the exit code (0 done, 75 stopped early: start again to go on)."""
     # Before the process group: a collective that waits for a tokeniser looks like a hang. Whoever started this
     # process has prepared everything and said so; what is found here is reused silently.
+    place = read_rank_environment()
+    heart = Heart(run, place.rank if place else 0)
     inputs = read_inputs(loaded, run)
-    world = start_world(loaded.config.parallel)
+    world = start_world(loaded.config.parallel, heart)
     try:
         return run_in_world(inputs, world)
     finally:
         end_world(world)
+        heart.close()
 
 
 def read_inputs(loaded: Loaded, run: RunFolder) -> Inputs:
@@ -76,26 +86,52 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     identity = {"config": config_hash(config), "training data": inputs.prepared.train.fingerprint}
     check_same_everywhere(world, identity | library_versions())
     notes: list[str] = []
-    found = choose_checkpoint(run.checkpoints, config.checkpoint.resume, world, notes.append)
+    # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
+    resume = "auto" if is_restarted() and list_checkpoints(run.checkpoints) else config.checkpoint.resume
+    found = choose_checkpoint(run, resume, inputs.loaded.base, world, notes.append)
     plan = _agree_on_plan(inputs, world, found)
     notes += plan.warnings
+    if found is not None:
+        notes += check_changes(found, inputs.loaded, identity["training data"], plan.layout, world).notes()
+    if world.is_main:
+        notes += [f"removed {name}, which a killed process left half-written" for name in clean_drafts(run.checkpoints)]
     contents = _build_contents(inputs, plan, world)
     loader = _build_loader(inputs, plan, world)
-    settings = build_settings(config, loader)
-    store = CheckpointStore(run.checkpoints, world, plan.layout, identity["config"], library_versions())
-    notes += [f"removed {name}, which a killed process left half-written" for name in store.clean_drafts()]
-    if found is not None:
-        store.load(found, contents)
+    facts = Facts(identity["config"], resolved_yaml(inputs.loaded), identity["training data"], library_versions())
+    store = CheckpointStore(run.checkpoints, world, plan.layout, facts, asynchronous=config.checkpoint.is_async)
+    try:
+        if found is not None:
+            store.load(found, contents)
+        settings = build_settings(config, loader, contents.state)
+        notes += check_room(store, contents, settings)
+        if world.is_main:
+            _announce(inputs, settings, plan, contents, loader, found, notes)
+        store.get_ready(contents)
+        return _run(inputs, plan, contents, loader, store, settings, notes, world)
+    finally:
+        store.close()
+
+
+def _run(
+    inputs: Inputs,
+    plan: Plan,
+    contents: Contents,
+    loader: Loader,
+    store: CheckpointStore,
+    settings: RunSettings,
+    notes: list[str],
+    world: World,
+) -> int:
+    """The loop with its record, which is closed whatever happens."""
     state = contents.state
-    if world.is_main:
-        _announce(inputs, settings, plan, contents, found, notes)
-    record = Recorder(run, world, settings.total_steps, config.log, state.step)
+    record = Recorder(inputs.run, world, settings.total_steps, inputs.config.log, state.step)
     try:
         record.start(state, world_size=world.size, layout=plan.layout.to_json())
         for note in notes:
             record.event("warning", step=state.step, text=note)
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
-        stopped_by = train(Job(settings, contents, loader, store, record, world, evaluate))
+        saver = Saver(store, contents, settings, record, world)
+        stopped_by = train(Job(settings, contents, loader, saver, record, world, evaluate))
         return _finish(inputs, stopped_by, contents, record, world)
     finally:
         record.close()
@@ -138,6 +174,7 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
     options: dict[str, Any] = {
         "dtype": frozen_type if config.lora else torch.float32,
         "lora": config.lora,
+        "train_only": config.train_only,
         "seed": config.train.seed,
         "trust_remote_code": config.model.trust_remote_code,
     }
@@ -183,11 +220,16 @@ def _build_evaluation(
 
 
 def _announce(
-    inputs: Inputs, settings: RunSettings, plan: Plan, contents: Contents, found: Path | None, notes: list[str]
+    inputs: Inputs,
+    settings: RunSettings,
+    plan: Plan,
+    contents: Contents,
+    loader: Loader,
+    found: Path | None,
+    notes: list[str],
 ) -> None:
     write_json_atomic(inputs.run.plan, plan.to_json())
-    left = settings.total_steps - contents.state.step
-    resumed = f"  going on from {found.name}, {left:,} steps left" if found else ""
+    resumed = f"  {describe_rest(found, settings, loader, contents.state)}" if found else ""
     lines = banner(settings, plan, inputs.prepared, inputs.run, count_parameters(contents.parallel.bare.lm), resumed)
     print("\n".join([*lines, *(f"  note: {note}" for note in notes), ""]), flush=True)
 
@@ -200,12 +242,23 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
         if world.is_main:
             update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=stopped_by)
         return StoppedEarly.exit_code
+    world.heart.tell("end", step)
     lm = contents.parallel.bare.lm
     whole = gather_state(lm, keep=world.is_main)
     if world.is_main:
-        write_result(lm, inputs.folder, inputs.run.final, whole)
+        _write_result(inputs, lm, whole)
     world.barrier()
     record.event("end", step=step, reason="done")
     if world.is_main:
         update_status(inputs.run, state="done", step=step, exit_code=0)
     return 0
+
+
+def _write_result(inputs: Inputs, lm: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None:
+    """The final folder, with the tokenizer and the template that training used."""
+    base = inputs.loaded.base
+    tokenizer = read_tokenizer(inputs.config, base, inputs.folder)
+    template = tokenizer.template if tokenizer.template_name != "model" else None
+    folder = find_tokenizer(inputs.config, base, inputs.folder)
+    source = folder if isinstance(folder, Path) else inputs.folder
+    write_result(lm, inputs.folder, inputs.run.final, whole, tokenizer_folder=source, chat_template=template)

@@ -36,6 +36,7 @@ def measure_loss(model: torch.nn.Module, batches: Iterable[Batch], world: World,
     sums = [0.0, 0.0, 0.0, 0.0]
     try:
         for micro in batches:
+            world.heart.tell("evaluate")
             with compute_in(precision, world.device):
                 loss, correct = model(**model_inputs(micro, world.device))
             sums = [

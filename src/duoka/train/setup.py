@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from duoka import __version__
 from duoka.config.schema import RunConfig
+from duoka.errors import ConfigError
 from duoka.plan.layout import Layout
 from duoka.runs.events import global_log
-from duoka.train.manifest import read_manifest
+from duoka.runs.manifest import read_manifest
 from duoka.units import Every, format_count, parse_every
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from duoka.data.prepare import PreparedData
     from duoka.plan.report import Plan
     from duoka.runs.folder import RunFolder
+    from duoka.train.state import TrainState
 
 VERSIONED = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
 
@@ -37,12 +39,20 @@ class RunSettings:
     check_every: int
 
 
-def build_settings(config: RunConfig, loader: Loader) -> RunSettings:
+def build_settings(config: RunConfig, loader: Loader, state: TrainState) -> RunSettings:
+    """The numbers of a run that stands at `state`; refuses to end before the steps that it has done."""
     num_epochs = float(config.train.epochs)
-    total_steps = loader.num_steps(num_epochs)
+    # Counted from the cursor: with an allowed change of the batch, earlier epochs had another number of steps.
+    left = loader.num_steps(num_epochs) - (state.epoch * loader.plan.num_batches() + state.index)
+    total_steps = state.step + left
     if config.train.max_steps:
         # More steps than epochs hold are not made up: the data is learnt as often as asked.
         total_steps = min(total_steps, config.train.max_steps)
+    if total_steps < state.step:
+        raise ConfigError(
+            f"the run has done {state.step:,} steps, and train.epochs and train.max_steps end it after {total_steps:,}",
+            fix="write more of them, or go on from an earlier checkpoint:   checkpoint.resume=STEP",
+        )
     return RunSettings(
         config=config,
         num_epochs=num_epochs,
@@ -52,6 +62,18 @@ def build_settings(config: RunConfig, loader: Loader) -> RunSettings:
         eval_every=parse_every(config.train.eval_every),
         check_every=config.parallel.check_replicas,
     )
+
+
+def describe_rest(found: Path, settings: RunSettings, loader: Loader, state: TrainState) -> str:
+    """Where a run goes on and what is left of it: the end of the banner's first line."""
+    place = state.epoch * settings.steps_per_epoch + state.index
+    steps = settings.total_steps - state.step
+    samples = loader.plan.num_samples_between(place, place + steps)
+    ahead = f"{steps:,} steps and {samples:,} samples left" if steps else "nothing left to learn"
+    if not state.index or not steps:
+        return f"going on from {found.name}, {ahead}"
+    of_epoch = loader.plan.num_samples_between(place, min(place + steps, (state.epoch + 1) * settings.steps_per_epoch))
+    return f"going on from {found.name}, {ahead}, {of_epoch:,} of them in epoch {state.epoch + 1}"
 
 
 def keep_choices(plan: Plan, config: RunConfig, found: Path | None) -> Plan:
@@ -90,6 +112,7 @@ def banner(
     config, layout = settings.config, plan.layout
     total, trainable = parameters
     kind = f"LoRA rank {config.lora.rank}" if config.lora else "full fine-tuning"
+    kind = "some layers only" if config.train_only else kind
     held_out = f", {len(prepared.eval):,} held out" if prepared.eval is not None else ""
     warm = f"warm-up {config.optim.warmup:g}" if config.optim.warmup else "no warm-up"
     board = "tensorboard" in config.log.to

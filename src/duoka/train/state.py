@@ -22,6 +22,8 @@ class TrainState:
     num_samples: int = 0
     num_tokens: int = 0
     num_targets: int = 0
+    best_loss: float | None = None  # of the evaluations so far
+    best_step: int | None = None
 
     def advance(self, batch: GlobalBatch, steps_per_epoch: int) -> None:
         """One optimizer step was done on `batch`."""

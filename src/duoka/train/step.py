@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,9 @@ from duoka.errors import WorkerFailed
 from duoka.optim.clip import clip_gradients
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.ddp import DdpExchange
+from duoka.parallel.ledger import LEDGER, Traffic
 from duoka.parallel.precision import compute_in
+from duoka.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ def build_numerics(precision: str, device: torch.device) -> Numerics:
 class StepTimes:
     """Seconds of this rank's step by what it did; `wait_s` is the exchange that no work of its own hid.
 
-    Of DDP it is measured; what sharded strategies exchange lies between layers, inside `forward_s` and `backward_s`.
+    On the host's clock: with gloo it is all of it, under every strategy. NCCL's waiting lies inside `forward_s` and
+    `backward_s`, because kernels wait there and the host goes on.
     """
 
     data_s: float = 0.0
@@ -48,32 +52,39 @@ class StepTimes:
 
 @dataclass
 class StepResult:
-    """`loss_sum` is this rank's share; `norm` is global, before clipping."""
+    """`loss_sum` is this rank's share; `norm` is global, before clipping; `traffic` is what this rank exchanged."""
 
     loss_sum: float
     norm: float
     times: StepTimes = field(default_factory=StepTimes)
+    traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    num_micro_batches: int = 1
 
 
 def forward_backward(
-    parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, device: torch.device, times: StepTimes
+    parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World, times: StepTimes
 ) -> float:
     """Gradients of the global batch's mean loss, summed over ranks; returns this rank's share of the loss sum."""
+    device = world.device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     last = len(batch.micro_batches) - 1
     if last and isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
         _rehearse(parallel, batch.micro_batches[0], numerics, device)
     for place, micro in enumerate(batch.micro_batches):
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), LEDGER.waited_s
+        world.heart.tell("forward")
         # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
         with parallel.exchange(place == last):
             with compute_in(numerics.precision, device):
                 loss, _ = parallel.model(**model_inputs(micro, device))
-            middle = time.perf_counter()
+            middle, waited_forward = time.perf_counter(), LEDGER.waited_s - waited
+            world.heart.tell("backward")
             numerics.scaler.scale(loss / batch.global_targets).backward()
         loss_sum += loss.detach()
-        times.forward_s += middle - started
-        times.backward_s += time.perf_counter() - middle
+        waited_backward = LEDGER.waited_s - waited - waited_forward
+        times.forward_s += middle - started - waited_forward
+        times.backward_s += time.perf_counter() - middle - waited_backward
+        times.wait_s += waited_forward + waited_backward
     return float(loss_sum)
 
 
@@ -106,17 +117,18 @@ def optimizer_step(
     *,
     numerics: Numerics,
     clip: float,
-    device: torch.device,
+    world: World,
     step: int,
 ) -> StepResult:
     """Learn from one global batch. A gradient that is not finite stops the run before the weights change."""
     scaler = numerics.scaler
     times = StepTimes()
-    parallel.clock.reset()
-    loss_sum = forward_backward(parallel, batch, numerics, device, times)
-    times.wait_s = min(parallel.clock.exposed_s(), times.backward_s)
-    times.backward_s -= times.wait_s
-    started = time.perf_counter()
+    LEDGER.take()  # what an evaluation or a check exchanged belongs to no step
+    loss_sum = forward_backward(parallel, batch, numerics, world, times)
+    overlapped_s = min(LEDGER.overlapped_s(), times.backward_s)
+    times.wait_s += overlapped_s
+    times.backward_s -= overlapped_s
+    started, waited = time.perf_counter(), LEDGER.waited_s
     scaler.unscale_(optimizer)
     norm = float(clip_gradients(parallel.named_trainable().values(), clip))
     if not math.isfinite(norm) and not scaler.is_enabled():
@@ -130,5 +142,7 @@ def optimizer_step(
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    times.optimizer_s = time.perf_counter() - started
-    return StepResult(loss_sum, norm, times)
+    waited = LEDGER.waited_s - waited  # for the norm
+    times.wait_s += waited
+    times.optimizer_s = time.perf_counter() - started - waited
+    return StepResult(loss_sum, norm, times, LEDGER.take(), len(batch.micro_batches))

@@ -35,6 +35,7 @@ class Step:
     step_s: float | None
     memory_bytes: float | None
     times: Mapping[str, float]
+    sent_bytes: float | None = None  # by rank 0, to the others
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class History:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     resumes: list[int] = field(default_factory=list)
+    traffic: dict[str, Any] = field(default_factory=dict)  # one step's collectives by kind
     facts: dict[str, Any] = field(default_factory=dict)  # of the run event
     end_reason: str = ""
     ranks: list[RankTail] = field(default_factory=list)
@@ -93,6 +95,11 @@ class History:
         if other > 0:
             parts["other"] = other
         return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+    def sent_per_step(self) -> float | None:
+        """The mean of what rank 0 sends in a step; None for a process alone."""
+        known = [step.sent_bytes for step in self.steps if step.sent_bytes is not None]
+        return sum(known) / len(known) if known else None
 
     def memory_measured(self) -> float | None:
         """The most that any rank held."""
@@ -144,6 +151,8 @@ def read_history(run: RunFolder) -> History:
             history.evals.append(event)
         elif kind == "checkpoint":
             history.checkpoints.append(event)
+        elif kind == "traffic":
+            history.traffic = event
         elif kind == "warning":
             history.warnings.append(_warning(event))
         elif kind == "end":
@@ -174,6 +183,7 @@ def _step(step: int, event: Mapping[str, Any]) -> Step:
         step_s=number(event.get("step_s")),
         memory_bytes=number(event.get("memory_bytes")),
         times=_times(event),
+        sent_bytes=number(event.get("sent_bytes")),
     )
 
 

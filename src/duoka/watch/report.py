@@ -162,6 +162,7 @@ def run_facts(history: History) -> list[tuple[str, str]]:
         rows.append(("machine", f"{device}, {machine.get('num_cores')} cores"))
     if history.facts.get("world_size"):
         rows.append(("processes", str(history.facts["world_size"])))
+    rows += [("" if i else "exchange", text) for i, text in enumerate(exchange_sentences(history))]
     rows += _env_rows(history.env)
     rows.append(("folder", str(history.run.path)))
     return rows
@@ -218,15 +219,16 @@ def _checkpoint_card(history: History) -> str:
         return ""
     rows = []
     for event in history.checkpoints[-8:]:
-        size, blocked = number(event.get("size_bytes")), number(event.get("blocked_s"))
+        size, blocked, write = (number(event.get(key)) for key in ("size_bytes", "blocked_s", "write_s"))
         rows.append(
             (
                 Path(str(event.get("path") or f"step {whole(event.get('step'))}")).name,
                 "" if size is None else format_bytes(size),
                 "" if blocked is None else f"{blocked:.2f} s",
+                "" if write is None else f"{write:.2f} s",
             )
         )
-    table = grid_table(("checkpoint", "size", "training stood still"), rows)
+    table = grid_table(("checkpoint", "size", "training stood still", "until on the disk"), rows)
     return card("Checkpoints", table, "half" if len(history.ranks) > 1 else "wide")
 
 
@@ -291,6 +293,7 @@ def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
         named = [f"{name} {percent(seconds, total)}" for name, seconds in split.items()]
         # Two lines, so that 80 columns are enough.
         rows += [("time" if i == 0 else "", ", ".join(named[i : i + 4])) for i in range(0, len(named), 4)]
+    rows += [("" if i else "exchange", text) for i, text in enumerate(exchange_sentences(history))]
     rows += _memory_rows(history)
     if history.warnings:
         rows.append(("warnings", f"{len(history.warnings)}, listed in report.html"))
@@ -321,6 +324,19 @@ def _eval_sentence(history: History) -> str:
     if count is not None:
         parts.append(f"{count:,.0f} samples")
     return ", ".join(parts)
+
+
+def exchange_sentences(history: History) -> list[str]:
+    """What a rank sends in a step, and the collectives that do it."""
+    sent, kinds = history.sent_per_step(), history.traffic.get("kinds")
+    if sent is None:
+        return []
+    named = []
+    for kind, one in kinds.items() if isinstance(kinds, dict) else ():
+        calls, size = whole(one.get("num_calls")), number(one.get("sent_bytes"))
+        if calls and size:
+            named.append(f"{calls} {kind} {format_bytes(size)}")
+    return [f"{format_bytes(sent)} sent per rank and step", *([", ".join(named)] if named else [])]
 
 
 def _memory_rows(history: History) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from duoka.config.dialects.rows import (
     Refusal,
     Row,
     implemented,
+    is_none,
     is_true,
     number,
     refused,
@@ -27,13 +28,40 @@ _TYPES = {
 }  # fmt: skip
 
 
+_SHARDING = {
+    "full_shard": "fsdp", "1": "fsdp", "shard_grad_op": "zero2", "2": "zero2", "no_shard": "ddp", "3": "ddp",
+    "hybrid_shard": "hsdp", "4": "hsdp", "hybrid_shard_zero2": "hsdp", "5": "hsdp",
+}  # fmt: skip
+_FSDP, _DEEP = "fsdp_config.", "deepspeed_config."
+
+
 def _type(value: Any, asked: Asked) -> Any:
     kind = words("distributed_type", _TYPES)(value, asked)
     if kind == "deepspeed":
         return Answer(note="what its deepspeed_config says")
+    older = str(asked.get(f"{_FSDP}fsdp_reshard_after_forward")).lower() in _SHARDING
+    if kind == "fsdp" and (older or not is_none(asked.get(f"{_FSDP}fsdp_sharding_strategy"))):
+        return Answer()  # that key's row says which
     if kind not in ("auto", "ddp", "fsdp"):
         raise Refusal(f"distributed_type {value} is not there yet", "write:   distributed_type: MULTI_GPU")
     return kind
+
+
+def _sharding(value: Any, asked: Asked) -> Any:
+    if str(asked.get("distributed_type")).lower() != "fsdp":
+        return Answer(note="of FSDP, which is not on")
+    word = str(value).strip().lower()
+    answer = {"parallel.strategy": words("fsdp_sharding_strategy", _SHARDING)(value, asked)}
+    if word in ("hybrid_shard_zero2", "5"):
+        answer["parallel.reshard"] = False
+    return Answer(answer)
+
+
+def _reshard(value: Any, asked: Asked) -> Any:
+    """FSDP2's switch; FSDP1 files write the sharding strategy's name here too, which has a row of its own."""
+    if isinstance(value, str) and value.lower() in _SHARDING:
+        return _sharding(value, asked) if is_none(asked.get(f"{_FSDP}fsdp_sharding_strategy")) else Answer()
+    return Answer({} if is_true(value) else {"parallel.reshard": False})
 
 
 def _precision(value: Any, asked: Asked) -> Any:
@@ -60,25 +88,46 @@ def _zero(value: Any, asked: Asked) -> Any:
     return "ddp" if stage == 0 else f"zero{stage}"
 
 
-def _offload(value: Any, asked: Asked) -> Any:
-    if str(value).lower() in ("none", "false", "no"):
+def _offload(what: str) -> Any:
+    def convert(value: Any, asked: Asked) -> Any:
+        where = str(value).lower()
+        if where in ("none", "false", "no"):
+            return Answer()
+        if where != "cpu":
+            raise Refusal(f"offloading to {value} is not there yet", "host memory is:   cpu")
+        if what == "optimizer" and str(asked.get(f"{_DEEP}offload_param_device")).lower() == "cpu":
+            return Answer()  # weights in host memory take the optimizer's state along
+        return Answer({"parallel.offload": what})
+
+    return convert
+
+
+def _compile(value: Any, asked: Asked) -> Any:
+    if is_none(value) or str(value).lower() == "no":
         return Answer()
-    raise Refusal(f"offloading ({value}) is not there yet", "delete it; duoka plan says whether the run fits")
+    return Answer({"train.compile": True}, "" if str(value).lower() == "inductor" else f"{value}: inductor is used")
 
 
 def _rows() -> list[Row]:
-    fsdp, deep = "fsdp_config.", "deepspeed_config."
+    fsdp, deep = _FSDP, _DEEP
     return [
         *implemented("distributed_type", "parallel.strategy", _type, ""),
         *implemented("mixed_precision", "train.precision", _precision),
         *implemented("num_processes", "", _ranks, "said; --nproc starts them"),
         *implemented(f"{fsdp}fsdp_activation_checkpointing", "train.recompute",
                      lambda value, asked: "full" if is_true(value) else "none"),
-        *implemented(f"{fsdp}fsdp_offload_params", "", lambda v, a: _offload("cpu" if is_true(v) else "none", a)),
+        *implemented(f"{fsdp}fsdp_sharding_strategy", "parallel.strategy", _sharding),
+        *implemented(f"{fsdp}fsdp_reshard_after_forward", "parallel.reshard", _reshard),
+        *implemented(f"{fsdp}fsdp_offload_params", "parallel.offload",
+                     lambda value, asked: Answer({"parallel.offload": "params"} if is_true(value) else {})),
         *implemented(f"{deep}zero_stage", "parallel.strategy", _zero),
         *implemented(f"{deep}gradient_clipping", "optim.clip", lambda v, a: Answer() if v == "auto" else v),
-        *implemented(f"{deep}offload_optimizer_device", "", _offload, "none; else refused"),
-        *implemented(f"{deep}offload_param_device", "", _offload, "none; else refused"),
+        *implemented(f"{deep}offload_optimizer_device", "parallel.offload", _offload("optimizer"), "cpu or none"),
+        *implemented(f"{deep}offload_param_device", "parallel.offload", _offload("params"), "cpu or none"),
+        *implemented("dynamo_config.dynamo_backend", "train.compile", _compile),
+        *reported("how layers are compiled is torch's default", "dynamo_config.dynamo_mode",
+                  "dynamo_config.dynamo_use_dynamic", "dynamo_config.dynamo_use_fullgraph",
+                  "dynamo_config.dynamo_use_regional_compilation"),
         Row(f"{deep}deepspeed_config_file", "implemented", "parallel.strategy", "read too", opens="deepspeed"),
         *reported("duoka accumulates as train.global_batch asks for", f"{deep}gradient_accumulation_steps",
                   "gradient_accumulation_steps"),
@@ -86,7 +135,7 @@ def _rows() -> list[Row]:
                   *(f"{fsdp}{name}" for name in (
                       "fsdp_auto_wrap_policy", "fsdp_backward_prefetch", "fsdp_backward_prefetch_policy",
                       "fsdp_cpu_ram_efficient_loading", "fsdp_forward_prefetch", "fsdp_min_num_params",
-                      "fsdp_reshard_after_forward", "fsdp_sharding_strategy", "fsdp_state_dict_type",
+                      "fsdp_state_dict_type",
                       "fsdp_sync_module_states", "fsdp_transformer_layer_cls_to_wrap", "fsdp_use_orig_params",
                       "fsdp_version", "fsdp_activation_checkpointing_offload")),
                   f"{deep}zero3_init_flag", f"{deep}zero3_save_16bit_model", f"{deep}deepspeed_moe_layer_cls_names",
@@ -98,7 +147,7 @@ def _rows() -> list[Row]:
                   f"{deep}deepspeed_inclusion_filter", "mpirun_config", "command_file", "commands"),
         *reported("a device is used when it is there; CUDA_VISIBLE_DEVICES= in front keeps to the CPU", "use_cpu"),
         *reported("of TPUs, which duoka does not use", "downcast_bf16", "tpu_env", "tpu_name", "tpu_zone",
-                  "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "dynamo_config"),
+                  "tpu_use_cluster", "tpu_use_sudo", "tpu_vm"),
         *refused("it is not there yet", "fp8_config", "parallelism_config", "megatron_lm_config", "kt_config"),
     ]  # fmt: skip
 

@@ -16,6 +16,7 @@ from duoka.config.dialects.rows import (
     Dialect,
     Refusal,
     Row,
+    asks_for_nothing,
     batch_answer,
     implemented,
     is_true,
@@ -28,6 +29,7 @@ from duoka.config.dialects.rows import (
 
 _MICRO, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _OPTIMIZER = "optimizer.params."
+_ZERO = "zero_optimization."
 
 
 def _auto(convert: Any = None) -> Any:
@@ -79,17 +81,42 @@ def _stage(value: Any, asked: Asked) -> Any:
     stage = int(number(value, "zero_optimization.stage"))
     if not 0 <= stage <= 3:
         raise Refusal(f"zero_optimization.stage is {value}; there are 0, 1, 2 and 3", "write:   stage: 2")
+    group = _group(asked)
+    if group > 1 and stage != 3:
+        raise Refusal(f"mics_shard_size {group} shards weights, and stage is {stage}", 'write:   "stage": 3')
+    if group > 1:
+        return Answer({"parallel.strategy": "hsdp", "parallel.shard_ranks": group})
     return "ddp" if stage == 0 else f"zero{stage}"
 
 
-def _offload(key: str) -> Any:
+def _group(asked: Asked) -> int:
+    """MiCS: so many ranks share one copy, as hsdp does it; -1 and 1 mean none."""
+    return int(number(asked.get(f"{_ZERO}mics_shard_size", -1), "mics_shard_size"))
+
+
+def _offload(name: str, what: str) -> Any:
+    """What lies in host memory. Weights there take the optimizer's state along, so both together are `params`."""
+
     def convert(value: Any, asked: Asked) -> Any:
-        device = value.get("device", "none") if isinstance(value, dict) else value
-        if str(device).lower() == "none":
+        where = _device(value)
+        if where == "none":
             return Answer()
-        raise Refusal(f"{key} to {device} is not there yet", f"delete {key}; duoka plan says whether the run fits")
+        if where != "cpu":
+            raise Refusal(f"{name} to {where} is not there yet", 'host memory is:   "device": "cpu"')
+        stage = asked.get(f"{_ZERO}stage", 0)
+        if what == "params" and str(stage) != "3":
+            raise Refusal(f"{name} moves weights that stage 3 has sharded, and stage is {stage}", 'write:   "stage": 3')
+        if what == "optimizer" and _device(asked.get(f"{_ZERO}offload_param")) == "cpu":
+            return Answer()
+        return Answer({"parallel.offload": what})
 
     return convert
+
+
+def _device(value: Any) -> str:
+    """`{"device": "cpu"}`, a bare word, or the older switch true."""
+    device = value.get("device", "none") if isinstance(value, dict) else value
+    return "cpu" if is_true(device) else "none" if asks_for_nothing(device, ()) else str(device).lower()
 
 
 def _optimizer(value: Any, asked: Asked) -> Any:
@@ -106,7 +133,7 @@ def _scheduler(value: Any, asked: Asked) -> Any:
 
 
 def deepspeed_rows() -> list[Row]:
-    zero = "zero_optimization."
+    zero = _ZERO
     return [
         *implemented("train_batch_size", "train.global_batch", _auto(lambda v, a: whole(v, "train_batch_size"))),
         *implemented(_MICRO, "train.micro_batch", _auto(_micro_batch)),
@@ -116,8 +143,16 @@ def deepspeed_rows() -> list[Row]:
         *implemented("bfloat16.enabled", "train.precision", _auto(_enabled("bf16"))),
         *implemented("fp16.enabled", "train.precision", _auto(_enabled("fp16"))),
         *implemented(f"{zero}stage", "parallel.strategy", _auto(_stage), "0 is ddp; what duoka lacks is refused"),
-        *implemented(f"{zero}offload_optimizer", "", _auto(_offload("offload_optimizer")), "device none; else refused"),
-        *implemented(f"{zero}offload_param", "", _auto(_offload("offload_param")), "device none; else refused"),
+        *implemented(f"{zero}offload_optimizer", "parallel.offload", _offload("offload_optimizer", "optimizer"),
+                     "cpu or none; nvme is refused"),
+        *implemented(f"{zero}offload_param", "parallel.offload", _offload("offload_param", "params"),
+                     "cpu or none; nvme is refused"),
+        *implemented(f"{zero}cpu_offload", "parallel.offload", _offload("cpu_offload", "optimizer"),
+                     "the older switch"),
+        *implemented(f"{zero}cpu_offload_params", "parallel.offload", _offload("cpu_offload_params", "params"),
+                     "the older switch"),
+        *implemented(f"{zero}mics_shard_size", "parallel.shard_ranks", lambda value, asked: Answer(),
+                     "with stage 3: hsdp, whose groups have so many ranks"),
         *implemented("optimizer.type", "optim.name", _auto(_optimizer)),
         *implemented(f"{_OPTIMIZER}lr", "optim.lr", _auto()),
         *implemented(f"{_OPTIMIZER}betas", "optim.betas", _auto()),
@@ -135,7 +170,7 @@ def deepspeed_rows() -> list[Row]:
             "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size",
             "contiguous_gradients", "round_robin_gradients", "sub_group_size", "stage3_prefetch_bucket_size",
             "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
-            "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save", "cpu_offload",
+            "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
             "ignore_unused_parameters", "load_from_fp32_weights", "memory_efficient_linear"))),
         *reported("a switch of DeepSpeed's own", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
                   "steps_per_print", "wall_clock_breakdown", "comms_config", "comms_logger", "monitor_config",
@@ -148,9 +183,8 @@ def deepspeed_rows() -> list[Row]:
         *refused("it would change the result, and duoka has nothing like it", "compression_training",
                  "data_efficiency", "curriculum_learning", "progressive_layer_drop", "sparse_attention", "amp",
                  "hybrid_engine", f"{zero}zero_quantized_weights", f"{zero}zero_quantized_gradients"),
-        *refused("sharding in groups of nodes is not there yet", f"{zero}zero_hpz_partition_size",
-                 f"{zero}mics_shard_size",
-                 off=(1, -1)),
+        *reported("weights are gathered over all ranks of a group; hsdp keeps groups inside a node",
+                  f"{zero}zero_hpz_partition_size", f"{zero}mics_hierarchical_params_gather"),
         *refused("what elastic batches may be is train.global_batch's business", "elasticity"),
     ]  # fmt: skip
 

@@ -25,7 +25,14 @@ TEMPLATES = tuple(_NAMES.split())
 
 
 def rest_rows() -> list[Row]:
-    return [*_reported(), *_of_stages_reported(), *_refused_methods(), *_refused_training(), *_refused_elsewhere()]
+    return [
+        *_reported(),
+        *_reported_elsewhere(),
+        *_of_stages_reported(),
+        *_refused_methods(),
+        *_refused_training(),
+        *_refused_elsewhere(),
+    ]
 
 
 def _reported() -> list[Row]:
@@ -40,7 +47,7 @@ def _reported() -> list[Row]:
         *reported("the fastest exact attention that is there is used; it changes no result", "flash_attn",
                   "use_reentrant_gc", "use_unsloth_gc", "gradient_checkpointing_kwargs",
                   "activation_checkpointing_kwargs", "use_v1_kernels", "enable_liger_kernel", "use_liger_kernel",
-                  "liger_kernel_config", "use_unsloth", "use_cache", "low_cpu_mem_usage", "torch_compile",
+                  "liger_kernel_config", "use_unsloth", "use_cache", "low_cpu_mem_usage",
                   "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps", "tf32"),
         *reported("the model's fast tokenizer is used", "use_fast_tokenizer", "cache_dir"),
         *reported("evaluation uses train.micro_batch; its size changes no number", "per_device_eval_batch_size",
@@ -55,9 +62,10 @@ def _reported() -> list[Row]:
                   "logging_first_step", "logging_strategy", "logging_nan_inf_filter", "log_level", "log_level_replica",
                   "log_on_each_node", "disable_tqdm", "include_num_input_tokens_seen", "print_param_status",
                   "include_effective_tokens_per_second", "skip_memory_metrics", "save_on_each_node"),
-        *reported("DDP here: buckets and buffers as torch has them; they change no result", "ddp_bucket_cap_mb",
-                  "ddp_broadcast_buffers", "ddp_static_graph", "local_rank", "master_addr", "master_port"),
-        *reported("one seed is for everything, order included: train.seed", "data_seed", "full_determinism"),
+        *reported("DDP here: buffers as torch has them, places from the launcher", "ddp_broadcast_buffers",
+                  "local_rank", "master_addr", "master_port"),
+        *reported("the same seed gives the same run; on a GPU its kernels may differ in the last digits",
+                  "full_determinism"),
         *reported("a run goes on at the exact sample", "ignore_data_skip", "restore_callback_states_from_checkpoint",
                   "enable_jit_checkpoint"),
         *reported("only the columns of the conversation are read", "remove_unused_columns", "label_names"),
@@ -67,6 +75,11 @@ def _reported() -> list[Row]:
         *reported("padding is never a target", "ignore_pad_token_for_loss"),
         *reported("a device is used when it is there; CUDA_VISIBLE_DEVICES= in front keeps to the CPU", "use_cpu",
                   "no_cuda"),
+    ]  # fmt: skip
+
+
+def _reported_elsewhere() -> list[Row]:
+    return [
         *reported("the prompts of duoka chat: its flags, not this file", "do_sample", "temperature", "top_p", "top_k",
                   "num_beams", "max_length", "max_new_tokens", "repetition_penalty", "length_penalty",
                   "skip_special_tokens", "generation_max_length", "generation_num_beams", "generation_config",
@@ -99,8 +112,7 @@ def _of_stages_reported() -> list[Row]:
                   "ppo_whiten_rewards", "reward_model", "reward_model_adapters", "reward_model_quantization_bit",
                   "reward_model_type"),
         *reported("of a method that is not on", "pissa_iter", "pissa_convert", "loraplus_lr_embedding",
-                  "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "oft_rank",
-                  "oft_block_size", "oft_target", "module_dropout", "galore_target", "galore_rank",
+                  "oft_rank", "oft_block_size", "oft_target", "module_dropout", "galore_target", "galore_rank",
                   "galore_update_interval", "galore_scale", "galore_proj_type", "galore_layerwise", "apollo_target",
                   "apollo_rank", "apollo_update_interval", "apollo_scale", "apollo_proj", "apollo_proj_type",
                   "apollo_scale_type", "apollo_layerwise", "apollo_scale_front", "badam_mode", "badam_start_block",
@@ -119,7 +131,6 @@ def _refused_methods() -> list[Row]:
                  "loraplus_lr_ratio", "additional_target"),
         *refused("training an adapter further is not there yet", "adapter_name_or_path", "adapter_folder",
                  "create_new_adapter"),
-        *refused("block expansion is not there yet", "use_llama_pro"),
         *refused("AdamW is the optimizer that is there", "use_galore", "use_apollo", "use_badam", "use_adam_mini",
                  "use_muon", "optim_args", "adafactor"),
         *refused("the loss is plain cross-entropy", "use_dft_loss", "use_asft_loss", "use_eaft_loss",
@@ -149,10 +160,9 @@ def _refused_training() -> list[Row]:
                  "tokenized_path"),
         *refused("system messages come from the data", "default_system"),
         *refused("tools are written as the model's own template writes them", "tool_format"),
-        *reported("thinking is written as the model's own template writes it", "enable_thinking", "preserve_thinking"),
         *refused("the batch is what train.global_batch says", "auto_find_batch_size"),
-        *refused("sharding is not there yet: parallel.strategy", "fsdp"),
-        *reported("of FSDP, which is not on", "fsdp_config", "fsdp_min_num_params"),
+        *reported("how FSDP wraps, gathers and saves is duoka's own; it changes no result", "fsdp_config",
+                  "fsdp_min_num_params"),
         *refused("parallelism over dimensions is not there yet", "parallelism_config", "tensor_model_parallel_size",
                  "pipeline_model_parallel_size", "expert_model_parallel_size", "context_parallel_size",
                  "hyper_parallel_cp_size", "virtual_pipeline_model_parallel_size", "sequence_parallel", off=(1,)),

@@ -1,0 +1,354 @@
+"""LLaMA-Factory's values: for each key that means something here, what a value of it means.
+
+The rows of llamafactory.py call these as `to.NAME`. A conversion answers with our value, or with our keys and a note,
+or refuses with a reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from duoka.config.dialects.llamafactory_rest import TEMPLATES
+from duoka.config.dialects.rows import (
+    Answer,
+    Asked,
+    Refusal,
+    asks_for_nothing,
+    batch_answer,
+    comma_list,
+    is_none,
+    is_true,
+    number,
+    whole,
+    words,
+)
+from duoka.registry import nearest
+
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+def is_lora(asked: Asked) -> bool:
+    """Whether adapters are trained: LLaMA-Factory's default; in the nested form only when something says so."""
+    kind = asked.get("finetuning_type")
+    if kind is not None:
+        return str(kind).lower() == "lora"
+    if asked.flavour == "nested":
+        return any(name.startswith("lora_") or name == "adapter" for name in asked.values)
+    return True
+
+
+def is_freeze(asked: Asked) -> bool:
+    return str(asked.get("finetuning_type", "")).lower() == "freeze"
+
+
+def kind(value: Any, asked: Asked) -> Any:
+    kind = words("finetuning_type", {"lora": "lora", "full": "full", "freeze": "freeze", "oft": "oft"})(value, asked)
+    if kind == "oft":
+        raise Refusal("finetuning_type oft is not there yet", "write:   finetuning_type: lora, freeze or full")
+    return Answer()  # what lora and freeze mean is in the defaults; full has no such block
+
+
+def of_freeze(convert: Any) -> Any:
+    """Keys that have a meaning under `finetuning_type: freeze` only."""
+
+    def run(value: Any, asked: Asked) -> Any:
+        if is_none(value):
+            return Answer()
+        if not is_freeze(asked):
+            return Answer(note="of no use here: finetuning_type is not freeze")
+        return convert(value, asked)
+
+    return run
+
+
+def layers(value: Any, asked: Asked) -> Any:
+    layers = number(value, "freeze_trainable_layers")
+    if layers != int(layers) or layers == 0:
+        raise Refusal(f"freeze_trainable_layers must be a whole number other than 0, got {value}", "write: 2")
+    return int(layers)
+
+
+def spread(value: Any, asked: Asked) -> Any:
+    if not is_true(value):
+        return Answer()
+    if not is_freeze(asked):
+        raise Refusal("use_llama_pro trains whole layers", "write:   finetuning_type: freeze")
+    return Answer({"train_only.spread": True})
+
+
+def of_lora(convert: Any = None) -> Any:
+    def run(value: Any, asked: Asked) -> Any:
+        if not is_lora(asked):
+            return Answer(note=f"of no use here: finetuning_type is {asked.get('finetuning_type', 'full')}")
+        if is_none(value):
+            return Answer()
+        return convert(value, asked) if convert else value
+
+    return run
+
+
+def modules(value: Any, asked: Asked) -> Any:
+    return "all" if value in ("all", ["all"]) else comma_list(value, asked)
+
+
+def template(value: Any, asked: Asked) -> Any:
+    name = str(value).strip()
+    if is_none(value):
+        return Answer()
+    if name not in TEMPLATES:
+        guess = nearest(name, TEMPLATES)
+        raise Refusal(
+            f"there is no template {name}", f"did you mean {guess}?" if guess else "write:   template: default"
+        )
+    if name == "chatml":
+        return name
+    return Answer({"model.template": "auto"}, f"{name}: the chat template that the model ships is used")
+
+
+def data_sets(value: Any, asked: Asked) -> Any:
+    names = comma_list(value, asked)
+    most = asked.get("max_samples")
+    limit = {} if is_none(most) else {"max_samples": whole(most, "max_samples")}
+    return [{"name": name, **limit} for name in names]
+
+
+def eval_sets(value: Any, asked: Asked) -> Any:
+    return Answer() if is_none(value) else Answer({"data.eval": data_sets(value, asked)})
+
+
+def limit(value: Any, asked: Asked) -> Any:
+    """max_samples has no key of its own here: `dataset` and `eval_dataset` take it along into every data set."""
+    if not is_none(value):
+        whole(value, "max_samples")
+    return Answer()
+
+
+def share(value: Any, asked: Asked) -> Any:
+    if is_none(value) or number(value, "val_size") == 0:
+        return Answer()
+    if number(value, "val_size") >= 1:
+        raise Refusal(f"val_size {value} counts samples, and duoka splits off a share", "write:   val_size: 0.1")
+    return float(value)
+
+
+def folder(value: Any, asked: Asked) -> Any:
+    if str(value).startswith(("REMOTE:", "ONLINE")):
+        raise Refusal(f"dataset_dir {value} lies on a hub, and duoka reads local files", "download it first")
+    # LLaMA-Factory's default; written out it must not forbid the folder beside the YAML.
+    return Answer() if str(value).rstrip("/") in ("data", "./data") else value
+
+
+def targets(value: Any, asked: Asked) -> Any:
+    if asked.is_on("train_on_prompt") and asked.is_on("mask_history"):
+        raise Refusal("train_on_prompt and mask_history exclude each other", "keep one of them")
+    if asked.is_on("train_on_prompt"):
+        return Answer({"data.targets": "all"})
+    return Answer({"data.targets": "last"} if asked.is_on("mask_history") else {})
+
+
+def packing(value: Any, asked: Asked) -> Any:
+    if is_none(value):
+        return Answer()
+    if not is_true(value):
+        return Answer({} if asked.is_on("neat_packing") else {"data.packing": False})
+    note = "" if asked.is_on("neat_packing") else "packed samples never see each other here (as with neat_packing)"
+    return Answer({"data.packing": True}, note)
+
+
+def precision(value: Any, asked: Asked) -> Any:
+    on = [name for name in ("bf16", "fp16", "pure_bf16") if asked.is_on(name)]
+    if "fp16" in on and len(on) > 1:
+        raise Refusal(f"{' and '.join(on)} are both on", "keep one of them")
+    if not on:
+        return Answer()
+    if "pure_bf16" in on:
+        return Answer({"train.precision": "bf16"}, "computed in bf16; the trained weights themselves stay in fp32")
+    if on == ["fp16"] and not asked.start.has_gpu:
+        return Answer({"train.precision": "auto"}, "no GPU here, and fp16 training needs one: train.precision is auto")
+    return Answer({"train.precision": on[0]})
+
+
+def warmup(value: Any, asked: Asked) -> Any:
+    if is_none(value) or str(asked.get("lr_scheduler_type")) == "constant":
+        return Answer(note="" if is_none(value) else "lr_scheduler_type constant has no warm-up")
+    steps = number(asked.get("warmup_steps", 0), "warmup_steps")
+    return Answer({"optim.warmup": steps if steps > 0 else number(asked.get("warmup_ratio", 0), "warmup_ratio")})
+
+
+def schedule(value: Any, asked: Asked) -> Any:
+    word = words(
+        "lr_scheduler_type",
+        {
+            "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+            "cosine_with_min_lr": "cosine",
+        },
+    )(value, asked)  # fmt: skip
+    if value != "cosine_with_min_lr":
+        return Answer({"optim.schedule": word, **({"optim.warmup": 0.0} if value == "constant" else {})})
+    more = asked.get("lr_scheduler_kwargs", {})
+    rate, least = more.get("min_lr_rate"), more.get("min_lr")
+    if least is not None:
+        rate = number(least, "min_lr") / number(asked.get("learning_rate", 5e-5), "learning_rate")
+    if rate is None:
+        raise Refusal("cosine_with_min_lr needs its end", "write:   lr_scheduler_kwargs: {min_lr_rate: 0.1}")
+    return Answer({"optim.schedule": word, "optim.min_lr": number(rate, "min_lr_rate")})
+
+
+def schedule_extra(value: Any, asked: Asked) -> Any:
+    if is_none(value) or asked.get("lr_scheduler_type") == "cosine_with_min_lr":
+        return Answer()
+    raise Refusal(
+        "lr_scheduler_kwargs would change the schedule", "only cosine_with_min_lr takes min_lr_rate or min_lr"
+    )
+
+
+def betas(value: Any, asked: Asked) -> Any:
+    first, second = asked.get("adam_beta1", 0.9), asked.get("adam_beta2", 0.999)
+    return Answer({"optim.betas": [number(first, "adam_beta1"), number(second, "adam_beta2")]})
+
+
+def optimizer(value: Any, asked: Asked) -> Any:
+    plain = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
+    if str(value) in plain:
+        return "adamw"
+    raise Refusal(f"optim {value} is not there yet", f"write:   optim: adamw_torch   (known: {', '.join(plain)})")
+
+
+def epochs(value: Any, asked: Asked) -> Any:
+    return Answer(note="max_steps says how long") if _max_steps(asked) else value
+
+
+def _max_steps(asked: Asked) -> int:
+    steps = asked.get("max_steps", -1)
+    return whole(steps, "max_steps") if number(steps, "max_steps") > 0 else 0
+
+
+def steps(value: Any, asked: Asked) -> Any:
+    steps = _max_steps(asked)
+    # There max_steps goes on past num_train_epochs, so an epoch must never end the run here.
+    return Answer({"train.max_steps": steps, "train.epochs": float(steps)} if steps else {})
+
+
+def batch(value: Any, asked: Asked) -> Any:
+    return batch_answer(asked.get(BATCH[0], 8), asked.get(BATCH[1], 1), asked, BATCH)
+
+
+def often(name: str, key: str) -> Any:
+    strategy_name = "save_strategy" if key == "checkpoint.every" else "eval_strategy"
+
+    def convert(value: Any, asked: Asked) -> Any:
+        strategy = str(asked.get(strategy_name, asked.get("evaluation_strategy", "steps"))).lower()
+        if (
+            key == "train.eval_every"
+            and is_none(asked.get("eval_dataset"))
+            and not number(asked.get("val_size", 0), "val_size")
+        ):
+            return Answer(note="there is no evaluation data")
+        if strategy == "epoch":
+            return Answer({key: "1 epoch"})
+        if strategy == "no":
+            kept = "the end is always saved" if key == "checkpoint.every" else "data that is held back is measured"
+            return Answer(note=f"no: {kept}, and {key} keeps its default")
+        if strategy == "best":
+            raise Refusal(f"{strategy_name} best is not there yet", f"write:   {strategy_name}: steps")
+        steps = asked.get(name)
+        if is_none(steps):
+            return Answer()
+        if 0 < number(steps, name) < 1:
+            raise Refusal(f"{name} {steps} is a share of all steps, and duoka counts steps", f"write:   {name}: 100")
+        return Answer({key: whole(steps, name)})
+
+    return convert
+
+
+def log_every(value: Any, asked: Asked) -> Any:
+    if 0 < number(value, "logging_steps") < 1:
+        return Answer(note=f"{value} is a share of all steps; a line is printed every 10, and all are recorded")
+    return whole(value, "logging_steps")
+
+
+def trackers(value: Any, asked: Asked) -> Any:
+    names = [name.lower() for name in comma_list(value, asked)]
+    others = [name for name in names if name not in ("none", "all", "tensorboard")]
+    ours = ["tensorboard"] if "tensorboard" in names or "all" in names else []
+    note = f"{', '.join(others)} not there yet; the event log and the report have all numbers" if others else ""
+    return Answer({"log.to": ours}, note)
+
+
+def resume(value: Any, asked: Asked) -> Any:
+    if is_none(value) or is_true(value):
+        return Answer({"checkpoint.resume": "auto"})
+    return Answer({"checkpoint.resume": "never" if asks_for_nothing(value, ()) else str(value)})
+
+
+def revision(value: Any, asked: Asked) -> Any:
+    return Answer() if is_none(value) or value == "main" else value
+
+
+def do_train(value: Any, asked: Asked) -> Any:
+    if is_true(value) or is_none(value):
+        return Answer(note="duoka train trains")
+    raise Refusal("do_train is false, and duoka train trains", "delete do_train, or use duoka eval, chat or export")
+
+
+_SHARDING = {
+    "full_shard": {"parallel.strategy": "fsdp"}, "true": {"parallel.strategy": "fsdp"},
+    "shard_grad_op": {"parallel.strategy": "zero2"}, "no_shard": {"parallel.strategy": "ddp"},
+    "hybrid_shard": {"parallel.strategy": "hsdp"},
+    "hybrid_shard_zero2": {"parallel.strategy": "hsdp", "parallel.reshard": False},
+    "offload": {"parallel.offload": "params"}, "auto_wrap": {},
+}  # fmt: skip
+
+
+def fsdp(value: Any, asked: Asked) -> Any:
+    """transformers' list of words, such as `full_shard auto_wrap offload`."""
+    if asks_for_nothing(value, ()):
+        return Answer()
+    given = value if isinstance(value, list) else str(value).replace(",", " ").split()
+    answer: dict[str, Any] = {}
+    for word in given:
+        answer |= words("fsdp", _SHARDING)(word, asked)
+    return Answer(answer)
+
+
+# Templates under which a model thinks before it answers; for others the switch means nothing.
+_THINKING = ("qwen3", "deepseekr1", "glm4_moe", "hunyuan", "mimo", "seed_oss", "granite", "ernie", "gpt_oss", "exaone")
+
+
+def _thinks(asked: Asked) -> bool:
+    name = str(asked.get("template", ""))
+    return name.startswith(_THINKING) and not name.endswith("_nothink")
+
+
+def old_thoughts(value: Any, asked: Asked) -> Any:
+    if is_true(value) and _thinks(asked):
+        raise Refusal(
+            "preserve_thinking true would keep the thoughts of earlier turns, which the model's own template drops",
+            "delete preserve_thinking",
+        )
+    return Answer()
+
+
+def thinking(value: Any, asked: Asked) -> Any:
+    name = asked.get("template", "")
+    if is_none(value) or is_true(value) or not _thinks(asked):
+        return Answer(note="thinking is written as the model's own template writes it")
+    raise Refusal(
+        f"enable_thinking {str(value).lower()} would put an empty thought before every answer of {name}, and duoka "
+        "writes what the model's own template writes",
+        f"delete it, or write the empty thought into the data, or take a template such as {name}_nothink",
+    )
+
+
+def data_seed(value: Any, asked: Asked) -> Any:
+    seed = asked.get("seed", 42)
+    if is_none(value) or number(value, "data_seed") == number(seed, "seed"):
+        return Answer()
+    raise Refusal(
+        f"data_seed is {value} and seed is {seed}: one seed is for everything here, the order included",
+        f"delete data_seed, or write:   seed: {value}",
+    )
+
+
+def recompute(value: Any, asked: Asked) -> Any:
+    return Answer({"train.recompute": "full" if is_true(value) else "none"})

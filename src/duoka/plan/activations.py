@@ -1,0 +1,136 @@
+"""Bytes that a step keeps beside weights and state: activations by rule, the loss's logits, a layer's working space.
+
+Notation: h hidden size, kv key-value size, f feed-forward size, a heads, r rank of adapters, V vocabulary. The rules
+are exact counts of what autograd keeps for transformers' Llama with fused attention, measured; `memory.py` uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from duoka.plan.layout import Layout
+from duoka.plan.recipe import Program, Share, Work
+from duoka.plan.shape import adapted_linears
+
+# Logits of one chunk of the loss in fp32. model/loss.py works in the same chunks; a test holds the two together.
+LOSS_CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class ActivationRule:
+    """Bytes that autograd keeps per token and layer: `hidden` h + `key_value` kv + `ffn` f + 4a + 8."""
+
+    hidden: int
+    key_value: int
+    ffn: int
+    dropped_hidden: int = 0  # more when adapters have dropout: a mask and a copy of each adapted input
+    dropped_ffn: int = 0
+    rank: int = 0  # per adapted layer and rank of the adapter
+
+
+_RULES: Mapping[tuple[bool, bool], ActivationRule] = {  # (adapters, half precision)
+    (False, False): ActivationRule(32, 8, 16),
+    (False, True): ActivationRule(30, 4, 8),
+    (True, False): ActivationRule(24, 8, 16, dropped_hidden=40, dropped_ffn=4, rank=4),
+    (True, True): ActivationRule(24, 4, 8, dropped_hidden=24, dropped_ffn=4, rank=2),
+}
+_NUM_HIDDEN_INPUTS = 6  # q, k, v, o, gate, up read a tensor of width h; down reads one of width f
+
+
+def activation_bytes_per_token(work: Work, layout: Layout, length: int = 0) -> tuple[float, str]:
+    """What one layer keeps of one token until its backward pass, on one rank, and the formula in words."""
+    if work.program is not None:
+        return _kept_by_program(work, work.program, layout, length)
+    total, formula = _kept_by_duoka(work, layout)
+    if layout.tp > 1:
+        formula += f", / {layout.tp} (tensor and sequence parallel)"
+    return total / layout.tp, formula
+
+
+def _kept_by_program(work: Work, program: Program, layout: Layout, length: int) -> tuple[float, str]:
+    shape, tp = work.shape, layout.tp
+    split = program.kept_hidden_split * shape.hidden_size + program.kept_ffn * shape.intermediate_size
+    split += program.kept_kv * shape.kv_size + program.kept_scores * shape.num_heads * length
+    words = (
+        f"{program.kept_hidden:g}h + ({program.kept_hidden_split:g}h + {program.kept_ffn:g}f + {program.kept_kv:g}kv"
+    )
+    words += f" + {program.kept_scores:g}as)/{tp}" if program.kept_scores else f")/{tp}"
+    return program.kept_hidden * shape.hidden_size + split / tp, f"{program.name}: {words}"
+
+
+def boundary_bytes(work: Work, layout: Layout) -> int:
+    """Per token and layer under full recompute: the layer's input."""
+    if work.program is not None:
+        return int(work.program.boundary * work.shape.hidden_size)
+    return (2 if layout.precision != "fp32" and work.lora is not None else 4) * work.shape.hidden_size
+
+
+def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, str]:
+    shape, half = work.shape, layout.precision != "fp32"
+    rule = _RULES[work.lora is not None, half]
+    size = 2 if half else 4
+    # Two of the h-wide tensors (rotated queries, attention's output) are as wide as all heads together.
+    wide_bytes = rule.hidden * shape.hidden_size + 2 * size * (shape.q_size - shape.hidden_size)
+    formula = f"{rule.hidden}h + {rule.key_value}kv + {rule.ffn}f + 4a + 8"
+    total: float = wide_bytes + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
+    total += 4 * shape.num_heads + 8
+    if layout.packing:
+        total += size * shape.q_size  # documents' outputs are joined into one more tensor
+        formula += f" + {size}h (packed)"
+    if not shape.gated:
+        total -= rule.ffn / 2 * shape.intermediate_size  # one product and its activation, not two and their product
+        formula += " - half of f (no gate)"
+    if shape.block_norms > 2 or shape.qk_norm:
+        total += 12 * (shape.block_norms - 2) * shape.hidden_size
+        total += 12 * (shape.q_size + shape.kv_size) * shape.qk_norm
+        formula += " + 12 per extra norm"
+    if work.lora is not None:
+        adapted = adapted_linears(shape, work.lora)
+        total += rule.rank * work.lora.rank * len(adapted)
+        formula += f" + {rule.rank}r per adapter"
+        if work.lora.dropout > 0:
+            total += _dropout_bytes(work, rule, len(adapted))
+            formula += ", and dropout's masks"
+    return total, f"per token and layer {formula}"
+
+
+def selective_bytes(work: Work, layout: Layout) -> float:
+    """Per token and layer: its input, and the outputs of seven products and of attention with its row sums."""
+    shape, half = work.shape, layout.precision != "fp32"
+    size = 2 if half else 4
+    products = 2 * shape.hidden_size + shape.q_size + 2 * shape.kv_size + (1 + shape.gated) * shape.intermediate_size
+    adapters = 0 if work.lora is None else sum(one.num_out for one in adapted_linears(shape, work.lora))
+    ranks = 0 if work.lora is None else work.lora.rank * len(adapted_linears(shape, work.lora))
+    entry = (size if half and work.lora is not None else 4) * shape.hidden_size
+    return entry + size * (products + shape.q_size + adapters + ranks) + 4 * shape.num_heads
+
+
+def _dropout_bytes(work: Work, rule: ActivationRule, num_adapted: int) -> float:
+    # A CUDA mask is one byte, a CPU mask an fp32 number.
+    saved = 3 if work.device == "cuda" else 0
+    hidden = (rule.dropped_hidden - saved * _NUM_HIDDEN_INPUTS) * work.shape.hidden_size
+    whole = hidden + (rule.dropped_ffn - saved) * work.shape.intermediate_size
+    return whole * num_adapted / len(work.shape.linears)
+
+
+def loss_bytes(work: Work, layout: Layout, share: Share, tokens: int) -> tuple[int, int]:
+    """(while the loss is computed, what stays of it until its backward pass)."""
+    shape, half = work.shape, layout.precision != "fp32"
+    if not share.has_head:
+        return 0, 0
+    if work.program is not None:
+        return int(work.program.logits * tokens * shape.vocab_size / layout.tp), 0
+    size = 2 if half else 4
+    row_gradient = size * tokens * shape.hidden_size
+    if shape.bent_logits:
+        # The model's own logits, an fp32 copy, log-probabilities, and gradients of the two.
+        return tokens * shape.vocab_size * (size + 4 + 4 + 4), tokens * shape.vocab_size * (size + 4 + 4)
+    chunk = min(4 * tokens * shape.vocab_size, LOSS_CHUNK_BYTES)
+    chunk += chunk // 2 if half else 0
+    if work.lora is not None:
+        return chunk, 2 * row_gradient
+    head = shape.vocab_size * shape.hidden_size // layout.tp
+    weight_copy = 2 * head if half else 0
+    # The head's gradient is summed over chunks; each chunk's own product stands beside the sum.
+    return chunk + weight_copy + size * head, 2 * row_gradient + 4 * head

@@ -1,0 +1,307 @@
+"""Devices and networks that runs are planned for, from tables with a source per row, and what a user measured.
+
+`--on "2x8xH100-80G@NDR"` becomes a Cluster here, and so does the machine we are on. `duoka bench hardware` writes
+hardware.json, which overrides the tables. No torch, no network: rows of text and arithmetic.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from duoka.errors import ConfigError
+from duoka.plan.hardware import Gpu, Machine
+from duoka.registry import nearest
+
+GIB = 2**30
+# A core that multiplies fp32 matrices with AVX2 (2 fused operations of 8 numbers a cycle at 2.5 GHz), when nothing
+# was measured; a wide guess, and the plan says so.
+CPU_CORE_TFLOPS = 0.04
+# What a node has beside its GPUs, when only GPUs are named: about what cloud nodes have for each.
+HOST_BYTES_PER_GPU = 128 * GIB
+
+
+@dataclass(frozen=True)
+class Network:
+    """A link or a network card: bytes per second each way, and the seconds before the first byte."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or one machine's CPU). Peaks are those of dense matrix products."""
+
+    name: str
+    generation: str
+    capability: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    half_flops: float
+    fp32_flops: float
+    source: str
+    link: str = "pcie4"
+    gpus_per_node: int = 8
+    network: str = "10GbE"
+    nics_per_node: int = 1
+    aliases: tuple[str, ...] = ()
+    measured: bool = False  # peaks are what products really reach here, not a data sheet's
+
+    @property
+    def has_bf16(self) -> bool:
+        return self.capability >= 8.0
+
+    def peak_flops(self, precision: str) -> float:
+        if precision == "fp32":
+            return self.fp32_flops
+        return self.half_flops
+
+    @property
+    def kind(self) -> str:
+        return "cpu" if self.generation == "cpu" else "cuda"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices: `link` joins those of a node, `num_nics` cards of `network` join nodes."""
+
+    device: Device
+    num_nodes: int
+    per_node: int
+    link: Network
+    network: Network
+    num_nics: int = 1
+    host_bytes_per_node: int = 0
+    is_measured: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.per_node
+
+    @property
+    def name(self) -> str:
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        joined = f", {self.num_nics} x {self.network.name} between nodes" if self.num_nodes > 1 else ""
+        return f"{nodes}{self.per_node}x{self.device.name} ({self.link.name}{joined})"
+
+    def machine(self) -> Machine:
+        """One node of it, as the rest of the plan sees machines. Free memory is all but what drivers keep."""
+        device = self.device
+        if device.kind == "cpu":
+            raise ValueError("a CPU is planned for as the machine that we are on")
+        card = Gpu(device.name, device.memory_bytes, int(device.memory_bytes * 0.99), device.capability)
+        host = self.host_bytes_per_node or HOST_BYTES_PER_GPU * self.per_node
+        return Machine(16 * self.per_node, host, int(0.95 * host), gpus=(card,) * self.per_node)
+
+
+@functools.cache
+def devices() -> dict[str, Device]:
+    """All known devices by name."""
+    return {row["name"]: _device(row) for row in read_rows("devices.csv")}
+
+
+@functools.cache
+def networks() -> dict[str, Network]:
+    return {row["name"]: _network(row) for row in read_rows("networks.csv")}
+
+
+def read_rows(name: str) -> list[dict[str, str]]:
+    text = (files("duoka.plan") / "tables" / name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def _device(row: Mapping[str, str]) -> Device:
+    return Device(
+        name=row["name"],
+        generation=row["generation"],
+        capability=float(row["capability"]),
+        memory_bytes=int(row["memory_mib"]) << 20,
+        memory_bytes_per_s=float(row["memory_gb_s"]) * 1e9,
+        half_flops=float(row["half_tflops"]) * 1e12,
+        fp32_flops=float(row["fp32_tflops"]) * 1e12,
+        source=row["source"],
+        link=row["link"],
+        gpus_per_node=int(row["gpus_per_node"]),
+        network=row["network"],
+        nics_per_node=int(row["nics_per_node"]),
+        aliases=tuple(filter(None, row["aliases"].split(";"))),
+    )
+
+
+def _network(row: Mapping[str, str]) -> Network:
+    return Network(row["name"], float(row["gb_s"]) * 1e9, float(row["latency_us"]) * 1e-6, row["source"])
+
+
+def _plain(name: str) -> str:
+    """`NVIDIA GeForce RTX 4090` and `rtx4090` alike; 80GB and 80G alike."""
+    name = re.sub(r"(?i)nvidia|geforce|tesla|amd|instinct|hbm\d?e?|generation|\bada\b(?= lovelace)", "", name)
+    name = re.sub(r"(?i)(\d+)\s*gi?b\b", r"\1G", name)
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+@functools.cache
+def _by_plain_name() -> dict[str, str]:
+    """Spellings to names. A short one (3090, H100) belongs to the first row that claims it as an alias or begins so."""
+    found: dict[str, str] = {}
+    for device in devices().values():
+        found |= dict.fromkeys(map(_plain, (device.name, *device.aliases)), device.name)
+    for device in devices().values():
+        for name in (device.name, *device.aliases):
+            for short in (name, re.sub(r"-\d+G$", "", name), f"RTX{name}", name.removeprefix("RTX")):
+                found.setdefault(_plain(short), device.name)
+    return found
+
+
+def find_device(name: str) -> Device:
+    """The device of that name, as people, clouds or nvidia-smi spell it; raises ConfigError with the nearest."""
+    known, plain = _by_plain_name(), _plain(name)
+    if plain in known:
+        return devices()[known[plain]]
+    guess = nearest(name, [*devices(), *known])
+    raise ConfigError(
+        f"there is no device {name!r} in the plan's table",
+        fix=f"did you mean {devices()[known.get(_plain(guess), guess)].name}?" if guess else
+        f"known are {', '.join(devices())}; others go into hardware.json",
+    )  # fmt: skip
+
+
+def match_gpu(gpu: Gpu) -> Device | None:
+    """The row of a card that nvidia-smi reported: its name, or its name with its memory."""
+    for name in (gpu.name, f"{gpu.name} {round(gpu.memory_bytes / 1e9 / 8) * 8}G"):
+        if (found := _by_plain_name().get(_plain(name))) is not None:
+            return devices()[found]
+    plain = _plain(gpu.name)
+    near = [row for row in devices().values() if _plain(row.name.split("-")[0]) in plain]
+    near = [row for row in near if abs(row.memory_bytes / gpu.memory_bytes - 1) < 0.06]
+    return max(near, key=lambda row: len(row.name.split("-")[0]), default=None)
+
+
+def find_network(name: str) -> Network:
+    wanted = name.lower()
+    for row in read_rows("networks.csv"):
+        if wanted in (row["name"].lower(), *row["aliases"].lower().split(";")):
+            return networks()[row["name"]]
+    guess = nearest(name, list(networks()))
+    hint = f"did you mean {guess}?" if guess else f"known are {', '.join(networks())}"
+    raise ConfigError(f"there is no network {name!r} in the plan's table", fix=hint)
+
+
+_ON = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([^@]+?)\s*(?:@\s*(?:(\d+)\s*x\s*)?(\S+))?\s*$", re.IGNORECASE)
+
+
+def parse_cluster(text: str) -> Cluster:
+    """`H100`, `8xA100-80G`, `2x8xH100-80G`, `4x8xH100@400GbE`, `48x8xA100-80G@4xHDR` (cards per node)."""
+    found = _ON.match(text)
+    numbers = [int(part) for part in found.groups()[:2] if part is not None] if found else []
+    if not found or 0 in numbers:
+        raise ConfigError(
+            f"--on {text!r} is no description of machines", fix='write for example:   --on "2x8xH100-80G"'
+        )
+    device = find_device(found.group(3))
+    num_nodes, per_node = (1, 1) if not numbers else (1, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+    link, network, nics = find_network(device.link), find_network(device.network), device.nics_per_node
+    if found.group(5):
+        named = find_network(found.group(5))
+        if num_nodes == 1:
+            link = named
+        else:
+            network, nics = named, int(found.group(4) or nics)
+    return Cluster(device, num_nodes, per_node, link, network, nics)
+
+
+def cluster_of(machine: Machine, num_nodes: int, per_node: int, own: Mapping[str, Any] | None = None) -> Cluster:
+    """The machine that we are on, `num_nodes` times, with what was measured on it laid over the tables."""
+    if machine.gpus:
+        gpu = machine.gpus[0]
+        device = match_gpu(gpu)
+        notes: tuple[str, ...] = ()
+        if device is None:
+            device = replace(devices()["A100-40G"], name=gpu.name, memory_bytes=gpu.memory_bytes)
+            notes = (f"{gpu.name} is not in the plan's table: its speed is taken for an A100's",)
+        link, network, nics = find_network(device.link), find_network(device.network), device.nics_per_node
+    else:
+        notes = ("CPU speed is a guess from the number of cores; measure it: duoka bench hardware",)
+        device = _cpu(machine)
+        link, network, nics = networks()["memory"], networks()["10GbE"], 1
+    cluster = Cluster(device, num_nodes, per_node, link, network, nics, machine.memory_bytes, notes=notes)
+    return _overlay(cluster, own) if own and own.get("device") == hardware_key(machine) else cluster
+
+
+def _cpu(machine: Machine) -> Device:
+    flops = CPU_CORE_TFLOPS * 1e12 * machine.num_cores
+    return Device(
+        name=machine.cpu_name,
+        generation="cpu",
+        capability=0.0,
+        memory_bytes=machine.memory_bytes,
+        memory_bytes_per_s=20e9,
+        half_flops=8 * flops if machine.cpu_bf16 else flops / 2,
+        fp32_flops=flops,
+        source="cores x AVX2, a guess",
+        link="memory",
+        gpus_per_node=1,
+    )
+
+
+# --- what a user measured ---
+
+
+def hardware_file(env: Mapping[str, str] = os.environ) -> Path:
+    """Where `duoka bench hardware` writes: DUOKA_HARDWARE, or the user's configuration folder."""
+    if env.get("DUOKA_HARDWARE"):
+        return Path(env["DUOKA_HARDWARE"])
+    home = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", ".")) / ".config")
+    return home / "duoka" / "hardware.json"
+
+
+def read_hardware(path: Path | None = None) -> dict[str, Any] | None:
+    """What was measured, or None; a damaged file is an error that names it."""
+    path = path or hardware_file()
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", fix="measure again: duoka bench hardware") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds no object", fix="measure again: duoka bench hardware")
+    return raw
+
+
+def hardware_key(machine: Machine) -> str:
+    """What a measurement belongs to: another machine's figures must not be taken for this one's."""
+    return machine.gpus[0].name if machine.gpus else f"{machine.cpu_name}, {machine.num_cores} cores"
+
+
+def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
+    """`cluster` with measured speeds; keys that were not measured stay as they are."""
+    device = cluster.device
+    try:
+        device = replace(
+            device,
+            half_flops=float(own.get("half_flops") or device.half_flops),
+            fp32_flops=float(own.get("fp32_flops") or device.fp32_flops),
+            memory_bytes_per_s=float(own.get("memory_bytes_per_s") or device.memory_bytes_per_s),
+            source="measured by duoka bench hardware",
+            measured=True,
+        )
+        link = cluster.link
+        if own.get("link_bytes_per_s"):
+            latency = float(own.get("link_latency_s") or link.latency_s)
+            link = Network("measured", float(own["link_bytes_per_s"]), latency, "measured by duoka bench hardware")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"hardware.json: {error}", fix="measure again: duoka bench hardware") from None
+    notes = () if own.get("half_flops") or own.get("fp32_flops") else cluster.notes
+    return replace(cluster, device=device, link=link, is_measured=True, notes=notes)

@@ -1,0 +1,228 @@
+"""What a training program keeps of each parameter, and what one rank holds of the model under a layout.
+
+`static_memory` gives weights, gradients and optimizer state per rank; `memory.py` adds what passes by. duoka's own
+way is the default; other programs are described as a `Program` only where published runs are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from duoka.config.schema import LoraConfig, TrainOnlyConfig
+from duoka.plan.layout import Layout
+from duoka.plan.shape import ModelShape, lora_parameters
+from duoka.plan.trained import trained_parameters
+
+# Bytes of optimizer state per trained parameter; Muon keeps one moment of matrices and two of the rest.
+STATE_BYTES: Mapping[str, float] = {
+    "adamw": 8, "lamb": 8, "muon": 4, "lars": 4, "sgd": 4, "adamw8bit": 2.06, "adafactor": 0.02,
+}  # fmt: skip
+# Bytes per frozen weight: 4-bit with a scale per 64 weights, themselves in 8 bits.
+QUANTIZED_BYTES: Mapping[int, float] = {4: 0.53, 8: 1.02}
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a program other than duoka keeps numbers, bytes per parameter and per token; for published runs."""
+
+    name: str
+    weights: float = 2
+    gradients: float = 2
+    masters: float = 4
+    state: float = 8
+    # Per token and layer: of width h, of width f, of width kv; and of each head and token looked at (no fused kernel).
+    kept_hidden: float = 10
+    kept_ffn: float = 4
+    kept_kv: float = 4
+    kept_hidden_split: float = 8  # further bytes of width h that tensor parallelism divides; the first are not
+    kept_scores: float = 0
+    boundary: float = 2  # what full recompute keeps of each layer
+    logits: float = 10  # per token and word of the vocabulary, at the loss
+    window: float = 2.0  # layers that are gathered at once
+    in_place: bool = False  # the optimizer steps in the backward pass: gradients never exist together
+    offloads_kept: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What memory depends on beside the layout: who is trained, on which device, with what."""
+
+    shape: ModelShape
+    lora: LoraConfig | None
+    device: str = "cpu"
+    bucket_view: bool = True
+    optimizer: str = "adamw"
+    frozen_bits: int = 0  # 4 or 8: a quantized frozen base
+    program: Program | None = None
+    train_only: TrainOnlyConfig | None = None
+
+    @property
+    def num_trainable(self) -> int:
+        if self.train_only is not None:
+            return trained_parameters(self.shape, self.train_only)
+        return self.shape.num_parameters if self.lora is None else lora_parameters(self.shape, self.lora)
+
+    @property
+    def num_frozen(self) -> int:
+        if self.train_only is not None:
+            return self.shape.num_parameters - self.num_trainable
+        return 0 if self.lora is None else self.shape.num_parameters
+
+    @property
+    def num_total(self) -> int:
+        return self.num_trainable + self.num_frozen
+
+    @property
+    def state_bytes(self) -> float:
+        """Optimizer bytes per trained parameter."""
+        if self.program is not None:
+            return self.program.state
+        per = STATE_BYTES[self.optimizer]
+        if self.optimizer == "muon" and self.lora is None:
+            ends = self.shape.num_embedding + self.shape.num_head
+            return per + 4 * ends / self.shape.num_parameters
+        return per
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of the model: a pipeline's stage, cut by the tensor axis. All numbers are of this rank."""
+
+    num_layers: int
+    embedding: int
+    head: int  # of its own; a tied head on another stage than the embedding is a copy
+    has_head: bool
+    in_flight: int  # micro-batches whose activations are held at once
+    trainable: int
+    frozen: int
+    per_layer: int
+    block_linear: int
+
+
+def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[Share, ...]:
+    """The stages that may be the fullest: the first holds most micro-batches, the last has the loss."""
+    shape, tp, pp = work.shape, layout.tp, layout.pp
+    whole = Share(
+        num_layers=shape.num_layers,
+        embedding=shape.num_embedding // tp,
+        head=shape.num_head // tp,
+        has_head=True,
+        in_flight=1,
+        trainable=work.num_trainable // tp,
+        frozen=work.num_frozen // tp,
+        per_layer=shape.num_per_layer // tp,
+        block_linear=shape.num_block_linear // tp,
+    )
+    if pp == 1:
+        return (whole,)
+    layers = -(-shape.num_layers // pp)
+    part = layers / shape.num_layers
+
+    def stage(ends: int, embedding: int, head: int, has_head: bool, in_flight: int) -> Share:
+        inside = int(part * shape.num_in_layers) // tp + ends
+        some = work.lora is not None or work.train_only is not None
+        trained = int(part * work.num_trainable) // tp if some else inside
+        frozen = 0 if not some else inside if work.lora is not None else max(0, inside - trained)
+        return replace(
+            whole,
+            num_layers=layers,
+            trainable=trained,
+            frozen=frozen,
+            block_linear=int(part * whole.block_linear),
+            embedding=embedding,
+            head=head,
+            has_head=has_head,
+            in_flight=in_flight,
+        )
+
+    head = (shape.num_head or shape.num_embedding) // tp
+    first = stage(whole.embedding, whole.embedding, 0, False, max(1, min(accumulation, pp)))
+    return first, stage(head, 0, head, True, 1)
+
+
+@dataclass(frozen=True)
+class StaticMemory:
+    """Weights, gradients and optimizer state of one rank under one strategy; fp32 masters beside gathered weights
+    count as optimizer state. `host_bytes` of these lie in host memory, not in the GPU's."""
+
+    strategy: str
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    formula: str
+    host_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def static_memory(work: Work, layout: Layout, share: Share | None = None) -> StaticMemory:
+    """What a rank holds at the end of a step's backward passes, activations and what passes by apart."""
+    share = share or shares(work, layout)[0]
+    if work.program is not None:
+        return _static_of_program(work.program, layout, share)
+    # Weights that train_only leaves alone stay fp32, as those beside them; a base under adapters is only read.
+    frozen_size: float = 4 if layout.precision == "fp32" or work.train_only is not None else 2
+    frozen_size = QUANTIZED_BYTES.get(work.frozen_bits, frozen_size)
+    train, ranks, state = share.trainable, layout.shard, work.state_bytes
+    frozen = int(share.frozen * frozen_size)
+    note = f" + {frozen_size:g}(P-Pt)" if frozen else ""
+    axes = "" if layout.tp * layout.pp == 1 else f", P of a rank's 1/{layout.tp * layout.pp}"
+    if layout.strategy in ("zero1", "zero2"):
+        gathered, formula = _gathered_whole(work, layout.precision, share)
+        first = layout.strategy == "zero1"
+        gradients = 4 * train if first else 4 * train // ranks
+        formula += f" + {'4Pt' if first else '4Pt/N'} + {4 + state:g}Pt/N{note}{axes}"
+        own = (gathered + frozen, gradients, int((4 + state) * train) // ranks)
+        host = own[2] + 4 * train // ranks if layout.offload == "params" else 0
+    elif layout.strategy in ("fsdp", "hsdp"):
+        divisor = "N" if layout.strategy == "fsdp" else "S"
+        note_sharded = f" + {frozen_size:g}(P-Pt)/{divisor}" if frozen else ""
+        formula = f"(4Pt + 4Pt + {state:g}Pt)/{divisor}{note_sharded}{axes}"
+        own = ((4 * train + frozen) // ranks, 4 * train // ranks, int(state * train) // ranks)
+        host = sum(own) if layout.offload == "params" else 0
+    else:
+        copies = 2 if layout.strategy == "ddp" and not work.bucket_view else 1
+        formula = f"4Pt + {4 * copies}Pt + {state:g}Pt{note}{axes}"
+        own = (4 * train + frozen, 4 * copies * train, int(state * train))
+        host = 0
+    if layout.offload == "optimizer":
+        host = int(state * train) // ranks
+    return StaticMemory(layout.strategy, *own, formula, host if work.device == "cuda" else 0)
+
+
+def _gathered_whole(work: Work, precision: str, share: Share) -> tuple[int, str]:
+    """Weights whole in the type that computes; what begins the residual stream, the embedding, stays fp32."""
+    if precision == "fp32":
+        return 4 * share.trainable, "4Pt"
+    if work.lora is not None:
+        return 2 * share.trainable, "2Pt"
+    return 2 * share.trainable + 2 * share.embedding, "2Pt + 2 of the embedding"
+
+
+def _static_of_program(program: Program, layout: Layout, share: Share) -> StaticMemory:
+    """The same families with the program's own bytes: which of weights, gradients and state are shared out."""
+    ranks, train = layout.shard, share.trainable
+    split = {"zero1": (1, 1, ranks), "zero2": (1, ranks, ranks), "fsdp": (ranks,) * 3, "hsdp": (ranks,) * 3}
+    by = split.get(layout.strategy, (1, 1, 1))
+    frozen = share.frozen * program.weights
+    own = (
+        int((program.weights * train + frozen) / by[0]),
+        int(program.gradients * train / by[1]) if not program.in_place else 0,
+        int((program.masters + program.state) * train / by[2]),
+    )
+    host = sum(own) if layout.offload == "params" else 0
+    sizes = f"{program.weights:g} + {program.gradients:g} + {program.masters + program.state:g}"
+    return StaticMemory(layout.strategy, *own, f"{program.name}: {sizes} bytes per parameter", host)
+
+
+def static_table(work: Work, layout: Layout) -> tuple[StaticMemory, ...]:
+    """Every strategy for the same ranks."""
+    ranks = layout.dp
+    rows = [replace(layout, strategy="single", dp=1, shard=1, offload="none")]
+    rows += [replace(layout, strategy="ddp", shard=1, offload="none")]
+    rows += [replace(layout, strategy=strategy, shard=ranks, offload="none") for strategy in ("zero1", "zero2", "fsdp")]
+    rows = [layout if row.strategy == layout.strategy else row for row in rows]
+    return tuple(static_memory(work, row) for row in [*rows, *([layout] if layout.strategy == "hsdp" else [])])

@@ -1,0 +1,144 @@
+"""A rank's heartbeat: logs/beat-rank00000.json, one short line, overwritten in place at every sign of progress.
+
+Written by ranks through `Heart`, read by whoever watches them (the supervisor, `duoka chaos`). A rank that is stopped
+or waits for ever cannot say so; that its line no longer changes says it. A beat is one write of half a kilobyte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from duoka.runs.folder import RunFolder, read_json
+
+ASK_FOR_STACKS = "SIGUSR1"
+_LINE_BYTES = 512
+# Nothing beats on the way through these, and a large model or a slow disk takes what it takes.
+_SLOW_PHASES = ("start", "save", "end")
+
+
+@dataclass
+class Beat:
+    """What a rank did last. `count` rises with every sign of progress, `num_collectives` with every exchange begun."""
+
+    rank: int = 0
+    pid: int = 0
+    step: int = 0  # finished ones
+    phase: str = "start"
+    is_slow: bool = True  # no beat is to be expected soon: loading, compiling, saving
+    collective: str = ""  # the last one that was begun
+    is_inside: bool = False  # and not come back from
+    num_collectives: int = 0
+    count: int = 0
+    time: float = 0.0  # wall clock, for people: who watches uses a clock of his own
+    slowest_s: float = 0.0  # the longest silence outside of slow phases
+
+
+class Heart:
+    """Writes one rank's beats. Without a file (tests, people's own loops) it only counts."""
+
+    def __init__(self, run: RunFolder | None = None, rank: int = 0) -> None:
+        self.beat = Beat(rank=rank, pid=os.getpid())
+        self._is_warm = False
+        self._at = time.monotonic()
+        self._file = -1
+        if run is not None:
+            with contextlib.suppress(OSError):  # a full disk is reported by who cannot do without
+                self._file = os.open(beat_path(run, rank), os.O_WRONLY | os.O_CREAT, 0o644)
+                _listen_for_stacks(stacks_path(run, rank))
+        self._write()
+
+    def tell(self, phase: str, step: int | None = None) -> None:
+        """Progress: `phase` begins, or goes on. With `step`, one was finished: from now on silence means something."""
+        now = time.monotonic()
+        beat = self.beat
+        if not beat.is_slow:
+            beat.slowest_s = round(max(beat.slowest_s, now - self._at), 3)
+        self._at = now
+        if step is not None:
+            beat.step = step
+        beat.phase = phase
+        # The first step compiles, allocates and reads files for the first time.
+        beat.is_slow = phase in _SLOW_PHASES or not self._is_warm
+        beat.count += 1
+        self._write()
+
+    def warm_up(self) -> None:
+        """What is slow only once is done."""
+        self._is_warm = True
+
+    @contextlib.contextmanager
+    def exchange(self, name: str) -> Iterator[None]:
+        """Around a collective that this rank waits in."""
+        self.beat.is_inside = True
+        self.begin_exchange(name)
+        yield
+        self.beat.is_inside = False
+        self.beat.count += 1
+        self._at = time.monotonic()
+        self._write()
+
+    def begin_exchange(self, name: str) -> None:
+        """A collective begins; it may go on by itself."""
+        self.beat.collective = name
+        self.beat.num_collectives += 1
+        self.beat.count += 1
+        self._write()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self) -> None:
+        if self._file < 0:
+            return
+        self.beat.time = round(time.time(), 3)
+        line = json.dumps(asdict(self.beat)).encode()
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, line.ljust(_LINE_BYTES - 1) + b"\n", 0)
+
+
+def beat_path(run: RunFolder, rank: int) -> Path:
+    return run.logs / f"beat-rank{rank:05d}.json"
+
+
+def stacks_path(run: RunFolder, rank: int) -> Path:
+    return run.logs / f"stacks-rank{rank:05d}.txt"
+
+
+def read_beats(run: RunFolder) -> dict[int, Beat]:
+    """Every rank's last beat; one that is being written at this moment is left out."""
+    known = {field.name for field in fields(Beat)}
+    found = {}
+    for path in sorted(run.logs.glob("beat-rank*.json")):
+        raw = read_json(path)
+        if raw is not None and known <= raw.keys():
+            beat = Beat(**{name: raw[name] for name in known})
+            found[beat.rank] = beat
+    return found
+
+
+def clear_beats(run: RunFolder) -> None:
+    """Beats of an earlier start would be taken for those of ranks that hang; empty files of stacks say nothing."""
+    for path in run.logs.glob("beat-rank*.json"):
+        path.unlink(missing_ok=True)
+    for path in run.logs.glob("stacks-rank*.txt"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_size == 0:
+                path.unlink()
+
+
+def _listen_for_stacks(path: Path) -> None:
+    """At SIGUSR1 the Python stacks of all threads go to `path`, also while the process waits in compiled code."""
+    number = getattr(signal, ASK_FOR_STACKS, None)
+    if number is not None and hasattr(faulthandler, "register"):
+        file = path.open("a", encoding="utf-8")
+        faulthandler.register(number, file=file, all_threads=True)
