@@ -16,7 +16,7 @@ from duoka.errors import ConfigError
 from duoka.model.build import named_part
 from duoka.parallel.gather import gather_state
 from duoka.parallel.world import World
-from duoka.train.manifest import folder_name
+from duoka.runs.manifest import folder_name
 from duoka.train.step import Numerics
 
 

@@ -7,7 +7,8 @@ them), and adds what people's own loops bring: any optimizer, schedulers, loader
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from duoka.errors import ConfigError, StorageError
 from duoka.model.build import named_part
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
-from duoka.train.checkpoint import STATE, CheckpointStore, choose_checkpoint, describe_damage
+from duoka.train.checkpoint import CheckpointStore, Facts
+from duoka.train.resume import STATE, find_damage, newest_valid
 from duoka.train.setup import library_versions
 from duoka.train.step import Numerics
 
@@ -80,7 +82,9 @@ def save_snapshot(
     if world.is_main:
         target.parent.mkdir(parents=True, exist_ok=True)
     world.barrier()
-    _store(target, parts, world).write(target, Snapshot(numerics, state, {n: t.detach() for n, t in named.items()}))  # type: ignore[arg-type]
+    snapshot = Snapshot(numerics, state, {name: tensor.detach() for name, tensor in named.items()})
+    with _open_store(target, parts, world) as store:
+        store.write(target, snapshot)  # type: ignore[arg-type]
 
 
 def load_snapshot(folder: Path, parts: Parts, numerics: Numerics, world: World) -> int:
@@ -97,7 +101,8 @@ def load_snapshot(folder: Path, parts: Parts, numerics: Numerics, world: World) 
         named |= room_for(saved[kind])
     _check_shapes(saved["shapes"], named, folder)
     snapshot = Snapshot(numerics, LoopState(), {name: tensor.detach() for name, tensor in named.items()})
-    _store(source, parts, world).load(source, snapshot)  # type: ignore[arg-type]
+    with _open_store(source, parts, world) as store:
+        store.load(source, snapshot)  # type: ignore[arg-type]
     for optimizer, state in zip(parts.optimizers, restored, strict=True):
         optimizer.inner.load_state_dict(state)
     for kind, each in (("schedulers", [s.inner for s in parts.schedulers]), ("loaders", parts.loaders),
@@ -107,26 +112,30 @@ def load_snapshot(folder: Path, parts: Parts, numerics: Numerics, world: World) 
     return int(saved["step"])
 
 
-def newest(folder: Path, world: World, say: Any) -> Path:
-    """The newest valid checkpoint among `folder`'s, which are written under names that CheckpointStore knows."""
-    found = choose_checkpoint(folder, "auto", world, say)
+def newest(folder: Path, world: World, say: Callable[[str], None]) -> Path:
+    """The newest whole checkpoint among `folder`'s."""
+    found = newest_valid(folder, world, say)
     if found is None:
         raise StorageError(f"there is no checkpoint in {folder}", fix="name the folder that save_state was given")
     return found
 
 
-def _store(target: Path, parts: Parts, world: World) -> CheckpointStore:
-    layout = parts.models[0].layout if parts.models else Layout()
-    return CheckpointStore(target.parent, world, layout, "", library_versions())
+@contextmanager
+def _open_store(target: Path, parts: Parts, world: World) -> Iterator[CheckpointStore]:
+    """For one save or load, after which the script goes on at once: nothing is written behind its back."""
+    layout = parts.models[0].layout if parts.models else Layout(dp=world.size, strategy="ddp")
+    facts = Facts(versions=library_versions())
+    store = CheckpointStore(target.parent, world, layout, facts, asynchronous=False)
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 def _find(folder: Path, world: World) -> Path:
-    """The checkpoint itself, whole; rank 0 looks for all."""
+    """The checkpoint itself, whole."""
     source = folder / FOLDER if (folder / FOLDER).is_dir() else folder
-    fault = ""
-    if world.is_main:
-        fault = describe_damage(source) if source.is_dir() else "there is no such folder"
-    fault = world.agree(fault)
+    fault = find_damage(source, world) if world.agree(source.is_dir()) else "there is no such folder"
     if fault:
         raise StorageError(f"{folder} cannot be loaded: {fault}", fix="name another folder that save_state wrote")
     return source
