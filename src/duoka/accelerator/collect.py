@@ -5,7 +5,7 @@ Ranks tell each other the shapes before they gather: what does not fit is an err
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,23 +30,18 @@ class Collector:
         `drop`: this rank's part is filling, and is left out.
         """
         if self.world.size == 1:
-            return _alone(value) if not drop else _nothing(_alone(value))
-        tensors = [self._row(tensor) for tensor in tensors_in(value)]
-        tensors = [tensor[:0] if drop else tensor for tensor in tensors]
-        others = [] if drop else _things_in(value)
-        everyone = self.world.gather(([_describe(tensor) for tensor in tensors], others if not tensors else None))
+            return _nothing(_alone(value)) if drop else _alone(value)
+        leaves = _leaves(value)
+        rows = [self._row(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        rows = [row[:0] if drop else row for row in rows]
+        lists = [[] if drop else _things_in(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        everyone = self.world.gather(([_describe(row) for row in rows], lists))
         _check_alike("gather", [facts for facts, _ in everyone], rows_may_differ=True)
-        whole = iter([self._gather_rows(t, [facts[i][0][0] for facts, _ in everyone]) for i, t in enumerate(tensors)])
-        if not tensors:
-            return [thing for _, things in everyone for thing in things]
-        return self._rebuilt(value, whole, drop)
-
-    def _rebuilt(self, value: Any, whole: Any, drop: bool) -> Any:
-        if isinstance(value, torch.Tensor):
-            return next(whole)
-        if any(True for _ in tensors_in(value)):
-            return rebuild(value, [self._rebuilt(part, whole, drop) for part in parts_of(value)])
-        return self.gather_objects([] if drop else _things_in(value))
+        tensors = iter(
+            [self._gather_rows(row, [facts[i][0][0] for facts, _ in everyone]) for i, row in enumerate(rows)]
+        )
+        things = iter([[one for _, theirs in everyone for one in theirs[i]] for i in range(len(lists))])
+        return _refill(value, lambda leaf: next(tensors if isinstance(leaf, torch.Tensor) else things))
 
     def gather_objects(self, things: list[Any]) -> list[Any]:
         return [thing for part in self.world.gather(things) for thing in part]
@@ -163,16 +158,30 @@ def _things_in(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+def _leaves(value: Any) -> list[Any]:
+    """Tensors, and what holds none: a list of texts is one thing, a pair of a tensor and such a list is two."""
+    if isinstance(value, torch.Tensor) or not any(True for _ in tensors_in(value)):
+        return [value]
+    return [leaf for part in parts_of(value) for leaf in _leaves(part)]
+
+
+def _refill(value: Any, fill: Callable[[Any], Any]) -> Any:
+    """The same structure with `fill` of each of its leaves."""
+    if isinstance(value, torch.Tensor) or not any(True for _ in tensors_in(value)):
+        return fill(value)
+    return rebuild(value, [_refill(part, fill) for part in parts_of(value)])
+
+
 def _alone(value: Any) -> Any:
     """What gathering gives in a world of one: the same forms as in larger ones."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()[None] if value.ndim == 0 else value.detach()
-    if any(True for _ in tensors_in(value)):
-        return rebuild(value, [_alone(part) for part in parts_of(value)])
-    return _things_in(value)
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return _things_in(leaf)
+        return leaf.detach()[None] if leaf.ndim == 0 else leaf.detach()
+
+    return _refill(value, one)
 
 
 def _nothing(value: Any) -> Any:
-    if isinstance(value, list) and not any(True for _ in tensors_in(value)):
-        return []
-    return map_tensors(value, lambda tensor: tensor[:0])
+    return _refill(value, lambda leaf: leaf[:0])
