@@ -1,4 +1,4 @@
-"""The same engine: a loop of verbs over duoka's own loader gives the losses and weights of `duoka train`, bit for bit."""
+"""The same engine: a loop of verbs over duoka's loader gives losses and weights of `duoka train`, bit for bit."""
 
 import json
 from pathlib import Path

@@ -176,8 +176,6 @@ def evaluate_all(counts, folder):
             seen = numbers if in_order else sorted(numbers)
             if seen != expected or words != [f"sample {i}" for i in numbers] or squares != [i * i for i in numbers]:
                 wrong.append([name, count, numbers])
-        verbs.free_memory()
-        accelerator.free_memory()
     write(folder, "evaluate", accelerator.process_index, {"wrong": wrong, "size": accelerator.num_processes})
 
 
