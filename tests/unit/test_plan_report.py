@@ -55,6 +55,13 @@ def test_more_processes_share_one_model_only_when_memory_asks_for_it():
     assert make_plan(config(lora={}), LLAMA_8B, gpus(H100, 8), 8).layout.name == "ddp8"
 
 
+@pytest.mark.parametrize("settings", [{"bucket_mb": 50}, {"compress": "powersgd"}, {"static_graph": True}])
+def test_settings_of_ddp_are_a_wish_for_ddp_and_never_ignored(settings):
+    plan = make_plan(config(parallel=settings), LLAMA_8B, gpus(H100, 8), 8)
+    assert plan.layout.name == "ddp8" and plan.refusal() is not None
+    assert f"parallel.{next(iter(settings))} is for ddp only" in plan.reasons["parallel.strategy"]
+
+
 @pytest.mark.parametrize(
     ("parallel", "world", "name"),
     [

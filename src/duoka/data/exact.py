@@ -40,7 +40,21 @@ def deal(units: Sequence[Any], rank: int, num_ranks: int) -> slice:
     return slice(start, start + base + (rank < more))
 
 
-class ExactLoader:
+class _Exact:
+    """What both wrappers are told: the data, and which rank's part of which batches they give."""
+
+    def __init__(self, dataset: Any, *, global_batch: int, rank: int, num_ranks: int, collate: Collate) -> None:
+        if global_batch < 1 or not 0 <= rank < num_ranks:
+            raise ConfigError(f"rank {rank} of {num_ranks} with a global batch of {global_batch} cannot be")
+        self.dataset = dataset
+        self.global_batch = global_batch
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.collate = collate
+        self.epoch = 0
+
+
+class ExactLoader(_Exact):
     """A map-style data set (`len` and `[i]`), shuffled by seed and epoch, in global batches."""
 
     def __init__(
@@ -62,19 +76,13 @@ class ExactLoader:
     ) -> None:
         """`order`: of each epoch, instead of a shuffle; its members are sample numbers, or batches of them, of which
         `global_batch` make a step. `options`: further settings of torch's DataLoader."""
-        _check(global_batch, rank, num_ranks)
-        self.dataset = dataset
-        self.global_batch = global_batch
-        self.rank = rank
-        self.num_ranks = num_ranks
+        super().__init__(dataset, global_batch=global_batch, rank=rank, num_ranks=num_ranks, collate=collate)
         self.seed = seed
         self.shuffle = shuffle
-        self.collate = collate
         self.order = order
         self.fill = fill
         self.drop_last = drop_last
         self.options = {"num_workers": num_workers, "pin_memory": pin_memory, **(options or {})}
-        self.epoch = 0
         self.num_seen = 0  # of the epoch's samples, or batches: the place does not depend on the world size
         self._units: tuple[int, Sequence[Any]] | None = None
 
@@ -138,7 +146,7 @@ def _sample_ids(units: Sequence[Any]) -> list[int]:
     return [int(i) for unit in units for i in (unit if isinstance(unit, (list, tuple)) else (unit,))]
 
 
-class ExactStream:
+class ExactStream(_Exact):
     """An iterable data set that gives the same items in the same order everywhere, in global batches.
 
     Each rank walks all of it and keeps its turn: so every rank knows where it ends without asking, and none hangs.
@@ -156,15 +164,9 @@ class ExactStream:
         fill: bool = False,
         drop_last: bool = False,
     ) -> None:
-        _check(global_batch, rank, num_ranks)
-        self.dataset = dataset
-        self.global_batch = global_batch
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.collate = collate
+        super().__init__(dataset, global_batch=global_batch, rank=rank, num_ranks=num_ranks, collate=collate)
         self.fill = fill
         self.drop_last = drop_last
-        self.epoch = 0
         self.num_seen = 0
         self._inner: Any = None
 
@@ -198,7 +200,7 @@ class ExactStream:
     def walk(self) -> Iterator[Any]:
         """The items that are still to come."""
         if self._inner is not None and self._knows_its_place:
-            self.dataset.load_state_dict(self._inner)  # type: ignore[attr-defined]
+            self.dataset.load_state_dict(self._inner)
             return iter(self.dataset)
         return itertools.islice(iter(self.dataset), self.num_seen, None)
 
@@ -209,7 +211,7 @@ class ExactStream:
             own = group[mine]
             first = self.num_seen + mine.start
             self.num_seen += self.places_per_step(num_global)
-            self._inner = self.dataset.state_dict() if self._knows_its_place else None  # type: ignore[attr-defined]
+            self._inner = self.dataset.state_dict() if self._knows_its_place else None
             filled = own or (group[:1] if self.fill else [])
             yield Share(self.collate(filled) if filled else None, tuple(range(first, first + len(own))), num_global)
         self.set_epoch(self.epoch + 1)
@@ -234,11 +236,6 @@ class _CollateAny:
 
     def __call__(self, items: list[Any]) -> Any:
         return self.collate(items) if items else None
-
-
-def _check(global_batch: int, rank: int, num_ranks: int) -> None:
-    if global_batch < 1 or not 0 <= rank < num_ranks:
-        raise ConfigError(f"rank {rank} of {num_ranks} with a global batch of {global_batch} cannot be")
 
 
 def _check_state(state: Mapping[str, Any], here: dict[str, Any]) -> None:

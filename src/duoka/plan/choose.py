@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from duoka.config.rules import ddp_settings
 from duoka.config.schema import RunConfig
 from duoka.errors import Fault
 from duoka.plan.batch import tokens_in_micro_batch
@@ -149,6 +150,9 @@ def _with_strategy(
     need = estimate_memory(work, smallest, largest_tokens(config, smallest)).peak_bytes
     if need <= FITS * available_bytes:
         reasons["parallel.strategy"] = f"ddp: {size} processes, each with a whole model"
+        return layout
+    if wishes := ddp_settings(config):
+        reasons["parallel.strategy"] = f"ddp: {', '.join(wishes)} is for ddp only; without it the model would be shared"
         return layout
     why = f"whole, it would need {format_bytes(need)} in each, and {format_bytes(available_bytes)} is there"
     if 1 < local_size < size and size % local_size == 0:
