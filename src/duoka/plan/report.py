@@ -192,7 +192,10 @@ def make_plan(
     if faults:
         raise Faults(faults)
     available = machine.available_per_rank(local_size or world_size)
-    work = Work(shape, config.lora, machine.device, config.parallel.bucket_view, train_only=config.train_only)
+    work = Work(
+        shape, config.lora, machine.device, config.parallel.bucket_view, train_only=config.train_only,
+        saves_beside=config.checkpoint.is_async,
+    )  # fmt: skip
     choice = choose_layout(config, work, machine, world_size, available, local_size)
     layout = choice.layout
     steps = count_steps(config.train, num_samples, mean_length)
