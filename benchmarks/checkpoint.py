@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROUNDS = 4
-TOKENS = 192  # of one row: a step of about two seconds on two cores, as short runs on CPUs have
-STEPS_BEFORE, STEPS_AFTER, NUM_SAVES = 6, 6, 3
+TOKENS = 64  # of one row: a step of about a second on two cores
+STEPS_A_WINDOW, NUM_SAVES = 4, 9
 SMOLLM2_135M = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
@@ -100,20 +100,25 @@ def measure_blocked(folder: Path) -> dict[str, Any]:
     lm, optimizer = build()
     store, contents = build_store(lm, optimizer, folder / "duoka")
     slow, _ = build_store(lm, optimizer, folder / "duoka-sync", asynchronous=False)
-    peers = {"accelerate save_state": _accelerate(lm, optimizer), "transformers Trainer": _trainer(lm, folder)}
+    accelerator = _accelerator(lm, optimizer)
+    peers: dict[str, Callable[[Path], Any]] = {
+        "accelerate save_state": lambda place: accelerator.save_state(str(place)),
+        "transformers Trainer": _trainer(lm, folder),
+    }
     times: dict[str, list[float]] = {}
     writes: list[float] = []
-    size_bytes = 0
+    sizes: dict[str, int] = {}
     time.sleep(5)  # the first steps of a run, in which the memory for the copy is made ready
     for number in range(1, ROUNDS + 1):
         contents.state.step = number
         target = folder / "plain.pt"
         state = {"model": lm.state_dict(), "optimizer": optimizer.state_dict()}
         times.setdefault("torch.save", []).append(timed(lambda: torch.save(state, target)))  # noqa: B023
-        on_disk(folder)
+        flush = timed(lambda: on_disk(folder))
+        times.setdefault("torch.save, until on disk", []).append(times["torch.save"][-1] + flush)
         saved = store.save(contents, Keep(1)) or store.wait()
         assert isinstance(saved, Saved), saved
-        size_bytes = saved.size_bytes
+        sizes |= {"duoka": saved.size_bytes, "torch.save": target.stat().st_size}
         times.setdefault("duoka", []).append(saved.blocked_s)
         writes.append(saved.write_s)
         saved = slow.save(contents, Keep(1))
@@ -123,23 +128,23 @@ def measure_blocked(folder: Path) -> dict[str, Any]:
             place = folder / "peer"
             times.setdefault(name, []).append(timed(lambda: save(place)))  # noqa: B023
             on_disk(folder)
+            sizes[name] = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
             shutil.rmtree(place, ignore_errors=True)
     middle = {name: statistics.median(values) for name, values in times.items()}
     return {
-        "size_bytes": size_bytes,
-        "plain_bytes": (folder / "plain.pt").stat().st_size,
+        "size_bytes": sizes,
         "blocked_s": {name: [round(value, 3) for value in values] for name, values in times.items()},
         "duoka_until_on_disk_s": [round(value, 3) for value in writes],
         "of_torch_save": {name: round(value / middle["torch.save"], 4) for name, value in middle.items()},
     }
 
 
-def _accelerate(lm: Any, optimizer: Any) -> Callable[[Path], Any]:
+def _accelerator(lm: Any, optimizer: Any) -> Any:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(lm, optimizer)
-    return lambda place: accelerator.save_state(str(place))
+    return accelerator
 
 
 def _trainer(lm: Any, folder: Path) -> Callable[[Path], Any]:
@@ -166,7 +171,7 @@ def _trainer(lm: Any, folder: Path) -> Callable[[Path], Any]:
 
 
 def measure_overhead(folder: Path) -> dict[str, Any]:
-    """Steps with nothing, then a save and the steps beside its writing; the difference is what a save costs."""
+    """Windows of steps with a save in them, between windows without; the difference is what a save costs."""
     import torch
 
     from duoka.train.retention import Keep
@@ -180,26 +185,42 @@ def measure_overhead(folder: Path) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    for _ in range(3):
-        step()
-    costs, steps, beside = [], [], []
-    for number in range(1, NUM_SAVES + 1):
-        before = [timed(step) for _ in range(STEPS_BEFORE)]
-        contents.state.step = number
+    def window(number: int) -> float:
         started = time.perf_counter()
-        store.save(contents, Keep(1))
-        after = [timed(step) for _ in range(STEPS_AFTER)]
+        if number:
+            contents.state.step = number
+            store.save(contents, Keep(1))
+        for _ in range(STEPS_A_WINDOW):
+            step()
         spent = time.perf_counter() - started
         store.wait()
-        steps += before
-        beside += after
-        costs.append(spent - STEPS_AFTER * statistics.median(before))
-    cost = statistics.median(costs)
+        return spent
+
+    processor: list[float] = []
+    finish = store._finish
+
+    def finish_timed(*arguments: Any) -> Any:
+        used = time.thread_time()
+        ended = finish(*arguments)
+        processor.append(time.thread_time() - used)
+        return ended
+
+    store._finish = finish_timed
+    for _ in range(3):
+        step()
+    before, costs = window(0), []
+    plain = [before]
+    for number in range(1, NUM_SAVES + 1):
+        saving = window(number)
+        after = window(0)
+        costs.append(saving - (before + after) / 2)
+        plain.append(after)
+        before = after
     return {
-        "step_s": round(statistics.median(steps), 3),
-        "step_beside_writing_s": round(statistics.median(beside), 3),
+        "step_s": round(statistics.median(plain) / STEPS_A_WINDOW, 3),
         "cost_of_a_save_s": [round(value, 3) for value in costs],
-        "overhead_at_one_save_a_minute": round(cost / 60, 4),
+        "processor_time_of_the_writing_thread_s": [round(value, 3) for value in processor],
+        "overhead_at_one_save_a_minute": round(statistics.median(costs) / 60, 4),
     }
 
 
@@ -218,8 +239,8 @@ def measure_load(folder: Path) -> dict[str, Any]:
     saved = store.save(contents, Keep(1))
     path = saved.path
     torch.save({"model": lm.state_dict(), "optimizer": optimizer.state_dict()}, folder / "plain.pt")
-    accelerator_save = _accelerate(lm, optimizer)
-    accelerator_save(folder / "accelerate")
+    accelerator = _accelerator(lm, optimizer)
+    accelerator.save_state(str(folder / "accelerate"))
 
     def plain() -> None:
         state = torch.load(folder / "plain.pt", weights_only=True)
@@ -233,14 +254,12 @@ def measure_load(folder: Path) -> dict[str, Any]:
                 while stream.readinto(block):
                     pass
 
-    from accelerate import Accelerator
-
     works: dict[str, Callable[[], Any]] = {
         "reading the bytes": read_bytes,
         "duoka: check": lambda: find_damage(path, World()),
         "duoka: check and load": lambda: (find_damage(path, World()), store.load(path, contents)),
         "torch.load": plain,
-        "accelerate load_state": lambda: Accelerator(cpu=True).load_state(str(folder / "accelerate")),
+        "accelerate load_state": lambda: accelerator.load_state(str(folder / "accelerate")),
     }
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(ROUNDS):

@@ -41,6 +41,7 @@ from duoka.runs.manifest import (
     write_file,
     write_manifest,
 )
+from duoka.train.reader import CheckpointReader
 from duoka.train.resume import STATE
 from duoka.train.retention import DRAFT, Keep, make_way, remove_old
 from duoka.train.snapshot import CHUNK_BYTES, Chunk, Copier, HostBuffer, Share, plan_share, write_share
@@ -358,7 +359,7 @@ class CheckpointStore:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                reader = dcp.HuggingFaceStorageReader(str(folder))
+                reader = CheckpointReader(str(folder))
                 dcp.load(dict(contents.tensors()), storage_reader=reader, no_dist=self.world.size == 1)
         finally:
             logging.disable(logging.NOTSET)
