@@ -114,7 +114,7 @@ def format_bytes(count: float) -> str:
     """1610612736 -> "1.50 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{count:.{3 if abs(count) < 999.5 else 4}g} {unit}"
         count /= 1024
     return f"{count:,.2f} TiB" if count < 1024 else f"{count / 1024:,.2f} PiB"
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,29 @@ def see_it_all(folder):
     for name in ("all_reduce", "all_to_all_single", "broadcast", "gather"):
         tell_a_lie(world, name)
     end_world(world)
+
+
+def embed_together(folder, model):
+    """Every line's row is there once, and in its place, whoever computed it."""
+    import numpy as np
+
+    from duoka.serve.embed import embed
+    from duoka.serve.trained import find_trained
+
+    texts = [f"text {'x' * (place % 7)} {place}" for place in range(101)]
+    trained = find_trained(model, say=print)
+    embed(trained, texts, Path(folder, "together.npy"), max_length=64)
+    if int(os.environ["RANK"]) == 0:
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        embed(trained, texts, Path(folder, "alone.npy"), max_length=64)
+        together, alone = (np.load(Path(folder, f"{name}.npy")) for name in ("together", "alone"))
+        assert together.shape == alone.shape and np.abs(together - alone).max() < 1e-2
+        assert len(np.unique(together.round(4), axis=0)) > 90, "rows differ from each other"
+
+
+def test_embedding_on_three_processes_gives_the_rows_of_one(tmp_path, tiny_model):
+    run_world(3, embed_together, str(tmp_path), str(tiny_model))
 
 
 def compare_with_sums(world):

@@ -68,7 +68,7 @@ def look_at(yaml, strategies, folder):
         parallel, numerics = contents.parallel, contents.numerics
         held = optimizer_tensors(contents.optimizer, parallel.named_trainable())  # as after a first step
         batch = next(loader.from_cursor(0, 0, 1.0))
-        device = torch.device("cpu")
+        device = world.device
         # Bytes: in the middle of a step, when all that it accumulates is there.
         micro = batch.micro_batches[0]
         with parallel.exchange(False):
@@ -243,12 +243,23 @@ def grow(function):
 
 def load_both_ways(yaml, folder):
     from duoka.model.build import load_model
+    from duoka.model.shards import WeightSource
     from duoka.parallel.world import end_world
 
+    plain_read, num_read = WeightSource.read, [0]
+
+    def read(self, *arguments, **options):
+        values = plain_read(self, *arguments, **options)
+        num_read[0] += values.numel()
+        return values
+
+    WeightSource.read = read
     (inputs, world, _, contents, _), sharded = grow(lambda: build(yaml, ["parallel.strategy=fsdp"], folder))
-    total = 4 * sum(p.numel() for p in contents.parallel.bare.lm.parameters())
+    num_parameters = sum(p.numel() for p in contents.parallel.bare.lm.parameters())
+    total = 4 * num_parameters
     whole, plain = grow(lambda: load_model(inputs.folder, dtype=torch.float32))
-    Path(folder, f"grew-{world.rank}.json").write_text(json.dumps([sharded / total, plain / total]))
+    seen = [sharded / total, plain / total, num_read[0] / num_parameters]
+    Path(folder, f"grew-{world.rank}.json").write_text(json.dumps(seen))
     del whole
     end_world(world)
 
@@ -259,10 +270,14 @@ def test_loading_never_holds_a_full_copy_per_rank(tmp_path, case):
     yaml = tmp_path / "run.yaml"
     yaml.write_text(YAML.format(model=model, data=case[3], output=tmp_path / "out"), encoding="utf-8")
     run_world(4, load_both_ways, str(yaml), str(tmp_path))
+    shares = []
     for rank in range(4):
-        sharded, plain = json.loads((tmp_path / f"grew-{rank}.json").read_text())
+        sharded, plain, read = json.loads((tmp_path / f"grew-{rank}.json").read_text())
+        shares.append(read)
         assert plain > 0.9, "the way to measure must see a full copy"
         assert sharded < 0.5, f"rank {rank} held {sharded:.2f} of the model; its share is a quarter"
+    assert abs(sum(shares) - 1) < 1e-6, f"the ranks of a node read the weights {sum(shares)} times, not once: {shares}"
+    assert max(shares) < 0.27
 
 
 def start_from(source, step, target):

@@ -29,7 +29,21 @@ class Share:
     num_global: int
 
 
-class ExactLoader:
+class _Exact:
+    """What both wrappers are told: the data, and which rank's part of which batches they give."""
+
+    def __init__(self, dataset: Any, *, global_batch: int, rank: int, num_ranks: int, collate: Collate) -> None:
+        if global_batch < 1 or not 0 <= rank < num_ranks:
+            raise ConfigError(f"rank {rank} of {num_ranks} with a global batch of {global_batch} cannot be")
+        self.dataset = dataset
+        self.global_batch = global_batch
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.collate = collate
+        self.epoch = 0
+
+
+class ExactLoader(_Exact):
     """A map-style data set (`len` and `[i]`), shuffled by seed and epoch, in global batches."""
 
     def __init__(
@@ -45,17 +59,11 @@ class ExactLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        _check(global_batch, rank, num_ranks)
-        self.dataset = dataset
-        self.global_batch = global_batch
-        self.rank = rank
-        self.num_ranks = num_ranks
+        super().__init__(dataset, global_batch=global_batch, rank=rank, num_ranks=num_ranks, collate=collate)
         self.seed = seed
         self.shuffle = shuffle
-        self.collate = collate
         self.num_workers = num_workers
         self.pin_memory = pin_memory
-        self.epoch = 0
         self.index = 0
 
     def __len__(self) -> int:
@@ -99,7 +107,7 @@ class ExactLoader:
             yield Share(batch, tuple(ids), len(everyone))
 
 
-class ExactStream:
+class ExactStream(_Exact):
     """An iterable data set that gives the same items in the same order everywhere, in global batches.
 
     Each rank walks all of it and keeps its turn: so every rank knows where it ends without asking, and none hangs.
@@ -115,13 +123,7 @@ class ExactStream:
         num_ranks: int,
         collate: Collate = default_collate,
     ) -> None:
-        _check(global_batch, rank, num_ranks)
-        self.dataset = dataset
-        self.global_batch = global_batch
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.collate = collate
-        self.epoch = 0
+        super().__init__(dataset, global_batch=global_batch, rank=rank, num_ranks=num_ranks, collate=collate)
         self.num_seen = 0
         self._inner: Any = None
         self._knows_its_place = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
@@ -142,7 +144,7 @@ class ExactStream:
 
     def __iter__(self) -> Iterator[Share]:
         if self._inner is not None and self._knows_its_place:
-            self.dataset.load_state_dict(self._inner)  # type: ignore[attr-defined]
+            self.dataset.load_state_dict(self._inner)
             items = iter(self.dataset)
         else:
             items = itertools.islice(iter(self.dataset), self.num_seen, None)
@@ -152,7 +154,7 @@ class ExactStream:
             mine = group[first :: self.num_ranks]
             ids = tuple(range(self.num_seen + first, self.num_seen + len(group), self.num_ranks))
             self.num_seen += len(group)
-            self._inner = self.dataset.state_dict() if self._knows_its_place else None  # type: ignore[attr-defined]
+            self._inner = self.dataset.state_dict() if self._knows_its_place else None
             yield Share(self.collate(mine) if mine else None, ids, len(group))
         self.set_epoch(self.epoch + 1)
 
@@ -176,11 +178,6 @@ class _CollateAny:
 
     def __call__(self, items: list[Any]) -> Any:
         return self.collate(items) if items else None
-
-
-def _check(global_batch: int, rank: int, num_ranks: int) -> None:
-    if global_batch < 1 or not 0 <= rank < num_ranks:
-        raise ConfigError(f"rank {rank} of {num_ranks} with a global batch of {global_batch} cannot be")
 
 
 def _check_state(state: dict[str, Any], here: dict[str, Any]) -> None:

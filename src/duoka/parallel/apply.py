@@ -8,7 +8,7 @@ Names in brackets arrive with later parts, at their place in `parallelize`, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ from duoka.config.schema import ParallelConfig
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.shards import WeightSource
 from duoka.parallel.ddp import DdpExchange, apply_ddp
-from duoka.parallel.dp import apply_dp
+from duoka.parallel.dp import Replicas, apply_dp
 from duoka.parallel.recompute import apply_recompute
 from duoka.parallel.sharded import apply_sharded, fill_shards, find_layers
 from duoka.parallel.world import World
@@ -50,6 +50,16 @@ class Parallelized:
     def named_trainable(self) -> dict[str, torch.nn.Parameter]:
         """What the optimizer changes, by the names that checkpoints use; shards where weights are sharded."""
         return self._trainable
+
+    @contextlib.contextmanager
+    def for_evaluation(self) -> Iterator[torch.nn.Module]:
+        """The model for passes without a backward: bare, but under dp on all GPUs, copied to them once."""
+        if isinstance(self.model, Replicas):
+            with self.model.replicated_once():
+                yield self.model
+        else:
+            yield self.bare
+        self.settle()
 
     @cached_property
     def _trainable(self) -> dict[str, torch.nn.Parameter]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, WorkerFailed
 from duoka.parallel.collectives import all_reduce
-from duoka.parallel.environ import read_rank_environment
+from duoka.parallel.environ import RankEnvironment, read_rank_environment
 from duoka.runs.heart import Heart
 from duoka.units import parse_seconds
 
@@ -59,7 +59,10 @@ class World:
         # MPS-like devices know no fp64; gloo and nccl both do.
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         with self.heart.exchange("all_reduce of the step's sums"):
-            all_reduce(tensor, self.group)
+            if self.group is None:
+                all_reduce(tensor)
+            else:  # beside training: no part of a step, and not in its ledger
+                dist.all_reduce(tensor, group=self.group)
         return [float(value) for value in tensor.tolist()]
 
     def agree(self, value: Any) -> Any:
@@ -116,10 +119,24 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
             fix="write strategy: auto, or start one process (--nproc 1)",
         )
     with heart.exchange("meeting of all processes"):
-        dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
+        try:
+            dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise _nobody_came(place, parallel.timeout, error) from error
     if dist.get_world_size() != place.size:
         raise WorkerFailed(f"asked for a world of {place.size} processes, got {dist.get_world_size()}")
     return World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend, heart)
+
+
+def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception) -> WorkerFailed:
+    """A world that did not come together. Torch's own words differ with who waits for whom; ours name the place."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return WorkerFailed(
+        f"rank {place.rank} asked for a world of {place.size} processes, and it did not come together in {timeout}",
+        where=f"at {place.master_addr}:{place.master_port}: {reason}",
+        fix=f"start all {place.size} with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT and a RANK of their own; "
+        "`duoka doctor` says whether this machine can be reached",
+    )
 
 
 def end_world(world: World) -> None:

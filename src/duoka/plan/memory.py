@@ -17,6 +17,8 @@ from duoka.plan.recipe import Share, StaticMemory, Work, copy_bytes, shares, sta
 CPU_FRAMEWORK_BYTES = (360 * 2**20, 420 * 2**20, 640 * 2**20)  # low, likely, high
 # CUDA context and NCCL's buffers on a GPU; not measured by us.
 CUDA_FRAMEWORK_BYTES = (600 * 2**20, 1200 * 2**20, 1800 * 2**20)
+# NCCL's buffers for each of a tensor, pipeline or sequence axis: its communicators, and those that cross it.
+AXIS_BYTES = 1200 * 2**20
 # What other kernels and families keep, and what an allocator wastes, as factors on the estimate.
 RANGE = (0.85, 1.30)
 
@@ -63,7 +65,7 @@ def estimate_memory(
 def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates: bool, length: int) -> Memory:
     static = static_memory(work, layout, share)
     one_layer, kept, formula = _activations(work, layout, share, tokens, length)
-    low, framework, high = CUDA_FRAMEWORK_BYTES if work.device == "cuda" else CPU_FRAMEWORK_BYTES
+    low, framework, high = _framework_bytes(work, layout)
     held = _on_device(static, layout)
     base = {"weights": held["weights"], "optimizer": held["optimizer"], "framework": framework}
     copied = copy_bytes(work, layout)
@@ -119,6 +121,13 @@ def _activations(work: Work, layout: Layout, share: Share, tokens: int, length: 
     if work.program is not None and work.program.offloads_kept:
         kept = one_layer if layout.recompute == "none" else 0
     return one_layer, kept, formula
+
+
+def _framework_bytes(work: Work, layout: Layout) -> tuple[int, int, int]:
+    """(low, likely, high). On a GPU every further axis brings communicators, and buffers with them."""
+    if work.device != "cuda":
+        return CPU_FRAMEWORK_BYTES
+    return tuple(size + len(layout.axes) * AXIS_BYTES for size in CUDA_FRAMEWORK_BYTES)  # type: ignore[return-value]
 
 
 def _name_formulas(

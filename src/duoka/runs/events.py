@@ -1,8 +1,8 @@
 """The event log: append-only JSON lines that training writes and everything else reads.
 
-Every line has `v` (schema), `type`, `t` (wall clock). Types: run, step, traffic, eval, checkpoint, resume,
-warning, end in
-events/run.jsonl (global numbers, written by rank 0); rank in events/rankNNNNN.jsonl (a rank's own times).
+Every line has `v` (schema), `type`, `t` (wall clock). Types: run, step, traffic (what a step exchanges), memory (what
+each rank holds), eval, checkpoint, resume, warning, end in events/run.jsonl (global numbers, written by rank 0); rank
+in events/rankNNNNN.jsonl (a rank's own times).
 NaN and infinity are written as null, with their names in `nonfinite`.
 """
 

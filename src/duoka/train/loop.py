@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from duoka.data.loader import GlobalBatch, Loader
+from duoka.data.feed import Feed
+from duoka.data.loader import GlobalBatch
 from duoka.optim.build import set_learning_rate
 from duoka.optim.schedule import learning_rate
 from duoka.parallel.world import World
 from duoka.train.checkpoint import Contents
 from duoka.train.hooks import StopSignal, Timer
 from duoka.train.measure import Measured
+from duoka.train.memory import MemoryWatch
 from duoka.train.record import Recorder
 from duoka.train.replicas import check_replicas
 from duoka.train.saving import Saver
@@ -30,11 +32,12 @@ class Job:
 
     settings: RunSettings
     contents: Contents
-    loader: Loader
+    feed: Feed
     saver: Saver
     record: Recorder
     world: World
     evaluate: Callable[[], Measured] | None
+    memory: MemoryWatch
 
 
 def train(job: Job) -> str:
@@ -42,7 +45,7 @@ def train(job: Job) -> str:
     settings, state, saver = job.settings, job.contents.state, job.saver
     eval_timer = Timer(settings.eval_every if job.evaluate else None, settings.steps_per_epoch)
     job.contents.parallel.model.train()
-    batches = job.loader.from_cursor(state.epoch, state.index, settings.num_epochs)
+    batches = job.feed.batches(state.place, settings.num_epochs)
     with StopSignal() as stop:
 
         def is_stopping() -> bool:
@@ -83,12 +86,13 @@ def _step(
     result = optimizer_step(
         contents.parallel, contents.optimizer, batch,
         numerics=contents.numerics, clip=optim.clip, world=world, step=state.step + 1,
+        watch=job.memory,
     )  # fmt: skip
     result.times.data_s = data_s
     loss_sum, *wished = world.sum([result.loss_sum, *(float(question()) for question in asked)])
-    state.advance(batch, settings.steps_per_epoch)
+    state.advance(batch)
     numbers = {
-        "epoch": round(state.epoch + state.index / settings.steps_per_epoch, 4),
+        "epoch": round(batch.epochs_done, 4),
         "loss": loss_sum / batch.global_targets,
         "grad_norm": result.norm,
         "lr": lr,
@@ -97,6 +101,8 @@ def _step(
         "num_samples": batch.num_samples,
     }
     job.record.step(state, numbers, result, time.perf_counter() - started)
+    if held := job.memory.report(world):
+        job.record.memory(state, held)
     return [wish > 0 for wish in wished]
 
 

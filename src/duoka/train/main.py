@@ -11,20 +11,22 @@ import torch
 
 from duoka.config.load import Loaded, config_hash, resolved_yaml
 from duoka.config.schema import RunConfig
-from duoka.data.loader import Loader, eval_batches
+from duoka.data.feed import Feed, build_feed, data_order
+from duoka.data.loader import eval_batches
 from duoka.data.prepare import PreparedData, find_tokenizer, prepare_data, read_tokenizer
 from duoka.errors import StoppedEarly
 from duoka.model.build import LossModel, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
-from duoka.model.source import model_folder
+from duoka.model.source import model_fingerprint, model_folder
 from duoka.optim.build import build_optimizer
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
 from duoka.parallel.rank import is_restarted
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
+from duoka.plan.catalogue import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
@@ -35,6 +37,7 @@ from duoka.runs.status import update_status
 from duoka.train.checkpoint import CheckpointStore, Contents, Facts
 from duoka.train.loop import Job, train
 from duoka.train.measure import Measured, measure_loss
+from duoka.train.memory import MemoryWatch
 from duoka.train.record import Recorder
 from duoka.train.resume import check_changes, choose_checkpoint
 from duoka.train.retention import clean_drafts
@@ -42,7 +45,6 @@ from duoka.train.saving import Saver, check_room
 from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices, library_versions
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
-from duoka.units import parse_amount
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ def read_inputs(loaded: Loaded, run: RunFolder) -> Inputs:
 def run_in_world(inputs: Inputs, world: World) -> int:
     """Train in a world that stands already; returns the exit code."""
     config, run = inputs.config, inputs.run
-    identity = {"config": config_hash(config), "training data": inputs.prepared.train.fingerprint}
-    check_same_everywhere(world, identity | library_versions())
+    identity = {"config": config_hash(config), "training data": data_order(inputs.prepared)}
+    check_same_everywhere(world, identity | {"model": model_fingerprint(inputs.folder)} | library_versions())
     notes: list[str] = []
     # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
     resume = "auto" if is_restarted() and list_checkpoints(run.checkpoints) else config.checkpoint.resume
@@ -96,18 +98,18 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     if world.is_main:
         notes += [f"removed {name}, which a killed process left half-written" for name in clean_drafts(run.checkpoints)]
     contents = _build_contents(inputs, plan, world)
-    loader = _build_loader(inputs, plan, world)
+    feed = build_feed(config, inputs.prepared, plan.layout, world.rank, world.sum)
     facts = Facts(identity["config"], resolved_yaml(inputs.loaded), identity["training data"], library_versions())
     store = CheckpointStore(run.checkpoints, world, plan.layout, facts, asynchronous=config.checkpoint.is_async)
     try:
         if found is not None:
             store.load(found, contents)
-        settings = build_settings(config, loader, contents.state)
+        settings = build_settings(config, feed, contents.state)
         notes += check_room(store, contents, settings)
         if world.is_main:
-            _announce(inputs, settings, plan, contents, loader, found, notes)
+            _announce(inputs, settings, plan, contents, feed, found, notes)
         store.get_ready(contents)
-        return _run(inputs, plan, contents, loader, store, settings, notes, world)
+        return _run(inputs, plan, contents, feed, store, settings, notes, world)
     finally:
         store.close()
 
@@ -116,7 +118,7 @@ def _run(
     inputs: Inputs,
     plan: Plan,
     contents: Contents,
-    loader: Loader,
+    feed: Feed,
     store: CheckpointStore,
     settings: RunSettings,
     notes: list[str],
@@ -131,7 +133,10 @@ def _run(
             record.event("warning", step=state.step, text=note)
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
         saver = Saver(store, contents, settings, record, world)
-        stopped_by = train(Job(settings, contents, loader, saver, record, world, evaluate))
+        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout)
+        stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch))
+        if feed.summary():
+            record.say(f"data since this start: {feed.summary()}")
         return _finish(inputs, stopped_by, contents, record, world)
     finally:
         record.close()
@@ -139,16 +144,17 @@ def _run(
 
 def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
     """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
-    store = inputs.prepared.train
+    machine = read_machine()
     plan: Plan = world.agree(
         make_plan(
             inputs.config,
             read_shape(inputs.folder),
-            read_machine(),
+            machine,
             world.size,
             local_size=world.local_size,
-            num_samples=len(store),
-            mean_length=float(store.lengths.mean()),
+            cluster=local_cluster(machine, world.size, world.local_size),
+            num_samples=inputs.prepared.num_samples,
+            mean_length=inputs.prepared.mean_length,
         )
     )
     refusal = plan.refusal()
@@ -161,7 +167,12 @@ def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
     parallel = _build_model(inputs, plan, world)
-    optimizer = build_optimizer(parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer")
+    optimizer = build_optimizer(
+        parallel.named_trainable(),
+        config.optim,
+        on_host=plan.layout.offload == "optimizer",
+        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0,
+    )
     # The same initial values everywhere, but each rank draws its own dropout.
     torch.manual_seed(config.train.seed + world.rank)
     return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())
@@ -186,20 +197,6 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
     return parallelize(LossModel(lm), plan.layout, config.parallel, world, source)
 
 
-def _build_loader(inputs: Inputs, plan: Plan, world: World) -> Loader:
-    from duoka.data.epoch_plan import EpochPlan
-
-    config, store = inputs.config, inputs.prepared.train
-    epochs = EpochPlan(
-        store.lengths, store.num_targets, fingerprint=store.fingerprint, seed=config.train.seed,
-        global_batch=parse_amount(config.train.global_batch),
-    )  # fmt: skip
-    return Loader(
-        store, epochs, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
-        max_length=config.data.max_length, pad_id=inputs.prepared.pad_id,
-    )  # fmt: skip
-
-
 def _build_evaluation(
     inputs: Inputs, plan: Plan, parallel: Parallelized, world: World
 ) -> Callable[[], Measured] | None:
@@ -212,9 +209,8 @@ def _build_evaluation(
             store, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
             max_length=inputs.config.data.max_length, pad_id=inputs.prepared.pad_id,
         )  # fmt: skip
-        measured = measure_loss(parallel.bare, batches, world, plan.layout.precision)
-        parallel.settle()
-        return measured
+        with parallel.for_evaluation() as model:
+            return measure_loss(model, batches, world, plan.layout.precision)
 
     return evaluate
 
@@ -224,12 +220,12 @@ def _announce(
     settings: RunSettings,
     plan: Plan,
     contents: Contents,
-    loader: Loader,
+    feed: Feed,
     found: Path | None,
     notes: list[str],
 ) -> None:
     write_json_atomic(inputs.run.plan, plan.to_json())
-    resumed = f"  {describe_rest(found, settings, loader, contents.state)}" if found else ""
+    resumed = f"  {describe_rest(found, settings, feed, contents.state)}" if found else ""
     lines = banner(settings, plan, inputs.prepared, inputs.run, count_parameters(contents.parallel.bare.lm), resumed)
     print("\n".join([*lines, *(f"  note: {note}" for note in notes), ""]), flush=True)
 

@@ -20,6 +20,7 @@ from duoka.parallel.world import World
 from duoka.runs.events import EventWriter, global_log, rank_log
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import leader_identity, read_status, update_status
+from duoka.train.memory import Holdings, explain_imbalance
 from duoka.train.progress import Progress
 from duoka.train.state import TrainState
 from duoka.train.step import StepResult
@@ -43,6 +44,7 @@ class Recorder:
         self._said: set[str] = set()
         self._window: list[tuple[int, float]] = []
         self._num_steps = 0
+        self._cpu_s = time.process_time()
 
     def start(self, state: TrainState, **facts: Any) -> None:
         self.event("resume" if state.step else "run", step=state.step, total_steps=self.total_steps, **facts)
@@ -65,6 +67,7 @@ class Recorder:
             rank=self.world.rank,
             step=state.step,
             step_s=round(step_s, 6),
+            cpu_s=round(self._cpu_since_last_s(), 6),
             **own,
             memory_bytes=peak_memory_bytes(),
         )
@@ -79,6 +82,11 @@ class Recorder:
         self._draw(scalars | {"train/tokens_per_s": tokens_per_s}, state.step)
         self._show(state, numbers, step_s)
         self._write_status(state, numbers["loss"])
+
+    def _cpu_since_last_s(self) -> float:
+        """This process's processor time since the step before, all its threads together."""
+        before, self._cpu_s = self._cpu_s, time.process_time()
+        return self._cpu_s - before
 
     def _note_traffic(self, state: TrainState, result: StepResult) -> None:
         """What a step exchanges, by kind: once, for steps are alike; the second, whose buckets have settled."""
@@ -141,6 +149,10 @@ class Recorder:
             "checkpoint", step=step, path=name, size_bytes=size_bytes, blocked_s=round(blocked_s, 4),
             write_s=round(write_s, 4),
         )  # fmt: skip
+
+    def memory(self, state: TrainState, ranks: list[Holdings]) -> None:
+        """What each rank holds, by part, and which one holds more than its share."""
+        self.event("memory", step=state.step, ranks=[asdict(one) for one in ranks], imbalance=explain_imbalance(ranks))
 
     def event(self, type: str, **values: Any) -> None:
         if self._events:

@@ -21,6 +21,9 @@ from duoka.parallel.ddp import DdpExchange
 from duoka.parallel.ledger import LEDGER, Traffic
 from duoka.parallel.precision import compute_in
 from duoka.parallel.world import World
+from duoka.train.memory import NoWatch
+
+NO_WATCH = NoWatch()
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,12 @@ class StepResult:
 
 
 def forward_backward(
-    parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World, times: StepTimes
+    parallel: Parallelized,
+    batch: GlobalBatch,
+    numerics: Numerics,
+    world: World,
+    times: StepTimes,
+    watch: NoWatch = NO_WATCH,
 ) -> float:
     """Gradients of the global batch's mean loss, summed over ranks; returns this rank's share of the loss sum."""
     device = world.device
@@ -75,11 +83,12 @@ def forward_backward(
         world.heart.tell("forward")
         # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
         with parallel.exchange(place == last):
-            with compute_in(numerics.precision, device):
+            with watch.forward(micro.input_ids.numel()), compute_in(numerics.precision, device):
                 loss, _ = parallel.model(**model_inputs(micro, device))
             middle, waited_forward = time.perf_counter(), LEDGER.waited_s - waited
             world.heart.tell("backward")
             numerics.scaler.scale(loss / batch.global_targets).backward()
+        watch.after_backward()
         loss_sum += loss.detach()
         waited_backward = LEDGER.waited_s - waited - waited_forward
         times.forward_s += middle - started - waited_forward
@@ -119,12 +128,13 @@ def optimizer_step(
     clip: float,
     world: World,
     step: int,
+    watch: NoWatch = NO_WATCH,
 ) -> StepResult:
     """Learn from one global batch. A gradient that is not finite stops the run before the weights change."""
     scaler = numerics.scaler
     times = StepTimes()
     LEDGER.take()  # what an evaluation or a check exchanged belongs to no step
-    loss_sum = forward_backward(parallel, batch, numerics, world, times)
+    loss_sum = forward_backward(parallel, batch, numerics, world, times, watch)
     overlapped_s = min(LEDGER.overlapped_s(), times.backward_s)
     times.wait_s += overlapped_s
     times.backward_s -= overlapped_s
@@ -141,6 +151,7 @@ def optimizer_step(
     # With fp16, a norm that overflowed means a scale that was too high: this update is left out, the scale halved.
     scaler.step(optimizer)
     scaler.update()
+    watch.after_step()
     optimizer.zero_grad(set_to_none=True)
     waited = LEDGER.waited_s - waited  # for the norm
     times.wait_s += waited

@@ -12,6 +12,7 @@ from typing import Any
 from duoka.runs.folder import RunFolder, read_json, write_text_atomic
 from duoka.units import format_bytes, format_count, format_seconds
 from duoka.watch.chart import Chart, draw_chart
+from duoka.watch.costs import costs_to_json, exchange_rows, held_rows, memory_rows
 from duoka.watch.curve import can_draw, draw_curve
 from duoka.watch.history import History, number, read_history, whole
 from duoka.watch.page import card, facts_table, figure, grid_table, page, percent, time_bar, track
@@ -96,7 +97,9 @@ def _figures(history: History) -> list[str]:
     speed = history.tokens_per_s()
     if speed:
         tokens = sum(step.num_tokens or 0.0 for step in history.steps)
-        out.append(figure("Tokens per second", f"{speed:,.0f}", f"{format_count(tokens)} tokens in all"))
+        expected = history.speed_predicted()
+        note = f"predicted {expected['step']:,.0f}; " if expected else ""
+        out.append(figure("Tokens per second", f"{speed:,.0f}", f"{note}{format_count(tokens)} tokens in all"))
     measured = history.memory_measured()
     if measured:
         predicted = history.memory_predicted()
@@ -162,7 +165,7 @@ def run_facts(history: History) -> list[tuple[str, str]]:
         rows.append(("machine", f"{device}, {machine.get('num_cores')} cores"))
     if history.facts.get("world_size"):
         rows.append(("processes", str(history.facts["world_size"])))
-    rows += [("" if i else "exchange", text) for i, text in enumerate(exchange_sentences(history))]
+    rows += [*exchange_rows(history), *held_rows(history)]
     rows += _env_rows(history.env)
     rows.append(("folder", str(history.run.path)))
     return rows
@@ -273,6 +276,25 @@ def end_lines(run: RunFolder, *, encoding: str | None = None) -> list[str]:
     return [line.rstrip() for line in out]
 
 
+def summary_to_json(run: RunFolder) -> dict[str, Any]:
+    """The closing report for programs; what is not known is null."""
+    history = read_history(run)
+    first, last = (history.steps[0], history.steps[-1]) if history.steps else (None, None)
+    return {
+        "name": run.name,
+        "state": _state(history),
+        "step": last.step if last else 0,
+        "first_loss": first.loss if first else None,
+        "loss": last.loss if last else None,
+        "evaluation": history.evals[-1] if history.evals else None,
+        "tokens_per_s": history.tokens_per_s(),
+        "predicted_tokens_per_s": (history.speed_predicted() or {}).get("step"),
+        "seconds": history.time_split(),
+        "world_size": history.facts.get("world_size"),
+        **costs_to_json(history),
+    }
+
+
 def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     points = points_of(*history.values("loss"))
@@ -286,15 +308,16 @@ def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
     speed = history.tokens_per_s()
     if speed:
         tokens = sum(step.num_tokens or 0.0 for step in history.steps)
-        rows.append(("speed", f"{speed:,.0f} tokens/s over {format_count(tokens)} tokens"))
+        expected = history.speed_predicted()
+        beside = f", predicted {expected['step']:,.0f} ({expected['step'] / speed - 1:+.0%})" if expected else ""
+        rows.append(("speed", f"{speed:,.0f} tokens/s over {format_count(tokens)} tokens{beside}"))
     split = history.time_split()
     if split:
         total = sum(split.values())
         named = [f"{name} {percent(seconds, total)}" for name, seconds in split.items()]
         # Two lines, so that 80 columns are enough.
         rows += [("time" if i == 0 else "", ", ".join(named[i : i + 4])) for i in range(0, len(named), 4)]
-    rows += [("" if i else "exchange", text) for i, text in enumerate(exchange_sentences(history))]
-    rows += _memory_rows(history)
+    rows += [*exchange_rows(history), *memory_rows(history)]
     if history.warnings:
         rows.append(("warnings", f"{len(history.warnings)}, listed in report.html"))
     return rows
@@ -324,30 +347,6 @@ def _eval_sentence(history: History) -> str:
     if count is not None:
         parts.append(f"{count:,.0f} samples")
     return ", ".join(parts)
-
-
-def exchange_sentences(history: History) -> list[str]:
-    """What a rank sends in a step, and the collectives that do it."""
-    sent, kinds = history.sent_per_step(), history.traffic.get("kinds")
-    if sent is None:
-        return []
-    named = []
-    for kind, one in kinds.items() if isinstance(kinds, dict) else ():
-        calls, size = whole(one.get("num_calls")), number(one.get("sent_bytes"))
-        if calls and size:
-            named.append(f"{calls} {kind} {format_bytes(size)}")
-    return [f"{format_bytes(sent)} sent per rank and step", *([", ".join(named)] if named else [])]
-
-
-def _memory_rows(history: History) -> list[tuple[str, str]]:
-    measured, predicted = history.memory_measured(), history.memory_predicted()
-    said = ""
-    if predicted:
-        spread = f"{format_bytes(predicted['low'])} to {format_bytes(predicted['high'])}"
-        said = f"{format_bytes(predicted['peak'])} predicted ({spread})"
-    seen = f"{format_bytes(measured)} measured" if measured else ""
-    text = ", ".join(part for part in (seen, said) if part)
-    return [("memory", f"{text}, peak per rank")] if text else []
 
 
 def _where_and_next(history: History) -> list[str]:
