@@ -22,6 +22,7 @@ from duoka.runs.events import EventWriter, global_log
 from duoka.runs.status import update_status
 from duoka.units import format_seconds
 
+MOST_HALVES = 12  # of a micro-batch: from 16k tokens to 4
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 
 
@@ -55,13 +56,14 @@ def run_with_restarts(spec: WorldSpec, most: int, say: Callable[[str], None]) ->
 
 def _run_until_it_fits(spec: WorldSpec, request: Request, say: Callable[[str], None]) -> Verdict:
     """A world whose memory was short begins again with half at once, as often as there is a half: not a failure."""
-    while True:
+    for left in reversed(range(MOST_HALVES)):
         verdict = run_once(spec, request)
-        if not verdict.again or request.stop_by:
-            return verdict
+        if not verdict.again or request.stop_by or not left:
+            break
         say("\n".join(verdict.lines))
         _note(spec, verdict.lines[0], verdict.step)
         spec = replace(spec, started=time.time(), token=uuid.uuid4().hex, num_restarts=spec.num_restarts + 1)
+    return verdict
 
 
 def _kind(verdict: Verdict) -> str:

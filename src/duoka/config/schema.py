@@ -164,6 +164,9 @@ class LoraConfig(Section):
     rank: Annotated[Whole, Field(ge=1)] = Field(8, description="Rank r: each adapted matrix trains r x (in + out).")
     alpha: Annotated[Number, Field(gt=0.0)] = Field(16.0, description="Scale: the update is weighted alpha / rank.")
     dropout: Share = Field(0.05, description="Dropout before the adapter.")
+    b_lr_ratio: Annotated[Number, Field(gt=0.0)] = Field(
+        1.0, description="LoRA+: how many times faster the second matrix (B) learns than the first."
+    )
     targets: Literal["all"] | tuple[str, ...] = Field(
         "all", description="all: every linear layer but the head; or module names such as [q_proj, v_proj]."
     )
@@ -216,6 +219,9 @@ class TrainConfig(Section):
     )
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
+    )
+    rehearse: bool | Literal["auto"] = Field(
+        "auto", description="Try the largest micro-batch before the first step; auto: on GPUs. Changes no result."
     )
     compile: bool = Field(False, description="torch.compile each layer: slower to start, faster after it on GPUs.")
     seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")

@@ -41,6 +41,7 @@ from duoka.train.measure import Measured, measure_loss
 from duoka.train.memory import MemoryWatch
 from duoka.train.nonfinite import NonFinite
 from duoka.train.record import Recorder
+from duoka.train.rehearse import is_asked, rehearse_largest
 from duoka.train.resume import check_changes, choose_checkpoint
 from duoka.train.retention import clean_drafts
 from duoka.train.saving import Saver, check_room
@@ -144,6 +145,8 @@ def _run(
         guard = MemoryGuard(inputs.config, plan, record, feed)
         nonfinite = NonFinite(inputs.config.faults.nonfinite, saver, record)
         watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout)
+        if is_asked(inputs.config, world):
+            rehearse_largest(contents.parallel, contents.optimizer, plan, contents.numerics, world)
         stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite))
         if feed.summary():
             record.say(f"data since this start: {feed.summary()}")
@@ -177,7 +180,12 @@ def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
     parallel = _build_model(inputs, plan, world)
-    optimizer = build_optimizer(parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer")
+    optimizer = build_optimizer(
+        parallel.named_trainable(),
+        config.optim,
+        on_host=plan.layout.offload == "optimizer",
+        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0,
+    )
     # The same initial values everywhere, but each rank draws its own dropout.
     torch.manual_seed(config.train.seed + world.rank)
     return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())

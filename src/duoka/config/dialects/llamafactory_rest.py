@@ -127,8 +127,7 @@ def _of_stages_reported() -> list[Row]:
 
 def _refused_methods() -> list[Row]:
     return [
-        *refused("of LoRA's variants duoka has the plain one", "use_rslora", "use_dora", "pissa_init",
-                 "loraplus_lr_ratio", "additional_target"),
+        *refused("of LoRA's variants duoka has the plain one", "use_dora", "pissa_init", "additional_target"),
         *refused("training an adapter further is not there yet", "adapter_name_or_path", "adapter_folder",
                  "create_new_adapter"),
         *refused("AdamW is the optimizer that is there", "use_galore", "use_apollo", "use_badam", "use_adam_mini",
