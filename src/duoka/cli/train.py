@@ -37,8 +37,6 @@ _RANK_0_SPEAKS_S = 3.0
 @click.option("--nproc", type=int, help="Processes; default: one per GPU, on a CPU one.")
 @click.option("--port", type=int, help="Port of the rendezvous; default: a free one.")
 @click.option("--restarts", type=click.IntRange(0), default=0, help="Start again up to N times after a crash or hang.")
-@click.option("--nodes", metavar="MIN:MAX", help="Machines that may leave and come back; typed on each of them.")
-@click.option("--meet", metavar="HOST:PORT", help="Where these machines meet: HOST is one of them, and stays.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
 def command(
     config: str,
@@ -46,21 +44,16 @@ def command(
     nproc: int | None,
     port: int | None,
     restarts: int,
-    nodes: str | None,
-    meet: str | None,
     dry_run: bool,
 ) -> int:
     """Train as CONFIG says, with values of it replaced: optim.lr=1e-4 data.max_length=1024.
 
     The output folder of a run that was stopped, or that crashed, is gone on with by the same command.
     """
-    from duoka.cluster.launch import read_nodes
     from duoka.errors import ConfigError
     from duoka.parallel.environ import read_rank_environment
 
     place = read_rank_environment()
-    if place is None and (nodes or meet):
-        return start_node(config, overrides, nproc, read_nodes(nodes or "", meet, restarts))
     if place is None:
         return start_here(config, overrides, nproc, port, restarts, dry_run=dry_run)
     if nproc is not None or port is not None or restarts or dry_run:
