@@ -113,17 +113,8 @@ def test_two_starts_with_the_guides_environment_make_one_world(home: Path) -> No
 
 
 def test_accelerate_launch_starts_duokas_module(home: Path) -> None:
-    flags = [
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
+    plain = {"num_processes": 2, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
+    flags = ["--multi_gpu", *(f"--{name}={value}" for name, value in plain.items())]
     launch = (sys.executable, "-m", "accelerate.commands.launch", *flags, "--main_process_port", str(free_port()))
     code, out, err = run(home, *launch, "-m", "duoka", "train", "sft.yaml", "output=runs/accelerate")
     assert code == 0, err
