@@ -21,7 +21,8 @@ from duoka.config.dialects.all import dialects
 NUM_SAMPLED, SEED = 40, 11
 BASE: dict[str, Any] = {
     "model_name_or_path": "tiny", "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 4,
-    "lora_target": "all", "dataset": "chats", "dataset_dir": "data", "template": "chatml", "cutoff_len": 256, "output_dir": "out",
+    "lora_target": "all", "dataset": "chats", "dataset_dir": "data", "template": "chatml", "cutoff_len": 256,
+    "output_dir": "out",
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 2,
     "lr_scheduler_type": "constant", "save_steps": 100, "report_to": "none", "logging_steps": 100,
 }  # fmt: skip
