@@ -23,6 +23,7 @@ EXECUTION_KEYS: tuple[str, ...] = (
     "train.micro_batch",
     "train.recompute",
     "train.compile",
+    "train.rehearse",
     "train.eval_every",
     "data.packing",
     "data.fixed_rows",

@@ -209,6 +209,9 @@ class TrainConfig(Section):
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
     )
+    rehearse: bool | Literal["auto"] = Field(
+        "auto", description="Try the largest micro-batch before the first step; auto: on GPUs. Changes no result."
+    )
     compile: bool = Field(False, description="torch.compile each layer: slower to start, faster after it on GPUs.")
     seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")
     eval_every: Often = Field("1 epoch", description="How often the evaluation data is measured.")

@@ -39,6 +39,7 @@ from duoka.train.loop import Job, train
 from duoka.train.measure import Measured, measure_loss
 from duoka.train.memory import MemoryWatch
 from duoka.train.record import Recorder
+from duoka.train.rehearse import is_asked, rehearse_largest
 from duoka.train.resume import check_changes, choose_checkpoint
 from duoka.train.retention import clean_drafts
 from duoka.train.saving import Saver, check_room
@@ -134,6 +135,8 @@ def _run(
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
         saver = Saver(store, contents, settings, record, world)
         watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout)
+        if is_asked(inputs.config, world):
+            rehearse_largest(contents.parallel, contents.optimizer, plan, contents.numerics, world)
         stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch))
         if feed.summary():
             record.say(f"data since this start: {feed.summary()}")

@@ -77,7 +77,7 @@ def forward_backward(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     last = len(batch.micro_batches) - 1
     if last and isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
-        _rehearse(parallel, batch.micro_batches[0], numerics, device)
+        rehearse(parallel, batch.micro_batches[0], numerics, device)
     for place, micro in enumerate(batch.micro_batches):
         started, waited = time.perf_counter(), LEDGER.waited_s
         world.heart.tell("forward")
@@ -97,16 +97,16 @@ def forward_backward(
     return float(loss_sum)
 
 
-def _rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, device: torch.device) -> None:
+def rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, device: torch.device) -> None:
     """One pass with an exchange, whose gradients are thrown away and whose random numbers are drawn again."""
-    assert isinstance(parallel.exchange, DdpExchange)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), parallel.exchange(True):
         with compute_in(numerics.precision, device):
             loss, _ = parallel.model(**model_inputs(micro, device))
         (loss * 0.0).backward()
     parallel.model.zero_grad(set_to_none=True)
-    parallel.exchange.needs_rehearsal = False
+    if isinstance(parallel.exchange, DdpExchange):
+        parallel.exchange.needs_rehearsal = False
 
 
 def model_inputs(micro: Batch, device: torch.device) -> dict[str, torch.Tensor | None]:

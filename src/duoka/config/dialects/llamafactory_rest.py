@@ -80,7 +80,8 @@ def _reported() -> list[Row]:
 
 def _reported_elsewhere() -> list[Row]:
     return [
-        *reported("duoka chat FILE and duoka eval FILE go by it", "do_sample", "temperature", "top_p", "max_new_tokens"),
+        *reported("duoka chat FILE and duoka eval FILE go by it", "do_sample", "temperature", "top_p",
+                  "max_new_tokens"),
         *reported("of answers, not of training; duoka chat FILE refuses what it cannot do", "top_k", "num_beams",
                   "repetition_penalty", "infer_backend"),
         *reported("of answers: duoka chat and duoka eval have flags for what they can do", "max_length",
