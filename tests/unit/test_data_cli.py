@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from data_kit import TURNS, messages_record, simple_records, write_jsonl
 
 from duoka.cli.data import command
+from duoka.config.load import load_config
 from duoka.errors import Faults
 
 
@@ -74,3 +76,13 @@ def test_inspect_shows_data_that_another_stage_learns_from(config: Path) -> None
     result = CliRunner().invoke(command, arguments, catch_exceptions=False)
     assert "preference pairs (ranking)" in result.stdout
     assert "{+good<|im_end|>+}" in result.stdout and "{+worse<|im_end|>+}" in result.stdout
+
+
+def test_the_examples_of_the_page_about_data_load(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 3
+    for number, block in enumerate(blocks):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text("model: demo\n" + block, encoding="utf-8")
+        load_config(file)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from duoka.plan.activations import activation_bytes_per_token, boundary_bytes, loss_bytes, selective_bytes
 from duoka.plan.layout import Layout
-from duoka.plan.recipe import Share, StaticMemory, Work, shares, static_memory
+from duoka.plan.recipe import Share, StaticMemory, Work, copy_bytes, shares, static_memory
 
 # A process before it holds any model: interpreter, torch, transformers, peft (343 MiB when measured, and its pools).
 CPU_FRAMEWORK_BYTES = (360 * 2**20, 420 * 2**20, 640 * 2**20)  # low, likely, high
@@ -68,6 +68,9 @@ def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates
     low, framework, high = _framework_bytes(work, layout)
     held = _on_device(static, layout)
     base = {"weights": held["weights"], "optimizer": held["optimizer"], "framework": framework}
+    copied = copy_bytes(work, layout)
+    copy = copied if work.device == "cpu" else 0
+    base |= {"checkpoint copy": copy} if copy else {}
     gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") else {}
     gradients = {"gradients": held["gradients"]}
     # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
@@ -89,7 +92,7 @@ def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
     peak = max(sums, key=lambda name: sums[name])
     parts = {name: size for name, size in moments[peak].items() if size}
-    fixed = sum(held.values()) - (0 if "gradients" in moments[peak] else held["gradients"])
+    fixed = sum(held.values()) + copy - (0 if "gradients" in moments[peak] else held["gradients"])
     loose = sums[peak] - fixed - framework
     return Memory(
         parts=parts,
@@ -100,7 +103,7 @@ def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates
         tokens=tokens,
         formula=formula,
         formulas=_name_formulas(work, layout, static, formula, share),
-        host_bytes=static.host_bytes,
+        host_bytes=static.host_bytes + copied - copy,
     )
 
 
