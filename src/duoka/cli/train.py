@@ -49,6 +49,7 @@ def command(
     """Train as CONFIG says, with values of it replaced: optim.lr=1e-4 data.max_length=1024.
 
     The output folder of a run that was stopped, or that crashed, is gone on with by the same command.
+    On several machines type it on each, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in front.
     """
     from duoka.errors import ConfigError
     from duoka.parallel.environ import read_rank_environment
