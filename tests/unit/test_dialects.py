@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 CORPUS: dict[str, Any] = json.loads(Path(__file__).with_name("llamafactory_corpus.json").read_text())
 BASE = {"model_name_or_path": "some/model", "dataset": "identity", "template": "qwen3", "do_train": True}
 LOADS_TODAY = {
-    "train_lora/qwen3_lora_sft", "train_lora/qwen3_preprocess", "extras/llama_pro/llama3_freeze_sft",
+    "train_lora/qwen3_lora_sft", "extras/loraplus/llama3_lora_sft", "train_lora/qwen3_preprocess",
+    "train_lora/qwen3_lora_pretrain",
+    "extras/llama_pro/llama3_freeze_sft",
     "ascend/qwen3_full_sft_fsdp2", "ascend/qwen3_5_full_sft_fsdp2",
     "ascend/qwen3moe_full_sft_fsdp", "ascend/qwen3_5moe_lora_sft_fsdp2", "megatron_bridge/llama3_sft",
     # Plain files; that their models are quantised is the model room's to refuse.
@@ -180,6 +182,9 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("lora_rank", 4, {}, "lora.rank", 4),
     ("lora_rank", 4, {}, "lora.alpha", 8.0),
     ("lora_alpha", 5, {}, "lora.alpha", 5.0),
+    ("use_rslora", True, {"lora_rank": 4, "lora_alpha": 5}, "lora.alpha", 10.0),
+    ("use_rslora", True, {"lora_rank": 4}, "lora.alpha", 16.0),
+    ("loraplus_lr_ratio", 16, {}, "lora.b_lr_ratio", 16.0),
     ("lora_dropout", 0.1, {}, "lora.dropout", 0.1),
     ("lora_target", "q_proj, v_proj", {}, "lora.targets", ("q_proj", "v_proj")),
     ("dataset", "a,b", {}, "data.train", (("a", None), ("b", None))),

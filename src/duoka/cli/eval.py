@@ -89,15 +89,13 @@ def _predict(
     output = asked.get("output_dir")
     if output is None:
         raise ConfigError(f"{asked.path} does not say where answers go", fix="write:   output_dir: saves/predict")
-    read = _DataOf(trained, (), asked, speak)
-    found = evaluate(trained, read(), base_only=base)
+    data = _DataOf(trained, (), asked, speak)()
+    found = evaluate(trained, data, base_only=base)
     draws = asked.is_on("do_sample")
     sampling = choose_sampling(Given(temperature=None if draws else 0.0), asked, temperature=0.95, max_new_tokens=1024)
     speak("answers are the likeliest ones" if sampling.temperature == 0 else f"drawn at {sampling.temperature:g}")
-    answers = predict(
-        load_for_chat(trained, base_only=base), load_chat_tokenizer(trained), read.data, trained.config_base, sampling,
-        speak,
-    )  # fmt: skip
+    lm, tokenizer = load_for_chat(trained, base_only=base), load_chat_tokenizer(trained)
+    answers = predict(lm, tokenizer, data.config, trained.config_base, sampling, speak)
     assert found is not None
     scores = score(answers) | {"loss": found.measured.loss, "num_answers": float(len(answers))}
     write_predictions(answers, scores, Path(output))

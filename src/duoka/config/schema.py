@@ -6,6 +6,7 @@ Read top-down: `RunConfig` is the file, each section below is a block of it. `lo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -88,6 +89,16 @@ Seconds = Annotated[
 ]
 
 
+Patience = Annotated[
+    float | str,
+    _checked_by(parse_seconds, words=("auto", "never")),
+    Means('auto, never, a time such as "5min", or a number of seconds'),
+    WithJsonSchema(
+        {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "examples": ["auto", "5min"]}]}
+    ),
+]
+
+
 class Section(BaseModel):
     """A block of the YAML: unknown keys are refused, values never change after loading."""
 
@@ -153,6 +164,9 @@ class LoraConfig(Section):
     rank: Annotated[Whole, Field(ge=1)] = Field(8, description="Rank r: each adapted matrix trains r x (in + out).")
     alpha: Annotated[Number, Field(gt=0.0)] = Field(16.0, description="Scale: the update is weighted alpha / rank.")
     dropout: Share = Field(0.05, description="Dropout before the adapter.")
+    b_lr_ratio: Annotated[Number, Field(gt=0.0)] = Field(
+        1.0, description="LoRA+: how many times faster the second matrix (B) learns than the first."
+    )
     targets: Literal["all"] | tuple[str, ...] = Field(
         "all", description="all: every linear layer but the head; or module names such as [q_proj, v_proj]."
     )
@@ -226,6 +240,9 @@ class TrainConfig(Section):
     )
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
+    )
+    rehearse: bool | Literal["auto"] = Field(
+        "auto", description="Try the largest micro-batch before the first step; auto: on GPUs. Changes no result."
     )
     compile: bool = Field(False, description="torch.compile each layer: slower to start, faster after it on GPUs.")
     seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")
@@ -302,6 +319,26 @@ class CheckpointConfig(_WithAsync):
         return bool(getattr(self, "async"))
 
 
+class FaultsConfig(Section):
+    """What to do when something goes wrong on the way (docs/faults.md)."""
+
+    hang_after: Patience = Field(
+        "auto", description="Silence of all ranks that ends a run as hanging; auto: 5min, or 10 times the slowest step."
+    )
+    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="NaN or Inf in loss or gradients: stop, leave the batch out, or go back to the newest checkpoint, "
+        "try again, and leave it out if it happens again. The weights are never touched.",
+    )
+
+    @property
+    def patience_s(self) -> float | None:
+        """`hang_after` in seconds; None: auto."""
+        if self.hang_after == "auto":
+            return None
+        return math.inf if self.hang_after == "never" else parse_seconds(self.hang_after)
+
+
 class LogConfig(Section):
     """What is printed, and who else gets the numbers."""
 
@@ -324,6 +361,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()
     output: str = Field("", description="The run folder; left out: runs/ and the YAML's name.")
 

@@ -15,23 +15,23 @@ from duoka.optim.layerwise import Lamb, Lars
 from duoka.optim.muon import MuonAdamW, Sharing, WholeMatrices
 from duoka.optim.roles import Role
 
-Maker = Callable[[list[dict[str, Any]], OptimConfig], torch.optim.Optimizer]
-
 
 def build_optimizer(
     named: Mapping[str, torch.nn.Parameter],
     optim: OptimConfig,
     *,
     on_host: bool = False,
+    b_lr_ratio: float = 1.0,
     roles: Mapping[str, Role] | None = None,
     sharing: Callable[[list[torch.nn.Parameter]], Sharing] = WholeMatrices,
 ) -> torch.optim.Optimizer:
     """The optimizer that `optim.name` names; matrices decay, norms and biases do not.
 
-    `on_host` keeps AdamW's state in host memory. `roles` are asked for rates of their own and for Muon's matrices;
+    `on_host` keeps AdamW's state in host memory. Adapters' second matrices learn `b_lr_ratio` times as fast as all
+    else. `roles` are asked for rates of their own and for Muon's matrices;
     `sharing` says how those lie over ranks.
     """
-    groups = _build_groups(named, optim, roles or {})
+    groups = _build_groups(named, optim, roles or {}, b_lr_ratio)
     adamw = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if optim.name == "muon":
         matrices = [p for group in groups if group["kind"] == "muon" for p in group["params"]]
@@ -47,7 +47,7 @@ def build_optimizer(
 
 
 def _build_groups(
-    named: Mapping[str, torch.nn.Parameter], optim: OptimConfig, roles: Mapping[str, Role]
+    named: Mapping[str, torch.nn.Parameter], optim: OptimConfig, roles: Mapping[str, Role], b_lr_ratio: float
 ) -> list[dict[str, Any]]:
     """Parameters that learn alike, in the order of their first; `scale` is a group's rate as a share of optim.lr."""
     groups: dict[tuple[float, float, str], list[torch.nn.Parameter]] = {}
@@ -59,6 +59,7 @@ def _build_groups(
             rate = optim.adamw_lr if kind == "adamw" and optim.name == "muon" else None
         decay = optim.weight_decay if parameter.ndim >= 2 else 0.0
         scale = 1.0 if rate is None else rate / optim.lr
+        scale *= b_lr_ratio if ".lora_B." in name else 1.0
         groups.setdefault((scale, decay, kind), []).append(parameter)
     return [
         {"params": members, "weight_decay": decay, "scale": scale, "kind": kind, "lr": optim.lr * scale}

@@ -110,12 +110,15 @@ class DdpExchange:
             check_all_used(self.model.module)
 
 
-def check_all_used(model: torch.nn.Module) -> None:
+UNUSED_FIX = "write:   find_unused_parameters: true   under parallel:, or freeze it"
+
+
+def check_all_used(model: torch.nn.Module, fix: str = UNUSED_FIX) -> None:
     """Name a trained parameter that got no gradient: DDP waits for it, and would fail obscurely at the next step."""
     unused = [name.removeprefix("lm.") for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if unused:
         more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
         raise ConfigError(
             f"the parameter {unused[0]}{more} is trained but had no part in the loss",
-            fix="write:   find_unused_parameters: true   under parallel:, or freeze it",
+            fix=fix,
         )

@@ -26,7 +26,7 @@ from duoka.runs.folder import write_json_atomic, write_text_atomic
 if TYPE_CHECKING:
     import torch
 
-    from duoka.config.schema import DataConfig
+    from duoka.config.schema import RunConfig
     from duoka.data.tokenizer import ChatTokenizer
     from duoka.serve.generate import Sampling
 
@@ -49,16 +49,16 @@ class Prediction:
 def predict(
     lm: torch.nn.Module,
     tokenizer: ChatTokenizer,
-    data: DataConfig,
+    config: RunConfig,
     base: Path,
     sampling: Sampling,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Prediction]:
-    """An answer to every conversation of `data.train`, in the order of the files."""
+    """An answer to every conversation of the config's data, in the order of the files."""
     from duoka.serve.generate import stream_answer
 
     done: list[Prediction] = []
-    for example in _read_examples(data, base):
+    for example in _read_examples(config, base):
         *before, last = example.messages
         if isinstance(example, Prompt):
             before, label = list(example.messages), ""
@@ -74,8 +74,8 @@ def predict(
     return done
 
 
-def _read_examples(data: DataConfig, base: Path) -> Iterator[Example | Prompt]:
-    for found in find_sets(data, base):
+def _read_examples(config: RunConfig, base: Path) -> Iterator[Example | Prompt]:
+    for found in find_sets(config, base):
         left = found.max_samples or math.inf
         pieces = (piece for path in found.files for piece in find_pieces(path, _PIECE_BYTES))
         for record in (record for piece in pieces if not isinstance(piece, Fault) for record in read_piece(piece)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import time
@@ -20,8 +21,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
+from torch.distributed.checkpoint.api import CheckpointException
 
 from duoka.errors import StorageError
 from duoka.optim.build import optimizer_tensors
@@ -38,6 +41,7 @@ from duoka.runs.manifest import (
     write_file,
     write_manifest,
 )
+from duoka.train.reader import CheckpointReader
 from duoka.train.resume import STATE
 from duoka.train.retention import DRAFT, Keep, make_way, remove_old
 from duoka.train.snapshot import CHUNK_BYTES, Chunk, Copier, HostBuffer, Share, plan_share, write_share
@@ -326,24 +330,39 @@ class CheckpointStore:
     # --- loading ---
 
     def load(self, folder: Path, contents: Contents) -> None:
-        """Fill model, optimizer and state from a checkpoint written by any layout."""
-        tensors = contents.tensors()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(
-                dict(tensors),
-                storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
-                no_dist=self.world.size == 1,
+        """Fill model, optimizer and state from a checkpoint written by any layout; all ranks call it."""
+        fault = ""
+        try:
+            self._load_tensors(folder, contents)
+            saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            for name, value in saved["progress"].items():
+                setattr(contents.state, name, value)
+            if contents.numerics.scaler.is_enabled() and saved["scaler"]:
+                contents.numerics.scaler.load_state_dict(saved["scaler"])
+            random = folder / _random_name(self.world.rank)
+            if random.is_file():
+                # A world that grew has ranks without a saved generator: they keep their seeded one.
+                set_random_state(load_file(random), self.world.device)
+        except (CheckpointException, SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            fault = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        faults = list(dict.fromkeys(one for one in self.world.gather(fault) if one))
+        if faults:
+            raise StorageError(
+                f"the checkpoint {folder} does not fit this run",
+                where="\n".join(faults[:3]),
+                fix="go on with the model and the version of duoka that wrote it, or start a new run",
             )
-        saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        for name, value in saved["progress"].items():
-            setattr(contents.state, name, value)
-        if contents.numerics.scaler.is_enabled() and saved["scaler"]:
-            contents.numerics.scaler.load_state_dict(saved["scaler"])
-        random = folder / _random_name(self.world.rank)
-        if random.is_file():
-            # A world that grew has ranks without a saved generator: they keep their seeded one.
-            set_random_state(load_file(random), self.world.device)
+
+    def _load_tensors(self, folder: Path, contents: Contents) -> None:
+        # torch logs the whole of every error, and its own deprecations, beside raising it.
+        logging.disable(logging.ERROR)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                reader = CheckpointReader(str(folder))
+                dcp.load(dict(contents.tensors()), storage_reader=reader, no_dist=self.world.size == 1)
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def _random_name(rank: int) -> str:

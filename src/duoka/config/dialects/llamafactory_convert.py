@@ -88,6 +88,23 @@ def of_lora(convert: Any = None) -> Any:
     return run
 
 
+def alpha(value: Any, asked: Asked) -> Any:
+    """Rank-stabilised LoRA weights an update alpha / sqrt(rank): the plain form with alpha x sqrt(rank)."""
+    scale = number(asked.get("lora_rank", 8), "lora_rank") ** 0.5 if asked.is_on("use_rslora") else 1.0
+    return number(value, "lora_alpha") * scale
+
+
+def rslora(value: Any, asked: Asked) -> Any:
+    if not is_true(value):
+        return Answer()
+    rank = number(asked.get("lora_rank", 8), "lora_rank")
+    given = asked.get("lora_alpha", 2 * rank)
+    return Answer(
+        {"lora.alpha": number(given, "lora_alpha") * rank**0.5},
+        "alpha / sqrt(rank) is alpha x sqrt(rank) / rank: lora.alpha is written so",
+    )
+
+
 def modules(value: Any, asked: Asked) -> Any:
     return "all" if value in ("all", ["all"]) else comma_list(value, asked)
 
