@@ -2,7 +2,7 @@
 
 import pytest
 from test_any_split import TOLERANCE, YAML, read_run, relative
-from test_sharded import build
+from test_sharded import build, start_from
 from tiny import write_conversations
 from worlds import run_world, train_all
 
@@ -72,6 +72,20 @@ def test_bf16_is_the_same_bf16_under_every_strategy(runs):
     first = losses(runs / "half-ddp")
     for name in HALVES:
         assert relative(losses(runs / f"half-{name}")[:3], first[:3]) < 1e-2
+
+
+def test_powersgd_goes_on_bit_for_bit_with_what_it_owes(case):
+    """A checkpoint after two compressed steps: without their error, the next ones would differ."""
+    folder, yaml = case
+    settings = ["parallel.strategy=ddp", "parallel.compress=powersgd", "parallel.bucket_mb=0.1", "train.epochs=3"]
+    settings += ["checkpoint.every=12", "checkpoint.keep=10", "train.micro_batch=100000 tokens"]
+    train_all([(str(yaml), settings, str(folder / "unbroken"))], 2)
+    start_from(folder / "unbroken", 12, folder / "goes-on")
+    train_all([(str(yaml), settings, str(folder / "goes-on"))], 2)
+    whole, ours = losses(folder / "unbroken"), losses(folder / "goes-on")
+    assert len(whole) == 18 and ours == whole[12:]
+    for path in (folder / "unbroken" / "checkpoints" / "step-00000012").glob("owed-*"):
+        assert path.stat().st_size > 100_000, "an error is as large as the gradient"
 
 
 def leave_one_out(yaml, folder):

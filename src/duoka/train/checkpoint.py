@@ -26,6 +26,7 @@ from safetensors.torch import save as to_safetensors
 from duoka.errors import StorageError
 from duoka.optim.build import optimizer_tensors
 from duoka.parallel.apply import Parallelized
+from duoka.parallel.ddp import DdpExchange
 from duoka.parallel.world import World, close_side_world, open_side_world
 from duoka.plan.layout import Layout
 from duoka.runs.manifest import (
@@ -62,6 +63,11 @@ class Contents:
         tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         tensors |= {f"optim.{name}": value for name, value in optimizer_tensors(self.optimizer, named).items()}
         return tensors
+
+    def owed(self) -> dict[str, torch.Tensor]:
+        """What this rank's compressed gradients left out so far, and adds to the next ones; mostly nothing."""
+        exchange = self.parallel.exchange
+        return exchange.read_owed() if isinstance(exchange, DdpExchange) else {}
 
 
 @dataclass(frozen=True)
@@ -224,7 +230,8 @@ class CheckpointStore:
 
     def _needed_bytes(self, contents: Contents) -> int:
         whole = sum(tensor.numel() * tensor.element_size() for tensor in contents.tensors().values())
-        return whole + self.world.size * SMALL_FILES_BYTES
+        owed = sum(values.numel() * values.element_size() for values in contents.owed().values())
+        return whole + self.world.size * (SMALL_FILES_BYTES + owed)
 
     def _try_to_begin(self, target: _Target, contents: Contents) -> Saved | SaveFault | None:
         """Rank 0 makes the draft's folder; what stands in the way is returned, for all ranks to hear of it."""
@@ -243,6 +250,8 @@ class CheckpointStore:
     def _small_files(self, contents: Contents) -> dict[str, bytes]:
         """This rank's files beside its tensors: generators, and on rank 0 the state and the config."""
         files = {_random_name(self.world.rank): to_safetensors(read_random_state(self.world.device))}
+        if owed := contents.owed():
+            files[_owed_name(self.world.rank)] = to_safetensors(owed)
         if self.world.is_main:
             saved = {"progress": asdict(contents.state), "scaler": contents.numerics.scaler.state_dict()}
             files[STATE] = json.dumps(saved, indent=1).encode()
@@ -344,6 +353,13 @@ class CheckpointStore:
         if random.is_file():
             # A world that grew has ranks without a saved generator: they keep their seeded one.
             set_random_state(load_file(random), self.world.device)
+        owed = folder / _owed_name(self.world.rank)
+        if owed.is_file() and isinstance(contents.parallel.exchange, DdpExchange):
+            contents.parallel.exchange.owe(load_file(owed))
+
+
+def _owed_name(rank: int) -> str:
+    return f"owed-{rank:05d}.safetensors"
 
 
 def _random_name(rank: int) -> str:

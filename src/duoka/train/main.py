@@ -132,7 +132,7 @@ def _run(
             record.event("warning", step=state.step, text=note)
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
         saver = Saver(store, contents, settings, record, world)
-        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout)
+        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout, world.device)
         stopped_by = train(Job(settings, contents, loader, saver, record, world, evaluate, watch))
         return _finish(inputs, stopped_by, contents, record, world)
     finally:

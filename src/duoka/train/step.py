@@ -76,7 +76,11 @@ def forward_backward(
     device = world.device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     last = len(batch.micro_batches) - 1
-    if last and isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
+    if (
+        isinstance(parallel.exchange, DdpExchange)
+        and parallel.exchange.needs_rehearsal
+        and (last or parallel.exchange.power)
+    ):
         _rehearse(parallel, batch.micro_batches[0], numerics, device)
     for place, micro in enumerate(batch.micro_batches):
         started, waited = time.perf_counter(), LEDGER.waited_s
@@ -106,7 +110,7 @@ def _rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, device: 
             loss, _ = parallel.model(**model_inputs(micro, device))
         (loss * 0.0).backward()
     parallel.model.zero_grad(set_to_none=True)
-    parallel.exchange.needs_rehearsal = False
+    parallel.exchange.rehearsed()
 
 
 def model_inputs(micro: Batch, device: torch.device) -> dict[str, torch.Tensor | None]:
