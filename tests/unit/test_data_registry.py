@@ -39,7 +39,7 @@ def read_all(found: ResolvedSet) -> list[Any]:
 
 
 def find_one(name: Any, base: Path, **data: Any) -> ResolvedSet:
-    return find_sets(config_for(name, **data).data, base)[0]
+    return find_sets(config_for(name, **data), base)[0]
 
 
 def faults_of(name: Any, base: Path, **data: Any) -> list[Fault]:
@@ -244,7 +244,7 @@ def test_skipped_records_are_no_faults(tmp_path: Path) -> None:
 
 def test_all_wrong_sets_are_refused_together(tmp_path: Path) -> None:
     with pytest.raises(Faults) as caught:
-        find_sets(config_for("one", "two", eval=["three"]).data, tmp_path)
+        find_sets(config_for("one", "two", eval=["three"]), tmp_path)
     assert [fault.key for fault in caught.value.faults] == [
         "data.train.0.name",
         "data.train.1.name",

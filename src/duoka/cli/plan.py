@@ -226,8 +226,10 @@ def _count_samples(config: RunConfig, base: Path) -> int | None:
     from duoka.data.registry import find_sets
     from duoka.errors import Fault, Faults
 
+    if config.stage == "pretrain":
+        return None  # rows, whose number the tokenizer decides
     try:
-        sets = [found for found in find_sets(config.data, base) if found.split == "train"]
+        sets = [found for found in find_sets(config, base) if found.split == "train"]
     except Faults:
         return None  # the data may lie on another machine; the plan needs only their number
     files = [path for found in sets for path in found.files]

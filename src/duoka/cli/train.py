@@ -132,10 +132,10 @@ def prepare_run(
     say: Callable[[str], None] = _Say()
     folder = model_folder(loaded.config.model, loaded.base, say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
-    store = prepared.train
+    prepared.check_world(world_size)
     plan = make_plan(
-        loaded.config, read_shape(folder), machine, world_size, num_samples=len(store),
-        mean_length=float(store.lengths.mean()), local_size=local_size or world_size,
+        loaded.config, read_shape(folder), machine, world_size, num_samples=prepared.num_samples,
+        mean_length=prepared.mean_length, local_size=local_size or world_size,
     )  # fmt: skip
     _refuse_what_does_not_fit(plan)
     if loaded.path.resolve() != run.config.resolve():

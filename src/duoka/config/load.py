@@ -76,7 +76,7 @@ def load_config(
         tree = merge(tree, override)
     # A merged tree stands where the top layer stood; what is missing is missing in the file.
     tree = replace(tree, place=Place(shown_path(path), 0, ""))
-    tree = expand_env(take_known_keys(tree, layers.faults), layers)
+    tree = expand_env(take_known_keys(tree, layers.faults, layers.broken), layers)
     if not was_read:
         raise Faults(_finish(layers, path))
     config, bad = build_config(tree, layers.broken, layers.faults)

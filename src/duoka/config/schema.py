@@ -119,15 +119,28 @@ class DataConfig(Section):
 
     train: tuple[DataSource, ...] = Field(min_length=1, description="Data sets to learn from.")
     eval: Share | tuple[DataSource, ...] = Field(
-        0.0, description="A share of train, split off with the seed (0: none), or data sets of its own."
+        0.0,
+        description="A share of train, split off with the seed (0: none), or data sets of its own; last_file: the "
+        "last file of a stream.",
     )
     folder: str | None = Field(None, description="Folder with dataset_info.json; by default ./data, then the YAML's.")
-    max_length: Annotated[Whole, Field(ge=8)] = Field(1024, description="Longest conversation in tokens.")
+    max_length: Annotated[Whole, Field(ge=8)] = Field(
+        1024, description="Longest conversation in tokens; with stage pretrain, the length of every row."
+    )
     on_long: Literal["truncate", "split", "drop", "error"] = Field(
         "truncate", description="What to do with longer ones; split loses nothing."
     )
     on_bad: Literal["error", "skip"] = Field("error", description="Refuse, or skip and count, records that are wrong.")
     packing: bool = Field(True, description="Lay samples out without padding. Changes speed, never results.")
+    fixed_rows: bool = Field(
+        False, description="Pack samples into rows of exactly max_length, so that shapes never change."
+    )
+    stream: bool = Field(
+        False, description="Read Parquet text while it is learned, instead of tokenising it before (stage pretrain)."
+    )
+    streams: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="Parts of a stream that are read side by side; default: what divides a batch's rows, to 64."
+    )
     targets: Literal["assistant", "last", "all"] = Field(
         "assistant", description="Learn every assistant turn, only the last one, or all tokens."
     )
@@ -279,7 +292,10 @@ class RunConfig(Section):
     """One run, from one YAML file."""
 
     model: ModelConfig
-    stage: Literal["sft"] = Field("sft", description="What the job optimises.")
+    stage: Literal["sft", "pretrain"] = Field(
+        "sft",
+        description="What the job learns: sft: the answers of conversations; pretrain: every token of plain text.",
+    )
     data: DataConfig
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters; left out: full fine-tuning.")
     train_only: TrainOnlyConfig | None = Field(None, description="Train some layers only; left out: all weights.")

@@ -61,13 +61,17 @@ def encode_example(example: AnyExample, tokenizer: ChatTokenizer, *, targets: Ta
 
 
 def _encode_text(text: str, tokenizer: ChatTokenizer) -> Sample:
+    ids = frame_text(tokenizer.encode(text)[0], tokenizer)
+    return Sample(np.asarray(ids, np.int32), np.ones(len(ids), bool))
+
+
+def frame_text(ids: list[int], tokenizer: ChatTokenizer) -> list[int]:
     """A document between the tokens that begin and end one, where the tokenizer has them."""
-    ids, _ = tokenizer.encode(text)
     if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         ids = [tokenizer.bos_id, *ids]
     if tokenizer.eos_id is not None and tokenizer.eos_id != tokenizer.bos_id:
         ids = [*ids, tokenizer.eos_id]
-    return Sample(np.asarray(ids, np.int32), np.ones(len(ids), bool))
+    return ids
 
 
 def _answered(example: Preference, answer: Message, tokenizer: ChatTokenizer) -> Sample:

@@ -15,6 +15,7 @@ import numpy as np
 
 from duoka.units import Amount
 
+ORDER_VERSION = 2  # raise it when the same data, seed and batch would give another order: old checkpoints are refused
 # A sample of so many tokens spends as much on attention's square as on everything that grows with its length.
 # About 6 x hidden size: 3.5k for a 135M model, 24k for a 7B one. It only balances ranks, so one number serves.
 SQUARE_EQUALS_LINEAR_AT = 8192

@@ -23,12 +23,17 @@ td { padding: 0 .6rem } td.bars { width: 24rem }
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample as runs of text that are all learned, or all not."""
+    """A sample as runs of text that are all learned, or all not; a row of text may hold several documents."""
 
     place: int
     num_tokens: int
     num_targets: int
     parts: Sequence[tuple[bool, str]]
+    num_documents: int = 1
+
+    def title(self) -> str:
+        rows = f" in {self.num_documents} parts of documents" if self.num_documents > 1 else ""
+        return f"sample {self.place}: {self.num_tokens:,} tokens{rows}, {self.num_targets:,} targets"
 
 
 def build_page(report: DataReport, samples: Sequence[ShownSample], title: str) -> str:
@@ -49,4 +54,4 @@ def build_page(report: DataReport, samples: Sequence[ShownSample], title: str) -
 
 def _show(sample: ShownSample) -> str:
     text = "".join(f"<mark>{escape(part)}</mark>" if learned else escape(part) for learned, part in sample.parts)
-    return f"<h3>{sample.place}: {sample.num_tokens} tokens, {sample.num_targets} targets</h3><pre>{text}</pre>"
+    return f"<h3>{escape(sample.title().capitalize())}</h3><pre>{text}</pre>"

@@ -15,6 +15,7 @@ from duoka.errors import ConfigError
 from duoka.serve.trained import Say, Trained, load_trained
 
 if TYPE_CHECKING:
+    from duoka.data.rows import TextRows
     from duoka.data.store import TokenStore
     from duoka.parallel.world import World
     from duoka.plan.layout import Layout
@@ -27,7 +28,7 @@ class EvalData:
 
     config: RunConfig
     label: str
-    store: TokenStore
+    store: TokenStore | TextRows
     pad_id: int
 
 
@@ -67,11 +68,13 @@ class Evaluation:
 def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say) -> EvalData:
     """The named data sets, or without names the part that the run kept aside."""
     from duoka.data.prepare import prepare_data, read_tokenizer
+    from duoka.data.stream_source import StreamSource
 
     sources = tuple(DataSource(name=name) for name in names or ("?",))
     config = trained.config or RunConfig(model=ModelConfig(name=trained.name), data=DataConfig(train=sources))
     if names:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"train": sources, "eval": 0.0})})
+        only = {"train": sources, "eval": 0.0, "stream": False, "streams": None}
+        config = config.model_copy(update={"data": config.data.model_copy(update=only)})
     elif trained.config is None:
         raise ConfigError(f"{trained.name} is a model, not a run: what shall it be measured on?", fix="add --data NAME")
     elif not config.data.eval:
@@ -83,6 +86,7 @@ def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say) -> EvalD
     prepared = prepare_data(config, trained.config_base, trained.base, say=say)
     pad_id = read_tokenizer(config, trained.config_base, trained.base).pad_id
     if names:
+        assert not isinstance(prepared.train, StreamSource), "names are tokenised ahead"
         return EvalData(config, ", ".join(names), prepared.train, pad_id)
     if prepared.eval is None:
         raise ConfigError(f"{trained.name} has no evaluation data left", fix="name what to measure on: --data NAME")

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from duoka.data.loader import GlobalBatch, Loader
+from duoka.data.feed import Feed
+from duoka.data.loader import GlobalBatch
 from duoka.optim.build import set_learning_rate
 from duoka.optim.schedule import learning_rate
 from duoka.parallel.world import World
@@ -31,7 +32,7 @@ class Job:
 
     settings: RunSettings
     contents: Contents
-    loader: Loader
+    feed: Feed
     saver: Saver
     record: Recorder
     world: World
@@ -44,7 +45,7 @@ def train(job: Job) -> str:
     settings, state, saver = job.settings, job.contents.state, job.saver
     eval_timer = Timer(settings.eval_every if job.evaluate else None, settings.steps_per_epoch)
     job.contents.parallel.model.train()
-    batches = job.loader.from_cursor(state.epoch, state.index, settings.num_epochs)
+    batches = job.feed.batches(state.place, settings.num_epochs)
     with StopSignal() as stop:
 
         def is_stopping() -> bool:
@@ -89,9 +90,9 @@ def _step(
     )  # fmt: skip
     result.times.data_s = data_s
     loss_sum, *wished = world.sum([result.loss_sum, *(float(question()) for question in asked)])
-    state.advance(batch, settings.steps_per_epoch)
+    state.advance(batch)
     numbers = {
-        "epoch": round(state.epoch + state.index / settings.steps_per_epoch, 4),
+        "epoch": round(batch.epochs_done, 4),
         "loss": loss_sum / batch.global_targets,
         "grad_norm": result.norm,
         "lr": lr,

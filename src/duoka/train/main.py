@@ -11,7 +11,8 @@ import torch
 
 from duoka.config.load import Loaded, config_hash, resolved_yaml
 from duoka.config.schema import RunConfig
-from duoka.data.loader import Loader, eval_batches
+from duoka.data.feed import Feed, build_feed, data_order
+from duoka.data.loader import eval_batches
 from duoka.data.prepare import PreparedData, find_tokenizer, prepare_data, read_tokenizer
 from duoka.errors import StoppedEarly
 from duoka.model.build import LossModel, load_model
@@ -43,7 +44,6 @@ from duoka.train.saving import Saver, check_room
 from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices, library_versions
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
-from duoka.units import parse_amount
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def read_inputs(loaded: Loaded, run: RunFolder) -> Inputs:
 def run_in_world(inputs: Inputs, world: World) -> int:
     """Train in a world that stands already; returns the exit code."""
     config, run = inputs.config, inputs.run
-    identity = {"config": config_hash(config), "training data": inputs.prepared.train.fingerprint}
+    identity = {"config": config_hash(config), "training data": data_order(inputs.prepared)}
     check_same_everywhere(world, identity | {"model": model_fingerprint(inputs.folder)} | library_versions())
     notes: list[str] = []
     # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
@@ -97,18 +97,18 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     if world.is_main:
         notes += [f"removed {name}, which a killed process left half-written" for name in clean_drafts(run.checkpoints)]
     contents = _build_contents(inputs, plan, world)
-    loader = _build_loader(inputs, plan, world)
+    feed = build_feed(config, inputs.prepared, plan.layout, world.rank, world.sum)
     facts = Facts(identity["config"], resolved_yaml(inputs.loaded), identity["training data"], library_versions())
     store = CheckpointStore(run.checkpoints, world, plan.layout, facts, asynchronous=config.checkpoint.is_async)
     try:
         if found is not None:
             store.load(found, contents)
-        settings = build_settings(config, loader, contents.state)
+        settings = build_settings(config, feed, contents.state)
         notes += check_room(store, contents, settings)
         if world.is_main:
-            _announce(inputs, settings, plan, contents, loader, found, notes)
+            _announce(inputs, settings, plan, contents, feed, found, notes)
         store.get_ready(contents)
-        return _run(inputs, plan, contents, loader, store, settings, notes, world)
+        return _run(inputs, plan, contents, feed, store, settings, notes, world)
     finally:
         store.close()
 
@@ -117,7 +117,7 @@ def _run(
     inputs: Inputs,
     plan: Plan,
     contents: Contents,
-    loader: Loader,
+    feed: Feed,
     store: CheckpointStore,
     settings: RunSettings,
     notes: list[str],
@@ -133,7 +133,9 @@ def _run(
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
         saver = Saver(store, contents, settings, record, world)
         watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout, world.device)
-        stopped_by = train(Job(settings, contents, loader, saver, record, world, evaluate, watch))
+        stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch))
+        if feed.summary():
+            record.say(f"data since this start: {feed.summary()}")
         return _finish(inputs, stopped_by, contents, record, world)
     finally:
         record.close()
@@ -141,7 +143,6 @@ def _run(
 
 def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
     """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
-    store = inputs.prepared.train
     plan: Plan = world.agree(
         make_plan(
             inputs.config,
@@ -149,8 +150,8 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
             read_machine(),
             world.size,
             local_size=world.local_size,
-            num_samples=len(store),
-            mean_length=float(store.lengths.mean()),
+            num_samples=inputs.prepared.num_samples,
+            mean_length=inputs.prepared.mean_length,
         )
     )
     refusal = plan.refusal()
@@ -188,20 +189,6 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
     return parallelize(LossModel(lm), plan.layout, config.parallel, world, source)
 
 
-def _build_loader(inputs: Inputs, plan: Plan, world: World) -> Loader:
-    from duoka.data.epoch_plan import EpochPlan
-
-    config, store = inputs.config, inputs.prepared.train
-    epochs = EpochPlan(
-        store.lengths, store.num_targets, fingerprint=store.fingerprint, seed=config.train.seed,
-        global_batch=parse_amount(config.train.global_batch),
-    )  # fmt: skip
-    return Loader(
-        store, epochs, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
-        max_length=config.data.max_length, pad_id=inputs.prepared.pad_id,
-    )  # fmt: skip
-
-
 def _build_evaluation(
     inputs: Inputs, plan: Plan, parallel: Parallelized, world: World
 ) -> Callable[[], Measured] | None:
@@ -225,12 +212,12 @@ def _announce(
     settings: RunSettings,
     plan: Plan,
     contents: Contents,
-    loader: Loader,
+    feed: Feed,
     found: Path | None,
     notes: list[str],
 ) -> None:
     write_json_atomic(inputs.run.plan, plan.to_json())
-    resumed = f"  {describe_rest(found, settings, loader, contents.state)}" if found else ""
+    resumed = f"  {describe_rest(found, settings, feed, contents.state)}" if found else ""
     lines = banner(settings, plan, inputs.prepared, inputs.run, count_parameters(contents.parallel.bare.lm), resumed)
     print("\n".join([*lines, *(f"  note: {note}" for note in notes), ""]), flush=True)
 

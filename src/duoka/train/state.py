@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from duoka.data.loader import GlobalBatch
+from duoka.data.loader import GlobalBatch, Place
 
 
 @dataclass
 class TrainState:
-    """Counts since the run began; `epoch` and `index` are the cursor: the next global batch to learn from."""
+    """Counts since the run began; `epoch`, `index` and `streams` are the place of the next global batch."""
 
     step: int = 0
     epoch: int = 0
     index: int = 0
+    streams: list[list[int]] = field(default_factory=list)  # the cursor of each, of data that is read while learned
     num_samples: int = 0
     num_tokens: int = 0
     num_targets: int = 0
     best_loss: float | None = None  # of the evaluations so far
     best_step: int | None = None
 
-    def advance(self, batch: GlobalBatch, steps_per_epoch: int) -> None:
+    @property
+    def place(self) -> Place:
+        return Place(self.epoch, self.index, tuple(tuple(cursor) for cursor in self.streams))
+
+    def advance(self, batch: GlobalBatch) -> None:
         """One optimizer step was done on `batch`."""
         self.step += 1
-        at_end = batch.index + 1 >= steps_per_epoch
-        self.epoch, self.index = (batch.epoch + 1, 0) if at_end else (batch.epoch, batch.index + 1)
+        self.epoch, self.index = batch.after.epoch, batch.after.index
+        self.streams = [list(cursor) for cursor in batch.after.streams]
         self.num_samples += batch.num_samples
         self.num_tokens += batch.num_tokens
         self.num_targets += batch.global_targets
