@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from guides import NESTED as GUIDE
 
 from duoka.cli import config as config_cli
+from duoka.config.asked import Purpose, describe_task, read_asked
 from duoka.config.catalog import known_keys
 from duoka.config.dialects.all import dialects
 from duoka.config.dialects.page import dialects_markdown
@@ -23,11 +24,17 @@ ROOT = Path(__file__).parents[2]
 CORPUS: dict[str, Any] = json.loads(Path(__file__).with_name("llamafactory_corpus.json").read_text())
 BASE = {"model_name_or_path": "some/model", "dataset": "identity", "template": "qwen3", "do_train": True}
 LOADS_TODAY = {
-    "train_lora/qwen3_lora_sft", "extras/llama_pro/llama3_freeze_sft", "inference/qwen3",
+    "train_lora/qwen3_lora_sft", "extras/loraplus/llama3_lora_sft", "train_lora/qwen3_preprocess",
+    "extras/llama_pro/llama3_freeze_sft",
     "ascend/qwen3_full_sft_fsdp2", "ascend/qwen3_5_full_sft_fsdp2",
     "ascend/qwen3moe_full_sft_fsdp", "ascend/qwen3_5moe_lora_sft_fsdp2", "megatron_bridge/llama3_sft",
     # Plain files; that their models are quantised is the model room's to refuse.
     "train_qlora/llama3_lora_sft_aqlm", "train_qlora/llama3_lora_sft_awq", "train_qlora/llama3_lora_sft_gptq",
+}  # fmt: skip
+OTHER_TASKS: dict[str, Purpose] = {
+    "inference/qwen3": "chat", "inference/qwen3_full_sft": "chat", "inference/qwen3_lora_sft": "chat",
+    "merge_lora/qwen3_full_sft": "export", "merge_lora/qwen3_lora_sft": "export",
+    "extras/nlg_eval/llama3_lora_predict": "eval",
 }  # fmt: skip
 NESTED = GUIDE.format(model="/path/to/model")
 
@@ -60,8 +67,16 @@ def write_deepspeed_files() -> None:
 def test_every_file_of_the_corpus_loads_or_says_what_it_lacks(name: str) -> None:
     write_deepspeed_files()
     keys = CORPUS["train"][name]["keys"]
+    if name in OTHER_TASKS:
+        Path("x.yaml").write_text(yaml.safe_dump(keys, sort_keys=False), "utf-8")
+        command = OTHER_TASKS[name]
+        asked = read_asked("x.yaml", command)
+        assert asked is not None and asked.model == keys["model_name_or_path"]
+        assert asked.adapter == keys.get("adapter_name_or_path")
+        assert f"duoka {command} x.yaml" in (describe_task("x.yaml") or "")
+        assert f"duoka {command} x.yaml" in refusal(keys)
+        return
     if name in LOADS_TODAY:
-        keys.setdefault("dataset", "identity")  # a chat file names no data
         assert load(keys).notes
         return
     may_come = "deepspeed" in keys or keys.get("stage", "sft") != "sft"  # once the schema has the strategy, the stage
@@ -73,7 +88,15 @@ def test_every_file_of_the_corpus_loads_or_says_what_it_lacks(name: str) -> None
         assert may_come, "it loads: say so in LOADS_TODAY"
         return
     assert "unknown key" not in message and "there is no file" not in message, message
-    words = ("refused", "not there yet", "does not have yet", "lies on a hub", "data is missing", "data.train")
+    words = (
+        "refused",
+        "does not train",
+        "not there yet",
+        "does not have yet",
+        "lies on a hub",
+        "data is missing",
+        "data.train",
+    )
     assert any(word in message for word in words), message
 
 
@@ -158,6 +181,9 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("lora_rank", 4, {}, "lora.rank", 4),
     ("lora_rank", 4, {}, "lora.alpha", 8.0),
     ("lora_alpha", 5, {}, "lora.alpha", 5.0),
+    ("use_rslora", True, {"lora_rank": 4, "lora_alpha": 5}, "lora.alpha", 10.0),
+    ("use_rslora", True, {"lora_rank": 4}, "lora.alpha", 16.0),
+    ("loraplus_lr_ratio", 16, {}, "lora.b_lr_ratio", 16.0),
     ("lora_dropout", 0.1, {}, "lora.dropout", 0.1),
     ("lora_target", "q_proj, v_proj", {}, "lora.targets", ("q_proj", "v_proj")),
     ("dataset", "a,b", {}, "data.train", (("a", None), ("b", None))),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from duoka.config.schema import ModelConfig, RunConfig
     from duoka.errors import Fault
+    from duoka.parallel.dryrun import DryRun
     from duoka.plan.catalogue import Cluster
     from duoka.plan.hardware import Machine
     from duoka.plan.layout import Layout
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _READ_BYTES = 16 * 2**20
 # What --params and --depth are asked about, where nothing else is said.
 _QUESTION = "model: demo\ndata: {train: [identity], max_length: 2048}\ntrain: {global_batch: 512k tokens}\n"
+_DEPTH_VOCABULARY = 65536
 
 
 @click.command("plan", help="Say whether CONFIG fits, how fast it will be, what limits it and what it costs.")
@@ -35,6 +37,9 @@ _QUESTION = "model: demo\ndata: {train: [identity], max_length: 2048}\ntrain: {g
 @click.option("--price", type=click.FloatRange(min=0), help="Of one device and hour, to print what the run costs.")
 @click.option("--html", type=click.Path(dir_okay=False), help="Write the plan as a page, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--dry-run", is_flag=True, help="Check the arithmetic: two steps of the real code, on fake tensors (torch)."
+)
 @click.option("--validate", is_flag=True, help="Run the planner over published runs and print how far off it is.")
 def command(
     config: str | None,
@@ -47,6 +52,7 @@ def command(
     depth: int | None = None,
     price: float | None = None,
     html: str | None = None,
+    dry_run: bool = False,
     validate: bool = False,
 ) -> int:
     from duoka.errors import DoesNotFit
@@ -61,12 +67,14 @@ def command(
         from duoka.watch.plan_page import plan_page
 
         write_text_atomic(Path(html), plan_page(plan))
+    checked = _dry_run(subject, plan) if dry_run else None
     if as_json:
-        click.echo(json.dumps(plan.to_json(), indent=2, ensure_ascii=False))
+        answer = plan.to_json() | ({"dry_run": checked.to_json()} if checked else {})
+        click.echo(json.dumps(answer, indent=2, ensure_ascii=False))
     else:
         from duoka.plan.picture import plan_lines
 
-        click.echo("\n".join(plan_lines(plan)))
+        click.echo("\n".join([*plan_lines(plan), *(_dry_run_lines(plan, checked) if checked else [])]))
     return DoesNotFit.exit_code if plan.verdict == "does not fit" else 0
 
 
@@ -82,11 +90,12 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What to plan: a config, its model's shape, and how many samples its data seems to have."""
+    """What to plan: a config, its model's shape and config.json, and how many samples its data seems to have."""
 
     config: RunConfig
     shape: ModelShape
     num_samples: int | None
+    facts: dict[str, Any]
 
 
 def _print_validation(as_json: bool) -> int:
@@ -100,7 +109,7 @@ def _print_validation(as_json: bool) -> int:
 
 
 def _find_place(on: str | None, nproc: int | None) -> _Place:
-    from duoka.plan.catalogue import cluster_of, parse_cluster, read_hardware
+    from duoka.plan.catalogue import local_cluster, parse_cluster
     from duoka.plan.hardware import read_machine
 
     if on is not None:
@@ -110,7 +119,7 @@ def _find_place(on: str | None, nproc: int | None) -> _Place:
         return _Place(cluster.machine(), cluster, cluster.num_devices, cluster.per_node)
     machine = read_machine()
     world_size = nproc or max(1, len(machine.gpus))
-    return _Place(machine, cluster_of(machine, 1, world_size, read_hardware()), world_size, world_size)
+    return _Place(machine, local_cluster(machine, world_size, world_size), world_size, world_size)
 
 
 def _find_subject(
@@ -120,6 +129,7 @@ def _find_subject(
         return _made_up_subject(path, overrides, params, depth)
     from duoka.config.load import Start, load_config
     from duoka.plan.choose import check_machine
+    from duoka.plan.shape import shape_from_config
 
     def check_here(config: RunConfig, base: Path) -> list[Fault]:
         return check_machine(config, place.machine, place.world_size, place.local_size)
@@ -128,8 +138,8 @@ def _find_subject(
     loaded = load_config(path, overrides, checks=(_check_shape, check_here), start=start)
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
-    shape = _read_shape(loaded.config.model, loaded.base)
-    return _Subject(loaded.config, shape, _count_samples(loaded.config, loaded.base))
+    facts = _read_facts(loaded.config.model, loaded.base)
+    return _Subject(loaded.config, shape_from_config(facts), _count_samples(loaded.config, loaded.base), facts)
 
 
 def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str | None, depth: int | None) -> _Subject:
@@ -137,7 +147,7 @@ def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str |
     import tempfile
 
     from duoka.config.load import load_config
-    from duoka.plan.shape import shape_from_depth, shape_from_parameters
+    from duoka.plan.shape import ASSUMED, facts_from_depth, facts_from_parameters, shape_from_config
     from duoka.units import parse_amount
 
     if (params is None) == (depth is None):
@@ -152,8 +162,9 @@ def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str |
         made_up = Path(folder) / "question.yaml"
         made_up.write_text(_QUESTION, encoding="utf-8")
         config = load_config(str(made_up), overrides).config
-    shape = shape_from_parameters(count) if count is not None else shape_from_depth(depth or 1)
-    return _Subject(config, shape, None)
+    facts = facts_from_parameters(count) if count is not None else facts_from_depth(depth or 1, _DEPTH_VOCABULARY)
+    shape = shape_from_config(facts)
+    return _Subject(config, replace(shape, exact=False, model_type=ASSUMED) if count else shape, None, facts)
 
 
 def _plain_number(text: str) -> str:
@@ -195,7 +206,7 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
         source = find_model(config.model, base)
         if source.hub_id is not None:
             return []
-        shape = _read_shape(config.model, base)
+        shape = read_model_shape(config.model, base)
     except ConfigError as error:
         what = f"{error.what} ({error.where})" if error.where and error.where not in error.what else error.what
         return [Fault(what, key="model.name", fix=error.fix or "")]
@@ -207,17 +218,54 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
     return []
 
 
-def _read_shape(model: ModelConfig, base: Path) -> ModelShape:
+def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
+    from duoka.plan.shape import shape_from_config
+
+    return shape_from_config(_read_facts(model, base), where=model.name)
+
+
+def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
     from duoka.model.source import fetch_config, find_model
-    from duoka.plan.shape import demo_shape, read_shape
+    from duoka.plan.shape import DEMO_FACTS, read_facts
 
     source = find_model(model, base)
     if source.is_demo:
-        return demo_shape()
+        return dict(DEMO_FACTS)
     if source.folder is not None:
-        return read_shape(source.folder)
+        return read_facts(source.folder)
     assert source.hub_id is not None
-    return read_shape(fetch_config(source.hub_id, model.revision))
+    return read_facts(fetch_config(source.hub_id, model.revision))
+
+
+def _dry_run(subject: _Subject, plan: Plan) -> DryRun:
+    from duoka.errors import ConfigError
+    from duoka.parallel.dryrun import dry_run
+
+    try:
+        return dry_run(subject.config, subject.facts, plan.layout, plan.memory.tokens)
+    except ValueError as error:
+        raise ConfigError(f"--dry-run: {error}") from None
+
+
+def _dry_run_lines(plan: Plan, found: DryRun) -> list[str]:
+    """What the real code would allocate, beside the arithmetic, without what no code of ours allocates."""
+    from duoka.units import format_bytes, format_seconds
+
+    arithmetic = plan.memory.peak_bytes - plan.memory.parts.get("framework", 0)
+    off = arithmetic / found.peak_bytes - 1
+    layers = " and ".join(map(str, found.probed))
+    out = [
+        "",
+        f"dry run  {format_bytes(found.peak_bytes)} at the peak of two steps of the real code on fake tensors "
+        f"({format_seconds(found.seconds)};",
+        f"         {layers} of {found.num_layers} layers run); by arithmetic {format_bytes(arithmetic)} ({off:+.1%})",
+    ]
+    out += [f"           {name:<16}{format_bytes(size):>10}" for name, size in found.phases.items()]
+    out += [
+        f"           {kind:<16}{format_bytes(one.sent_bytes):>10} sent in {one.num_calls:,} calls per micro-batch"
+        for kind, one in found.traffic.items()
+    ]
+    return out + ([f"         {found.note}"] if found.note else [])
 
 
 def _count_samples(config: RunConfig, base: Path) -> int | None:

@@ -67,25 +67,47 @@ def start_here(
     config: str, overrides: tuple[str, ...], nproc: int | None, port: int | None, restarts: int = 0, *, dry_run: bool
 ) -> int:
     from duoka.cluster.claim import check_claim, find_run_folder, hold_run
-    from duoka.cluster.launch import check_port, count_processes
+    from duoka.cluster.launch import check_port, count_processes, python_module
+    from duoka.cluster.nodes import read_node_start, run_node
     from duoka.plan.hardware import read_machine
 
-    machine = read_machine()
-    num_processes = count_processes(nproc, len(machine.gpus))
-    loaded = load_checked(config, overrides, machine, num_processes, local_size=num_processes)
-    if port is not None:
-        check_port(port)
+    start = read_node_start(nproc=nproc, port=port, restarts=restarts)
+    for note in start.notes:
+        click.echo(f"note: {note}", err=True)
+    machine, several = read_machine(), start.num_nodes > 1
+    num_processes = count_processes(start.num_processes, len(machine.gpus))
+    num_ranks = start.num_nodes * num_processes
+    # Rank 0 says what there is to say about a config that several nodes read.
+    loaded = load_checked(config, overrides, machine, num_ranks, local_size=num_processes, say=not several)
+    if several and not dry_run:
+        return run_node(start, num_processes, python_module("duoka", "train", config, *overrides), _Say())
+    if loaded.task == "prepare":
+        return _prepare_only(loaded)
+    if start.master_port:
+        check_port(start.master_port)
     run = find_run_folder(loaded)
     kind = check_claim(loaded, run)
     if dry_run:
-        return _print_dry_run(config, overrides, run, kind, num_processes)
+        return _print_dry_run(config, overrides, run, kind, num_ranks)
     if kind == "finished":
         click.echo(f"{run.path} is finished; its result is in {run.final}")
         return finish(run)
     with hold_run(run):
         kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
         prepare_run(loaded, run, machine, num_processes)
-        return _supervise(run, num_processes, port or 0, restarts)
+        return _supervise(run, num_processes, start.master_port, start.restarts)
+
+
+def _prepare_only(loaded: Loaded) -> int:
+    """A file of LLaMA-Factory with tokenized_path and without do_train: tokens are made, nothing is trained."""
+    from duoka.data.prepare import prepare_data
+    from duoka.model.source import model_folder
+
+    folder = model_folder(loaded.config.model, loaded.base, _Say())
+    prepared = prepare_data(loaded.config, loaded.base, folder, say=_Say())
+    click.echo("\n".join(prepared.report.lines()))
+    click.echo(f"tokens are ready, and nothing was trained; to train:   duoka train {loaded.path} do_train=true")
+    return 0
 
 
 def load_checked(
@@ -125,6 +147,7 @@ def prepare_run(
     from duoka.data.prepare import prepare_data
     from duoka.data.report import write_data_report
     from duoka.model.source import model_folder
+    from duoka.plan.catalogue import local_cluster
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
     from duoka.runs.folder import write_json_atomic, write_text_atomic
@@ -133,9 +156,10 @@ def prepare_run(
     folder = model_folder(loaded.config.model, loaded.base, say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
     prepared.check_world(world_size)
+    local = local_size or world_size
     plan = make_plan(
         loaded.config, read_shape(folder), machine, world_size, num_samples=prepared.num_samples,
-        mean_length=prepared.mean_length, local_size=local_size or world_size,
+        mean_length=prepared.mean_length, local_size=local, cluster=local_cluster(machine, world_size, local),
     )  # fmt: skip
     _refuse_what_does_not_fit(plan)
     if loaded.path.resolve() != run.config.resolve():
@@ -197,9 +221,9 @@ def _is_supervised() -> bool:
     """True for a rank whose parent is duoka's supervisor or agent, not for what such a rank starts."""
     import os
 
-    from duoka.parallel.lifeline import parent_pid
+    from duoka.parallel.lifeline import JOINS, parent_pid
 
-    return parent_pid() == os.getppid()
+    return parent_pid() == os.getppid() and JOINS not in os.environ
 
 
 def work_for_supervisor(config: str, rank: int) -> int:

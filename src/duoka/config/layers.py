@@ -39,6 +39,7 @@ class Layers:
     start: Start = field(default_factory=Start)
     overrides: list[Tree] = field(default_factory=list)  # of the command line; a dialect's own words are taken out
     dialect: Dialect | None = None  # of the top file, when it is another tool's
+    task: str = "train"  # what that tool would do with it
     notes: list[str] = field(default_factory=list)
 
 
@@ -61,7 +62,7 @@ def read_layers(path: Path, layers: Layers) -> None:
 
 
 def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: Place | None) -> Tree | None:
-    text = _read_text(path, layers.faults, asked_at)
+    text = read_text(path, layers.faults, asked_at)
     if text is None:
         return None
     name = shown_path(path)
@@ -108,7 +109,8 @@ def _in_our_words(tree: Tree, path: Path, layers: Layers, twice: list[Fault], *,
         f"{name} is read as {dialect.title}; in duoka's own words:   duoka config convert {name} -o ours.yaml"
     )
     layers.notes += [f"{name}:{fault.line} {fault.what}: both say the same" for fault in twice]
-    done = translate(dialect, expand_env(tree, layers), layers.start, dialects(), path.parent, _read_pointed)
+    done = translate(dialect, expand_env(tree, layers), layers.start, dialects(), path.parent, read_pointed)
+    layers.task = done.task if is_top else layers.task
     layers.notes += done.notes
     layers.faults += done.faults
     layers.broken |= {tuple(fault.key.split(".")) for fault in done.faults if fault.key}
@@ -126,7 +128,7 @@ def _protected(tree: Tree) -> Tree:
     return tree
 
 
-def _read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
+def read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
     """The file that a key of another tool points to: from the current folder, then from the config's."""
     places = (Path(path).expanduser(), folder / path)
     found = next((place for place in places if place.is_file()), None)
@@ -134,7 +136,7 @@ def _read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault])
         what, fix = f"there is no file {path}", _yaml_files(places[0].parent, places[0].name)
         faults.append(asked_at.fault(what, fix=fix if places[0].parent.is_dir() else "write the path of the file"))
         return None
-    text = _read_text(found, faults, asked_at)
+    text = read_text(found, faults, asked_at)
     tree = None if text is None else parse_yaml(without_comments(text), shown_path(found), faults)
     if tree is not None and not isinstance(tree.value, dict):
         faults.append(asked_at.fault(f"{path} holds no object of keys", fix="give a DeepSpeed JSON file"))
@@ -166,7 +168,7 @@ def _text_of(key: str, tree: Tree, layers: Layers) -> str | None:
     return None
 
 
-def _read_text(path: Path, faults: list[Fault], asked_at: Place | None) -> str | None:
+def read_text(path: Path, faults: list[Fault], asked_at: Place | None) -> str | None:
     """The text of a config file; BOM and CRLF are fine."""
     name = shown_path(path)
 

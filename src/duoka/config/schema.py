@@ -153,6 +153,9 @@ class LoraConfig(Section):
     rank: Annotated[Whole, Field(ge=1)] = Field(8, description="Rank r: each adapted matrix trains r x (in + out).")
     alpha: Annotated[Number, Field(gt=0.0)] = Field(16.0, description="Scale: the update is weighted alpha / rank.")
     dropout: Share = Field(0.05, description="Dropout before the adapter.")
+    b_lr_ratio: Annotated[Number, Field(gt=0.0)] = Field(
+        1.0, description="LoRA+: how many times faster the second matrix (B) learns than the first."
+    )
     targets: Literal["all"] | tuple[str, ...] = Field(
         "all", description="all: every linear layer but the head; or module names such as [q_proj, v_proj]."
     )

@@ -81,10 +81,13 @@ def export_model(
     folder: Path,
     dtype: torch.dtype,
     stop_id: int | None = None,
+    *,
+    shard_gb: int | None = None,
 ) -> Exported:
     """Merge adapters (if any) of the fp32 model `lm` and write a full model; `lm` is used up.
 
     `stop_id` is the token that training ended answers with: whoever generates with the folder must know it.
+    `shard_gb` is the size of a weight file at most, in GB; by default transformers' own.
     """
     check_target(folder)
     lm.eval()
@@ -94,7 +97,8 @@ def export_model(
         lm = lm.merge_and_unload(safe_merge=True)  # type: ignore[operator]
     _add_stop_token(lm, stop_id)
     with _draft_of(folder) as draft:
-        lm.to(dtype).save_pretrained(os.fspath(draft))  # type: ignore[operator]
+        most = {} if shard_gb is None else {"max_shard_size": f"{shard_gb}GB"}
+        lm.to(dtype).save_pretrained(os.fspath(draft), **most)  # type: ignore[operator]
         sources.copy_tokenizer(draft)
         with quiet_loading():
             written = load_model(

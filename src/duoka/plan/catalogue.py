@@ -239,6 +239,11 @@ def cluster_of(machine: Machine, num_nodes: int, per_node: int, own: Mapping[str
     return _overlay(cluster, own) if own and own.get("device") == hardware_key(machine) else cluster
 
 
+def local_cluster(machine: Machine, world_size: int, local_size: int) -> Cluster:
+    """This machine, as often as the world needs it, with what was measured on it."""
+    return cluster_of(machine, max(1, world_size // local_size), local_size, read_hardware())
+
+
 def _cpu(machine: Machine) -> Device:
     flops = CPU_CORE_TFLOPS * 1e12 * machine.num_cores
     return Device(

@@ -65,15 +65,22 @@ class Evaluation:
         ]
 
 
-def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say) -> EvalData:
-    """The named data sets, or without names the part that the run kept aside."""
+def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say, asked: DataConfig | None = None) -> EvalData:
+    """The named data sets, or without names the part that the run kept aside.
+
+    `asked` says how a file of another tool wants its sets read; then `names` is its list.
+    """
     from duoka.data.prepare import prepare_data, read_tokenizer
     from duoka.data.stream_source import StreamSource
 
-    sources = tuple(DataSource(name=name) for name in names or ("?",))
-    config = trained.config or RunConfig(model=ModelConfig(name=trained.name), data=DataConfig(train=sources))
-    if names:
-        only = {"train": sources, "eval": 0.0, "stream": False, "streams": None}
+    sources = asked.train if asked else tuple(DataSource(name=name) for name in names or ("?",))
+    model = ModelConfig(name=trained.name, template=trained.template, trust_remote_code=trained.trust_remote_code)
+    config = trained.config or RunConfig(model=model, data=asked or DataConfig(train=sources))
+    only = {"train": sources, "eval": 0.0, "stream": False, "streams": None}
+    if asked is not None:
+        # Masks and templates are the run's; where records lie and where they are cut is the file's.
+        only |= {"folder": asked.folder, "max_length": asked.max_length}
+    if asked is not None or names:
         config = config.model_copy(update={"data": config.data.model_copy(update=only)})
     elif trained.config is None:
         raise ConfigError(f"{trained.name} is a model, not a run: what shall it be measured on?", fix="add --data NAME")

@@ -40,6 +40,8 @@ class Trained:
     run: RunFolder | None = None
     config: RunConfig | None = None
     config_base: Path = Path()  # what relative paths of the config are relative to
+    template: str = "auto"  # of a plain model: its own, or a name; a run knows its own
+    trusts_code: bool = False
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -55,7 +57,7 @@ class Trained:
 
     @property
     def trust_remote_code(self) -> bool:
-        return self.config is not None and self.config.model.trust_remote_code
+        return self.trusts_code if self.config is None else self.config.model.trust_remote_code
 
 
 def find_run(name: str) -> RunFolder | None:
@@ -84,6 +86,28 @@ def find_trained(name: str, *, step: int | None = None, say: Say) -> Trained:
         return Trained(name, base, str(base))
     except ConfigError as error:
         raise ConfigError(f"{name!r} is neither a run nor a model: {error.what}", fix=_list_runs()) from None
+
+
+def find_trained_on(model: str, adapter: str | None, *, say: Say) -> Trained:
+    """A model, or an adapter on it, named apart as files of LLaMA-Factory do; both may be runs of duoka."""
+    if adapter is None:
+        return find_trained(model, say=say)
+    run = find_run(adapter)
+    if run is None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ConfigError(f"there is neither a run nor an adapter in {adapter!r}", fix=_list_runs())
+    below = find_trained(model, say=say)
+    base = below.full or below.base
+    if run is None:
+        return Trained(adapter, base, model, adapter=Path(adapter))
+    found = find_trained(adapter, say=say)
+    if not found.is_adapted:
+        raise ConfigError(f"{adapter} was trained in full: it is a model of its own", fix="name it as the model")
+    if found.base.resolve() != base.resolve():
+        raise ConfigError(
+            f"the adapter in {adapter} was trained on {found.base_name}, and the file names {model}",
+            fix=f"write:   model_name_or_path: {found.base_name}",
+        )
+    return found
 
 
 def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Trained:
@@ -187,7 +211,7 @@ def load_chat_tokenizer(trained: Trained) -> ChatTokenizer:
     from duoka.data.tokenizer import load_tokenizer
 
     if trained.config is None:
-        return load_tokenizer(trained.tokenizer_folder)
+        return load_tokenizer(trained.tokenizer_folder, trained.template)
     return read_tokenizer(trained.config, trained.config_base, trained.base)
 
 

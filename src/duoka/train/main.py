@@ -26,6 +26,7 @@ from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
 from duoka.parallel.rank import is_restarted
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
+from duoka.plan.catalogue import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
@@ -143,13 +144,15 @@ def _run(
 
 def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
     """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
+    machine = read_machine()
     plan: Plan = world.agree(
         make_plan(
             inputs.config,
             read_shape(inputs.folder),
-            read_machine(),
+            machine,
             world.size,
             local_size=world.local_size,
+            cluster=local_cluster(machine, world.size, world.local_size),
             num_samples=inputs.prepared.num_samples,
             mean_length=inputs.prepared.mean_length,
         )
@@ -164,7 +167,12 @@ def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
     parallel = _build_model(inputs, plan, world)
-    optimizer = build_optimizer(parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer")
+    optimizer = build_optimizer(
+        parallel.named_trainable(),
+        config.optim,
+        on_host=plan.layout.offload == "optimizer",
+        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0,
+    )
     # The same initial values everywhere, but each rank draws its own dropout.
     torch.manual_seed(config.train.seed + world.rank)
     return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())

@@ -108,6 +108,17 @@ class History:
         seen = [rank.memory_bytes for rank in self.ranks] + [step.memory_bytes for step in self.steps[-1:]]
         return max((size for size in seen if size), default=None)
 
+    def speed_predicted(self) -> dict[str, float] | None:
+        """Tokens per second of the plan: likely, and the range; None for a plan that knew no speed."""
+        speed = self.plan.get("speed")
+        if not isinstance(speed, dict):
+            return None
+        tokens = number(speed.get("tokens_per_step"))
+        seconds = {name: number(speed.get(f"{name}_s")) for name in ("step", "low", "high")}
+        if not tokens or not all(seconds.values()):
+            return None
+        return {name: tokens / (value or 1.0) for name, value in seconds.items()}
+
     def memory_predicted(self) -> dict[str, float] | None:
         """peak, low and high of the plan, comparable with what was measured."""
         memory = self.plan.get("memory")

@@ -97,7 +97,9 @@ def _figures(history: History) -> list[str]:
     speed = history.tokens_per_s()
     if speed:
         tokens = sum(step.num_tokens or 0.0 for step in history.steps)
-        out.append(figure("Tokens per second", f"{speed:,.0f}", f"{format_count(tokens)} tokens in all"))
+        expected = history.speed_predicted()
+        note = f"predicted {expected['step']:,.0f}; " if expected else ""
+        out.append(figure("Tokens per second", f"{speed:,.0f}", f"{note}{format_count(tokens)} tokens in all"))
     measured = history.memory_measured()
     if measured:
         predicted = history.memory_predicted()
@@ -286,6 +288,7 @@ def summary_to_json(run: RunFolder) -> dict[str, Any]:
         "loss": last.loss if last else None,
         "evaluation": history.evals[-1] if history.evals else None,
         "tokens_per_s": history.tokens_per_s(),
+        "predicted_tokens_per_s": (history.speed_predicted() or {}).get("step"),
         "seconds": history.time_split(),
         "world_size": history.facts.get("world_size"),
         **costs_to_json(history),
@@ -305,7 +308,9 @@ def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
     speed = history.tokens_per_s()
     if speed:
         tokens = sum(step.num_tokens or 0.0 for step in history.steps)
-        rows.append(("speed", f"{speed:,.0f} tokens/s over {format_count(tokens)} tokens"))
+        expected = history.speed_predicted()
+        beside = f", predicted {expected['step']:,.0f} ({expected['step'] / speed - 1:+.0%})" if expected else ""
+        rows.append(("speed", f"{speed:,.0f} tokens/s over {format_count(tokens)} tokens{beside}"))
     split = history.time_split()
     if split:
         total = sum(split.values())

@@ -6,6 +6,7 @@ or refuses with a reason.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from duoka.config.dialects.llamafactory_rest import TEMPLATES
@@ -85,6 +86,23 @@ def of_lora(convert: Any = None) -> Any:
         return convert(value, asked) if convert else value
 
     return run
+
+
+def alpha(value: Any, asked: Asked) -> Any:
+    """Rank-stabilised LoRA weights an update alpha / sqrt(rank): the plain form with alpha x sqrt(rank)."""
+    scale = number(asked.get("lora_rank", 8), "lora_rank") ** 0.5 if asked.is_on("use_rslora") else 1.0
+    return number(value, "lora_alpha") * scale
+
+
+def rslora(value: Any, asked: Asked) -> Any:
+    if not is_true(value):
+        return Answer()
+    rank = number(asked.get("lora_rank", 8), "lora_rank")
+    given = asked.get("lora_alpha", 2 * rank)
+    return Answer(
+        {"lora.alpha": number(given, "lora_alpha") * rank**0.5},
+        "alpha / sqrt(rank) is alpha x sqrt(rank) / rank: lora.alpha is written so",
+    )
 
 
 def modules(value: Any, asked: Asked) -> Any:
@@ -352,3 +370,20 @@ def data_seed(value: Any, asked: Asked) -> Any:
 
 def recompute(value: Any, asked: Asked) -> Any:
     return Answer({"train.recompute": "full" if is_true(value) else "none"})
+
+
+_OF_TRAINING = ("stage", "output_dir", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "deepspeed")
+
+
+def task_of(values: Mapping[str, Any]) -> str:
+    """What LLaMA-Factory does with a file: train, predict, prepare (tokenise and stop), export or chat."""
+    if is_true(values.get("do_train")):
+        return "train"
+    has_data = not is_none(values.get("dataset"))
+    if is_true(values.get("do_predict")) or (is_true(values.get("do_eval")) and not has_data):
+        return "predict"
+    if not is_none(values.get("export_dir")):
+        return "export"
+    if not has_data and all(is_none(values.get(name)) for name in _OF_TRAINING):
+        return "chat"
+    return "prepare" if has_data and not is_none(values.get("tokenized_path")) else "train"

@@ -127,8 +127,7 @@ def _of_stages_reported() -> list[Row]:
 
 def _refused_methods() -> list[Row]:
     return [
-        *refused("of LoRA's variants duoka has the plain one", "use_rslora", "use_dora", "pissa_init",
-                 "loraplus_lr_ratio", "additional_target"),
+        *refused("of LoRA's variants duoka has the plain one", "use_dora", "pissa_init", "additional_target"),
         *refused("training an adapter further is not there yet", "adapter_name_or_path", "adapter_folder",
                  "create_new_adapter"),
         *refused("AdamW is the optimizer that is there", "use_galore", "use_apollo", "use_badam", "use_adam_mini",
@@ -153,11 +152,11 @@ def _refused_training() -> list[Row]:
         *refused("every epoch is shuffled with the seed", "disable_shuffling"),
         *refused("the last, smaller batch of an epoch counts too", "dataloader_drop_last"),
         *refused("a run ends where the config says", "early_stopping_steps", "load_best_model_at_end"),
-        *refused("prediction in the training command is not there yet: duoka eval RUN", "do_predict",
-                 "predict_with_generate"),
+        *refused("training and predicting are two commands here: duoka train, then duoka eval FILE do_train=false",
+                 "do_predict", "predict_with_generate"),
         *reported("of prediction, which is not on", "sortish_sampler"),
-        *refused("tokens go to duoka's cache by themselves; looking at them: duoka data inspect FILE",
-                 "tokenized_path"),
+        *reported("tokens go to duoka's cache by themselves; without do_train they are made and nothing is trained",
+                  "tokenized_path"),
         *refused("system messages come from the data", "default_system"),
         *refused("tools are written as the model's own template writes them", "tool_format"),
         *refused("the batch is what train.global_batch says", "auto_find_batch_size"),
