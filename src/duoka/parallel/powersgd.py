@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from duoka.parallel.collectives import is_gloo
 from duoka.parallel.ledger import LEDGER
 
 # Two thin matrices of this rank instead of each gradient, once the first wild steps are over.
@@ -30,6 +31,10 @@ def sum_by_thin_matrices(
     """Add a bucket of gradients over all ranks, nearly."""
     begins, before = power.iter < power.start_powerSGD_iter, power.total_numel_after_compression
     mean = powerSGD_hook.powerSGD_hook(power, bucket)
+    if is_gloo(None, bucket.buffer().device):
+        # Its later exchanges begin in gloo's threads when the earlier end: with several buckets under way, ranks would
+        # begin them in different orders, and abort.
+        mean.wait()
     # Torch's hook sends by itself and tells how much: before it begins to compress, the whole bucket.
     buffer = bucket.buffer()
     numel = buffer.numel() if begins else power.total_numel_after_compression - before
