@@ -2,7 +2,7 @@
 
 import pytest
 from test_any_split import TOLERANCE, YAML, read_run, relative
-from test_sharded import build, start_from
+from test_sharded import build
 from tiny import write_conversations
 from worlds import run_world, train_all
 
@@ -74,20 +74,6 @@ def test_bf16_is_the_same_bf16_under_every_strategy(runs):
         assert relative(losses(runs / f"half-{name}")[:3], first[:3]) < 1e-2
 
 
-def test_powersgd_goes_on_bit_for_bit_with_what_it_owes(case):
-    """A checkpoint after two compressed steps: without their error, the next ones would differ."""
-    folder, yaml = case
-    settings = ["parallel.strategy=ddp", "parallel.compress=powersgd", "parallel.bucket_mb=0.1", "train.epochs=3"]
-    settings += ["checkpoint.every=12", "checkpoint.keep=10", "train.micro_batch=100000 tokens"]
-    train_all([(str(yaml), settings, str(folder / "unbroken"))], 2)
-    start_from(folder / "unbroken", 12, folder / "goes-on")
-    train_all([(str(yaml), settings, str(folder / "goes-on"))], 2)
-    whole, ours = losses(folder / "unbroken"), losses(folder / "goes-on")
-    assert len(whole) == 18 and ours == whole[12:]
-    for path in (folder / "unbroken" / "checkpoints" / "step-00000012").glob("owed-*"):
-        assert path.stat().st_size > 100_000, "an error is as large as the gradient"
-
-
 def leave_one_out(yaml, folder):
 
     from duoka.errors import ConfigError
@@ -137,14 +123,14 @@ def overflow_once(yaml, folder):
                 numerics.scaler._scale.fill_(1e38)
             result = optimizer_step(
                 contents.parallel, contents.optimizer, batch,
-                numerics=numerics, clip=0.5, world=world, step=step,
+                numerics=numerics, clip=0.5, world=world,
             )  # fmt: skip
             after = values(contents)
             changed = [name for name in before if before[name].numel() and not torch.equal(before[name], after[name])]
             assert len(changed) == (0 if step == 3 else len(before)), f"{strategy}, step {step}: {len(changed)}"
             if step == 3:
                 numerics.scaler._scale.fill_(1024.0)
-            losses.append(world.sum([result.loss_sum])[0] / batch.global_targets)
+            losses.append(result.loss_sum / batch.global_targets)
         firsts[strategy] = losses
         assert losses[-1] < losses[0] and relative(losses, firsts["ddp"]) < 1e-2
     end_world(world)

@@ -41,6 +41,10 @@ YAML_ITSELF = [
     ),
     bad("deeper for no reason", "model: demo\n  stage: sft\n", (2, '": " where none can be', "indent this line")),
     bad("two colons", "model: demo\noutput: a: b\n", (2, '": " where none can be', "in quotes")),
+    bad("full-width colon", "model：demo\nstage: sft\n", (1, "： is full-width", "write:   model: demo")),
+    bad(
+        "full-width comma", "model: demo\nlora: {rank: 8，alpha: 16}\n", (2, "， is full-width", "{rank: 8, alpha: 16}")
+    ),
     bad("no space after the colon", "model: demo\nstage:sft\nlora: {}\n", (2, 'not "key: value"', "a space after :")),
     bad("brace left open", "model: demo\nlora: {rank: 8\nlog: {every: 1}\n", (2, "a { is not closed", "{key: value")),
     bad("bracket left open", "data:\n  train: [identity\nmodel: demo\n", (2, "a [ is not closed", "[one, two]")),

@@ -7,8 +7,8 @@ undone here and nowhere else, by the communication hook. The hook also tells the
 # No postponed annotations here: DDP reads the hook's, and wants types, not strings.
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,12 @@ from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.parallel.collectives import start_all_reduce
 from duoka.parallel.ledger import LEDGER
-from duoka.parallel.powersgd import build_power, give_back, read_owed, sum_by_thin_matrices
 from duoka.parallel.world import World
 from duoka.runs.heart import Heart
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# PowerSGD exchanges two thin matrices of this rank instead of each gradient, once the first wild steps are over.
+POWERSGD_RANK, POWERSGD_FROM_STEP = 4, 10
 
 
 @dataclass
@@ -41,7 +42,7 @@ def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Fu
     LEDGER.handed_over = time.perf_counter()
     summing.heart.begin_exchange(f"all_reduce of gradients, bucket {bucket.index()}")
     if summing.power is not None:
-        return sum_by_thin_matrices(summing.power, bucket)
+        return _sum_by_thin_matrices(summing.power, bucket)
     buffer = bucket.buffer()
     travels = buffer.to(HALF[summing.compress]) if summing.compress in HALF else buffer
     work = start_all_reduce(travels)
@@ -54,10 +55,25 @@ def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Fu
     return work.get_future().then(done)
 
 
-def apply_ddp(
-    model: torch.nn.Module, parallel: ParallelConfig, world: World
-) -> tuple[DistributedDataParallel, powerSGD_hook.PowerSGDState | None]:
-    """Wrap the model; rank 0's weights go to all. Returns PowerSGD's state too, when it is used."""
+def _sum_by_thin_matrices(
+    power: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    begins, before = power.iter < power.start_powerSGD_iter, power.total_numel_after_compression
+    mean = powerSGD_hook.powerSGD_hook(power, bucket)
+    # Torch's hook sends by itself and tells how much: before it begins to compress, the whole bucket.
+    buffer = bucket.buffer()
+    numel = buffer.numel() if begins else power.total_numel_after_compression - before
+    LEDGER.note("all-reduce", numel * buffer.element_size(), dist.get_world_size())
+
+    def scaled(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        LEDGER.came_back = time.perf_counter()
+        return future.value().mul_(dist.get_world_size())
+
+    return mean.then(scaled)
+
+
+def apply_ddp(model: torch.nn.Module, parallel: ParallelConfig, world: World) -> DistributedDataParallel:
+    """Wrap the model; rank 0's weights go to all."""
     replica = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -68,9 +84,13 @@ def apply_ddp(
         # Only statistics gathered in training differ between ranks; tables of a model never do.
         broadcast_buffers=any(isinstance(m, _NormBase) and m.track_running_stats for m in model.modules()),
     )
-    power = build_power() if parallel.compress == "powersgd" else None
+    power = None
+    if parallel.compress == "powersgd":
+        power = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_FROM_STEP
+        )
     replica.register_comm_hook(Summing(parallel.compress, power, world.heart), sum_gradients)
-    return replica, power
+    return replica
 
 
 @dataclass
@@ -81,27 +101,6 @@ class DdpExchange:
     looks_for_unused: bool = False  # by itself, or somebody else calls check_all_used
     # A static graph is learnt in a first pass that exchanges; DDP breaks when that pass is one without.
     needs_rehearsal: bool = False
-    power: powerSGD_hook.PowerSGDState | None = None
-    _owed: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    def read_owed(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint has to keep of this rank's exchange."""
-        return {} if self.power is None else read_owed(self.power, self.model.bucket_bytes_cap)
-
-    def owe(self, owed: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a checkpoint: after a rehearsal, from which DDP learns the buckets that the errors belong to."""
-        if self.power is not None:
-            self._owed, self.needs_rehearsal = owed, True
-
-    def must_rehearse(self, num_micro_batches: int) -> bool:
-        return self.needs_rehearsal and (num_micro_batches > 1 or bool(self._owed))
-
-    def rehearsed(self) -> None:
-        self.needs_rehearsal = False
-        if self.power is not None and self._owed:
-            device = next(self.model.parameters()).device
-            give_back(self.power, self._owed, self.model.bucket_bytes_cap, device)
-            self._owed = {}
 
     @contextlib.contextmanager
     def __call__(self, last: bool) -> Iterator[None]:
@@ -111,12 +110,15 @@ class DdpExchange:
             check_all_used(self.model.module)
 
 
-def check_all_used(model: torch.nn.Module) -> None:
+UNUSED_FIX = "write:   find_unused_parameters: true   under parallel:, or freeze it"
+
+
+def check_all_used(model: torch.nn.Module, fix: str = UNUSED_FIX) -> None:
     """Name a trained parameter that got no gradient: DDP waits for it, and would fail obscurely at the next step."""
     unused = [name.removeprefix("lm.") for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if unused:
         more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
         raise ConfigError(
             f"the parameter {unused[0]}{more} is trained but had no part in the loss",
-            fix="write:   find_unused_parameters: true   under parallel:, or freeze it",
+            fix=fix,
         )

@@ -128,6 +128,31 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
     return World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend, heart)
 
 
+def join_world(parallel: ParallelConfig) -> tuple[World, bool]:
+    """(the world, was it started here): for people's own scripts, which may have made the process group themselves."""
+    if not dist.is_initialized():
+        return start_world(parallel), True
+    place = read_rank_environment()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_size = place.local_size if place else size
+    local_rank, node = (place.local_rank, place.node) if place else (rank % local_size, rank // local_size)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        # Scripts that chose a device have it set; others get the one of their place.
+        device = torch.device("cuda", torch.cuda.current_device() or local_rank)
+    return World(rank, local_rank, size, local_size, node, device, str(dist.get_backend())), False
+
+
+def compute_init(device_type: str = "auto") -> tuple[bool, int, int, int, torch.device]:
+    """(is distributed, rank, local rank, world size, device), with the process group made: gloo on CPUs too."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("compute_init was asked for cuda, and this machine has no GPU", fix="write compute_init()")
+    world, _ = join_world(ParallelConfig(backend="gloo" if device_type == "cpu" else "auto"))
+    world.barrier()
+    device = torch.device("cpu") if device_type == "cpu" else world.device
+    return world.size > 1, world.rank, world.local_rank, world.size, device
+
+
 def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception) -> WorkerFailed:
     """A world that did not come together. Torch's own words differ with who waits for whom; ours name the place."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -184,7 +184,10 @@ def make_plan(
 
 def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
     view, optimizer = config.parallel.bucket_view, config.optim.name
-    return Work(shape, config.lora, machine.device, view, optimizer, train_only=config.train_only)
+    return Work(
+        shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
+        saves_beside=config.checkpoint.is_async,
+    )  # fmt: skip
 
 
 def _steps(

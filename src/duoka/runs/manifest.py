@@ -12,6 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from duoka.runs.folder import RunFolder, read_json
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 FORMAT = 2
+_BLOCK_BYTES = 1 << 22
 _FOLDER = re.compile(r"^step-(\d{8})$")
 
 
@@ -82,11 +84,15 @@ def is_checkpoint(folder: Path) -> bool:
 def check_file(path: Path) -> FileRecord:
     """Size and CRC-32 of a file. A checksum against damage, not against forgers, at memory's speed."""
     checksum = size_bytes = 0
-    with path.open("rb", buffering=0) as file:
-        block = bytearray(1 << 22)
-        while size := file.readinto(block):
-            checksum = zlib.crc32(memoryview(block)[:size], checksum)
+    blocks = [bytearray(_BLOCK_BYTES), bytearray(_BLOCK_BYTES)]
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as ahead:
+        reading = ahead.submit(file.readinto, blocks[0])
+        # The next block is read while this one is summed.
+        while size := reading.result():
+            reading = ahead.submit(file.readinto, blocks[1])
+            checksum = zlib.crc32(memoryview(blocks[0])[:size], checksum)
             size_bytes += size
+            blocks.reverse()
     return FileRecord(size_bytes, f"{checksum:08x}")
 
 

@@ -187,10 +187,11 @@ def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: d
     import torch.distributed.checkpoint as dcp
 
     from duoka.model.build import load_model
+    from duoka.train.reader import CheckpointReader
 
     lm = load_model(base, dtype=torch.float32, lora=config.lora, train_only=config.train_only, **options)
     tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(os.fspath(checkpoint)), no_dist=True)
+    dcp.load(tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True)
     return lm
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import time
@@ -20,13 +21,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
+from torch.distributed.checkpoint.api import CheckpointException
 
 from duoka.errors import StorageError
 from duoka.optim.build import optimizer_tensors
 from duoka.parallel.apply import Parallelized
-from duoka.parallel.ddp import DdpExchange
 from duoka.parallel.world import World, close_side_world, open_side_world
 from duoka.plan.layout import Layout
 from duoka.runs.manifest import (
@@ -39,6 +41,7 @@ from duoka.runs.manifest import (
     write_file,
     write_manifest,
 )
+from duoka.train.reader import CheckpointReader
 from duoka.train.resume import STATE
 from duoka.train.retention import DRAFT, Keep, make_way, remove_old
 from duoka.train.snapshot import CHUNK_BYTES, Chunk, Copier, HostBuffer, Share, plan_share, write_share
@@ -63,11 +66,6 @@ class Contents:
         tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         tensors |= {f"optim.{name}": value for name, value in optimizer_tensors(self.optimizer, named).items()}
         return tensors
-
-    def owed(self) -> dict[str, torch.Tensor]:
-        """What this rank's compressed gradients left out so far, and adds to the next ones; mostly nothing."""
-        exchange = self.parallel.exchange
-        return exchange.read_owed() if isinstance(exchange, DdpExchange) else {}
 
 
 @dataclass(frozen=True)
@@ -230,8 +228,7 @@ class CheckpointStore:
 
     def _needed_bytes(self, contents: Contents) -> int:
         whole = sum(tensor.numel() * tensor.element_size() for tensor in contents.tensors().values())
-        owed = sum(values.numel() * values.element_size() for values in contents.owed().values())
-        return whole + self.world.size * (SMALL_FILES_BYTES + owed)
+        return whole + self.world.size * SMALL_FILES_BYTES
 
     def _try_to_begin(self, target: _Target, contents: Contents) -> Saved | SaveFault | None:
         """Rank 0 makes the draft's folder; what stands in the way is returned, for all ranks to hear of it."""
@@ -250,8 +247,6 @@ class CheckpointStore:
     def _small_files(self, contents: Contents) -> dict[str, bytes]:
         """This rank's files beside its tensors: generators, and on rank 0 the state and the config."""
         files = {_random_name(self.world.rank): to_safetensors(read_random_state(self.world.device))}
-        if owed := contents.owed():
-            files[_owed_name(self.world.rank)] = to_safetensors(owed)
         if self.world.is_main:
             saved = {"progress": asdict(contents.state), "scaler": contents.numerics.scaler.state_dict()}
             files[STATE] = json.dumps(saved, indent=1).encode()
@@ -335,31 +330,39 @@ class CheckpointStore:
     # --- loading ---
 
     def load(self, folder: Path, contents: Contents) -> None:
-        """Fill model, optimizer and state from a checkpoint written by any layout."""
-        tensors = contents.tensors()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(
-                dict(tensors),
-                storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
-                no_dist=self.world.size == 1,
+        """Fill model, optimizer and state from a checkpoint written by any layout; all ranks call it."""
+        fault = ""
+        try:
+            self._load_tensors(folder, contents)
+            saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            for name, value in saved["progress"].items():
+                setattr(contents.state, name, value)
+            if contents.numerics.scaler.is_enabled() and saved["scaler"]:
+                contents.numerics.scaler.load_state_dict(saved["scaler"])
+            random = folder / _random_name(self.world.rank)
+            if random.is_file():
+                # A world that grew has ranks without a saved generator: they keep their seeded one.
+                set_random_state(load_file(random), self.world.device)
+        except (CheckpointException, SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            fault = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        faults = list(dict.fromkeys(one for one in self.world.gather(fault) if one))
+        if faults:
+            raise StorageError(
+                f"the checkpoint {folder} does not fit this run",
+                where="\n".join(faults[:3]),
+                fix="go on with the model and the version of duoka that wrote it, or start a new run",
             )
-        saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        for name, value in saved["progress"].items():
-            setattr(contents.state, name, value)
-        if contents.numerics.scaler.is_enabled() and saved["scaler"]:
-            contents.numerics.scaler.load_state_dict(saved["scaler"])
-        random = folder / _random_name(self.world.rank)
-        if random.is_file():
-            # A world that grew has ranks without a saved generator: they keep their seeded one.
-            set_random_state(load_file(random), self.world.device)
-        owed = folder / _owed_name(self.world.rank)
-        if owed.is_file() and isinstance(contents.parallel.exchange, DdpExchange):
-            contents.parallel.exchange.owe(load_file(owed))
 
-
-def _owed_name(rank: int) -> str:
-    return f"owed-{rank:05d}.safetensors"
+    def _load_tensors(self, folder: Path, contents: Contents) -> None:
+        # torch logs the whole of every error, and its own deprecations, beside raising it.
+        logging.disable(logging.ERROR)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                reader = CheckpointReader(str(folder))
+                dcp.load(dict(contents.tensors()), storage_reader=reader, no_dist=self.world.size == 1)
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def _random_name(rank: int) -> str:

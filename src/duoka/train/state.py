@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,16 +41,22 @@ class TrainState:
 
 
 def seed_everything(seed: int) -> None:
-    import random
-
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def read_random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The generators that training draws from (dropout): this rank's."""
-    states = {"cpu": torch.get_rng_state()}
+    """The generators that training draws from (dropout, and what people's data does to samples): this rank's."""
+    version, numbers, spare = random.getstate()
+    _, keys, place, has_spare, other = np.random.get_state(legacy=True)
+    states = {
+        "cpu": torch.get_rng_state(),
+        "python": torch.tensor([version, *numbers], dtype=torch.int64),
+        "python_spare": torch.tensor([math.nan if spare is None else spare], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), place, has_spare], dtype=torch.int64),
+        "numpy_spare": torch.tensor([other], dtype=torch.float64),
+    }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -58,3 +66,10 @@ def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> N
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+    if "python" in states:  # checkpoints of older versions hold torch's alone
+        version, *numbers = states["python"].tolist()
+        spare = float(states["python_spare"])
+        random.setstate((version, tuple(numbers), None if math.isnan(spare) else spare))
+        *keys, place, has_spare = states["numpy"].tolist()
+        state = ("MT19937", np.array(keys, np.uint32), place, has_spare, float(states["numpy_spare"]))
+        np.random.set_state(state)

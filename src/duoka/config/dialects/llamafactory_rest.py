@@ -80,13 +80,17 @@ def _reported() -> list[Row]:
 
 def _reported_elsewhere() -> list[Row]:
     return [
-        *reported("the prompts of duoka chat: its flags, not this file", "do_sample", "temperature", "top_p", "top_k",
-                  "num_beams", "max_length", "max_new_tokens", "repetition_penalty", "length_penalty",
-                  "skip_special_tokens", "generation_max_length", "generation_num_beams", "generation_config",
-                  "eval_num_beams", "infer_backend", "infer_dtype", "use_kv_cache", "offload_folder",
+        *reported("duoka chat FILE and duoka eval FILE go by it", "do_sample", "temperature", "top_p",
+                  "max_new_tokens"),
+        *reported("of answers, not of training; duoka chat FILE refuses what it cannot do", "top_k", "num_beams",
+                  "repetition_penalty", "infer_backend"),
+        *reported("of answers: duoka chat and duoka eval have flags for what they can do", "max_length",
+                  "length_penalty", "skip_special_tokens", "generation_max_length", "generation_num_beams",
+                  "generation_config", "eval_num_beams", "use_kv_cache", "offload_folder",
                   "vllm_maxlen", "vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank", "vllm_config",
                   "sglang_maxlen", "sglang_mem_fraction", "sglang_tp_size", "sglang_config", "sglang_lora_backend"),
-        *reported("of merging: duoka export RUN -o DIR", "export_dir", "export_size", "export_device"),
+        *reported("duoka export FILE goes by it", "export_dir", "export_size", "infer_dtype"),
+        *reported("merging is computed in fp32 on the CPU", "export_device"),
         *reported("pictures, sounds and films are not read; text is", "image_max_pixels", "image_min_pixels",
                   "image_do_pan_and_scan", "crop_to_patches", "video_max_pixels", "video_min_pixels", "video_fps",
                   "video_maxlen", "use_audio_in_video", "audio_sampling_rate", "media_dir", "freeze_vision_tower",
@@ -128,8 +132,8 @@ def _of_stages_reported() -> list[Row]:
 def _refused_methods() -> list[Row]:
     return [
         *refused("of LoRA's variants duoka has the plain one", "use_dora", "pissa_init", "additional_target"),
-        *refused("training an adapter further is not there yet", "adapter_name_or_path", "adapter_folder",
-                 "create_new_adapter"),
+        *refused("training an adapter further is not there yet (duoka export, chat and eval FILE read it)",
+                 "adapter_name_or_path", "adapter_folder", "create_new_adapter"),
         *refused("AdamW is the optimizer that is there", "use_galore", "use_apollo", "use_badam", "use_adam_mini",
                  "use_muon", "optim_args", "adafactor"),
         *refused("the loss is plain cross-entropy", "use_dft_loss", "use_asft_loss", "use_eaft_loss",
