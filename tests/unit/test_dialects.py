@@ -25,6 +25,7 @@ CORPUS: dict[str, Any] = json.loads(Path(__file__).with_name("llamafactory_corpu
 BASE = {"model_name_or_path": "some/model", "dataset": "identity", "template": "qwen3", "do_train": True}
 LOADS_TODAY = {
     "train_lora/qwen3_lora_sft", "extras/loraplus/llama3_lora_sft", "train_lora/qwen3_preprocess",
+    "train_lora/qwen3_lora_pretrain",
     "extras/llama_pro/llama3_freeze_sft",
     "ascend/qwen3_full_sft_fsdp2", "ascend/qwen3_5_full_sft_fsdp2",
     "ascend/qwen3moe_full_sft_fsdp", "ascend/qwen3_5moe_lora_sft_fsdp2", "megatron_bridge/llama3_sft",
