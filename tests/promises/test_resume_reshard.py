@@ -49,7 +49,7 @@ def write_and_read_all(folder):
     world = start_world(ParallelConfig())
     mesh = init_device_mesh("cpu", (world.size,))
     torch.manual_seed(0)
-    full = {name: torch.randn(*shape) for name, shape in SHAPES.items()}
+    full = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     full["half"] = torch.randn(5, 4).bfloat16()
     for written in KINDS:
         place = Path(folder) / written
