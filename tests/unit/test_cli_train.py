@@ -266,7 +266,7 @@ def test_flags_that_start_a_world_are_refused_inside_one(
 def test_a_rank_writes_down_why_it_ends_and_leaves_with_its_code(
     error: BaseException, code: int, kind: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_worker(loaded: object, run: object) -> int:
+    def run_worker(loaded: object, run: object, on_hang: object) -> int:
         raise error
 
     left: list[int] = []

@@ -251,7 +251,8 @@ def _dry_run_lines(plan: Plan, found: DryRun) -> list[str]:
     """What the real code would allocate, beside the arithmetic, without what no code of ours allocates."""
     from duoka.units import format_bytes, format_seconds
 
-    arithmetic = plan.memory.peak_bytes - plan.memory.parts.get("framework", 0)
+    parts = plan.memory.parts
+    arithmetic = plan.memory.peak_bytes - parts.get("framework", 0) - parts.get("checkpoint copy", 0)
     off = arithmetic / found.peak_bytes - 1
     layers = " and ".join(map(str, found.probed))
     out = [

@@ -169,7 +169,8 @@ def _step(
     clip_gradients(_trainable(parallel).values(), clip)
     optimizer.step()
     phases["optimizer step"] = live.start_phase()
-    optimizer.zero_grad(set_to_none=True)
+    # DDP's gradients are its buckets, which stay from step to step.
+    optimizer.zero_grad(set_to_none=layout.strategy != "ddp")
     return phases
 
 
