@@ -6,6 +6,7 @@ Read top-down: `RunConfig` is the file, each section below is a block of it. `lo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -85,6 +86,16 @@ Seconds = Annotated[
     _checked_by(parse_seconds),
     Means('a time such as "10min", or a number of seconds'),
     WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "examples": ["10min"]}]}),
+]
+
+
+Patience = Annotated[
+    float | str,
+    _checked_by(parse_seconds, words=("auto", "never")),
+    Means('auto, never, a time such as "5min", or a number of seconds'),
+    WithJsonSchema(
+        {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "examples": ["auto", "5min"]}]}
+    ),
 ]
 
 
@@ -287,6 +298,26 @@ class CheckpointConfig(_WithAsync):
         return bool(getattr(self, "async"))
 
 
+class FaultsConfig(Section):
+    """What to do when something goes wrong on the way (docs/faults.md)."""
+
+    hang_after: Patience = Field(
+        "auto", description="Silence of all ranks that ends a run as hanging; auto: 5min, or 10 times the slowest step."
+    )
+    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="NaN or Inf in loss or gradients: stop, leave the batch out, or go back to the newest checkpoint, "
+        "try again, and leave it out if it happens again. The weights are never touched.",
+    )
+
+    @property
+    def patience_s(self) -> float | None:
+        """`hang_after` in seconds; None: auto."""
+        if self.hang_after == "auto":
+            return None
+        return math.inf if self.hang_after == "never" else parse_seconds(self.hang_after)
+
+
 class LogConfig(Section):
     """What is printed, and who else gets the numbers."""
 
@@ -309,6 +340,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()
     output: str = Field("", description="The run folder; left out: runs/ and the YAML's name.")
 

@@ -14,7 +14,7 @@ from duoka.errors import ConfigError
 from duoka.plan.layout import Layout
 from duoka.runs.events import global_log
 from duoka.runs.manifest import read_manifest
-from duoka.units import Every, format_count, parse_every
+from duoka.units import Amount, Every, format_count, parse_every
 
 if TYPE_CHECKING:
     from duoka.data.feed import Feed
@@ -80,10 +80,20 @@ def describe_rest(found: Path, settings: RunSettings, feed: Feed, state: TrainSt
     return f"going on from {found.name}, {ahead}, {of_epoch:,} of them in epoch {state.epoch + 1}"
 
 
-def keep_choices(plan: Plan, config: RunConfig, found: Path | None) -> Plan:
-    """A resumed run keeps what `auto` chose when it began: free memory differs from day to day, results must not."""
-    if found is None:
+def keep_choices(plan: Plan, config: RunConfig, found: Path | None, most_tokens: int | None = None) -> Plan:
+    """A resumed run keeps what `auto` chose when it began: free memory differs from day to day, results must not.
+
+    `most_tokens`: what a micro-batch may hold at most since memory was short in this run, whatever `auto` thinks.
+    """
+    if found is not None:
+        plan = _as_before(plan, config, found)
+    micro = plan.layout.micro
+    if most_tokens is None or config.train.micro_batch != "auto" or micro.count <= most_tokens:
         return plan
+    return replace(plan, layout=replace(plan.layout, micro=Amount(most_tokens, "tokens")))
+
+
+def _as_before(plan: Plan, config: RunConfig, found: Path) -> Plan:
     before = Layout.from_json(read_manifest(found).layout)
     kept: dict[str, Any] = {}
     if config.train.precision == "auto":
