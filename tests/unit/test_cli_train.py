@@ -11,10 +11,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-from data_kit import simple_records, write_jsonl
+from data_kit import write_ten_thousand
 
 from duoka import cli as frame
 from duoka.cli import train as train_command
@@ -107,10 +106,7 @@ def test_all_faults_are_told_at_once_and_nothing_starts(
 
 @pytest.fixture(scope="module")
 def ten_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set with one record that was cut short, in line 7,655."""
-    records: list[Any] = simple_records(10_000)
-    records[7_654] = '{"messages": [{"role": "user", "content": "q"}'
-    return write_jsonl(tmp_path_factory.mktemp("many") / "many.jsonl", records)
+    return write_ten_thousand(tmp_path_factory.mktemp("many") / "many.jsonl")
 
 
 @pytest.mark.parametrize("nproc", ["1", "2"])

@@ -146,7 +146,7 @@ def _run(
         saver = Saver(store, contents, settings, record, world)
         guard = MemoryGuard(inputs.config, plan, record, feed)
         nonfinite = NonFinite(inputs.config.faults.nonfinite, saver, record)
-        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout)
+        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout, world.device)
         if is_asked(inputs.config, world):
             rehearse_largest(contents.parallel, contents.optimizer, plan, contents.numerics, world)
         stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite))
