@@ -128,7 +128,9 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """5025 -> "1h 24min"."""
+    """5025 -> "1h 24min", 0.034 -> "34 ms"."""
+    if 0 < seconds < 0.1:
+        return f"{seconds * 1000:.2g} ms"
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, secs = divmod(int(seconds), 60)

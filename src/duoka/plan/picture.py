@@ -137,7 +137,7 @@ def ranking_lines(plan: Plan) -> list[str]:
     if best is not None and best not in plan.ranking.candidates[:5]:
         out.append(f"     {_candidate(best)}")
     if not plan.ranking.candidates:
-        out.append("     none fits")
+        out.append("     none is left")
     shown = {one.reason: one for one in reversed(plan.ranking.rejected)}
     out += [f"     not {one.layout}: {one.reason}" for one in list(shown.values())[::-1][:4]]
     return out
