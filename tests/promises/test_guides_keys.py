@@ -21,7 +21,8 @@ from duoka.config.dialects.all import dialects
 NUM_SAMPLED, SEED = 40, 11
 BASE: dict[str, Any] = {
     "model_name_or_path": "tiny", "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 4,
-    "lora_target": "all", "dataset": "chats", "template": "chatml", "cutoff_len": 256, "output_dir": "out",
+    "lora_target": "all", "dataset": "chats", "dataset_dir": "data", "template": "chatml", "cutoff_len": 256,
+    "output_dir": "out",
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 2,
     "lr_scheduler_type": "constant", "save_steps": 100, "report_to": "none", "logging_steps": 100,
 }  # fmt: skip
@@ -81,10 +82,13 @@ def layout(**wanted: Any) -> Callable[[Seen, Seen], bool]:
     return lambda seen, base: all(seen.layout[name] == value for name, value in wanted.items())
 
 
-def only(*parts: str) -> Callable[[Seen, Seen], bool]:
+def trains(*parts: str) -> Callable[[Seen, Seen], bool]:
+    """Each part has moved, and nothing outside them."""
+
     def check(seen: Seen, base: Seen) -> bool:
         trained = seen.trained_parts(seen.folder.parent / "tiny")
-        return bool(trained) and all(any(part in name for part in parts) for name in trained)
+        inside = [part for name in trained for part in parts if part in name]
+        return set(inside) == set(parts) and len(inside) == len(trained)
 
     return check
 
@@ -95,10 +99,10 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], Callable[[Seen, Seen], bool]]] = {
     "template": ("default", {}, lambda s, b: s.of_steps("num_tokens") == b.of_steps("num_tokens")),  # its own is chatml
     "stage": ("pt", {"dataset": "texts"}, lambda s, b: s.of_steps("num_targets")[0] > b.of_steps("num_targets")[0]),
     "finetuning_type": ("full", {}, lambda s, b: (s.folder / "final/model.safetensors").is_file()),
-    "freeze_trainable_layers": (-1, FREEZE, only("layers.0.")),
-    "freeze_trainable_modules": ("mlp", FREEZE, only("layers.3.mlp.")),
-    "freeze_extra_modules": ("norm", FREEZE, only("layers.3.", "model.norm.")),
-    "use_llama_pro": (True, {**FREEZE, "freeze_trainable_layers": 2}, only("layers.1.", "layers.3.")),
+    "freeze_trainable_layers": (-1, FREEZE, trains("layers.0.")),
+    "freeze_trainable_modules": ("mlp", FREEZE, trains("layers.3.mlp.")),
+    "freeze_extra_modules": ("norm", FREEZE, trains("layers.3.", "model.norm.")),
+    "use_llama_pro": (True, {**FREEZE, "freeze_trainable_layers": 2}, trains("layers.1.", "layers.3.")),
     "lora_rank": (2, {}, lambda s, b: all(2 in value.shape for value in s.weights.values())),
     "lora_alpha": (3, {}, lambda s, b: s.adapter["lora_alpha"] == 3),
     "use_rslora": (True, {"lora_alpha": 3}, lambda s, b: s.adapter["lora_alpha"] == 6),
@@ -119,7 +123,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], Callable[[Seen, Seen], bool]]] = {
     "lr_scheduler_type": ("linear", {}, rates(1e-2, 5e-3)),
     "lr_scheduler_kwargs": ({"min_lr_rate": 0.5}, {"lr_scheduler_type": "cosine_with_min_lr"}, rates(1e-2, 7.5e-3)),
     "warmup_ratio": (0.9, {"lr_scheduler_type": "linear"}, rates(5e-3, 1e-2)),
-    "warmup_steps": (2, {"lr_scheduler_type": "linear"}, rates(5e-3, 1e-2)),
+    "warmup_steps": (2, {"lr_scheduler_type": "linear", "max_steps": 3}, rates(5e-3, 1e-2, 1e-2)),
     "weight_decay": (0.5, {}, other_weights),
     "max_grad_norm": (1e-9, {}, other_weights),
     "adam_beta1": (0.5, {}, other_weights),

@@ -110,3 +110,13 @@ def test_two_starts_with_the_guides_environment_make_one_world(home: Path) -> No
     assert "node 1 of 2: ranks 2 to 3 of 4" in outputs[0][1], outputs[0][1]
     losses = [[event["loss"] for event in read_steps(RunFolder(home / "runs" / name))] for name in ("alone", "sft")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 3
+
+
+def test_accelerate_launch_starts_duokas_module(home: Path) -> None:
+    plain = {"num_processes": 2, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
+    flags = ["--multi_gpu", *(f"--{name}={value}" for name, value in plain.items())]
+    launch = (sys.executable, "-m", "accelerate.commands.launch", *flags, "--main_process_port", str(free_port()))
+    code, out, err = run(home, *launch, "-m", "duoka", "train", "sft.yaml", "output=runs/accelerate")
+    assert code == 0, err
+    status = read_status(RunFolder(home / "runs/accelerate"))
+    assert out.count("\nstep     1 ") == 1 and status is not None and status.world_size == 2

@@ -74,7 +74,7 @@ def _enter(rank, size, port, env, function, arguments):
 
 
 def train_all(jobs, size):
-    """Train every (yaml, overrides, run folder) in turn on a world of `size` gloo processes."""
+    """Train every (yaml, overrides, run folder[, environment]) in turn on a world of `size` gloo processes."""
     run_world(size, _train_jobs, jobs)
 
 
@@ -82,11 +82,14 @@ def _train_jobs(jobs):
     from duoka.config.load import load_config
     from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
+    from duoka.train import inject
     from duoka.train.main import read_inputs, run_in_world
 
     world = None
     try:
-        for yaml, overrides, folder in jobs:
+        for yaml, overrides, folder, *env in jobs:
+            os.environ.update(*env)
+            inject.forget()
             run = RunFolder(Path(folder))
             run.make()
             loaded = load_config(yaml, overrides)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import guides
 import pytest
 from data_kit import alpaca_record, config_for, messages_record, sharegpt_record, simple_records, write_jsonl
 
@@ -14,22 +15,8 @@ from duoka.data.records import Piece, Record, find_pieces, read_piece
 from duoka.data.registry import ResolvedSet, check_data, find_sets, registered_sets
 from duoka.errors import Fault, Faults
 
-# The block as a widely read tutorial prints it, without the braces around it.
-TUTORIAL_BLOCK = """"my_custom_dataset": {
-  "file_name": "my_data.json",
-  "formatting": "sharegpt",
-  "columns": {
-    "messages": "messages"
-  },
-  "tags": {
-    "role_tag": "role",
-    "content_tag": "content",
-    "user_tag": "user", 
-    "assistant_tag": "assistant",
-    "system_tag": "system"
-  }
-}
-"""  # noqa: W291  as printed
+# As a widely read tutorial prints it, without the braces around it, and with a blank at a line's end.
+TUTORIAL_BLOCK = guides.ENTRY.replace('"user",\n', '"user", \n')
 
 
 def read_all(found: ResolvedSet) -> list[Any]:

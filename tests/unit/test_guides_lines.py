@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from duoka.cli import run
 from duoka.cli.lines import Meaning, meaning_of_accelerate, meaning_of_torchrun
 from duoka.cli.typed import mend
 from duoka.cluster.nodes import NodeStart, read_node_start
@@ -141,3 +142,23 @@ def test_all_faults_of_the_environment_come_together_and_flags_may_not_contradic
     with pytest.raises(Faults) as caught:
         read_node_start({"NNODES": "2", "NPROC_PER_NODE": "2"}, nproc=3)
     assert len(caught.value.faults) == 4, caught.value
+
+
+@pytest.mark.parametrize(
+    ("line", "meaning"),
+    [
+        ("torchrun --nproc_per_node=2 -m duoka train no.yaml", "duoka train no.yaml --nproc 2"),
+        ("accelerate launch --num-processes 2 train.py --config no.yaml", "duoka train no.yaml --nproc 2"),
+        ("llamafactory-cli train no.yaml learning_rate=1e-4", "duoka train no.yaml learning_rate=1e-4"),
+        ("train no.yaml --dry_run", ""),
+    ],
+)
+def test_a_line_is_said_and_done(line: str, meaning: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(line.split()) == 2
+    said = capsys.readouterr().err
+    assert "there is no file no.yaml" in said and (not meaning or f"means:   {meaning}\n" in said), said
+
+
+def test_what_is_mended_is_said_before_anything_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "no.yaml", "–nproc", "2"]) == 2
+    assert capsys.readouterr().err.startswith("note: –nproc is read as --nproc")

@@ -32,6 +32,7 @@ COMMANDS = {
     "comm": "Test how processes talk to each other, and how fast.",
     "bench": "Measure this machine, so that plans stand on figures.",
     "doctor": "Check whether this machine is fit for training.",
+    "chaos": "Strike a short copy of a run, and print what it survives.",
     "runs": "List runs with state, step, loss and age; show or stop one.",
     "config": "Show a config with the origin of every value, or the schema.",
     "data": "Look at data sets as training sees them.",

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from duoka.parallel.hardware_bench import HardwareBench
     from duoka.plan.hardware import Machine
 
-_SMALL, _LARGE = "64 KiB", "64 MiB"
+_SMALL, _LARGE = "64 KiB", "16 MiB"
+_LIMIT_S = 120
 
 
 @click.group("bench", help="Measure what plans are made of.")
@@ -45,8 +48,10 @@ def hardware(nproc: int | None, output: str | None, as_json: bool) -> int:
     _use_all_cores(machine)
     found = measure_device(pick_device(0), say=say)
     ranks = nproc or len(machine.gpus) or min(2, machine.num_cores)
-    facts = _facts(machine, found) | (_link(ranks) if ranks > 1 else {})
-    if ranks > 1:
+    facts = _facts(machine, found)
+    link = _link(ranks, say) if ranks > 1 else {}
+    facts |= link
+    if link:
         speed, latency = facts["link_bytes_per_s"], facts["link_latency_s"]
         say(f"all-reduce among {ranks}: {speed / 1e9:.3g} GB/s, {latency * 1e6:.0f} us before the first byte")
     path = Path(output) if output else hardware_file()
@@ -75,9 +80,11 @@ def _facts(machine: Machine, found: HardwareBench) -> dict[str, Any]:
     }
 
 
-def _link(num_processes: int) -> dict[str, float]:
+def _link(num_processes: int, say: Callable[[str], None]) -> dict[str, float]:
     """Two all-reduces tell both: a large one the bytes per second, a small one the seconds before the first byte."""
-    small, large = (_all_reduce(num_processes, size) for size in (_SMALL, _LARGE))
+    small, large = (_all_reduce(num_processes, size, say) for size in (_SMALL, _LARGE))
+    if small is None or large is None:
+        return {}
     # The plan multiplies by the share of a link that collectives reach; what was measured is after that loss.
     from duoka.plan.traffic import LINK_SHARE
 
@@ -89,19 +96,22 @@ def _link(num_processes: int) -> dict[str, float]:
     }
 
 
-def _all_reduce(num_processes: int, size: str) -> dict[str, Any]:
-    """What `duoka comm test` measures, in a world of its own."""
+def _all_reduce(num_processes: int, size: str, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What `duoka comm test` measures, in a world of its own; None, and a word why, when it cannot."""
     import subprocess
     import sys
 
-    from duoka.errors import WorkerFailed
-
-    words = ["comm", "test", "--nproc", str(num_processes), "--size", size, "--json"]
-    done = subprocess.run([sys.executable, "-m", "duoka", *words], capture_output=True, text=True, timeout=180)
-    if done.returncode:
-        raise WorkerFailed("the collectives of this machine could not be measured", where=done.stderr.strip()[-300:])
-    report = json.loads(done.stdout[done.stdout.index("{") :])
-    for one in report["collectives"]:
-        if one["name"].replace("_", "-") == "all-reduce":
-            return dict(one)
-    raise WorkerFailed("duoka comm test reported no all-reduce")
+    words = ["comm", "test", "--nproc", str(num_processes), "--size", size, "--rounds", "3", "--json"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "duoka", *words], capture_output=True, text=True, timeout=_LIMIT_S, check=True
+        )
+        report = json.loads(done.stdout[done.stdout.index("{") :])
+        found = [one for one in report["collectives"] if one["name"].replace("_", "-") == "all-reduce"]
+        return dict(found[0])
+    except subprocess.TimeoutExpired:
+        why = f"they took longer than {_LIMIT_S} s"
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr or "").strip()[-300:] or f"exit code {error.returncode}"
+    say(f"collectives were not measured, plans keep their guess: {why}")
+    return None

@@ -65,6 +65,30 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
         console.print(_coloured(one, colour=colour))
 
 
+@command.command()
+@click.argument("config", type=click.Path(dir_okay=True))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--world", default=1, show_default=True, type=click.IntRange(min=1), help="How many ranks to look at.")
+@click.option("--epoch", default=0, show_default=True, type=click.IntRange(min=0), help="Which epoch.")
+@click.option("--batches", default=1000, show_default=True, type=click.IntRange(min=1), help="Global batches to share.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def audit(config: str, overrides: tuple[str, ...], world: int, epoch: int, batches: int, as_json: bool) -> int:
+    """Who would learn what: the samples of each rank, and whether each is there exactly once."""
+    from duoka.config.load import load_config
+    from duoka.data.audit import audit_data
+    from duoka.data.prepare import prepare_data
+    from duoka.data.registry import check_sets
+    from duoka.model.source import check_model, model_folder
+
+    loaded = load_config(config, overrides, checks=(check_sets, check_model))
+    folder = model_folder(loaded.config.model, loaded.base, _say)
+    prepared = prepare_data(loaded.config, loaded.base, folder, say=_say)
+    prepared.check_world(world)
+    found = audit_data(prepared, loaded.config, world, epoch=epoch, num_batches=batches)
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
+    return 0 if found.is_exact else 1
+
+
 @command.command(name="list")
 @click.argument("config", type=click.Path(dir_okay=True), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -118,7 +118,7 @@ def meaning_of_torchrun(words: Sequence[str]) -> Meaning:
 
 
 def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
-    if words[:1] != ["launch"]:
+    if not words or words[0] != "launch":
         raise ConfigError(
             f"duoka accelerate {words[0] if words else ''} is not there: accelerate launch is",
             fix="write for example:   duoka accelerate launch --num_processes=2 train.py --config x.yaml",

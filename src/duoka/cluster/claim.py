@@ -18,7 +18,7 @@ from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DuokaError, StorageError
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
-from duoka.runs.manifest import find_requested, list_checkpoints
+from duoka.runs.manifest import CONFIG, find_requested, list_checkpoints
 from duoka.runs.status import is_alive, read_status
 
 ClaimKind = Literal["new", "resumed", "finished"]
@@ -105,7 +105,7 @@ def _has_results(run: RunFolder) -> bool:
 
 def _check_same_settings(loaded: Loaded, run: RunFolder) -> RunConfig:
     try:
-        old = load_config(run.config)
+        old = load_config(_settings_of(run))
     except DuokaError as error:
         raise ConfigError(
             f"{run.path} holds a run whose config.yaml this duoka cannot read",
@@ -121,6 +121,12 @@ def _check_same_settings(loaded: Loaded, run: RunFolder) -> RunConfig:
             f"or change this run's course from its newest checkpoint on:   {how_to_allow(differences)}",
         )
     return old.config
+
+
+def _settings_of(run: RunFolder) -> Path:
+    """What the newest checkpoint was written under; run.config may tell of a start that was refused after all."""
+    newest = next(iter(list_checkpoints(run.checkpoints)), None)
+    return newest / CONFIG if newest is not None and (newest / CONFIG).is_file() else run.config
 
 
 @contextmanager

@@ -30,6 +30,7 @@ EXECUTION_KEYS: tuple[str, ...] = (
     "data.workers",
     "parallel.*",
     "checkpoint.*",
+    "faults.*",
     "log.*",
     "output",
 )

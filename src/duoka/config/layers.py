@@ -72,6 +72,10 @@ def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: P
         text = without_comments(text)
     tree = parse_yaml(text, name, layers.faults, equal_twice=twice)
     is_broken = len(layers.faults) > num_faults
+    wide = _full_width(text, name) if is_broken or tree is None or not isinstance(tree.value, dict) else []
+    if wide:
+        layers.faults[num_faults:] = wide
+        return None
     if not is_broken and (tree is None or tree.value is None):
         layers.faults.append(
             Fault("the file is empty", file=name, fix="write one with comments:   duoka init new.yaml")
@@ -93,6 +97,23 @@ def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: P
         return tree
     below = _read_base(path, extends, layers, (*above, path))
     return tree if below is None else merge(below, tree)
+
+
+_WIDE = re.compile(r"^\s*(?:- )?[A-Za-z_][\w.-]*\s*(：)|[\[{][^#\"']*?([：，])")
+
+
+def _full_width(text: str, name: str) -> list[Fault]:
+    """Where a Chinese keyboard's colon or comma stands for YAML's: of a file that is no YAML otherwise."""
+    faults = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        found = _WIDE.search(line)
+        if found:
+            wide = found.group(1) or found.group(2)
+            meant = {"：": ": ", "，": ", "}
+            better = "".join(meant.get(letter, letter) for letter in line.strip())
+            what = f"{wide} is full-width, and means nothing to YAML"
+            faults.append(Fault(what, file=name, line=number, source=line, fix=f"write:   {better}"))
+    return faults
 
 
 def _in_our_words(tree: Tree, path: Path, layers: Layers, twice: list[Fault], *, is_top: bool) -> Tree:

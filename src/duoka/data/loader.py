@@ -140,14 +140,19 @@ class Loader:
             epochs_done=(epoch * per_epoch + index + 1) / per_epoch,
         )
 
-    def _micro_batches(self, sample_ids: np.ndarray) -> list[Batch]:
+    def shares(self, sample_ids: np.ndarray) -> list[list[MicroPlan]]:
+        """Who computes which samples of a global batch: [rank][micro-batch]."""
         lengths, num_ranks, max_length = self.plan.lengths, self.num_ranks, self.max_length
         if self.rows_per_micro:
-            rows = share_rows(sample_ids, lengths, num_ranks, self.rows_per_micro, max_length=max_length)
-            shape = (self.rows_per_micro, max_length)
-            return [build_rows(self.store, micro, shape, self.pad_id) for micro in rows[self.rank]]
-        plans = share_batch(sample_ids, lengths, num_ranks, self.micro, packing=self.packing, max_length=max_length)
-        return [build_batch(self.store, micro, self.packing, self.pad_id) for micro in plans[self.rank]]
+            return share_rows(sample_ids, lengths, num_ranks, self.rows_per_micro, max_length=max_length)
+        return share_batch(sample_ids, lengths, num_ranks, self.micro, packing=self.packing, max_length=max_length)
+
+    def _micro_batches(self, sample_ids: np.ndarray) -> list[Batch]:
+        own = self.shares(sample_ids)[self.rank]
+        if self.rows_per_micro:
+            shape = (self.rows_per_micro, self.max_length)
+            return [build_rows(self.store, micro, shape, self.pad_id) for micro in own]
+        return [build_batch(self.store, micro, self.packing, self.pad_id) for micro in own]
 
 
 def eval_batches(

@@ -89,13 +89,13 @@ class DataReport:
     def mean_length(self) -> float:
         return self.train_tokens / max(1, self.num_train)
 
-    def lines(self) -> list[str]:
+    def lines(self, *, histogram: bool = True) -> list[str]:
         out = [report.line() for report in self.sets]
         out += [
             f"  wrong: {fault.file}, line {fault.line}: {fault.what}" for one in self.sets for fault in one.skipped[:3]
         ]
         out.append(self._train_line())
-        if self.histogram:
+        if self.histogram and histogram:
             total = max(1, self.num_train)
             out.append(
                 "tokens: " + ", ".join(f"to {top:,} {count / total:.0%}" for top, count in self.histogram if count)

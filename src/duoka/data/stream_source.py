@@ -64,7 +64,9 @@ class StreamSource:
         """Refuse a world in which ranks would have no stream to read."""
         if num_ranks > self.plan.num_streams:
             what = f"{num_ranks} processes are asked for, and {self.plan.num_streams} streams feed them"
-            fix = f"set data.streams: {num_ranks} (it must divide the rows of a global batch, {self.rows_per_step})"
+            fix = f"set data.streams: {num_ranks}"
+            if self.rows_per_step % num_ranks:
+                fix += f", and train.global_batch to a multiple of that many rows (now {self.rows_per_step})"
             raise ConfigError(what, where="a process without a stream would only wait", fix=fix)
 
     def first_row(self, number: int) -> list[Sample]:

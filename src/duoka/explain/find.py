@@ -144,9 +144,13 @@ def _explain_key(key: Key, language: Language) -> Entry:
     else:
         inner = [name for name in known_keys() if name.rpartition(".")[0] == key.name]
         lines.append(f"{'其中的键' if zh else 'keys'}   {', '.join(name.rpartition('.')[2] for name in inner)}")
-    others = [f"{d.title}: {row.name}" for d in dialects().values() for row in d.rows.values() if row.key == key.name]
-    if others:
-        lines.append(f"{'别处的名字' if zh else 'elsewhere'}   {'; '.join(dict.fromkeys(others))}")
+    others = {
+        dialect.title: [row.name for row in dialect.rows.values() if row.key == key.name]
+        for dialect in dialects().values()
+        if not dialect.rename  # the nested form has LLaMA-Factory's names
+    }
+    shown = "; ".join(f"{title}: {', '.join(names)}" for title, names in others.items() if names)
+    lines += [f"{'别处的名字' if zh else 'elsewhere'}   {shown}"] if shown else []
     return Entry(key.name, "\n".join(lines), key=key.name)
 
 

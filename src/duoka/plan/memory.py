@@ -71,7 +71,7 @@ def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates
     copied = copy_bytes(work, layout)
     copy = copied if work.device == "cpu" else 0
     base |= {"checkpoint copy": copy} if copy else {}
-    base |= {"gathered": _window_bytes(work, layout, share)} if layout.strategy in ("fsdp", "hsdp") else {}
+    gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") else {}
     gradients = {"gradients": held["gradients"]}
     # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
     before = gradients if accumulates or layout.strategy == "ddp" else {}
@@ -87,6 +87,8 @@ def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates
         "end of the backward pass": base | gradients | {"casts": casts, "activations": one_layer, "working": working},
         "optimizer step": base | gradients | {"working": _optimizer_bytes(work, layout, share)},
     }
+    for moment, size in gathered.items():
+        moments[moment] = moments[moment] | {"gathered": size}
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
     peak = max(sums, key=lambda name: sums[name])
     parts = {name: size for name, size in moments[peak].items() if size}
@@ -141,7 +143,7 @@ def _name_formulas(
         "gradients": static.formula,
         "optimizer": static.formula,
         "activations": f"{activations}, x {share.num_layers} layers{flight}",
-        "gathered": "2 units of weights, a layer's gradients, embedding and head",
+        "gathered": "whole layers and ends that compute or are fetched, gradients on their way",
         "casts": "2P of the layers: autocast's half-precision copies",
         "loss": "tokens x V: whole logits and their gradients" if bent else "logits in chunks, the head's gradient",
         "working": "optimizer's temporaries" if static.host_bytes else "gradients of one layer's activations",
@@ -166,14 +168,23 @@ def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
     return dict.fromkeys(parts, 0)
 
 
-def _window_bytes(work: Work, layout: Layout, share: Share) -> int:
-    """What FSDP has gathered at once: the layer that computes and the next, embedding and head, a layer's gradients."""
+def _gathered_bytes(work: Work, layout: Layout, share: Share) -> dict[str, int]:
+    """What FSDP holds whole at each moment: layers that compute and are fetched, the ends, gradients on their way."""
     size = 4 if layout.precision == "fp32" else 2
     if work.program is not None:
-        return int(work.program.window * (2 + 2) * share.per_layer)
-    gradients = (size + 4) * share.per_layer if work.lora is None else 0
-    wide = 4 if work.lora is None else size
-    return 2 * size * share.per_layer + wide * share.embedding + size * share.head + gradients
+        whole = int(work.program.window * (2 + 2) * share.per_layer)
+        return dict.fromkeys(("loss", "start of the backward pass", "end of the backward pass"), whole)
+    trains = work.lora is None
+    # A layer's gradients, and the fp32 buffer in which they are reduced.
+    gradients = (size + 4) * share.per_layer if trains else 0
+    # Tied ends belong to the root, which stays gathered in fp32; of untied ones each is there when it computes.
+    root = 0 if share.head else (4 if trains else size) * share.embedding
+    embedding = 0 if root else (4 if trains else size) * share.embedding
+    return {
+        "loss": root + size * share.per_layer + size * share.head,
+        "start of the backward pass": root + 2 * size * share.per_layer + gradients,
+        "end of the backward pass": root + size * share.per_layer + embedding + (8 * share.embedding if trains else 0),
+    }
 
 
 def _cast_bytes(work: Work, layout: Layout, share: Share) -> int:

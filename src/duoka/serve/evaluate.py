@@ -139,4 +139,6 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
         data.store, rank=world.rank, num_ranks=world.size, micro=layout.micro, packing=layout.packing,
         max_length=data.config.data.max_length, pad_id=data.pad_id,
     )  # fmt: skip
-    return measure_loss(LossModel(lm).to(world.device), batches, world, layout.precision)
+    measured = measure_loss(LossModel(lm).to(world.device), batches, world, layout.precision)
+    assert measured is not None  # nobody is asked whether to stop
+    return measured

@@ -15,35 +15,40 @@ from duoka.data.feed import Feed, build_feed, data_order
 from duoka.data.loader import eval_batches
 from duoka.data.prepare import PreparedData, find_tokenizer, prepare_data, read_tokenizer
 from duoka.errors import StoppedEarly
-from duoka.model.build import LossModel, load_model
+from duoka.model.build import LossModel, find_core, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
 from duoka.model.source import model_fingerprint, model_folder
-from duoka.optim.build import build_optimizer
+from duoka.optim.build import build_optimizer, describe_optimizer
+from duoka.optim.roles import Role, assign_roles
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
 from duoka.parallel.rank import is_restarted
+from duoka.parallel.sharded import find_layers
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
 from duoka.plan.catalogue import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
 from duoka.runs.folder import RunFolder, write_json_atomic
-from duoka.runs.heart import Heart
+from duoka.runs.heart import Heart, watch_itself
 from duoka.runs.manifest import list_checkpoints
 from duoka.runs.status import update_status
 from duoka.train.checkpoint import CheckpointStore, Contents, Facts
-from duoka.train.loop import Job, train
+from duoka.train.job import Job
+from duoka.train.loop import train
 from duoka.train.measure import Measured, measure_loss
 from duoka.train.memory import MemoryWatch
+from duoka.train.nonfinite import NonFinite
 from duoka.train.record import Recorder
 from duoka.train.rehearse import is_asked, rehearse_largest
 from duoka.train.resume import check_changes, choose_checkpoint
 from duoka.train.retention import clean_drafts
 from duoka.train.saving import Saver, check_room
 from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices, library_versions
+from duoka.train.shortage import MemoryGuard, most_tokens_at_once
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
 
@@ -62,12 +67,17 @@ class Inputs:
         return self.loaded.config
 
 
-def run_worker(loaded: Loaded, run: RunFolder) -> int:
-    """Train as this process's rank; returns the exit code (0 done, 75 stopped early: start again to go on)."""
+def run_worker(loaded: Loaded, run: RunFolder, on_hang: Callable[[str], None] | None = None) -> int:
+    """Train as this process's rank; returns the exit code (0 done, 75 stopped early: start again to go on).
+
+    `on_hang` is for a rank that nobody supervises: it is called from a thread when the rank stands still.
+    """
     # Before the process group: a collective that waits for a tokeniser looks like a hang. Whoever started this
     # process has prepared everything and said so; what is found here is reused silently.
     place = read_rank_environment()
     heart = Heart(run, place.rank if place else 0)
+    if on_hang is not None:
+        watch_itself(heart, run, loaded.config.faults.patience_s, on_hang)
     inputs = read_inputs(loaded, run)
     world = start_world(loaded.config.parallel, heart)
     try:
@@ -134,10 +144,12 @@ def _run(
             record.event("warning", step=state.step, text=note)
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
         saver = Saver(store, contents, settings, record, world)
-        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout)
+        guard = MemoryGuard(inputs.config, plan, record, feed)
+        nonfinite = NonFinite(inputs.config.faults.nonfinite, saver, record)
+        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout, world.device)
         if is_asked(inputs.config, world):
             rehearse_largest(contents.parallel, contents.optimizer, plan, contents.numerics, world)
-        stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch))
+        stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite))
         if feed.summary():
             record.say(f"data since this start: {feed.summary()}")
         return _finish(inputs, stopped_by, contents, record, world)
@@ -163,25 +175,23 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
     refusal = plan.refusal()
     if refusal:
         raise refusal
-    return keep_choices(plan, inputs.config, found)
+    return keep_choices(plan, inputs.config, found, world.agree(most_tokens_at_once(inputs.run)))
 
 
 def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
-    parallel = _build_model(inputs, plan, world)
+    parallel, roles = _build_model(inputs, plan, world)
     optimizer = build_optimizer(
-        parallel.named_trainable(),
-        config.optim,
-        on_host=plan.layout.offload == "optimizer",
-        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0,
-    )
+        parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
+        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=parallel.share_matrices,
+    )  # fmt: skip
     # The same initial values everywhere, but each rank draws its own dropout.
     torch.manual_seed(config.train.seed + world.rank)
     return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())
 
 
-def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
+def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Parallelized, dict[str, Role]]:
     config = inputs.config
     # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
     frozen_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.layout.precision]
@@ -197,23 +207,33 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
         lm, source = built
     else:
         lm = load_model(inputs.folder, **options)
-    return parallelize(LossModel(lm), plan.layout, config.parallel, world, source)
+    core = find_core(lm)
+    roles = assign_roles(lm, core, find_layers(core))
+    whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
+    matrices = whole if config.optim.name == "muon" else ()
+    return parallelize(LossModel(lm), plan.layout, config.parallel, world, source, matrices), roles
 
 
 def _build_evaluation(
     inputs: Inputs, plan: Plan, parallel: Parallelized, world: World
-) -> Callable[[], Measured] | None:
+) -> Callable[[Callable[[], bool]], Measured | None] | None:
     store = inputs.prepared.eval
     if store is None:
         return None
 
-    def evaluate() -> Measured:
+    def evaluate(is_stopped: Callable[[], bool]) -> Measured | None:
         batches = eval_batches(
             store, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
             max_length=inputs.config.data.max_length, pad_id=inputs.prepared.pad_id,
         )  # fmt: skip
+
+        def all_are_stopped() -> bool:
+            return world.sum([float(is_stopped())])[0] > 0
+
+        # Sharded ranks gather layers together: none may leave a pass before the others.
+        ask = all_are_stopped if plan.layout.is_sharded else is_stopped
         with parallel.for_evaluation() as model:
-            return measure_loss(model, batches, world, plan.layout.precision)
+            return measure_loss(model, batches, world, plan.layout.precision, ask)
 
     return evaluate
 
@@ -229,7 +249,9 @@ def _announce(
 ) -> None:
     write_json_atomic(inputs.run.plan, plan.to_json())
     resumed = f"  {describe_rest(found, settings, feed, contents.state)}" if found else ""
-    lines = banner(settings, plan, inputs.prepared, inputs.run, count_parameters(contents.parallel.bare.lm), resumed)
+    parameters = count_parameters(contents.parallel.bare.lm)
+    learns = describe_optimizer(contents.optimizer, settings.config.optim, settings.batch_factor)
+    lines = banner(settings, plan, inputs.prepared, inputs.run, parameters, learns, resumed)
     print("\n".join([*lines, *(f"  note: {note}" for note in notes), ""]), flush=True)
 
 

@@ -64,6 +64,10 @@ class Saver:
             self._save(stopping, must=last or stop, stop=stop)
             self._timer.restart()
 
+    def settle(self) -> None:
+        """Wait for a save that is under way, before somebody looks for the newest checkpoint."""
+        self._note(self.store.wait())
+
     def _save(self, stopping: Callable[[], bool], *, must: bool, stop: bool) -> None:
         keep = Keep(self.config.keep, self.config.keep_every, self._best())
         step = self.contents.state.step

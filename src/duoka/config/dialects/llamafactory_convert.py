@@ -251,6 +251,15 @@ def batch(value: Any, asked: Asked) -> Any:
     return batch_answer(asked.get(BATCH[0], 8), asked.get(BATCH[1], 1), asked, BATCH)
 
 
+def _best(name: str, asked: Asked) -> Any:
+    metric = str(asked.get("metric_for_best_model", "loss"))
+    if name != "save_strategy" or metric not in ("loss", "eval_loss"):
+        raise Refusal(f"{name} best by {metric} is not there yet", f"write:   {name}: steps")
+    if is_none(asked.get("eval_dataset")) and not number(asked.get("val_size", 0), "val_size"):
+        raise Refusal("save_strategy best needs evaluation data", "write for example:   val_size: 0.1")
+    return Answer({"checkpoint.keep_best": True}, "the newest checkpoints stay too, so that the run can go on")
+
+
 def often(name: str, key: str) -> Any:
     strategy_name = "save_strategy" if key == "checkpoint.every" else "eval_strategy"
 
@@ -268,7 +277,7 @@ def often(name: str, key: str) -> Any:
             kept = "the end is always saved" if key == "checkpoint.every" else "data that is held back is measured"
             return Answer(note=f"no: {kept}, and {key} keeps its default")
         if strategy == "best":
-            raise Refusal(f"{strategy_name} best is not there yet", f"write:   {strategy_name}: steps")
+            return _best(strategy_name, asked)
         steps = asked.get(name)
         if is_none(steps):
             return Answer()
