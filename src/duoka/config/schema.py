@@ -188,6 +188,7 @@ class TrainConfig(Section):
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
     )
+    label_smoothing: Share = Field(0.0, description="Share of each target that all tokens get alike, in training.")
     compile: bool = Field(False, description="torch.compile each layer: slower to start, faster after it on GPUs.")
     seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")
     eval_every: Often = Field("1 epoch", description="How often the evaluation data is measured.")

@@ -17,6 +17,7 @@ import torch
 
 from duoka.config.schema import ParallelConfig
 from duoka.model.build import LossModel, find_core, named_part
+from duoka.model.fused import apply_fused
 from duoka.model.shards import WeightSource
 from duoka.parallel.ddp import CommunicationClock, DdpExchange, apply_ddp
 from duoka.parallel.dp import apply_dp
@@ -62,6 +63,9 @@ def parallelize(
     bare: torch.nn.Module, layout: Layout, parallel: ParallelConfig, world: World, source: WeightSource | None = None
 ) -> Parallelized:
     """Apply the layout. With `source` the model is on the meta device still, and is filled once it is sharded."""
+    if isinstance(bare, LossModel) and not layout.compile:
+        # Selective recompute keeps products as they are: adapters may not add to them in place.
+        apply_fused(bare.lm, adapters=layout.recompute != "selective")
     if layout.recompute != "none":
         apply_recompute(named_part(bare), layout.recompute)
     if layout.compile:

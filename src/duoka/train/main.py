@@ -156,7 +156,7 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
         lm, source = built
     else:
         lm = load_model(inputs.folder, **options)
-    return parallelize(LossModel(lm), plan.layout, config.parallel, world, source)
+    return parallelize(LossModel(lm, config.train.label_smoothing), plan.layout, config.parallel, world, source)
 
 
 def _build_loader(inputs: Inputs, plan: Plan, world: World) -> Loader:
