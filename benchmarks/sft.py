@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 
 PEERS = Path(__file__).with_name("sft_peers.py")
-NUM_CHATS, MAX_LENGTH, ROWS, ACCUMULATION = 400, 512, 4, 2
+NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
 TOOLS = ("duoka", "trainer", "trl", "llamafactory")
 LOOK_EVERY_S = 0.05
 WORDS = (
@@ -119,14 +119,14 @@ def write_chats(path: Path, seed: int = 0) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def duoka_command(case: Case, folder: Path, data: Path, steps: int) -> tuple[list[str], list[Path]]:
+def duoka_command(case: Case, folder: Path, data: Path, steps: int, accumulation: int) -> tuple[list[str], list[Path]]:
     packed = case.layout == "packed"
     config = {
         "model": "demo", "stage": "sft",
         "data": {"train": [{"name": str(data)}], "max_length": MAX_LENGTH, "packing": packed},
         "optim": {"lr": 2e-5},
         "train": {
-            "global_batch": ROWS * ACCUMULATION * case.processes, "precision": case.precision, "max_steps": steps + 1,
+            "global_batch": ROWS * accumulation * case.processes, "precision": case.precision, "max_steps": steps + 1,
             "micro_batch": f"{ROWS * MAX_LENGTH} tokens" if packed else ROWS, "recompute": "none", "seed": 0,
         },
         "output": str(folder / "run"),
@@ -139,12 +139,12 @@ def duoka_command(case: Case, folder: Path, data: Path, steps: int) -> tuple[lis
 
 
 def peer_command(
-    case: Case, python: str, folder: Path, data: Path, model: str, steps: int
+    case: Case, python: str, folder: Path, data: Path, model: str, steps: int, accumulation: int
 ) -> tuple[list[str], list[Path]]:
     facts = {
         "tool": case.tool, "model": model, "data": str(data), "steps": steps + 1, "method": case.method,
         "precision": case.precision, "packed": case.layout == "packed", "max_length": MAX_LENGTH, "rows": ROWS,
-        "accumulation": ACCUMULATION, "progress": str(folder / "progress"), "work": str(folder / "work"),
+        "accumulation": accumulation, "progress": str(folder / "progress"), "work": str(folder / "work"),
     }  # fmt: skip
     (folder / "case.json").write_text(json.dumps(facts), encoding="utf-8")
     start = [python]
@@ -192,7 +192,7 @@ def watch(command: list[str], logs: list[Path], folder: Path, steps: int, limit_
     return seen
 
 
-def measure(case: Case, python: str, data: Path, model: str, steps: int, limit_s: float) -> dict[str, Any]:
+def measure(case: Case, python: str, data: Path, model: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if case.tool == "duoka":
@@ -200,11 +200,11 @@ def measure(case: Case, python: str, data: Path, model: str, steps: int, limit_s
             (folder / "cache").mkdir()
             for item in Path(os.environ["DUOKA_CACHE"]).iterdir():
                 (folder / "cache" / item.name).symlink_to(item)
-            command, logs = duoka_command(case, folder, data, steps)
+            command, logs = duoka_command(case, folder, data, options.steps, options.accumulation)
         else:
-            command, logs = peer_command(case, python, folder, data, model, steps)
+            command, logs = peer_command(case, python, folder, data, model, options.steps, options.accumulation)
         load = os.getloadavg()[0]
-        seen = watch(command, logs, folder, steps, limit_s)
+        seen = watch(command, logs, folder, options.steps, options.limit_s)
         return {**asdict(case), **seen.numbers(), "load_at_start": round(load, 1)}
 
 
@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["padded", "packed"])
     parser.add_argument("--processes", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps, the first of which is start-up")
+    parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=240.0)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -246,7 +247,7 @@ def main() -> None:
         results = []
         for case in choose_cases(options):
             python = options.llamafactory if case.tool == "llamafactory" else options.peers
-            results.append(measure(case, python or "", data, model, options.steps, options.limit_s))
+            results.append(measure(case, python or "", data, model, options))
             print(case.name, {k: v for k, v in results[-1].items() if k not in asdict(case)}, flush=True)
             write(options, results)
 
@@ -265,7 +266,7 @@ def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
         versions["llamafactory"] = package_versions(options.llamafactory, names)
     work = {
         "model": "SmolLM2-135M-Instruct", "conversations": NUM_CHATS, "max_length": MAX_LENGTH,
-        "rows_per_process": ROWS, "accumulation": ACCUMULATION, "steps": options.steps,
+        "rows_per_process": ROWS, "accumulation": options.accumulation, "steps": options.steps,
         "measured": "CPU of the process tree from the end of the first step to the end of the last; wall likewise",
     }  # fmt: skip
     text = json.dumps({"machine": machine, "versions": versions, "work": work, "results": results}, indent=1)
