@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test nightly check format clean
+.PHONY: help setup demo test gpu-check nightly check format clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ demo: $(STAMP)  ## fine-tune a real 135M chat model, ask it before and after, ex
 
 test: $(STAMP)  ## all tests
 	@$(BIN)/python -m pytest
+
+gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of what holds
+	@DUOKA_TEST_GPUS=1 $(BIN)/python -m pytest tests/gpu
 
 nightly: $(STAMP)  ## the trials that are too many for every day: kills, damage, full disks
 	@$(BIN)/python -m pytest -m nightly

@@ -17,6 +17,10 @@ for _name, _value in {
     "TRANSFORMERS_VERBOSITY": "error",
 }.items():
     os.environ.setdefault(_name, _value)
+if "DUOKA_TEST_GPUS" not in os.environ:  # set by `make gpu-check`
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # `make test` is the same on every machine
+# Processes are forked from one that has imported torch: it must not wake CUDA by asking whether there is a GPU.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
 sys.path.insert(0, str(Path(__file__).parent))  # `import tiny` in tests and in the scripts that they start

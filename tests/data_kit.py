@@ -57,6 +57,13 @@ def simple_records(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def write_ten_thousand(path: Path) -> Path:
+    """10,000 records, of which one was cut short: that in line 7,655."""
+    records: list[Any] = simple_records(10_000)
+    records[7_654] = '{"messages": [{"role": "user", "content": "q"}'
+    return write_jsonl(path, records)
+
+
 def config_for(*names: Any, train: dict[str, Any] | None = None, **data: Any) -> RunConfig:
     sets = [str(name) if isinstance(name, Path) else name for name in names]
     return RunConfig.model_validate({"model": "demo", "data": {"train": sets, **data}, "train": train or {}})

@@ -1,3 +1,31 @@
-"""duoka (多卡): train and fine-tune language models on one CPU, one GPU or many nodes, from one YAML file."""
+"""duoka (多卡): train and fine-tune language models on one CPU, one GPU or many nodes, from one YAML file.
+
+For people's own loops: `from duoka import Accelerator`, and beside it print0, get_dist_info and compute_init.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from duoka.accelerator import Accelerator as Accelerator
+    from duoka.parallel.environ import get_dist_info as get_dist_info
+    from duoka.parallel.environ import print0 as print0
+    from duoka.parallel.world import compute_init as compute_init
 
 __version__ = "0.1.0"
+__all__ = ["Accelerator", "__version__", "compute_init", "get_dist_info", "print0"]
+
+# Found when they are asked for: importing duoka alone stays cheap.
+_WHERE = {
+    "Accelerator": "duoka.accelerator",
+    "compute_init": "duoka.parallel.world",
+    "get_dist_info": "duoka.parallel.environ",
+    "print0": "duoka.parallel.environ",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'duoka' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_WHERE[name]), name)

@@ -96,11 +96,25 @@ def parse_seconds(value: int | float | str) -> float:
     return every.count
 
 
+_BYTES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def parse_bytes(text: str) -> int:
+    """`16 MiB` becomes 16777216; a bare number is bytes. Raises ValueError with the reason."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if not found or found.group(2).lower() not in _BYTES:
+        raise ValueError(f'{text!r} is no number of bytes; write for example "16 MiB"')
+    count = int(float(found.group(1)) * _BYTES[found.group(2).lower()])
+    if count < 1:
+        raise ValueError(f"{text!r} must be at least one byte")
+    return count
+
+
 def format_bytes(count: float) -> str:
     """1610612736 -> "1.50 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{count:.{3 if abs(count) < 999.5 else 4}g} {unit}"
         count /= 1024
     return f"{count:,.2f} TiB" if count < 1024 else f"{count / 1024:,.2f} PiB"
 

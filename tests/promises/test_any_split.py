@@ -104,17 +104,23 @@ def case(tmp_path_factory, tiny_model):
     return folder, yamls, models, data
 
 
-@pytest.fixture(scope="module")
-def runs(case):
+def run_splits(case, names):
+    """Train these splits, one world per number of processes; returns name -> run folder."""
     folder, yamls, _, _ = case
     # A process alone needs a process group only for a sharded strategy: such runs have a world of their own.
     worlds = {}
-    for name, (model, size, overrides) in SPLITS.items():
+    for name in names:
+        model, size, overrides = SPLITS[name]
         alone = size == 1 and "strategy" in overrides[0]
         worlds.setdefault((size, alone), []).append((str(yamls[model]), overrides, str(folder / name)))
     for (size, _), jobs in sorted(worlds.items()):
         train_all(jobs, size)
-    return {name: folder / name for name in SPLITS}
+    return {name: folder / name for name in names}
+
+
+@pytest.fixture(scope="module")
+def runs(case):
+    return run_splits(case, SPLITS)
 
 
 @pytest.fixture(scope="module")
@@ -156,22 +162,68 @@ def test_lengths_differ_widely_and_the_last_batch_is_short(runs):
     assert max(targets) > 1.5 * min(targets)
 
 
-@pytest.mark.parametrize("name", SPLITS)
-def test_every_split_equals_the_oracle(runs, oracles, name):
+def compare_with_oracle(folder, name, oracles, tolerance=TOLERANCE):
     model, _, overrides = SPLITS[name]
     losses, norms, rates, weights = oracles[model, LORA in overrides]
-    steps = read_run(runs[name])
+    steps = read_run(folder)
     assert max(norms) > RECIPE["clip"], "clipping must have been active"
     for key, want in (("loss", losses), ("grad_norm", norms), ("lr", rates)):
         error = relative([step[key] for step in steps], want)
-        assert error < TOLERANCE, f"{key} of {name} is off by {error}"
-    final = runs[name] / "final"
+        assert error < tolerance, f"{key} of {name} is off by {error}"
+    final = folder / "final"
     if LORA in overrides:
         weights = {key.replace(".default.", "."): value for key, value in weights.items()}
         error, tensor = worst(load_file(final / "adapter_model.safetensors"), weights)
     else:
         error, tensor = worst(load_file(final / "model.safetensors"), weights)
-    assert error < TOLERANCE, f"{tensor} of {name} is off by {error}"
+    assert error < tolerance, f"{tensor} of {name} is off by {error}"
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_every_split_equals_the_oracle(runs, oracles, name):
+    compare_with_oracle(runs[name], name, oracles)
+
+
+def compare_held_with_plan(folder, name):
+    """Weights, gradients and optimizer state from storages, beside the plan's formulas, which know none of them."""
+    events = [json.loads(line) for line in (folder / "events" / "run.jsonl").read_text().splitlines()]
+    held = next(event for event in events if event["type"] == "memory")
+    plan = json.loads((folder / "plan.json").read_text())
+    layout = plan["layout"]
+    rows = {row["strategy"]: row for row in plan["static"]}
+    want = rows["single" if layout["strategy"] == "dp" else layout["strategy"]]
+    accumulates = any(event.get("num_micro_batches", 0) > 1 for event in events) or layout["dp"] == 1
+    assert len(held["ranks"]) == layout["dp"]
+    for rank, one in enumerate(held["ranks"]):
+        assert one["activations_bytes"] > 0 and one["num_tokens"] > 0
+        parts, limit = ["weights", "gradients", "optimizer"], 0.02
+        if LORA in SPLITS[name][2] and layout["shard"] > 1:
+            parts, limit = ["weights"], 0.1  # adapters of three rows are padded to be shared
+        if layout["strategy"] == "zero1" and not accumulates:
+            parts.remove("gradients")  # nothing adds up: they are exchanged layer by layer
+        for part in parts:
+            ratio = one[f"{part}_bytes"] / want[f"{part}_bytes"]
+            assert abs(ratio - 1) < limit, f"{part} of rank {rank}, {name}: {ratio:.3f} of the plan's"
+
+
+EVEN = [name for name, (model, *_) in SPLITS.items() if model == "tied"]
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_bytes_held_by_each_rank_are_the_planned_ones(runs, name):
+    compare_held_with_plan(runs[name], name)
+
+
+def test_recomputing_keeps_less(runs):
+    def activations(name):
+        lines = (runs[name] / "events" / "run.jsonl").read_text().splitlines()
+        held = next(event for event in map(json.loads, lines) if event["type"] == "memory")
+        return held["ranks"][0]["activations_bytes"]
+
+    whole, cheap, least = (activations(f"1 process{how}") for how in (
+        "", ", recomputing what is cheap", ", recomputing",
+    ))  # fmt: skip
+    assert least < 0.5 * whole and least < cheap < whole
 
 
 def test_the_tolerance_would_catch_a_mean_of_means(case, batches, oracles):

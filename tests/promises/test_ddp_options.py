@@ -24,6 +24,9 @@ SMALLER = {
 }
 
 
+HALVES = {name: [f"parallel.strategy={name}"] for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp")}
+
+
 @pytest.fixture(scope="module")
 def runs(case):
     folder, yaml = case
@@ -31,10 +34,10 @@ def runs(case):
     for name, (strategy, compress) in SMALLER.items():
         settings = [f"parallel.strategy={strategy}", f"parallel.compress={compress}"]
         jobs.append((str(yaml), settings, str(folder / name)))
-    half = "train.precision=bf16"
-    strategies = ("ddp", "zero1", "zero2", "fsdp")
-    jobs += [(str(yaml), [half, f"parallel.strategy={name}"], str(folder / f"half-{name}")) for name in strategies]
+    for name, settings in HALVES.items():
+        jobs.append((str(yaml), ["train.precision=bf16", *settings], str(folder / f"half-{name}")))
     train_all(jobs, 2)
+    train_all([(str(yaml), ["train.precision=bf16"], str(folder / "half-one process"))], 1)
     return folder
 
 
@@ -52,11 +55,23 @@ def test_gradients_that_travel_smaller_learn_the_same(runs, name):
     assert error < 0.1 and ours[-1] < 0.6 * ours[0]
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp"])
-def test_bf16_begins_and_falls_alike_under_every_strategy(runs, name):
-    ours, plain = losses(runs / f"half-{name}"), losses(runs / "plain")
+def compare_half_with_whole(half, whole):
+    """Half precision begins where fp32 does, and learns."""
+    ours, plain = losses(half), losses(whole)
     assert relative(ours[:3], plain[:3]) < 1e-2
     assert ours[-1] < 0.6 * ours[0]
+
+
+@pytest.mark.parametrize("name", [*HALVES, "one process"])
+def test_bf16_begins_and_falls_alike_under_every_strategy(runs, name):
+    compare_half_with_whole(runs / f"half-{name}", runs / "plain")
+
+
+def test_bf16_is_the_same_bf16_under_every_strategy(runs):
+    """Beside each other closer than beside fp32: they round the same things."""
+    first = losses(runs / "half-ddp")
+    for name in HALVES:
+        assert relative(losses(runs / f"half-{name}")[:3], first[:3]) < 1e-2
 
 
 def leave_one_out(yaml, folder):
@@ -100,7 +115,7 @@ def overflow_once(yaml, folder):
     for strategy in ("ddp", "zero1", "fsdp"):
         _, world, _, contents, loader = build(yaml, [f"parallel.strategy={strategy}"], folder, world)
         # The plan refuses fp16 on a CPU for its speed; the arithmetic is the GPU's.
-        numerics = build_numerics("fp16", torch.device("cpu"))
+        numerics = build_numerics("fp16", world.device)
         losses = []
         for step, batch in zip(range(1, 6), loader.from_cursor(0, 0, 1.0), strict=False):
             before = values(contents)
@@ -108,14 +123,14 @@ def overflow_once(yaml, folder):
                 numerics.scaler._scale.fill_(1e38)
             result = optimizer_step(
                 contents.parallel, contents.optimizer, batch,
-                numerics=numerics, clip=0.5, world=world, step=step,
+                numerics=numerics, clip=0.5, world=world,
             )  # fmt: skip
             after = values(contents)
             changed = [name for name in before if before[name].numel() and not torch.equal(before[name], after[name])]
             assert len(changed) == (0 if step == 3 else len(before)), f"{strategy}, step {step}: {len(changed)}"
             if step == 3:
                 numerics.scaler._scale.fill_(1024.0)
-            losses.append(world.sum([result.loss_sum])[0] / batch.global_targets)
+            losses.append(result.loss_sum / batch.global_targets)
         firsts[strategy] = losses
         assert losses[-1] < losses[0] and relative(losses, firsts["ddp"]) < 1e-2
     end_world(world)

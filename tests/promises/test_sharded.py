@@ -6,7 +6,7 @@ import shutil
 import threading
 import warnings
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,7 @@ def live_bytes():
 def look_at(yaml, strategies, folder):
     """For each strategy: collectives by kind of one step of three micro-batches, bytes held in it, its gradients."""
     from duoka.optim.build import optimizer_tensors
+    from duoka.parallel.ledger import LEDGER
     from duoka.parallel.world import end_world
     from duoka.plan.recipe import static_memory
     from duoka.train.step import StepTimes, forward_backward, model_inputs
@@ -67,7 +68,7 @@ def look_at(yaml, strategies, folder):
         parallel, numerics = contents.parallel, contents.numerics
         held = optimizer_tensors(contents.optimizer, parallel.named_trainable())  # as after a first step
         batch = next(loader.from_cursor(0, 0, 1.0))
-        device = torch.device("cpu")
+        device = world.device
         # Bytes: in the middle of a step, when all that it accumulates is there.
         micro = batch.micro_batches[0]
         with parallel.exchange(False):
@@ -80,9 +81,13 @@ def look_at(yaml, strategies, folder):
         contents.optimizer.zero_grad()
         # Collectives and gradients: a step of several micro-batches.
         short = replace(batch, micro_batches=batch.micro_batches[:MICRO_BATCHES])
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
-            forward_backward(parallel, short, numerics, world, StepTimes())
-        names = Counter(event.name for event in trace.events() if event.name.startswith("c10d::"))
+        LEDGER.take()
+        times = StepTimes()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as trace:
+            forward_backward(parallel, short, numerics, world, times)
+        events = [event for event in trace.events() if event.name.startswith("c10d::")]
+        names = Counter(event.name for event in events)
+        traffic = LEDGER.take()
         contents.optimizer.zero_grad()
         forward_backward(parallel, batch, numerics, world, StepTimes())
         whole = {
@@ -93,6 +98,11 @@ def look_at(yaml, strategies, folder):
             "collectives": names,
             "measured": measured,
             "planned": static_memory(plan.work, plan.layout).total_bytes,
+            # The first shape of each is the whole buffer, of fp32; lists of tensors (all-reduce) show none.
+            "traced": {name: sum(4 * e.input_shapes[0][0] for e in events if e.name == name) for name in WHOLE},
+            "ledger": {kind: asdict(one) for kind, one in traffic.items()},
+            "num_parameters": sum(p.numel() for p in parallel.named_trainable().values()),
+            "times": asdict(times),
         }
         (Path(folder) / f"{strategy}-{world.rank}.json").write_text(json.dumps(facts))
         if world.is_main:
@@ -126,7 +136,9 @@ def seen(case):
     return found
 
 
-GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
+# Gloo's own reduce-scatter would send a whole all-reduce: gradients are scattered by an all-to-all and a local sum.
+GATHER, SCATTER, REDUCE = "c10d::_allgather_base_", "c10d::alltoall_base_", "c10d::allreduce_"
+WHOLE = (GATHER, SCATTER)
 UNITS = LAYERS + 1  # and the root, which holds the tied embedding
 AGAIN = 2 * LAYERS + 1  # a pass forward and back; the root stays gathered in between
 WANTED = {
@@ -143,6 +155,38 @@ def test_each_strategy_has_its_own_collectives(seen):
         # DDP tells its ranks of its buckets once, after the first step.
         found = {name: count for name, count in facts["collectives"].items() if name != "c10d::broadcast_"}
         assert found == WANTED[strategy], f"{strategy} on {size}"
+
+
+def test_the_ledger_counts_what_the_trace_shows(seen):
+    kinds = {"all-gather": GATHER, "reduce-scatter": SCATTER, "all-reduce": REDUCE}
+    for (size, strategy), facts in seen.items():
+        ledger = facts["ledger"]
+        assert {kinds[kind]: one["num_calls"] for kind, one in ledger.items()} == WANTED[strategy], strategy
+        for kind in ("all-gather", "reduce-scatter"):
+            counted = ledger[kind]["buffer_bytes"] if kind in ledger else 0
+            assert counted == facts["traced"][kinds[kind]], f"{kind} under {strategy} on {size}"
+
+
+def test_bytes_sent_are_the_theory_s(seen):
+    """2P for DDP and ZeRO-1, (g+1)P for ZeRO-2, 3gP for ZeRO-3, each times (N-1)/N; the tied root is gathered once."""
+    g = MICRO_BATCHES
+    for (size, strategy), facts in seen.items():
+        whole = 4 * facts["num_parameters"]
+        root = 4 * 64 * (264 + 1)
+        copies = {"ddp": 2, "zero1": 2, "zero2": g + 1, "fsdp": 3 * g, "hsdp": 3 * g}[strategy]
+        kept = g * root if strategy in ("fsdp", "hsdp") else 0
+        sharing = 2 if strategy == "hsdp" else size
+        theory = (copies * whole - kept) * (sharing - 1) / sharing
+        # Between two groups: twice the shard, half of which is one's own.
+        theory += 2 * whole / sharing * 0.5 if strategy == "hsdp" else 0
+        sent = sum(one["sent_bytes"] for one in facts["ledger"].values())
+        assert abs(sent / theory - 1) < 0.02, f"{strategy} on {size} sent {sent}, {theory} in theory"
+
+
+def test_waiting_is_seen_under_sharded_strategies(seen):
+    for (size, strategy), facts in seen.items():
+        if strategy != "ddp":  # whose waiting the optimizer step adds
+            assert facts["times"]["wait_s"] > 0, f"{strategy} on {size}"
 
 
 def test_bytes_held_in_the_middle_of_a_step_are_the_planned_ones(seen):
@@ -199,12 +243,23 @@ def grow(function):
 
 def load_both_ways(yaml, folder):
     from duoka.model.build import load_model
+    from duoka.model.shards import WeightSource
     from duoka.parallel.world import end_world
 
+    plain_read, num_read = WeightSource.read, [0]
+
+    def read(self, *arguments, **options):
+        values = plain_read(self, *arguments, **options)
+        num_read[0] += values.numel()
+        return values
+
+    WeightSource.read = read
     (inputs, world, _, contents, _), sharded = grow(lambda: build(yaml, ["parallel.strategy=fsdp"], folder))
-    total = 4 * sum(p.numel() for p in contents.parallel.bare.lm.parameters())
+    num_parameters = sum(p.numel() for p in contents.parallel.bare.lm.parameters())
+    total = 4 * num_parameters
     whole, plain = grow(lambda: load_model(inputs.folder, dtype=torch.float32))
-    Path(folder, f"grew-{world.rank}.json").write_text(json.dumps([sharded / total, plain / total]))
+    seen = [sharded / total, plain / total, num_read[0] / num_parameters]
+    Path(folder, f"grew-{world.rank}.json").write_text(json.dumps(seen))
     del whole
     end_world(world)
 
@@ -215,10 +270,14 @@ def test_loading_never_holds_a_full_copy_per_rank(tmp_path, case):
     yaml = tmp_path / "run.yaml"
     yaml.write_text(YAML.format(model=model, data=case[3], output=tmp_path / "out"), encoding="utf-8")
     run_world(4, load_both_ways, str(yaml), str(tmp_path))
+    shares = []
     for rank in range(4):
-        sharded, plain = json.loads((tmp_path / f"grew-{rank}.json").read_text())
+        sharded, plain, read = json.loads((tmp_path / f"grew-{rank}.json").read_text())
+        shares.append(read)
         assert plain > 0.9, "the way to measure must see a full copy"
         assert sharded < 0.5, f"rank {rank} held {sharded:.2f} of the model; its share is a quarter"
+    assert abs(sum(shares) - 1) < 1e-6, f"the ranks of a node read the weights {sum(shares)} times, not once: {shares}"
+    assert max(shares) < 0.27
 
 
 def start_from(source, step, target):

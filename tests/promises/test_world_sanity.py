@@ -4,8 +4,8 @@ import os
 
 import pytest
 import torch
-from tiny import write_conversations
-from worlds import run_world
+from tiny import write_conversations, write_tiny_model
+from worlds import free_port, run_world
 
 from duoka.config.load import load_config
 from duoka.config.schema import ParallelConfig
@@ -26,6 +26,49 @@ def expect(kind, words, action):
         assert not missing, f"{missing} not in: {error}"
         return
     raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def wait_alone(port):
+    """One process of three: what torch says of it is put into words, and nobody waits for ever."""
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    expect(
+        WorkerFailed,
+        ["rank 0 asked for a world of 3 processes", "did not come together in 2s", f"127.0.0.1:{port}", "RANK of"],
+        lambda: start_world(ParallelConfig(timeout="2s")),
+    )
+
+
+def test_fewer_processes_than_asked_for_are_refused():
+    run_world(1, wait_alone, free_port())
+
+
+def bring_another(yamls, run_folder, change, word):
+    """Rank 1 comes with another config, model or data: refused on both ranks before anything is built."""
+    from duoka.train.main import run_in_world
+
+    world = start_world(ParallelConfig())
+    run = RunFolder(run_folder)
+    run.make()
+    inputs = read_inputs(load_config(yamls[world.rank], change if world.rank else []), run)
+    words = [f"{word} is not the same on all ranks", "rank 0: ", "rank 1: "]
+    expect(ConfigError, words, lambda: run_in_world(inputs, world))
+    end_world(world)
+
+
+@pytest.mark.parametrize("what", ["config", "model", "training data"])
+def test_a_rank_with_another_config_model_or_data_is_refused(tmp_path, what):
+    """Two machines with the same paths, and other files behind them."""
+    yamls = []
+    for name in ("here", "there"):
+        folder, is_other = tmp_path / name, name == "there"
+        write_tiny_model(folder / "model", seed=int(is_other and what == "model"))
+        write_conversations(folder / "chats.jsonl", 8, seed=int(is_other and what == "training data"))
+        (folder / "run.yaml").write_text("model: ./model\ndata: {train: [./chats.jsonl]}\n", encoding="utf-8")
+        yamls.append(str(folder / "run.yaml"))
+    change = ["optim.lr=1.0e-3"] if what == "config" else []
+    run_world(2, bring_another, yamls, tmp_path / "out", change, what)
 
 
 def meet_strangers():

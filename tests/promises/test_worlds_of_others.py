@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from worlds import free_port
 
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
@@ -30,9 +31,9 @@ def home(tmp_path: Path, tiny_model: Path) -> Path:
     return tmp_path
 
 
-def start(home: Path, *command: str) -> subprocess.Popen[str]:
+def start(home: Path, *command: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, cwd=home, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}, text=True,
+        command, cwd=home, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), **env}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -87,3 +88,35 @@ def test_a_rank_of_a_training_run_that_is_killed_is_named_with_its_step(home: Pa
     assert "the same command goes on" in err and "Traceback" not in err, "the other rank's loss of it is no news"
     status = read_status(folder)
     assert status is not None and (status.state, status.exit_code) == ("failed", 5)
+
+
+def test_two_starts_with_the_guides_environment_make_one_world(home: Path) -> None:
+    alone = run(home, sys.executable, "-m", "duoka", "train", "sft.yaml", "output=runs/alone")
+    assert alone[0] == 0, alone[2]
+    env = {"FORCE_TORCHRUN": "1", "NNODES": "2", "NPROC_PER_NODE": "2", "DUOKA_ALLOW_LOOPBACK": "1",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    line = (sys.executable, "-m", "duoka", "llamafactory-cli", "train", "sft.yaml")
+    nodes = [start(home, *line, NODE_RANK=str(node), **env) for node in (1, 0)]
+    try:
+        outputs = [node.communicate(timeout=150) for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.kill()
+                node.communicate()
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    said = "".join(out for out, _ in outputs)
+    assert said.count("\nstep     1 ") == 1 and "4 ranks" in said, said
+    assert "node 1 of 2: ranks 2 to 3 of 4" in outputs[0][1], outputs[0][1]
+    losses = [[event["loss"] for event in read_steps(RunFolder(home / "runs" / name))] for name in ("alone", "sft")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 3
+
+
+def test_accelerate_launch_starts_duokas_module(home: Path) -> None:
+    plain = {"num_processes": 2, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
+    flags = ["--multi_gpu", *(f"--{name}={value}" for name, value in plain.items())]
+    launch = (sys.executable, "-m", "accelerate.commands.launch", *flags, "--main_process_port", str(free_port()))
+    code, out, err = run(home, *launch, "-m", "duoka", "train", "sft.yaml", "output=runs/accelerate")
+    assert code == 0, err
+    status = read_status(RunFolder(home / "runs/accelerate"))
+    assert out.count("\nstep     1 ") == 1 and status is not None and status.world_size == 2

@@ -19,17 +19,9 @@ def free_port():
 
 def run_world(size, function, *arguments):
     """Call function(*arguments) in each of `size` processes that know their rank; all must end well."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    port = free_port()
-    kept = {name: os.environ[name] for name in ("DUOKA_CACHE", "OMP_NUM_THREADS") if name in os.environ}
-    processes = [
-        context.Process(target=_enter, args=(rank, size, port, kept, function, arguments)) for rank in range(size)
-    ]
+    processes = start_processes(size, function, *arguments)
     deadline = time.monotonic() + WORLD_TIMEOUT_S
     try:
-        for process in processes:
-            process.start()
         while any(process.is_alive() for process in processes):
             failed = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
             if failed:
@@ -40,10 +32,32 @@ def run_world(size, function, *arguments):
         codes = [process.exitcode for process in processes]
         assert codes == [0] * size, f"exit codes {codes}; the traceback is in the captured output"
     finally:
+        end_processes(processes)
+
+
+def start_processes(size, function, *arguments):
+    """The processes of a world, started; whoever calls this ends them with end_processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    port = free_port()
+    kept = {name: os.environ[name] for name in ("DUOKA_CACHE", "OMP_NUM_THREADS") if name in os.environ}
+    processes = [
+        context.Process(target=_enter, args=(rank, size, port, kept, function, arguments)) for rank in range(size)
+    ]
+    try:
         for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+            process.start()
+    except BaseException:
+        end_processes([process for process in processes if process.pid])
+        raise
+    return processes
+
+
+def end_processes(processes):
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
 
 
 def _enter(rank, size, port, env, function, arguments):
@@ -60,7 +74,7 @@ def _enter(rank, size, port, env, function, arguments):
 
 
 def train_all(jobs, size):
-    """Train every (yaml, overrides, run folder) in turn on a world of `size` gloo processes."""
+    """Train every (yaml, overrides, run folder[, environment]) in turn on a world of `size` gloo processes."""
     run_world(size, _train_jobs, jobs)
 
 
@@ -68,11 +82,14 @@ def _train_jobs(jobs):
     from duoka.config.load import load_config
     from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
+    from duoka.train import inject
     from duoka.train.main import read_inputs, run_in_world
 
     world = None
     try:
-        for yaml, overrides, folder in jobs:
+        for yaml, overrides, folder, *env in jobs:
+            os.environ.update(*env)
+            inject.forget()
             run = RunFolder(Path(folder))
             run.make()
             loaded = load_config(yaml, overrides)

@@ -41,6 +41,10 @@ YAML_ITSELF = [
     ),
     bad("deeper for no reason", "model: demo\n  stage: sft\n", (2, '": " where none can be', "indent this line")),
     bad("two colons", "model: demo\noutput: a: b\n", (2, '": " where none can be', "in quotes")),
+    bad("full-width colon", "model：demo\nstage: sft\n", (1, "： is full-width", "write:   model: demo")),
+    bad(
+        "full-width comma", "model: demo\nlora: {rank: 8，alpha: 16}\n", (2, "， is full-width", "{rank: 8, alpha: 16}")
+    ),
     bad("no space after the colon", "model: demo\nstage:sft\nlora: {}\n", (2, 'not "key: value"', "a space after :")),
     bad("brace left open", "model: demo\nlora: {rank: 8\nlog: {every: 1}\n", (2, "a { is not closed", "{key: value")),
     bad("bracket left open", "data:\n  train: [identity\nmodel: demo\n", (2, "a [ is not closed", "[one, two]")),
@@ -162,7 +166,7 @@ VALUES = [
     bad("precision as bits", HEAD + "train: {precision: 16}\n", (3, "got 16", "precision: bf16")),
     bad("precision, long", HEAD + "train: {precision: bfloat16}\n", (3, 'got "bfloat16"', "write:   precision: bf16")),
     bad("all-linear", HEAD + "lora: {targets: all-linear}\n", (3, 'got "all-linear"', "write:   targets: all")),
-    bad("stage", HEAD + "stage: dpo\n", (3, 'stage must be sft, got "dpo"', "stage: sft")),
+    bad("stage", HEAD + "stage: dpo\n", (3, 'stage must be one of sft, pretrain, got "dpo"', "stage: sft")),
     bad(
         "switch",
         HEAD + "parallel: {bucket_view: maybe}\n",
@@ -262,7 +266,19 @@ OVERRIDES = [
     ),
 ]
 
+TEXT = "model: demo\nstage: pretrain\n"
 CONTRADICTIONS = {
+    "fixed-rows-are-packed": "model: demo\n\ndata: {train: [a], fixed_rows: true, packing: false}\n",
+    "pretrain-rows-are-packed": TEXT + "data: {train: [a], packing: false}\n",
+    "pretrain-learns-every-token": TEXT + "data: {train: [a], on_long: drop}\n",
+    "stream-of-text-only": "model: demo\ntrain: {max_steps: 5}\ndata: {train: [a], stream: true}\n",
+    "streams-without-stream": TEXT + "data: {train: [a], streams: 2}\n",
+    "stream-has-no-known-end": TEXT + "data: {train: [a], stream: true}\n",
+    "stream-counts-no-epochs": TEXT
+    + "checkpoint: {every: 1 epoch}\ndata: {train: [a], stream: true}\ntrain: {max_steps: 5}\n",
+    "stream-is-not-split": TEXT + "data: {train: [a], stream: true, eval: 0.1}\ntrain: {max_steps: 5, eval_every: 5}\n",
+    "last-file-of-no-stream": TEXT + "data: {train: [a], eval: last_file}\n",
+    "stream-takes-all": TEXT + "data: {train: [{name: a, max_samples: 3}], stream: true}\ntrain: {max_steps: 5}\n",
     "warmup-eats-the-run": HEAD + "optim: {warmup: 100}\ntrain: {max_steps: 100}\n",
     "warmup-is-not-whole": HEAD + "optim: {warmup: 2.5}\n",
     "min-lr-without-decay": HEAD + "optim: {schedule: constant, min_lr: 0.1}\n",
@@ -293,5 +309,7 @@ CONTRADICTIONS = {
     "single-with-backend": HEAD + "parallel: {strategy: single, backend: gloo}\n",
     "revision-of-no-hub-model": "data: {train: [identity]}\n\nmodel: {name: ./mine, revision: main}\n",
     "resume-is-a-switch": HEAD + "checkpoint: {resume: no}\n",
+    "keep-best-of-nothing": HEAD + "checkpoint: {keep_best: true}\n",
+    "allowed-change-of-no-key": HEAD + "checkpoint: {allow_changes: [lr]}\n",
     "output-is-a-shared-folder": HEAD + "output: ./\n",
 }

@@ -1,7 +1,13 @@
 """A checkpoint is whole or it is passed over; what it holds comes back bit for bit."""
 
+import errno
 import json
 import os
+import pickle
+import stat
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +19,12 @@ from duoka.optim.build import build_optimizer, optimizer_tensors
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
-from duoka.train.checkpoint import CheckpointStore, Contents, choose_checkpoint, describe_damage
-from duoka.train.manifest import list_checkpoints
+from duoka.runs.folder import RunFolder
+from duoka.runs.manifest import check_file, list_checkpoints, read_manifest, write_manifest
+from duoka.train import checkpoint
+from duoka.train.checkpoint import CheckpointStore, Contents, Facts, SaveFault
+from duoka.train.resume import choose_checkpoint, find_damage
+from duoka.train.retention import Keep, clean_drafts
 from duoka.train.state import TrainState
 from duoka.train.step import build_numerics
 
@@ -31,19 +41,29 @@ def make_contents(seed, learn=True):
     return Contents(parallel, optimizer, numerics, TrainState(step=3, epoch=1, index=2))
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore(tmp_path / "checkpoints", World(), Layout(), "hash", {"duoka": "test"})
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def store(tmp_path, request):
+    run = RunFolder(tmp_path)
+    run.make()
+    made = CheckpointStore(
+        run.checkpoints, World(), Layout(), Facts("hash", "", "data", {"duoka": "test"}), asynchronous=request.param
+    )
+    yield made
+    made.close()
 
 
 def save_at(store, contents, step, keep=2):
+    """Save and wait for the end; a fault is raised as the run would."""
     contents.state.step = step
-    return store.save(contents, keep=keep).path
+    ended = store.save(contents, Keep(keep)) or store.wait()
+    if isinstance(ended, SaveFault):
+        raise ended.error()
+    return ended.path
 
 
 def choose(store, resume="auto"):
     said = []
-    found = choose_checkpoint(store.folder, resume, World(), said.append)
+    found = choose_checkpoint(RunFolder(store.folder.parent), resume, Path(), World(), said.append)
     return found, said
 
 
@@ -75,7 +95,7 @@ def test_loading_continues_as_if_never_stopped(store):
 
 def test_no_pickle_is_written(store):
     path = save_at(store, make_contents(1), 5)
-    assert {name.rsplit(".", 1)[1] for name in os.listdir(path)} == {"json", "safetensors"}
+    assert {name.rsplit(".", 1)[1] for name in os.listdir(path)} == {"json", "safetensors", "yaml"}
     for name in os.listdir(path):
         assert (path / name).read_bytes()[:2] not in (b"\x80\x02", b"PK"), name
 
@@ -86,15 +106,45 @@ def flip_byte(path):
     path.write_bytes(raw)
 
 
+def flip_in_tensor(folder, name):
+    """One bit in the values of one tensor, found by the file's own header."""
+    path = next(folder.glob("tensors-*"))
+    raw = bytearray(path.read_bytes())
+    header_bytes = int.from_bytes(raw[:8], "little")
+    start, stop = json.loads(raw[8 : 8 + header_bytes])[name]["data_offsets"]
+    raw[8 + header_bytes + (start + stop) // 2] ^= 4
+    path.write_bytes(raw)
+
+
+def change_digit(manifest):
+    text = manifest.read_text()
+    assert '"step": 10' in text
+    manifest.write_text(text.replace('"step": 10', '"step": 11'))
+
+
+class Bomb:
+    """A pickle that runs a command when it is loaded."""
+
+    def __reduce__(self):
+        return os.system, (f"touch {MARKER}",)
+
+
+MARKER = "executed-by-a-pickle"
+
+
 def name_a_file_outside(manifest):
-    files = {"../x": {"size_bytes": 1, "blake2b": ""}}
+    files = {"../x": {"size_bytes": 1, "crc32": ""}}
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": files}))
 
 
 DAMAGE = {
-    "a flipped byte in a shard": lambda folder: flip_byte(next(folder.glob("shard-*"))),
-    "a cut shard": lambda folder: os.truncate(next(folder.glob("shard-*")), 100),
-    "a missing shard": lambda folder: next(folder.glob("shard-*")).unlink(),
+    "a flipped byte in a shard": lambda folder: flip_byte(next(folder.glob("tensors-*"))),
+    "a flipped bit in a weight": lambda folder: flip_in_tensor(folder, "model.0.weight"),
+    "a flipped bit in the optimizer's state": lambda folder: flip_in_tensor(folder, "optim.exp_avg.1.weight"),
+    "a changed digit in the manifest": lambda folder: change_digit(folder / "manifest.json"),
+    "a pickle in a shard's place": lambda folder: next(folder.glob("tensors-*")).write_bytes(pickle.dumps(Bomb())),
+    "a cut shard": lambda folder: os.truncate(next(folder.glob("tensors-*")), 100),
+    "a missing shard": lambda folder: next(folder.glob("tensors-*")).unlink(),
     "a changed state": lambda folder: (folder / "state.json").write_text("{}"),
     "a missing generator": lambda folder: (folder / "random-00000.safetensors").unlink(),
     "a cut manifest": lambda folder: os.truncate(folder / "manifest.json", 50),
@@ -111,14 +161,154 @@ def test_damage_is_named_and_the_older_checkpoint_is_used(store, kind):
     newer = save_at(store, contents, 10)
     assert choose(store) == (newer, [])
     DAMAGE[kind](newer)
-    assert describe_damage(newer)
+    assert find_damage(newer, World())
     found, said = choose(store)
     assert found == older
     assert len(said) == 1 and newer.name in said[0]
 
 
+def test_the_damaged_file_is_named_and_moved_out_of_the_way(store):
+    contents = make_contents(1)
+    save_at(store, contents, 5)
+    newer = save_at(store, contents, 10)
+    flip_in_tensor(newer, "optim.exp_avg.1.weight")
+    _, said = choose(store)
+    assert said == ["passing over the damaged checkpoint step-00000010: tensors-00000.safetensors: content changed"]
+    assert sorted(os.listdir(store.folder)) == ["step-00000005", "step-00000010.damaged"]
+    assert save_at(store, contents, 10) == newer, "the run saves there again"
+    assert sorted(os.listdir(store.folder)) == ["step-00000005", "step-00000010"], "and the damaged one goes"
+
+
+def test_two_ranks_files_that_were_swapped_are_both_named(store):
+    folder = save_at(store, make_contents(1), 5)
+    mine, other = folder / "tensors-00000.safetensors", folder / "tensors-00001.safetensors"
+    other.write_bytes(bytes(reversed(mine.read_bytes())))
+    manifest = read_manifest(folder)
+    write_manifest(folder, replace(manifest, files={**manifest.files, other.name: check_file(other)}))
+    assert find_damage(folder, World()) == ""
+    mine.rename(folder / "x")
+    other.rename(mine)
+    (folder / "x").rename(other)
+    assert find_damage(folder, World()) == f"{mine.name}: content changed; {other.name}: content changed"
+
+
+@pytest.mark.parametrize("name", ["tensors-00000.safetensors", "random-00000.safetensors", "state.json"])
+def test_a_pickle_is_never_executed_even_when_the_manifest_vouches_for_it(store, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = save_at(store, make_contents(1), 5)
+    (folder / name).write_bytes(pickle.dumps(Bomb()))
+    manifest = read_manifest(folder)
+    write_manifest(folder, replace(manifest, files={**manifest.files, name: check_file(folder / name)}))
+    assert find_damage(folder, World()) == ""
+    with pytest.raises(Exception) as caught:
+        store.load(folder, make_contents(2))
+    assert not os.path.exists(MARKER), caught
+
+
+def test_what_is_written_is_the_moment_of_the_save(store):
+    contents = make_contents(1)
+    before = {name: tensor.clone() for name, tensor in contents.tensors().items()}
+    contents.state.step = 5
+    store.save(contents, Keep())
+    with torch.no_grad():
+        for parameter in contents.parallel.bare.parameters():
+            parameter.add_(1.0)
+    contents.state.step = 6
+    store.wait()
+    other = make_contents(2)
+    store.load(store.folder / "step-00000005", other)
+    assert all(torch.equal(other.tensors()[name], tensor) for name, tensor in before.items())
+    assert other.state.step == 5
+
+
+def test_two_saves_are_never_under_way_at_once_and_a_fault_is_told_by_the_next(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path)
+    run.make()
+    store = CheckpointStore(run.checkpoints, World(), Layout())
+    under_way, most, fail = [], [], []
+    real = checkpoint.write_share
+
+    def slow(path, chunks):
+        under_way.append(path)
+        most.append(len(under_way))
+        time.sleep(0.05)
+        under_way.remove(path)
+        if fail:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, chunks)
+
+    monkeypatch.setattr(checkpoint, "write_share", slow)
+    contents = make_contents(1)
+    for step in range(1, 5):
+        contents.state.step = step
+        before = store.save(contents, Keep(9))
+        assert (before.step if before else None) == (step - 1 or None)
+    assert store.wait().step == 4
+    fail.append(True)
+    contents.state.step = 5
+    store.save(contents, Keep(9))
+    contents.state.step = 6
+    fault = store.save(contents, Keep(9))
+    assert isinstance(fault, SaveFault) and fault.step == 5 and "Input/output error" in fault.where
+    assert store.wait() is None, "after a fault the next one is not begun: who saves decides what to do"
+    assert most and max(most) == 1
+    assert [path.name for path in list_checkpoints(store.folder)] == [f"step-{step:08d}" for step in (4, 3, 2, 1)]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "keep, stay",
+    [
+        (Keep(2), [60, 50]),
+        (Keep(1, every=20), [60, 40, 20]),
+        (Keep(1, best=30), [60, 30]),
+        (Keep(2, every=50, best=10), [60, 50, 10]),
+    ],
+)
+def test_which_checkpoints_stay(keep, stay):
+    steps = [60, 50, 40, 30, 20, 10]
+    assert [step for step in steps if step not in keep.removes(steps)] == stay
+
+
+def test_a_frozen_base_is_not_saved(store):
+    contents = make_contents(1)
+    contents.parallel.bare.lm[0].requires_grad_(False)
+    contents = Contents(
+        Parallelized(contents.parallel.bare, contents.parallel.bare), contents.optimizer, contents.numerics,
+        contents.state,
+    )  # fmt: skip
+    path = save_at(store, contents, 5)
+    from safetensors import safe_open
+
+    with safe_open(path / "tensors-00000.safetensors", framework="pt") as file:
+        assert sorted(file.keys()) == sorted(
+            f"{kind}.1.{name}"
+            for kind in ("model", "optim.step", "optim.exp_avg", "optim.exp_avg_sq")
+            for name in ("weight", "bias")
+        )
+
+
+def test_a_file_system_without_direct_writes_is_written_to_all_the_same(store, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *arguments, **options):
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *arguments, **options)
+
+    monkeypatch.setattr("duoka.train.snapshot.os.open", refuse)
+    assert find_damage(save_at(store, make_contents(1), 5), World()) == ""
+
+
+def test_files_have_the_modes_that_the_umask_asks_for(store):
+    path = save_at(store, make_contents(1), 5)
+    before = os.umask(0)
+    os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o666 & ~before}
+
+
 def test_when_all_are_damaged_the_run_is_refused(store):
-    flip_byte(next(save_at(store, make_contents(1), 5).glob("shard-*")))
+    flip_byte(next(save_at(store, make_contents(1), 5).glob("tensors-*")))
     with pytest.raises(StorageError, match="every checkpoint"):
         choose(store)
 
@@ -135,10 +325,10 @@ def test_a_half_written_folder_is_no_checkpoint_and_is_cleaned(store):
     save_at(store, make_contents(1), 5)
     draft = store.folder / ".step-00000010.draft"
     draft.mkdir()
-    (draft / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half")
+    (draft / "tensors-00000.safetensors").write_bytes(b"half")
     found, _ = choose(store)
     assert found.name == "step-00000005"
-    assert store.clean_drafts() == [draft.name]
+    assert clean_drafts(store.folder) == [draft.name]
     assert not draft.exists()
 
 
@@ -155,9 +345,9 @@ def test_a_save_that_fails_leaves_the_earlier_one_and_says_why(store, monkeypatc
     older = save_at(store, contents, 5)
 
     def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("duoka.train.checkpoint.save_file", full)
+    monkeypatch.setattr("duoka.train.checkpoint.write_share", full)
     with pytest.raises(StorageError, match="No space left") as caught:
         save_at(store, contents, 10)
     assert "free there" in str(caught.value)

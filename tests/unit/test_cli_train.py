@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from data_kit import write_ten_thousand
 
 from duoka import cli as frame
 from duoka.cli import train as train_command
@@ -22,11 +23,13 @@ from duoka.cluster.claim import check_claim, find_run_folder, hold_run
 from duoka.cluster.join import RefusedElsewhere, follow, lead
 from duoka.cluster.launch import WorldSpec
 from duoka.config.load import load_config, resolved_yaml
+from duoka.data.prepare import prepare_data
 from duoka.errors import ConfigError, DuokaError, StorageError, WorkerFailed
 from duoka.runs.events import EventWriter, global_log
 from duoka.runs.failure import read_failures
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import Status, leader_identity, read_status, write_status
+from duoka.watch.report import end_lines
 
 YAML = """
 model: {model}
@@ -99,6 +102,44 @@ def test_all_faults_are_told_at_once_and_nothing_starts(
     for word in ("identiti", "epoks", "strategy is single"):
         assert word in err, err
     assert started == [] and not (home / "runs").exists()
+
+
+@pytest.fixture(scope="module")
+def ten_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_ten_thousand(tmp_path_factory.mktemp("many") / "many.jsonl")
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_one_wrong_record_in_10_000_is_refused_before_anything_starts(
+    home: Path, started: list[WorldSpec], capsys: pytest.CaptureFixture[str], ten_thousand: Path, nproc: str
+) -> None:
+    assert frame.run(["train", "sft.yaml", "--nproc", nproc, f"data.train=[{ten_thousand}]"]) == 2
+    err = capsys.readouterr().err
+    assert f"{ten_thousand}, line 7655" in err and "no whole JSON value" in err and "cut short" in err
+    assert started == [] and not (home / "runs/sft/config.yaml").exists()
+
+
+def test_one_wrong_record_in_10_000_is_skipped_counted_and_listed_the_same_for_any_world(
+    home: Path, started: list[WorldSpec], ten_thousand: Path
+) -> None:
+    seen = []
+    for nproc in ("1", "2"):
+        settings = [f"data.train=[{ten_thousand}]", "data.on_bad=skip", f"output=runs/{nproc}"]
+        assert frame.run(["train", "sft.yaml", "--nproc", nproc, *settings]) == 75
+        run = RunFolder(Path(f"runs/{nproc}"))
+        report = json.loads((run.path / "data.json").read_text(encoding="utf-8"))
+        counts = report["sets"][0]["counts"]
+        assert (counts["num_records"], counts["num_kept"], counts["num_bad"]) == (10_000, 9_999, 1)
+        (wrong,) = [json.loads(line) for line in (run.path / "bad.jsonl").read_text(encoding="utf-8").splitlines()]
+        assert (wrong["file"], wrong["line"], wrong["set"]) == (str(ten_thousand), 7_655, str(ten_thousand))
+        log = EventWriter(global_log(run))
+        log.write("step", step=1, loss=1.0)
+        log.close()
+        (line,) = [line.strip() for line in end_lines(run) if "many.jsonl" in line]
+        assert line.split(maxsplit=1)[1] == "many.jsonl: 9,999 samples of 10,000 records, 1 wrong"
+        loaded = load_config(run.config)
+        seen.append(prepare_data(loaded.config, loaded.base, Path(loaded.config.model.name)).train.fingerprint)
+    assert [spec.num_processes for spec in started] == [1, 2] and seen[0] == seen[1]
 
 
 def test_the_same_config_goes_on(home: Path, started: list[WorldSpec]) -> None:
@@ -225,7 +266,7 @@ def test_flags_that_start_a_world_are_refused_inside_one(
 def test_a_rank_writes_down_why_it_ends_and_leaves_with_its_code(
     error: BaseException, code: int, kind: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_worker(loaded: object, run: object) -> int:
+    def run_worker(loaded: object, run: object, on_hang: object) -> int:
         raise error
 
     left: list[int] = []

@@ -133,3 +133,17 @@ def test_no_message_carries_terminal_codes_or_the_bom(tmp_path: Path) -> None:
     faults = faults_of(tmp_path, text, ("optim.lr=\x1b[31m",))
     said = "".join(line for fault in faults for line in fault.lines())
     assert len(faults) == 4 and said.isprintable() and faults[0].source.startswith("modle")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: demo\ndta: {train: [identity]}\n",
+        "mdl: demo\ndata: {train: [identity]}\n",
+        "model: demo\ndata: {trian: [identity]}\n",
+        "model_name_or_path: demo\ndata: {train: [identity]}\n",
+    ],
+)
+def test_a_required_key_under_a_wrong_name_is_not_missing_too(tmp_path: Path, text: str) -> None:
+    (fault,) = faults_of(tmp_path, text)
+    assert "unknown key" in fault.what

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from data_kit import TURNS, messages_record, simple_records, write_jsonl
 
 from duoka.cli.data import command
-from duoka.errors import Faults
+from duoka.config.load import load_config
+from duoka.data.loader import Loader
+from duoka.errors import ConfigError, Faults
 
 
 @pytest.fixture
@@ -74,3 +79,50 @@ def test_inspect_shows_data_that_another_stage_learns_from(config: Path) -> None
     result = CliRunner().invoke(command, arguments, catch_exceptions=False)
     assert "preference pairs (ranking)" in result.stdout
     assert "{+good<|im_end|>+}" in result.stdout and "{+worse<|im_end|>+}" in result.stdout
+
+
+def test_the_examples_of_the_page_about_data_load(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 3
+    for number, block in enumerate(blocks):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text("model: demo\n" + block, encoding="utf-8")
+        load_config(file)
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_audit_shows_who_learns_what(config: Path, world: int) -> None:
+    write_jsonl(config.parent / "talk.jsonl", simple_records(99))
+    arguments = ["audit", str(config), "--world", str(world), "--json"]
+    answer = json.loads(CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False).stdout)
+    assert (answer["total"], answer["num_twice"], answer["num_missing"]) == (99, 0, 0)
+    assert sum(one["count"] for one in answer["ranks"]) == 99 and len(answer["ranks"]) == world
+
+
+def test_audit_sees_a_sample_that_is_left_out(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = Loader.shares
+    monkeypatch.setattr(Loader, "shares", lambda self, ids: shares(self, ids[1:]))
+    result = CliRunner().invoke(command, ["audit", str(config)], catch_exceptions=False, standalone_mode=False)
+    assert result.return_value == 1 and "NOT each once" in result.stdout and "1 missing" in result.stdout
+    monkeypatch.setattr(Loader, "shares", lambda self, ids: [shares(self, ids)[0] + shares(self, ids[:1])[0]])
+    result = CliRunner().invoke(command, ["audit", str(config)], catch_exceptions=False, standalone_mode=False)
+    assert result.return_value == 1 and "1 twice" in result.stdout
+
+
+def test_audit_names_the_row_groups_of_each_rank(config: Path) -> None:
+    folder = config.parent / "texts"
+    folder.mkdir()
+    for name in "ab":
+        pq.write_table(pa.table({"text": ["some text"] * 6}), folder / f"{name}.parquet", row_group_size=2)
+    config.write_text(
+        "model: model\nstage: pretrain\ndata: {train: [texts], stream: true, streams: 4}\n"
+        "train: {max_steps: 5, global_batch: 4}\n"
+    )
+    arguments = ["audit", str(config), "--world", "3"]
+    lines = CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False).stdout.splitlines()
+    groups = re.findall(r"([ab]\.parquet:\d)\[0:2\]", "\n".join(lines))
+    assert sorted(groups) == [f"{name}.parquet:{n}" for name in "ab" for n in range(3)]
+    assert "each once" in lines[-1] and len(lines) == 5
+    with pytest.raises(ConfigError, match="5 processes are asked for, and 4 streams feed them"):
+        CliRunner().invoke(command, ["audit", str(config), "--world", "5"], catch_exceptions=False)

@@ -87,7 +87,7 @@ def test_dataset_info_says_the_kind(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "l.jsonl", [{"q": "q", "a": "x", "ok": False}])
     write_jsonl(tmp_path / "t.jsonl", [{"words": "x"}])
     config = config_for(*entries)
-    assert [found.form.kind for found in find_sets(config.data, tmp_path)] == [
+    assert [found.form.kind for found in find_sets(config, tmp_path)] == [
         "preference", "labelled", "prompt", "text",
     ]  # fmt: skip
     assert not check_sets(config, tmp_path)
@@ -137,9 +137,10 @@ def test_a_prompt_ends_where_the_assistant_begins(prepared: Any, tiny_tokenizer_
 
 
 def test_a_document_is_kept_whole_and_learned_whole(prepared: Any) -> None:
-    store = prepared([{"text": "long " * 200}], max_length=16).train
-    assert len(store) == 1 and int(store.lengths[0]) > 200
-    assert store.sample(0).num_targets == int(store.lengths[0]) - 1
+    rows = prepared([{"text": "long " * 200}], max_length=16).train
+    (length,) = rows.store.lengths.tolist()
+    assert length > 200 and rows.store.sample(0).num_targets == length - 1
+    assert int(rows.num_targets.sum()) == length - 1 and set(rows.lengths.tolist()[:-1]) == {16}
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_loader import MAX_LENGTH, PAD, loader_of, pairs_learned, store_of
@@ -61,6 +62,22 @@ def test_the_place_of_another_order_is_refused(store: TokenStore) -> None:
     state = EpochLoader(loader_of(store, batch=Amount(8, "samples"))).state_dict()
     with pytest.raises(ConfigError, match="global_batch"):
         EpochLoader(loader_of(store, batch=Amount(4, "samples"))).load_state_dict(state)
+
+
+def test_pinned_batches_are_the_same_batches(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for pinning, which needs a GPU: each tensor is pinned once, and nothing else changes."""
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.clone()) or pinned[-1])
+    plain, held = EpochLoader(loader_of(store), prefetch=0), EpochLoader(loader_of(store), pin_memory=True)
+    num_tensors = 0
+    for one, other in zip(plain, held, strict=True):
+        for a, b in zip(one.micro_batches, other.micro_batches, strict=True):
+            tensors = {name: value for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
+            num_tensors += len(tensors)
+            assert all(torch.equal(value, vars(b)[name]) for name, value in tensors.items())
+            assert all(any(vars(b)[name] is one for one in pinned) for name in tensors)
+            assert (a.num_targets, a.num_tokens, a.num_samples) == (b.num_targets, b.num_tokens, b.num_samples)
+    assert len(pinned) == num_tensors > 0
 
 
 def test_prefetching_ends_its_thread_and_passes_errors_on() -> None:
@@ -241,10 +258,10 @@ def test_a_wrapped_data_set_goes_on_at_another_world_size(
 
 def test_resuming_reads_only_what_is_to_come() -> None:
     loader = wrapped("map", 100, 10, 0, 1)
-    loader.load_state_dict({**loader.state_dict(), "index": 9})
+    loader.load_state_dict({**loader.state_dict(), "num_seen": 90})
     assert len(list(loader)) == 1 and loader.dataset.num_read == 10
     stream = wrapped("stateful", 100, 10, 0, 1)
-    stream.load_state_dict({"epoch": 0, "global_batch": 10, "num_seen": 90, "inner": {"at": 90}})
+    stream.load_state_dict({"epoch": 0, "num_seen": 90, "inner": {"at": 90}})
     assert len(list(stream)) == 1 and stream.dataset.num_read == 10
 
 

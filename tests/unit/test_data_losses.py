@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_kit import config_for, simple_records, write_jsonl
+from data_kit import config_for, simple_records, write_jsonl, write_ten_thousand
 from test_data_loader import loader_of, store_of
 
 from duoka.data import tokenise
@@ -22,9 +22,7 @@ from duoka.units import Amount
 
 @pytest.fixture(scope="module")
 def ten_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    records: list[Any] = simple_records(10_000)
-    records[7_654] = '{"messages": [{"role": "user", "content": "q"}'
-    return write_jsonl(tmp_path_factory.mktemp("many") / "many.jsonl", records)
+    return write_ten_thousand(tmp_path_factory.mktemp("many") / "many.jsonl")
 
 
 @pytest.mark.parametrize("on_bad", ["error", "skip"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka.data.epoch_plan import EpochPlan, cost_of, share_batch, shuffled
+from duoka.data.epoch_plan import EpochPlan, cost_of, row_cost, share_batch, share_rows, shuffled
 from duoka.units import Amount
 
 MAX_LENGTH = 512
@@ -155,6 +155,26 @@ def test_a_rank_with_a_long_sample_gets_fewer_short_ones() -> None:
     shares = share_batch(np.arange(257), lengths, 2, Amount(4096, "tokens"), packing=True, max_length=2048)
     costs = [sum(cost_of(int(lengths[i])) for plan in share for i in plan.sample_ids) for share in shares]
     assert max(costs) <= 1.01 * np.mean(costs), f"the costliest rank has {max(costs) / np.mean(costs):.3f} of the mean"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 512), min_size=1, max_size=120), st.integers(1, 6), st.integers(1, 3))
+def test_fixed_rows_are_shared_by_cost_without_more_micro_batches(lengths: list[int], ranks: int, rows: int) -> None:
+    own = np.array(lengths, np.int32)
+    shares = share_rows(np.arange(len(own)), own, ranks, rows, max_length=512)
+    every = [row for share in shares for micro in share for row in micro.rows]
+    assert sorted(sample for row in every for sample in row) == list(range(len(own)))
+    assert {len(share) for share in shares} == {max(1, -(-len(every) // (ranks * rows)))}
+    costs = [[row_cost(own[list(row)].tolist(), 512) for micro in share for row in micro.rows] for share in shares]
+    assert max(map(sum, costs)) - min(map(sum, costs)) <= max(map(max, filter(None, costs))) * rows
+
+
+def test_rows_of_long_and_of_short_documents_are_dealt_out() -> None:
+    """One long document costs more than many short ones in a row of the same length: each rank gets of both."""
+    lengths = np.array([2048] * 4 + [128] * 64, np.int32)
+    shares = share_rows(np.arange(68), lengths, 4, 1, max_length=2048)
+    costs = [sum(row_cost(lengths[list(row)].tolist(), 2048) for m in share for row in m.rows) for share in shares]
+    assert len(set(costs)) == 1
 
 
 def test_packed_micro_batches_are_nearly_full() -> None:

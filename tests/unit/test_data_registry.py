@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import guides
 import pytest
 from data_kit import alpaca_record, config_for, messages_record, sharegpt_record, simple_records, write_jsonl
 
@@ -14,22 +15,8 @@ from duoka.data.records import Piece, Record, find_pieces, read_piece
 from duoka.data.registry import ResolvedSet, check_data, find_sets, registered_sets
 from duoka.errors import Fault, Faults
 
-# The block as a widely read tutorial prints it, without the braces around it.
-TUTORIAL_BLOCK = """"my_custom_dataset": {
-  "file_name": "my_data.json",
-  "formatting": "sharegpt",
-  "columns": {
-    "messages": "messages"
-  },
-  "tags": {
-    "role_tag": "role",
-    "content_tag": "content",
-    "user_tag": "user", 
-    "assistant_tag": "assistant",
-    "system_tag": "system"
-  }
-}
-"""  # noqa: W291  as printed
+# As a widely read tutorial prints it, without the braces around it, and with a blank at a line's end.
+TUTORIAL_BLOCK = guides.ENTRY.replace('"user",\n', '"user", \n')
 
 
 def read_all(found: ResolvedSet) -> list[Any]:
@@ -39,7 +26,7 @@ def read_all(found: ResolvedSet) -> list[Any]:
 
 
 def find_one(name: Any, base: Path, **data: Any) -> ResolvedSet:
-    return find_sets(config_for(name, **data).data, base)[0]
+    return find_sets(config_for(name, **data), base)[0]
 
 
 def faults_of(name: Any, base: Path, **data: Any) -> list[Fault]:
@@ -244,7 +231,7 @@ def test_skipped_records_are_no_faults(tmp_path: Path) -> None:
 
 def test_all_wrong_sets_are_refused_together(tmp_path: Path) -> None:
     with pytest.raises(Faults) as caught:
-        find_sets(config_for("one", "two", eval=["three"]).data, tmp_path)
+        find_sets(config_for("one", "two", eval=["three"]), tmp_path)
     assert [fault.key for fault in caught.value.faults] == [
         "data.train.0.name",
         "data.train.1.name",

@@ -19,7 +19,6 @@ from duoka.data.stream import (
     VirtualStream,
     find_units,
     merge_states,
-    split_validation,
 )
 from duoka.data.template import Sample
 from duoka.errors import ConfigError, DataError
@@ -52,9 +51,11 @@ def all_tokens(units: list[Unit]) -> list[int]:
     return sorted(t for table in tables for ids in tokenise(table.column("text").to_pylist()) for t in ids)
 
 
-def ranks_of(files: list[Path], num_streams: int, num_ranks: int, row_tokens: int = 8) -> list[StreamRows]:
+def ranks_of(
+    files: list[Path], num_streams: int, num_ranks: int, row_tokens: int = 8, begin: int | None = BEGIN
+) -> list[StreamRows]:
     plan = StreamPlan(find_units(files), num_streams=num_streams, seed=3)
-    packing = Packing(row_tokens, tokenise, BEGIN)
+    packing = Packing(row_tokens, tokenise, begin)
     return [StreamRows(plan, packing, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
 
 
@@ -134,13 +135,33 @@ def test_each_row_group_goes_to_one_stream_and_epochs_differ(tmp_path: Path) -> 
     assert epochs[0] != epochs[1]
 
 
-def test_the_last_file_is_for_validation(tmp_path: Path) -> None:
-    files = write_files(tmp_path, [[2, 2], [2], [3, 1]])
-    train, held_out = split_validation(files)
-    assert {unit.file for unit in held_out} == {str(files[-1])} and len(train) == 3
-    (tmp_path / "lone").mkdir()
-    train, held_out = split_validation(write_files(tmp_path / "lone", [[2, 2, 2]]))
-    assert ([unit.group for unit in train], [unit.group for unit in held_out]) == ([0, 1], [2])
+@settings(max_examples=50, deadline=None)
+@given(GROUPS, st.integers(1, 6), st.integers(2, 20))
+def test_without_a_begin_token_every_token_with_one_before_it_is_predicted_once(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[list[int]], num_streams: int, row: int
+) -> None:
+    files = write_files(tmp_path_factory.mktemp("files"), groups)
+    (rank,) = ranks_of(files, min(num_streams, len(find_units(files))), 1, row, begin=None)
+    pairs: list[tuple[int, int]] = []
+    for rows in rank.rest_of_epoch():
+        assert all(sum(map(len, ids_of(one))) <= row for one in rows)
+        pairs += [pair for one in rows for ids in ids_of(one) for pair in itertools.pairwise(ids)]
+    texts = [t for u in find_units(files) for t in pq.ParquetFile(u.file).read_row_group(u.group)["text"].to_pylist()]
+    assert sorted(pairs) == sorted(pair for ids in tokenise(texts) for pair in itertools.pairwise(ids))
+
+
+@settings(max_examples=30, deadline=None)
+@given(GROUPS, st.integers(0, 15), st.integers(2, 12))
+def test_going_on_without_a_begin_token(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[list[int]], stop: int, row: int
+) -> None:
+    files = write_files(tmp_path_factory.mktemp("files"), groups)
+    (whole,) = ranks_of(files, 1, 1, row, begin=None)
+    for _ in range(stop):
+        whole.step()
+    (fresh,) = ranks_of(files, 1, 1, row, begin=None)
+    fresh.load_state_dict(whole.state_dict())
+    assert [one_step([fresh]) for _ in range(10)] == [one_step([whole]) for _ in range(10)]
 
 
 def test_no_more_than_one_row_group_is_read_again_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +190,10 @@ def test_other_streams_places_and_too_many_streams_are_refused(tmp_path: Path) -
     with pytest.raises(DataError, match="4 documents cannot feed 5 streams"):
         ranks_of(files, 5, 1)
     with pytest.raises(DataError, match="no column 'words'"):
-        VirtualStream(StreamPlan(find_units(files), num_streams=1, seed=0), 0, Packing(8, tokenise, 1, "words")).row()
+        find_units(files, "words")
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
+    with pytest.raises(DataError, match="holds int64, and must hold text"):
+        find_units([tmp_path / "numbers.parquet"])
 
 
 def test_what_became_of_the_tokens_is_said(tmp_path: Path) -> None:

@@ -126,6 +126,37 @@ def test_any_text_comes_back_from_the_mask(tokenizer: ChatTokenizer, question: s
     assert learned(example(("user", question), ("assistant", answer)), tokenizer) == [f"{answer}<|im_end|>"]
 
 
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text() | st.text(alphabet="ab \n<|im_end|>多卡😀𠀀é\u0301"), max_size=4))
+def test_many_at_once_give_what_the_library_gives_one_by_one(tokenizer: ChatTokenizer, texts: list[str]) -> None:
+    """Offsets are computed from the tokens' bytes there: the library's own are the oracle."""
+    for text, found in zip(texts, tokenizer.encode_many(texts), strict=True):
+        ids, offsets = tokenizer.encode(text)
+        assert found.ids.tolist() == ids
+        assert list(zip(found.starts.tolist(), found.ends.tolist(), strict=True)) == offsets
+
+
+@pytest.mark.parametrize("change", ["a normalizer that writes text anew", "a blank before the text", "no bytes"])
+def test_texts_that_a_tokenizer_writes_in_another_way_keep_their_offsets(tiny: ChatTokenizer, change: str) -> None:
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+
+    backend = Tokenizer.from_str(tiny.backend.to_str())
+    if change == "no bytes":
+        backend.decoder = decoders.Fuse()
+    elif change == "a blank before the text":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    else:
+        backend.normalizer = normalizers.NFC()
+    changed = replace(tiny, backend=backend)
+    for text in ("e\u0301 plain", "plain", "", "多卡<|im_end|>e\u0301"):
+        (found,) = changed.encode_many([text])
+        ids, offsets = changed.encode(text)
+        assert (found.ids.tolist(), list(zip(found.starts.tolist(), found.ends.tolist(), strict=True))) == (
+            ids,
+            offsets,
+        )
+
+
 def test_a_token_never_spans_the_prompt_and_the_answer(demo: ChatTokenizer) -> None:
     """Blank lines at the start of an answer merge with the line end of the prompt when the text is encoded whole."""
     talk = example(("user", "q"), ("assistant", "\n\n  deep"))

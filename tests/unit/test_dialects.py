@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from dialect_effects import EFFECTS
 from guides import NESTED as GUIDE
 
 from duoka.cli import config as config_cli
+from duoka.config.asked import Purpose, describe_task, read_asked
 from duoka.config.catalog import known_keys
 from duoka.config.dialects.all import dialects
 from duoka.config.dialects.page import dialects_markdown
@@ -23,11 +25,18 @@ ROOT = Path(__file__).parents[2]
 CORPUS: dict[str, Any] = json.loads(Path(__file__).with_name("llamafactory_corpus.json").read_text())
 BASE = {"model_name_or_path": "some/model", "dataset": "identity", "template": "qwen3", "do_train": True}
 LOADS_TODAY = {
-    "train_lora/qwen3_lora_sft", "extras/llama_pro/llama3_freeze_sft", "inference/qwen3",
+    "train_lora/qwen3_lora_sft", "extras/loraplus/llama3_lora_sft", "train_lora/qwen3_preprocess",
+    "train_lora/qwen3_lora_pretrain",
+    "extras/llama_pro/llama3_freeze_sft",
     "ascend/qwen3_full_sft_fsdp2", "ascend/qwen3_5_full_sft_fsdp2",
     "ascend/qwen3moe_full_sft_fsdp", "ascend/qwen3_5moe_lora_sft_fsdp2", "megatron_bridge/llama3_sft",
     # Plain files; that their models are quantised is the model room's to refuse.
     "train_qlora/llama3_lora_sft_aqlm", "train_qlora/llama3_lora_sft_awq", "train_qlora/llama3_lora_sft_gptq",
+}  # fmt: skip
+OTHER_TASKS: dict[str, Purpose] = {
+    "inference/qwen3": "chat", "inference/qwen3_full_sft": "chat", "inference/qwen3_lora_sft": "chat",
+    "merge_lora/qwen3_full_sft": "export", "merge_lora/qwen3_lora_sft": "export",
+    "extras/nlg_eval/llama3_lora_predict": "eval",
 }  # fmt: skip
 NESTED = GUIDE.format(model="/path/to/model")
 
@@ -60,8 +69,16 @@ def write_deepspeed_files() -> None:
 def test_every_file_of_the_corpus_loads_or_says_what_it_lacks(name: str) -> None:
     write_deepspeed_files()
     keys = CORPUS["train"][name]["keys"]
+    if name in OTHER_TASKS:
+        Path("x.yaml").write_text(yaml.safe_dump(keys, sort_keys=False), "utf-8")
+        command = OTHER_TASKS[name]
+        asked = read_asked("x.yaml", command)
+        assert asked is not None and asked.model == keys["model_name_or_path"]
+        assert asked.adapter == keys.get("adapter_name_or_path")
+        assert f"duoka {command} x.yaml" in (describe_task("x.yaml") or "")
+        assert f"duoka {command} x.yaml" in refusal(keys)
+        return
     if name in LOADS_TODAY:
-        keys.setdefault("dataset", "identity")  # a chat file names no data
         assert load(keys).notes
         return
     may_come = "deepspeed" in keys or keys.get("stage", "sft") != "sft"  # once the schema has the strategy, the stage
@@ -73,7 +90,15 @@ def test_every_file_of_the_corpus_loads_or_says_what_it_lacks(name: str) -> None
         assert may_come, "it loads: say so in LOADS_TODAY"
         return
     assert "unknown key" not in message and "there is no file" not in message, message
-    words = ("refused", "not there yet", "does not have yet", "lies on a hub", "data is missing", "data.train")
+    words = (
+        "refused",
+        "does not train",
+        "not there yet",
+        "does not have yet",
+        "lies on a hub",
+        "data is missing",
+        "data.train",
+    )
     assert any(word in message for word in words), message
 
 
@@ -144,78 +169,6 @@ def _has_gpu() -> bool:
     return bool(read_machine().gpus)
 
 
-# key, a value, what else must stand there -> our key and its value. One row per implemented key.
-EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
-    ("model_name_or_path", "other/model", {}, "model.name", "other/model"),
-    ("model_revision", "v2", {}, "model.revision", "v2"),
-    ("trust_remote_code", True, {}, "model.trust_remote_code", True),
-    ("template", "chatml", {}, "model.template", "chatml"),
-    ("finetuning_type", "full", {}, "lora", None),
-    ("freeze_trainable_layers", -3, {"finetuning_type": "freeze"}, "train_only.layers", -3),
-    ("freeze_trainable_modules", "mlp", {"finetuning_type": "freeze"}, "train_only.modules", ("mlp",)),
-    ("freeze_extra_modules", "norm", {"finetuning_type": "freeze"}, "train_only.extra", ("norm",)),
-    ("use_llama_pro", True, {"finetuning_type": "freeze"}, "train_only.spread", True),
-    ("lora_rank", 4, {}, "lora.rank", 4),
-    ("lora_rank", 4, {}, "lora.alpha", 8.0),
-    ("lora_alpha", 5, {}, "lora.alpha", 5.0),
-    ("lora_dropout", 0.1, {}, "lora.dropout", 0.1),
-    ("lora_target", "q_proj, v_proj", {}, "lora.targets", ("q_proj", "v_proj")),
-    ("dataset", "a,b", {}, "data.train", (("a", None), ("b", None))),
-    ("max_samples", 3, {}, "data.train", (("identity", 3),)),
-    ("eval_dataset", "b", {}, "data.eval", (("b", None),)),
-    ("val_size", 0.2, {}, "data.eval", 0.2),
-    ("dataset_dir", "sets", {}, "data.folder", "sets"),
-    ("cutoff_len", 99, {}, "data.max_length", 99),
-    ("packing", False, {}, "data.packing", False),
-    ("neat_packing", True, {"packing": False}, "data.packing", True),
-    ("train_on_prompt", True, {}, "data.targets", "all"),
-    ("mask_history", True, {}, "data.targets", "last"),
-    ("preprocessing_num_workers", 2, {}, "data.workers", 2),
-    ("learning_rate", "3e-4", {}, "optim.lr", 3e-4),
-    ("optim", "adamw_torch", {}, "optim.name", "adamw"),
-    ("lr_scheduler_type", "cosine", {}, "optim.schedule", "cosine"),
-    ("lr_scheduler_kwargs", {"min_lr_rate": 0.1}, {"lr_scheduler_type": "cosine_with_min_lr"}, "optim.min_lr", 0.1),
-    ("warmup_ratio", 0.1, {}, "optim.warmup", 0.1),
-    ("warmup_steps", 20, {"warmup_ratio": 0.1}, "optim.warmup", 20),
-    ("weight_decay", 0.1, {}, "optim.weight_decay", 0.1),
-    ("max_grad_norm", 0.5, {}, "optim.clip", 0.5),
-    ("label_smoothing_factor", 0.1, {}, "train.label_smoothing", 0.1),
-    ("adam_beta1", 0.8, {}, "optim.betas", (0.8, 0.999)),
-    ("adam_beta2", 0.95, {}, "optim.betas", (0.9, 0.95)),
-    ("adam_epsilon", 1e-6, {}, "optim.eps", 1e-6),
-    ("num_train_epochs", 2, {}, "train.epochs", 2.0),
-    ("max_steps", 11, {"num_train_epochs": 1}, "train.max_steps", 11),
-    ("max_steps", 11, {"num_train_epochs": 1}, "train.epochs", 11.0),
-    ("per_device_train_batch_size", 3, {}, "train.global_batch", 6),
-    ("per_device_train_batch_size", 3, {}, "train.micro_batch", 3),
-    ("gradient_accumulation_steps", 5, {}, "train.global_batch", 80),
-    ("bf16", True, {}, "train.precision", "bf16"),
-    ("fp16", True, {}, "train.precision", "fp16"),
-    ("pure_bf16", True, {}, "train.precision", "bf16"),
-    ("disable_gradient_checkpointing", True, {}, "train.recompute", "none"),
-    ("gradient_checkpointing", True, {}, "train.recompute", "full"),
-    ("activation_checkpointing", True, {}, "train.recompute", "full"),
-    ("seed", 7, {}, "train.seed", 7),
-    ("torch_compile", True, {}, "train.compile", True),
-    ("fsdp", "hybrid_shard_zero2 auto_wrap", {}, "parallel.strategy", "hsdp"),
-    ("fsdp", "hybrid_shard_zero2 auto_wrap", {}, "parallel.reshard", False),
-    ("fsdp", ["full_shard", "offload"], {}, "parallel.offload", "params"),
-    ("ddp_bucket_cap_mb", 5, {"fsdp": ""}, "parallel.bucket_mb", 5.0),
-    ("ddp_static_graph", True, {}, "parallel.static_graph", True),
-    ("eval_steps", 9, {"val_size": 0.1}, "train.eval_every", 9),
-    ("save_steps", 9, {}, "checkpoint.every", 9),
-    ("save_strategy", "epoch", {"save_steps": 9}, "checkpoint.every", "1 epoch"),
-    ("save_total_limit", 5, {}, "checkpoint.keep", 5),
-    ("resume_from_checkpoint", False, {}, "checkpoint.resume", "never"),
-    ("logging_steps", 3, {}, "log.every", 3),
-    ("report_to", "none", {}, "log.to", ()),
-    ("output_dir", "saves/x", {}, "output", "saves/x"),
-    ("ddp_timeout", 1800, {}, "parallel.timeout", "1800s"),
-    ("ddp_backend", "gloo", {}, "parallel.backend", "gloo"),
-    ("ddp_find_unused_parameters", True, {}, "parallel.find_unused_parameters", True),
-]
-
-
 @pytest.mark.parametrize(("name", "value", "beside", "key", "wanted"), EFFECTS, ids=[f"{e[0]}-{e[3]}" for e in EFFECTS])
 def test_an_implemented_key_has_its_effect(
     name: str, value: Any, beside: dict[str, Any], key: str, wanted: Any
@@ -260,6 +213,7 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
         ({"finetuning_type": "oft"}, ("oft is not there yet",)),
         ({"freeze_trainable_layers": 0, "finetuning_type": "freeze"}, ("other than 0",)),
         ({"use_llama_pro": True}, ("finetuning_type: freeze",)),
+        ({"save_strategy": "best"}, ("needs evaluation data",)),
         ({"data_seed": 7}, ("one seed is for everything", "seed: 7")),
         ({"enable_thinking": False}, ("an empty thought before every answer of qwen3", "qwen3_nothink")),
         ({"preserve_thinking": True}, ("thoughts of earlier turns",)),

@@ -1,14 +1,17 @@
 """Which folder a model name means, without a network and without torch."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny import write_tiny_model
 
-from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig
+from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.model.source import check_model, find_model, model_folder
+from duoka.model.source import check_model, find_model, model_fingerprint, model_folder
 
 
 def config_of(name, **more):
@@ -71,3 +74,24 @@ def test_finding_and_checking_import_no_torch(tiny_model):
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_quantised_model_is_refused_under_dp_only(tmp_path, tiny_model):
+    folder = tmp_path / "quantised"
+    shutil.copytree(tiny_model, folder)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"quantization_config": {"quant_method": "gptq"}}))
+    config = config_of(str(folder))
+    assert check_model(config, tmp_path) == []
+    (fault,) = check_model(config.model_copy(update={"parallel": ParallelConfig(strategy="dp")}), tmp_path)
+    assert "is quantised (gptq)" in fault.what and fault.key == "parallel.strategy" and "ddp" in fault.fix
+
+
+def test_another_model_of_the_same_shape_has_another_fingerprint(tmp_path, tiny_model):
+    copied = tmp_path / "copied"
+    shutil.copytree(tiny_model, copied)
+    assert model_fingerprint(copied) == model_fingerprint(tiny_model)
+    trained = write_tiny_model(tmp_path / "trained", seed=5)
+    assert model_fingerprint(trained) != model_fingerprint(tiny_model)
+    (copied / "config.json").write_text((copied / "config.json").read_text() + " ")
+    assert model_fingerprint(copied) != model_fingerprint(tiny_model)

@@ -44,6 +44,26 @@ def small_model():
     return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.LayerNorm(9), torch.nn.Linear(9, 2))
 
 
+def test_the_second_matrix_of_an_adapter_learns_so_many_times_faster():
+    torch.manual_seed(0)
+    values = {f"layer.lora_{side}.default.weight": torch.randn(3, 4) for side in "AB"}
+    ours = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+    optimizer = build_optimizer(ours, OptimConfig(weight_decay=0.1), b_lr_ratio=16.0)
+    plain = [torch.nn.Parameter(value.clone()) for value in values.values()]
+    reference = [torch.optim.AdamW([p], lr=0.0, weight_decay=0.1, foreach=False, fused=False) for p in plain]
+    for step in range(3):
+        set_learning_rate(optimizer, 0.01 * (step + 1))
+        for opt, ratio in zip(reference, (1, 16), strict=True):
+            opt.param_groups[0]["lr"] = 0.01 * (step + 1) * ratio
+        for p, q in zip(ours.values(), plain, strict=True):
+            p.grad = torch.randn(3, 4)
+            q.grad = p.grad.clone()
+        for opt in (optimizer, *reference):
+            opt.step()
+    for p, q in zip(ours.values(), plain, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
 def test_adamw_equals_torchs_plain_adamw_with_decay_on_matrices_only():
     ours, plain = small_model(), small_model()
     optim = OptimConfig(lr=0.03, weight_decay=0.2, betas=(0.8, 0.95))

@@ -119,3 +119,71 @@ print("code", command.main([{str(config)!r}], standalone_mode=False))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "code 0" in done.stdout, done.stdout + done.stderr
+
+
+def test_other_machines_are_planned_for_from_a_laptop(config):
+    result = plan(config, "model=demo", "--on", "2x8xH100-80G")
+    assert result.return_value == 0, result.exception
+    for words in (
+        "2x8xH100-80G",
+        "tokens/s",
+        "MFU",
+        "layouts  of 16 devices",
+        "changes  what each alone",
+        "device-hours",
+    ):
+        assert words in result.output, result.output
+    with pytest.raises(Exception, match="leave --nproc out"):
+        raise plan(config, "--on", "H100", "--nproc", 2).exception
+
+
+def test_a_question_without_a_config(tmp_path):
+    page = tmp_path / "plan.html"
+    result = plan("--params", "7B", "--on", "8xA100-80G", "--price", 2, "--html", page)
+    assert result.return_value == 0, result.exception
+    assert "Memory of a rank" in page.read_text(encoding="utf-8")
+    answer = json.loads(plan("--params", "7e9", "--on", "8xA100-80G", "--json").output)
+    assert answer["layout"]["name"] == "fsdp8" and answer["speed"]["mfu"] > 0.2
+    assert {one["is_trainable"] for one in answer["ranking"]["candidates"]} == {True, False}
+    assert json.loads(plan("--depth", 12, "--on", "H100", "--json").output)["model"]["num_layers"] == 12
+    assert "--params" in str(plan("--params", "many").exception)
+    assert "name a CONFIG" in str(plan().exception)
+
+
+def test_a_hundred_million_parameters_on_8_gpus_send_700_mb_not_450():
+    result = plan("--params", "100e6", "--on", "8xA100-80G")
+    assert "an all-reduce of 400 MB among 8 sends 700 MB" in result.output, result.output
+
+
+def test_blooms_layout_is_worked_out_and_an_impossible_one_refused():
+    asked = ("--params", "176e9", "--on", "48x8xA100-80G@4xEDR", "data.max_length=2048")
+    result = plan(*asked, "--layout", "tp4.pp12", "train.global_batch=4m tokens", "train.micro_batch=2")
+    assert "384 devices = dp 8 x tp 4 x pp 12: one copy of the model spans 48, 6 nodes" in " ".join(
+        result.output.split()
+    )
+    assert "does not train with it yet" in " ".join(result.output.split())
+    assert "2,304 devices, and there are 384" in str(plan(*asked, "--layout", "ddp48.tp4.pp12").exception)
+
+
+def test_ddp_memory_does_not_fall_with_the_number_of_cards():
+    texts = []
+    for cards in (1, 2, 4):
+        texts.append(
+            json.loads(plan("--params", "1e9", "--on", f"{cards}xH100", "parallel.strategy=ddp", "--json").output)
+        )
+    parts = [text["memory"]["parts"] for text in texts]
+    assert all(part["optimizer"] == parts[0]["optimizer"] for part in parts)
+    assert "more cards don't lower it" in texts[2]["notes"][0]
+
+
+def test_the_planner_keeps_its_promises_on_published_runs():
+    result = plan("--validate", "--json")
+    assert result.return_value == 0, result.output
+    answer = json.loads(result.output)
+    assert answer["broken"] == [] and answer["num_judged"] > 200
+    kept_aside = [
+        row for row in answer["errors"] if row["rows"].startswith("judging") and row["quantity"] == "step time"
+    ]
+    assert len(kept_aside) >= 4 and all(row["p90"] <= 0.35 for row in kept_aside), kept_aside
+    flops = next(row for row in answer["errors"] if row["quantity"] == "FLOPs")
+    assert flops["num_rows"] > 200 and flops["p90"] < 0.01

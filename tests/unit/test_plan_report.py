@@ -12,6 +12,7 @@ from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.batch import count_steps, spread_batch
 from duoka.plan.hardware import Gpu, Machine
 from duoka.plan.layout import Layout
+from duoka.plan.picture import plan_lines
 from duoka.plan.report import make_plan
 from duoka.plan.shape import demo_shape, shape_from_config
 from duoka.units import Amount
@@ -52,6 +53,13 @@ def test_more_processes_share_one_model_only_when_memory_asks_for_it():
     assert plan.reasons["parallel.strategy"].startswith("fsdp: 8 processes share one model")
     assert plan.refusal() is None
     assert make_plan(config(lora={}), LLAMA_8B, gpus(H100, 8), 8).layout.name == "ddp8"
+
+
+@pytest.mark.parametrize("settings", [{"bucket_mb": 50}, {"compress": "powersgd"}, {"static_graph": True}])
+def test_settings_of_ddp_are_a_wish_for_ddp_and_never_ignored(settings):
+    plan = make_plan(config(parallel=settings), LLAMA_8B, gpus(H100, 8), 8)
+    assert plan.layout.name == "ddp8" and plan.refusal() is not None
+    assert f"parallel.{next(iter(settings))} is for ddp only" in plan.reasons["parallel.strategy"]
 
 
 @pytest.mark.parametrize(
@@ -265,11 +273,11 @@ def test_the_plan_is_plain_json_and_its_layout_comes_back():
 
 def test_the_same_question_has_the_same_answer():
     plans = [make_plan(config(lora={}), demo_shape(), CPU, 2) for _ in range(2)]
-    assert plans[0].to_json() == plans[1].to_json() and plans[0].lines() == plans[1].lines()
+    assert plans[0].to_json() == plans[1].to_json() and plan_lines(plans[0]) == plan_lines(plans[1])
 
 
 def test_the_printed_plan_names_what_people_ask_and_stays_narrow():
-    text = make_plan(config(lora={}), demo_shape(), CPU, 2, num_samples=181).lines()
+    text = plan_lines(make_plan(config(lora={}), demo_shape(), CPU, 2, num_samples=181))
     whole = "\n".join(text)
     for word in ("134,515,008", "2,442,240", "zero3=fsdp", "16 samples per step", "36 optimizer steps", "fits in"):
         assert word in whole, whole
@@ -283,11 +291,12 @@ for name in ("torch", "transformers", "peft", "accelerate"):
     sys.modules[name] = None
 from duoka.config.schema import RunConfig
 from duoka.plan.hardware import read_machine
+from duoka.plan.picture import plan_lines
 from duoka.plan.report import make_plan
 from duoka.plan.shape import demo_shape
 run = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}, "lora": {}})
 plan = make_plan(run, demo_shape(), read_machine(env={"CUDA_VISIBLE_DEVICES": ""}), 2)
-print(plan.layout.name, len(plan.lines()) > 10, bool(plan.to_json()))
+print(plan.layout.name, len(plan_lines(plan)) > 10, bool(plan.to_json()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["ddp2", "True", "True"], done.stderr

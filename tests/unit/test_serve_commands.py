@@ -125,3 +125,47 @@ def test_a_wrong_command_is_refused_in_words(
     shown = capsys.readouterr()
     assert said in shown.err and "Traceback" not in shown.err and not shown.out
     assert [path.name for path in tmp_path.iterdir()] == ["keep.txt"]
+
+
+def test_embed_writes_a_row_for_each_line_in_order(
+    finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against transformers' own hidden states, a text at a time."""
+    import numpy as np
+
+    from duoka.model.build import load_adapter
+    from duoka.serve.trained import find_trained, load_chat_tokenizer
+
+    texts = ["多卡", "a much longer text than the others, " * 5, "", "ring", "rank 0"]
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    assert duoka(["embed", str(finished.path), str(tmp_path / "texts.txt"), "--max-length", "100"]) == 0
+    said = capsys.readouterr().out
+    assert "5 texts (1 empty ones are rows of zeros; 1 were cut), 64 numbers each, by 1 process" in said
+    rows = np.load(tmp_path / "texts.txt.npy")
+    assert rows.shape == (5, 64) and rows.dtype == np.float32 and not rows[2].any()
+    trained = find_trained(str(finished.path), say=print)
+    tokenizer = load_chat_tokenizer(trained)
+    lm = load_adapter(load_model(trained.base, dtype=torch.float32, attention="sdpa"), finished.final).eval()
+    for text, row in zip(texts, rows, strict=True):
+        ids = tokenizer.encode(text)[0][:100]
+        if ids:
+            with torch.no_grad():
+                hidden = lm(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].mean(0)
+            assert float((torch.tensor(row) - hidden / hidden.norm()).norm()) < 1e-2, text
+
+
+def test_embed_refuses_what_it_cannot_read_or_write(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9\n")
+    (tmp_path / "good.txt").write_text("a\n")
+    for name, options, words in (
+        ("nothing.txt", [], "there is no file"),
+        ("empty.txt", [], "is empty"),
+        ("latin.txt", [], "is no UTF-8 text"),
+        ("good.txt", ["-o", str(tmp_path / "x.bin")], "ends in .npy"),
+        ("good.txt", ["-o", str(tmp_path / "no" / "x.npy")], "there is no folder"),
+    ):
+        assert duoka(["embed", str(tiny_model), str(tmp_path / name), *options]) == 2
+        assert words in capsys.readouterr().err

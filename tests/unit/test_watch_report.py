@@ -260,3 +260,31 @@ print(write_report(run).name, len(end_lines(run)) > 5)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["report.html", "True"], done.stderr
+
+
+def test_what_ranks_exchange_and_hold_is_said(log):
+    from duoka.watch.report import summary_to_json
+
+    log.step(1, 2.0, sent_bytes=3 * GIB)
+    log.events.write("traffic", step=2, num_micro_batches=2, kinds={
+        "all-gather": {"num_calls": 10, "buffer_bytes": 2 * GIB, "sent_bytes": GIB},
+        "reduce-scatter": {"num_calls": 5, "buffer_bytes": 4 * GIB, "sent_bytes": 2 * GIB},
+    })  # fmt: skip
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers")
+    ranks = [{f"{part}_bytes": GIB * (rank + 1) for part in parts} | {"host_bytes": 0} for rank in range(2)]
+    log.events.write("memory", step=2, ranks=ranks, imbalance="rank 1 holds 33% more than the mean: " + "word " * 20)
+    lines = end_lines(log.run)
+    text = "\n".join(lines)
+    assert "exchange    3 GiB sent per rank and step" in text and "10 all-gather 1 GiB, 5 reduce-scatter 2 GiB" in text
+    assert "holds       weights 2 GiB, gradients 2 GiB" in text and "uneven      rank 1 holds 33% more" in text
+    assert max(map(len, lines)) <= 80 or str(log.run.path) in text
+    found = summary_to_json(log.run)
+    assert found["sent_bytes_per_step"] == 3 * GIB and found["ranks"][1]["activations_bytes"] == 2 * GIB
+    assert "sent per rank and step" in write_report(log.run).read_text(encoding="utf-8")
+
+
+def test_an_empty_run_has_a_summary_too(log):
+    from duoka.watch.report import summary_to_json
+
+    found = summary_to_json(log.run)
+    assert found["step"] == 0 and found["loss"] is None and found["ranks"] == []

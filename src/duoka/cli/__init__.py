@@ -25,14 +25,22 @@ COMMANDS = {
     "init": "Write a first config, commented.",
     "train": "Train as a YAML says; the same command goes on after an end.",
     "eval": "Measure loss, perplexity and accuracy of a run or model.",
+    "embed": "Write a vector for each line of a text file.",
     "chat": "Talk to what a run has learned so far.",
     "export": "Merge adapters and write a standard model folder.",
     "plan": "Say before a run whether it fits, and how it is laid out.",
+    "comm": "Test how processes talk to each other, and how fast.",
+    "bench": "Measure this machine, so that plans stand on figures.",
     "doctor": "Check whether this machine is fit for training.",
-    "runs": "List runs with state, step, loss and age, or stop one.",
+    "chaos": "Strike a short copy of a run, and print what it survives.",
+    "runs": "List runs with state, step, loss and age; show or stop one.",
     "config": "Show a config with the origin of every value, or the schema.",
     "data": "Look at data sets as training sees them.",
     "launch": "Run your own script on N processes.",
+    "explain": "Explain a key, an error or exit code, or a topic, in English or Chinese.",
+    "llamafactory-cli": "A guide's llamafactory-cli line: train, export, chat, eval FILE.",
+    "torchrun": "A guide's torchrun line, in duoka's words.",
+    "accelerate": "A guide's accelerate launch line, in duoka's words.",
     "completion": "Print the shell's completion script.",
 }
 COMPLETE_VAR = "_DUOKA_COMPLETE"
@@ -61,7 +69,7 @@ class LazyGroup(click.Group):
             return None
         import importlib
 
-        found = importlib.import_module(f"duoka.cli.{name}").command
+        found = importlib.import_module(f"duoka.cli.{name.replace('-', '_')}").command
         return found if isinstance(found, click.Command) else None
 
     def resolve_command(
@@ -88,8 +96,14 @@ class LazyGroup(click.Group):
         return [CompletionItem(name, help=COMMANDS[name]) for name in names] or super().shell_complete(ctx, incomplete)
 
 
+def _with_dashes(name: str) -> str:
+    """Guides write --max_new_tokens and --max-new-tokens: both are meant."""
+    return name.replace("_", "-")
+
+
 @click.group(
     cls=LazyGroup,
+    context_settings={"token_normalize_func": _with_dashes},
     invoke_without_command=True,
     help="duoka trains language models on one CPU, one GPU, or many, from one YAML.\n\n"
     "Start with:   duoka init   and then   duoka train sft.yaml",
@@ -123,9 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """As `main`, for callers that go on: the exit code of one command line."""
     _print_what_can_be_printed()
+    from duoka.cli.typed import mend
+
+    words, notes = mend(sys.argv[1:] if arguments is None else arguments)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
     try:
         code = cli.main(
-            args=None if arguments is None else list(arguments),
+            args=words,
             prog_name="duoka",
             complete_var=COMPLETE_VAR,
             standalone_mode=False,

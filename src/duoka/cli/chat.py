@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from duoka.config.asked import AskedFile
+    from duoka.serve.generate import Sampling
+
 
 @click.command("chat")
-@click.argument("target", metavar="RUN|MODEL")
+@click.argument("target", metavar="RUN|MODEL|FILE")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--prompt", help="Ask this one question, print the answer, and leave.")
 @click.option("--base", is_flag=True, help="Ask the model as it was before training.")
 @click.option("--checkpoint", type=int, metavar="STEP", help="Ask the run as it was after this step.")
@@ -21,43 +28,43 @@ import click
 @click.option(
     "--top-p",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    default=0.95,
-    show_default=True,
-    help="Draw from the likeliest tokens that make up this share.",
+    help="Draw from the likeliest tokens that make up this share. Default: 0.95.",
 )
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed draws the same answers.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer. Default: 512.")
+@click.option("--seed", type=int, help="The same seed draws the same answers. Default: 0.")
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("--json", "as_json", is_flag=True, help='One {"prompt", "answer"} object a line; for --prompt and pipes.')
 def command(
     target: str,
+    overrides: tuple[str, ...],
     prompt: str | None,
     base: bool,
     checkpoint: int | None,
     temperature: float | None,
-    top_p: float,
-    max_new_tokens: int,
-    seed: int,
+    top_p: float | None,
+    max_new_tokens: int | None,
+    seed: int | None,
     system: str | None,
     as_json: bool,
 ) -> None:
     """Chat with what a run has learned so far, or with any model.
 
     RUN is a run's folder, or its name under runs/. MODEL is a folder (full model or adapter), a Hub id, or demo.
+    FILE is a config: its run, or what a LLaMA-Factory file names, whose settings hold where no flag is given.
     A pipe is answered line by line: echo "Who are you?" | duoka chat runs/identity
     """
+    from duoka.cli.target import find_target
     from duoka.serve.chat import Chat, answer_lines, answer_once, talk, write_stdout
-    from duoka.serve.generate import Sampling
-    from duoka.serve.trained import find_trained, load_chat_tokenizer, load_for_chat
+    from duoka.serve.trained import load_chat_tokenizer, load_for_chat
 
-    trained = find_trained(target, step=checkpoint, say=say)
+    trained, asked = find_target(target, overrides, "chat", checkpoint, say)
     in_terminal = prompt is None and sys.stdin.isatty()
-    if temperature is None:
-        temperature = 0.7 if in_terminal else 0.0
+    given = Given(temperature, top_p, max_new_tokens, seed)
+    system = asked.get("default_system") if asked is not None and system is None else system
     chat = Chat(
         load_for_chat(trained, base_only=base),
         load_chat_tokenizer(trained),
-        Sampling(temperature, top_p, max_new_tokens, seed),
+        choose_sampling(given, asked, temperature=0.7 if in_terminal else 0.0, max_new_tokens=512),
         system,
     )
     if prompt is not None:
@@ -68,6 +75,36 @@ def command(
         talk(chat, input, write_stdout)
     else:
         answer_lines(chat, sys.stdin, write_stdout, as_json=as_json)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the flags say about drawing; None: nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+
+
+def choose_sampling(given: Given, asked: AskedFile | None, *, temperature: float, max_new_tokens: int) -> Sampling:
+    """Flags before the file, the file before what is usual here."""
+    from duoka.errors import ConfigError
+    from duoka.serve.generate import Sampling
+
+    def pick(flag: float | None, of_file: float | None, usual: float) -> float:
+        return usual if flag is None and of_file is None else of_file if flag is None else flag  # type: ignore[return-value]
+
+    found = Sampling(
+        pick(given.temperature, asked.temperature() if asked else None, temperature),
+        pick(given.top_p, asked.number("top_p") if asked else None, 0.95),
+        int(pick(given.max_new_tokens, asked.whole("max_new_tokens") if asked else None, max_new_tokens)),
+        int(pick(given.seed, asked.number("seed") if asked else None, 0)),
+    )
+    if found.temperature < 0 or not 0 < found.top_p <= 1:
+        what = f"temperature {found.temperature:g} and top_p {found.top_p:g} draw nothing"
+        raise ConfigError(what, fix="write a temperature of at least 0, and a top_p above 0 and up to 1")
+    return found
 
 
 def say(text: str) -> None:

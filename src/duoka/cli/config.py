@@ -26,6 +26,7 @@ def command() -> None:
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes that a batch per device is meant for.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of YAML.")
 def show(file: str, overrides: tuple[str, ...], nproc: int | None, as_json: bool) -> None:
+    from duoka.config.asked import describe_task
     from duoka.config.load import config_hash, load_config, read_side_file, resolved_yaml
 
     start = _start(nproc)
@@ -34,6 +35,10 @@ def show(file: str, overrides: tuple[str, ...], nproc: int | None, as_json: bool
         click.echo(side.text, nl=False)
         for note in side.notes:
             click.echo(f"note: {note}", err=True)
+        return
+    task = describe_task(file, overrides)
+    if task is not None:
+        click.echo(task)
         return
     loaded = load_config(file, overrides, start=start)
     if not as_json:

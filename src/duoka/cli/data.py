@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from duoka.data.page import ShownSample
     from duoka.data.prepare import PreparedData
-    from duoka.data.template import Sample
     from duoka.data.tokenizer import ChatTokenizer
 
 
@@ -30,31 +30,63 @@ def command() -> None:
 def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool, html: str | None) -> None:
     """Tokenise the data of CONFIG as training would, report it, and show samples with what is learned marked."""
     from duoka.config.load import load_config
+    from duoka.data.page import build_page
     from duoka.data.prepare import prepare_data, read_tokenizer
     from duoka.data.registry import check_sets
     from duoka.model.source import check_model, model_folder
+    from duoka.runs.folder import write_text_atomic
 
     loaded = load_config(config, overrides, checks=(check_sets, check_model))
     folder = model_folder(loaded.config.model, loaded.base, _say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=_say)
     tokenizer = read_tokenizer(loaded.config, loaded.base, folder)
-    places = _places(len(prepared.train), samples)
+    shown = [_look_at(prepared, place, tokenizer) for place in _places(prepared.num_shown, samples)]
     if html is not None:
-        _write_page(Path(html), Path(config).name, prepared, places, tokenizer)
+        write_text_atomic(Path(html), build_page(prepared.report, shown, f"Data of {Path(config).name}"))
+        _say(f"wrote {html}")
     if as_json:
-        click.echo(json.dumps(_as_json(prepared, places, tokenizer), indent=2, ensure_ascii=False))
+        looked_at = [
+            {"sample": one.place, "num_tokens": one.num_tokens, "num_targets": one.num_targets,
+             "parts": [{"target": is_target, "text": text} for is_target, text in one.parts]}
+            for one in shown
+        ]  # fmt: skip
+        click.echo(
+            json.dumps({"report": prepared.report.to_json(), "samples": looked_at}, indent=2, ensure_ascii=False)
+        )
         return
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     for line in prepared.report.lines():
         console.print(line, markup=False)
-    for place in places:
-        sample = prepared.train.sample(place)
-        console.print(
-            f"\nsample {place}: {len(sample.input_ids)} tokens, {sample.num_targets} targets (marked)", markup=False
-        )
-        console.print(_shown(sample, tokenizer, colour=console.color_system is not None and not console.no_color))
+    colour = console.color_system is not None and not console.no_color
+    for one in shown:
+        console.print(f"\n{one.title()} (marked)", markup=False)
+        console.print(_coloured(one, colour=colour))
+
+
+@command.command()
+@click.argument("config", type=click.Path(dir_okay=True))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--world", default=1, show_default=True, type=click.IntRange(min=1), help="How many ranks to look at.")
+@click.option("--epoch", default=0, show_default=True, type=click.IntRange(min=0), help="Which epoch.")
+@click.option("--batches", default=1000, show_default=True, type=click.IntRange(min=1), help="Global batches to share.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def audit(config: str, overrides: tuple[str, ...], world: int, epoch: int, batches: int, as_json: bool) -> int:
+    """Who would learn what: the samples of each rank, and whether each is there exactly once."""
+    from duoka.config.load import load_config
+    from duoka.data.audit import audit_data
+    from duoka.data.prepare import prepare_data
+    from duoka.data.registry import check_sets
+    from duoka.model.source import check_model, model_folder
+
+    loaded = load_config(config, overrides, checks=(check_sets, check_model))
+    folder = model_folder(loaded.config.model, loaded.base, _say)
+    prepared = prepare_data(loaded.config, loaded.base, folder, say=_say)
+    prepared.check_world(world)
+    found = audit_data(prepared, loaded.config, world, epoch=epoch, num_batches=batches)
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
+    return 0 if found.is_exact else 1
 
 
 @command.command(name="list")
@@ -90,43 +122,30 @@ def _places(num_samples: int, wanted: int) -> list[int]:
     return sorted({round(place * (num_samples - 1) / max(1, wanted - 1)) for place in range(wanted)})
 
 
-def _parts(sample: Sample, tokenizer: ChatTokenizer) -> list[tuple[bool, str]]:
-    """The sample's text in runs of tokens that are all targets, or all not."""
+def _look_at(prepared: PreparedData, place: int, tokenizer: ChatTokenizer) -> ShownSample:
+    """A sample's text in runs of tokens that are all learned, or all not."""
+    from duoka.data.page import ShownSample
+
+    segments = prepared.shown(place)
     parts: list[tuple[bool, str]] = []
-    start, ids, marks = 0, sample.input_ids.tolist(), sample.is_target.tolist()
-    for at in range(1, len(ids) + 1):
-        if at == len(ids) or marks[at] != marks[start]:
-            parts.append((marks[start], tokenizer.decode(ids[start:at])))
-            start = at
-    return parts
+    for segment in segments:
+        ids, marks = segment.input_ids.tolist(), segment.is_target.tolist()
+        marks[:1] = [False]  # nothing stands before a first token: it is never predicted
+        start = 0
+        for at in range(1, len(ids) + 1):
+            if at == len(ids) or marks[at] != marks[start]:
+                parts.append((marks[start], tokenizer.decode(ids[start:at])))
+                start = at
+    num_tokens = sum(len(segment.input_ids) for segment in segments)
+    num_targets = sum(segment.num_targets for segment in segments)
+    return ShownSample(place, num_tokens, num_targets, parts, num_documents=len(segments))
 
 
-def _write_page(file: Path, name: str, prepared: PreparedData, places: list[int], tokenizer: ChatTokenizer) -> None:
-    from duoka.data.page import ShownSample, build_page
-    from duoka.runs.folder import write_text_atomic
-
-    shown = []
-    for place in places:
-        sample = prepared.train.sample(place)
-        shown.append(ShownSample(place, len(sample.input_ids), sample.num_targets, _parts(sample, tokenizer)))
-    write_text_atomic(file, build_page(prepared.report, shown, f"Data of {name}"))
-    _say(f"wrote {file}")
-
-
-def _shown(sample: Sample, tokenizer: ChatTokenizer, *, colour: bool) -> Text:
+def _coloured(sample: ShownSample, *, colour: bool) -> Text:
     from rich.text import Text
 
     text = Text()
-    for is_target, part in _parts(sample, tokenizer):
+    for is_target, part in sample.parts:
         # Where there is no colour, targets stand between {+ and +}, as in a word diff.
         text.append(f"{{+{part}+}}" if is_target and not colour else part, style="bold green" if is_target else "dim")
     return text
-
-
-def _as_json(prepared: PreparedData, places: list[int], tokenizer: ChatTokenizer) -> dict[str, Any]:
-    shown = []
-    for place in places:
-        sample = prepared.train.sample(place)
-        parts = [{"target": is_target, "text": text} for is_target, text in _parts(sample, tokenizer)]
-        shown.append({"sample": place, "num_tokens": len(sample.input_ids), "parts": parts})
-    return {"report": prepared.report.to_json(), "samples": shown}

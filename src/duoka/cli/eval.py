@@ -3,57 +3,144 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from duoka.config.asked import AskedFile
+    from duoka.config.schema import DataConfig
+    from duoka.serve.evaluate import EvalData
+    from duoka.serve.trained import Trained
+
 
 @click.command("eval")
-@click.argument("target", metavar="RUN|MODEL")
+@click.argument("target", metavar="RUN|MODEL|FILE")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--data", "names", multiple=True, metavar="NAME", help="Measure on this set or file; may be repeated.")
 @click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Processes; default: one, or one per GPU.")
 @click.option("--base", is_flag=True, help="Measure the model as it was before training.")
 @click.option("--checkpoint", type=int, metavar="STEP", help="Measure the run as it was after this step.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def command(
-    target: str, names: tuple[str, ...], nproc: int | None, base: bool, checkpoint: int | None, as_json: bool
+    target: str,
+    overrides: tuple[str, ...],
+    names: tuple[str, ...],
+    nproc: int | None,
+    base: bool,
+    checkpoint: int | None,
+    as_json: bool,
 ) -> int:
     """Measure a run on the data that it kept aside, or on any data.
 
     The loss is the mean over all target tokens, each sample counted once, whatever the number of processes.
+    FILE is a config: its run, or what a LLaMA-Factory file predicts. With predict_with_generate the answers are written
+    to its output_dir too.
     """
     from duoka.cli.chat import say
+    from duoka.cli.target import find_target
     from duoka.parallel.environ import read_rank_environment
     from duoka.parallel.lifeline import parent_pid
-    from duoka.serve.trained import find_trained
 
     place = read_rank_environment()
     # Notes are said once: by whoever the user started, or by rank 0 under somebody else's launcher.
     quiet = as_json or (place is not None and (place.rank > 0 or parent_pid() is not None))
     speak = _silence if quiet else say
-    trained = find_trained(target, step=checkpoint, say=speak)
+    trained, asked = find_target(target, overrides, "eval", checkpoint, speak)
+    if asked is not None and not names and asked.is_on("predict_with_generate"):
+        return _predict(trained, asked, nproc, base, as_json, speak)
+    read = _DataOf(trained, names, None if names else asked, speak)
     if place is None:
         num_processes = _count_processes(nproc)
         if num_processes > 1:
-            _read_data(trained, names, speak)  # once, before there are ranks that would wait for it
-            options = [*(f"--data={name}" for name in names), *(["--base"] if base else [])]
+            from duoka.cli.worlds import run_same_command
+
+            read()  # once, before there are ranks that would wait for it
+            options = [*overrides, *(f"--data={name}" for name in names), *(["--base"] if base else [])]
             options += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
-            return _run_world([target, *options, *(["--json"] if as_json else [])], num_processes)
+            return run_same_command(["eval", target, *options, *(["--json"] if as_json else [])], num_processes)
     from duoka.serve.evaluate import evaluate
 
-    found = evaluate(trained, _read_data(trained, names, speak), base_only=base)
+    found = evaluate(trained, read(), base_only=base)
     if found is not None:
         click.echo(json.dumps(found.to_json(), ensure_ascii=False) if as_json else "\n".join(found.lines()))
     return 0
 
 
-def _read_data(trained: Any, names: tuple[str, ...], say: Any) -> Any:
-    from duoka.serve.evaluate import read_eval_data
+def _predict(
+    trained: Trained, asked: AskedFile, nproc: int | None, base: bool, as_json: bool, speak: Callable[[str], None]
+) -> int:
+    """The loss over the file's data, its answers, and how near they come; in this process."""
+    from duoka.cli.chat import Given, choose_sampling
+    from duoka.errors import ConfigError
+    from duoka.parallel.environ import has_peers
+    from duoka.serve.evaluate import evaluate
+    from duoka.serve.predict import ANSWERS, predict, score, write_predictions
+    from duoka.serve.trained import load_chat_tokenizer, load_for_chat
 
-    return read_eval_data(trained, names, say=say)
+    if has_peers() or (nproc or 1) > 1:
+        raise ConfigError(
+            "answers are written by one process, and several are asked for",
+            fix="start one: leave --nproc out, or write predict_with_generate=false to measure the loss on several",
+        )
+    output = asked.get("output_dir")
+    if output is None:
+        raise ConfigError(f"{asked.path} does not say where answers go", fix="write:   output_dir: saves/predict")
+    data = _DataOf(trained, (), asked, speak)()
+    found = evaluate(trained, data, base_only=base)
+    draws = asked.is_on("do_sample")
+    sampling = choose_sampling(Given(temperature=None if draws else 0.0), asked, temperature=0.95, max_new_tokens=1024)
+    speak("answers are the likeliest ones" if sampling.temperature == 0 else f"drawn at {sampling.temperature:g}")
+    lm, tokenizer = load_for_chat(trained, base_only=base), load_chat_tokenizer(trained)
+    answers = predict(lm, tokenizer, data.config, trained.config_base, sampling, speak)
+    assert found is not None
+    scores = score(answers) | {"loss": found.measured.loss, "num_answers": float(len(answers))}
+    write_predictions(answers, scores, Path(output))
+    if as_json:
+        click.echo(json.dumps({**found.to_json(), **scores, "folder": output}, ensure_ascii=False))
+        return 0
+    shown = "   ".join(f"{name} {scores[name]:.1f}" for name in ("exact", "bleu-4", "rouge-1", "rouge-2", "rouge-l"))
+    click.echo("\n".join([*found.lines(), f"  {shown}  (percent)", f"  {len(answers)} answers: {output}/{ANSWERS}"]))
+    return 0
+
+
+@dataclass(frozen=True)
+class _DataOf:
+    """The data to measure on, tokenised when called."""
+
+    trained: Trained
+    names: tuple[str, ...]
+    asked: AskedFile | None
+    speak: Callable[[str], None]
+
+    @property
+    def data(self) -> DataConfig:
+        """What the file names, as a block of ours."""
+        from duoka.config.schema import DataConfig, DataSource
+        from duoka.errors import ConfigError
+
+        assert self.asked is not None
+        names = self.asked.names("eval_dataset") or self.asked.names("dataset")
+        if not names:
+            raise ConfigError(f"{self.asked.path} names no data", fix="write:   eval_dataset: NAME")
+        most = self.asked.whole("max_samples")
+        folder = str(self.asked.get("dataset_dir", "data")).rstrip("/")
+        return DataConfig(
+            train=tuple(DataSource(name=name, max_samples=most) for name in names),
+            folder=None if folder in ("data", "./data") else folder,
+            max_length=self.asked.whole("cutoff_len") or 2048,
+        )
+
+    def __call__(self) -> EvalData:
+        from duoka.serve.evaluate import read_eval_data
+
+        if self.asked is None:
+            return read_eval_data(self.trained, self.names, say=self.speak)
+        data = self.data
+        return read_eval_data(self.trained, [one.name for one in data.train], say=self.speak, asked=data)
 
 
 def _silence(text: str) -> None:
@@ -65,21 +152,3 @@ def _count_processes(asked: int | None) -> int:
     from duoka.plan.hardware import read_machine
 
     return count_processes(asked, len(read_machine().gpus))
-
-
-def _run_world(arguments: list[str], num_processes: int) -> int:
-    """The same command on every rank. Logs go to a temporary folder, which stays only when they explain a failure."""
-    from duoka.cli.train import print_verdict
-    from duoka.cluster.launch import WorldSpec, python_module
-    from duoka.cluster.supervise import run_world
-    from duoka.runs.folder import RunFolder
-
-    folder = Path(tempfile.mkdtemp(prefix="duoka-eval-"))
-    run = RunFolder(folder)
-    run.make()
-    spec = WorldSpec(python_module("duoka", "eval", *arguments), num_processes, run, resumes=False)
-    verdict = run_world(spec)
-    if verdict.exit_code == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    print_verdict(verdict)
-    return verdict.exit_code

@@ -3,39 +3,75 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+if TYPE_CHECKING:
+    from duoka.config.asked import AskedFile
+
 
 @click.command("export")
-@click.argument("target", metavar="RUN")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new folder to write to.")
+@click.argument("target", metavar="RUN|FILE")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="A new folder to write to.")
 @click.option("--checkpoint", type=int, metavar="STEP", help="Export the run as it was after this step.")
 @click.option(
     "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the weights; default: the base model's."
 )
 @click.option("--adapter", is_flag=True, help="Write the adapter alone (a PEFT folder), not merged.")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
-def command(target: str, output: Path, checkpoint: int | None, dtype: str | None, adapter: bool, as_json: bool) -> None:
+def command(
+    target: str,
+    overrides: tuple[str, ...],
+    output: Path | None,
+    checkpoint: int | None,
+    dtype: str | None,
+    adapter: bool,
+    as_json: bool,
+) -> None:
     """Merge a run's adapter into its base model and write one plain transformers folder.
 
     The folder is read back and its answers on real text are compared with those of base + adapter; the largest
     difference of logits is printed. Nothing is ever overwritten.
+    FILE is a config: its run, or what a LLaMA-Factory file merges, into its export_dir.
     """
     from duoka.cli.chat import say
+    from duoka.cli.target import find_target
+    from duoka.errors import ConfigError
     from duoka.model.export import check_target
-    from duoka.serve.trained import find_trained
 
+    if output is not None:
+        check_target(output)
+    trained, asked = find_target(target, overrides, "export", checkpoint, say)
+    shard_gb = None
+    if asked is not None:
+        output = output or (Path(asked.get("export_dir")) if asked.get("export_dir") else None)
+        dtype, shard_gb = dtype or _dtype_of(asked), asked.whole("export_size")
+    if output is None:
+        raise ConfigError("where shall the model go?", fix=f"write:   duoka export {target} -o NEW_FOLDER")
     check_target(output)
-    trained = find_trained(target, step=checkpoint, say=say)
-    facts, lines = _export_adapter(trained, output, dtype) if adapter else _export_full(trained, output, dtype)
+    if adapter:
+        facts, lines = _export_adapter(trained, output, dtype)
+    else:
+        facts, lines = _export_full(trained, output, dtype, shard_gb)
     if as_json:
         import json
 
         click.echo(json.dumps(facts, ensure_ascii=False))
     else:
         click.echo("\n".join(lines))
+
+
+def _dtype_of(asked: AskedFile) -> str | None:
+    """What infer_dtype means here; auto is the base's own."""
+    from duoka.errors import ConfigError
+
+    names = {"auto": None, "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    word = str(asked.get("infer_dtype", "auto"))
+    if word not in names:
+        raise ConfigError(f"infer_dtype {word} is not known here", fix=f"known: {', '.join(names)}")
+    return names[word]
 
 
 def _sources(trained: Any) -> tuple[Any, Any]:
@@ -47,7 +83,9 @@ def _sources(trained: Any) -> tuple[Any, Any]:
     return tokenizer, Sources(trained.base, trained.tokenizer_folder, trained.trust_remote_code, other)
 
 
-def _export_full(trained: Any, output: Path, dtype: str | None) -> tuple[dict[str, Any], list[str]]:
+def _export_full(
+    trained: Any, output: Path, dtype: str | None, shard_gb: int | None
+) -> tuple[dict[str, Any], list[str]]:
     import torch
 
     from duoka.model.export import export_model
@@ -57,7 +95,7 @@ def _export_full(trained: Any, output: Path, dtype: str | None) -> tuple[dict[st
 
     tokenizer, sources = _sources(trained)
     lm = load_trained(trained, dtype=torch.float32)
-    done = export_model(lm, tokenizer, sources, output, sources.dtype(dtype), end_of_turn(tokenizer))
+    done = export_model(lm, tokenizer, sources, output, sources.dtype(dtype), end_of_turn(tokenizer), shard_gb=shard_gb)
     kind = str(done.dtype).removeprefix("torch.")
     what, other = ("merged", "base + adapter") if trained.is_adapted else ("written", "the run's")
     lines = [

@@ -20,6 +20,7 @@ import click
 @click.option("--restarts", type=click.IntRange(0), default=0, help="Start again up to N times after a crash.")
 @click.option("--output", help="Folder for logs and status; default: runs/SCRIPT-DATE-TIME.")
 @click.option("--grace", type=float, default=60.0, show_default=True, help="Seconds from a request to stop to an end.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 def command(
@@ -28,6 +29,7 @@ def command(
     restarts: int,
     output: str | None,
     grace: float,
+    module: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
@@ -40,16 +42,19 @@ def command(
     from duoka.runs.folder import RunFolder
 
     path = Path(script)
-    if not path.is_file():
+    if not module and not path.is_file():
         raise ConfigError(f"there is no script {script}", fix="write for example: duoka launch --nproc 2 train.py")
     num_processes = count_processes(nproc, len(read_machine().gpus))
     if port is not None:
         check_port(port)
-    run = RunFolder(Path(output or f"runs/{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    run = RunFolder(
+        Path(output or f"runs/{script.rpartition('.')[2] if module else path.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    )
     if run.exists():
         raise ConfigError(f"{run.path} holds a training run", fix="write another --output for the script's logs")
+    program = ("-m", script) if module else (script,)
     spec = WorldSpec(
-        (sys.executable, script, *arguments), num_processes, run, port=port or 0, resumes=False, stop_grace_s=grace
+        (sys.executable, *program, *arguments), num_processes, run, port=port or 0, resumes=False, stop_grace_s=grace
     )
     with hold_run(run):
         verdict = run_with_restarts(spec, restarts, lambda text: click.echo(text, err=True))

@@ -1,52 +1,199 @@
-"""`duoka plan`: what a config needs and how it would run here, before anything starts. Exit code 4: does not fit."""
+"""`duoka plan`: what a config needs and how it would run, here or elsewhere. Exit code 4: does not fit."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from duoka.config.schema import ModelConfig, RunConfig
     from duoka.errors import Fault
+    from duoka.parallel.dryrun import DryRun
+    from duoka.plan.catalogue import Cluster
+    from duoka.plan.hardware import Machine
+    from duoka.plan.layout import Layout
+    from duoka.plan.report import Plan
     from duoka.plan.shape import ModelShape
 
 # Enough for a good guess at the number of steps, little enough to read in a fraction of a second.
 _READ_BYTES = 16 * 2**20
+# What --params and --depth are asked about, where nothing else is said.
+_QUESTION = "model: demo\ndata: {train: [identity], max_length: 2048}\ntrain: {global_batch: 512k tokens}\n"
+_DEPTH_VOCABULARY = 65536
 
 
-@click.command("plan", help="Print parameters, memory per rank and the batch arithmetic of CONFIG. Starts nothing.")
-@click.argument("config", type=click.Path(dir_okay=True))
+@click.command("plan", help="Say whether CONFIG fits, how fast it will be, what limits it and what it costs.")
+@click.argument("config", type=click.Path(dir_okay=True), required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--on", "on", metavar="MACHINES", help='Other machines than this one, such as "2x8xH100-80G".')
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes to plan for; default: one per GPU, or 1.")
+@click.option("--layout", "layout_name", metavar="LAYOUT", help="Ask about one, such as fsdp16, hsdp2x8, or tp4.pp12.")
+@click.option("--params", metavar="COUNT", help="Without CONFIG: a model of so many parameters, such as 7e9 or 7B.")
+@click.option("--depth", type=click.IntRange(min=1), help="Without CONFIG: a model of so many layers, from nothing.")
+@click.option("--price", type=click.FloatRange(min=0), help="Of one device and hour, to print what the run costs.")
+@click.option("--html", type=click.Path(dir_okay=False), help="Write the plan as a page, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(config: str, overrides: tuple[str, ...], nproc: int | None, as_json: bool) -> int:
-    from duoka.config.load import Start, load_config
+@click.option(
+    "--dry-run", is_flag=True, help="Check the arithmetic: two steps of the real code, on fake tensors (torch)."
+)
+@click.option("--validate", is_flag=True, help="Run the planner over published runs and print how far off it is.")
+def command(
+    config: str | None,
+    overrides: tuple[str, ...],
+    nproc: int | None,
+    as_json: bool,
+    on: str | None = None,
+    layout_name: str | None = None,
+    params: str | None = None,
+    depth: int | None = None,
+    price: float | None = None,
+    html: str | None = None,
+    dry_run: bool = False,
+    validate: bool = False,
+) -> int:
     from duoka.errors import DoesNotFit
-    from duoka.plan.choose import check_machine
-    from duoka.plan.hardware import read_machine
-    from duoka.plan.report import make_plan
 
+    if validate:
+        return _print_validation(as_json)
+    place = _find_place(on, nproc)
+    subject = _find_subject(config, overrides, params, depth, place)
+    plan = _make_plan(subject, place, layout_name, price)
+    if html is not None:
+        from duoka.runs.folder import write_text_atomic
+        from duoka.watch.plan_page import plan_page
+
+        write_text_atomic(Path(html), plan_page(plan))
+    checked = _dry_run(subject, plan) if dry_run else None
+    if as_json:
+        answer = plan.to_json() | ({"dry_run": checked.to_json()} if checked else {})
+        click.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+    else:
+        from duoka.plan.picture import plan_lines
+
+        click.echo("\n".join([*plan_lines(plan), *(_dry_run_lines(plan, checked) if checked else [])]))
+    return DoesNotFit.exit_code if plan.verdict == "does not fit" else 0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where to plan for: one node as a machine, how many ranks in all and per node, and all of it with speeds."""
+
+    machine: Machine
+    cluster: Cluster
+    world_size: int
+    local_size: int
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What to plan: a config, its model's shape and config.json, and how many samples its data seems to have."""
+
+    config: RunConfig
+    shape: ModelShape
+    num_samples: int | None
+    facts: dict[str, Any]
+
+
+def _print_validation(as_json: bool) -> int:
+    from duoka.plan.validate import validate
+
+    found = validate()
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
+    for text in found.broken:
+        click.echo(f"a promise does not hold: {text}", err=True)
+    return 1 if found.broken else 0
+
+
+def _find_place(on: str | None, nproc: int | None) -> _Place:
+    from duoka.plan.catalogue import local_cluster, parse_cluster
+    from duoka.plan.hardware import read_machine
+
+    if on is not None:
+        if nproc is not None:
+            raise click.UsageError('--on says how many devices there are: leave --nproc out, or write --on "4xH100"')
+        cluster = parse_cluster(on)
+        return _Place(cluster.machine(), cluster, cluster.num_devices, cluster.per_node)
     machine = read_machine()
     world_size = nproc or max(1, len(machine.gpus))
+    return _Place(machine, local_cluster(machine, world_size, world_size), world_size, world_size)
+
+
+def _find_subject(
+    path: str | None, overrides: tuple[str, ...], params: str | None, depth: int | None, place: _Place
+) -> _Subject:
+    if path is None or params is not None or depth is not None:
+        return _made_up_subject(path, overrides, params, depth)
+    from duoka.config.load import Start, load_config
+    from duoka.plan.choose import check_machine
+    from duoka.plan.shape import shape_from_config
 
     def check_here(config: RunConfig, base: Path) -> list[Fault]:
-        return check_machine(config, machine, world_size)
+        return check_machine(config, place.machine, place.world_size, place.local_size)
 
-    start = Start(world_size, bool(machine.gpus))
-    loaded = load_config(config, overrides, checks=(_check_shape, check_here), start=start)
+    start = Start(place.world_size, bool(place.machine.gpus))
+    loaded = load_config(path, overrides, checks=(_check_shape, check_here), start=start)
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
-    shape = _read_shape(loaded.config.model, loaded.base)
-    num_samples = _count_samples(loaded.config, loaded.base)
-    plan = make_plan(loaded.config, shape, machine, world_size, num_samples=num_samples, is_data_measured=False)
-    if as_json:
-        click.echo(json.dumps(plan.to_json(), indent=2, ensure_ascii=False))
-    else:
-        click.echo("\n".join(plan.lines()))
-    return DoesNotFit.exit_code if plan.verdict == "does not fit" else 0
+    facts = _read_facts(loaded.config.model, loaded.base)
+    return _Subject(loaded.config, shape_from_config(facts), _count_samples(loaded.config, loaded.base), facts)
+
+
+def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str | None, depth: int | None) -> _Subject:
+    """A first question, before there is a model: sizes from --params or --depth, the rest from overrides."""
+    import tempfile
+
+    from duoka.config.load import load_config
+    from duoka.plan.shape import ASSUMED, facts_from_depth, facts_from_parameters, shape_from_config
+    from duoka.units import parse_amount
+
+    if (params is None) == (depth is None):
+        raise click.UsageError("name a CONFIG, or one of --params and --depth")
+    if path is not None:
+        overrides = (path, *overrides)
+    try:
+        count = None if params is None else parse_amount(_plain_number(params)).count
+    except ValueError as error:
+        raise click.UsageError(f"--params: {error}; write for example --params 7e9 or --params 7B") from None
+    with tempfile.TemporaryDirectory() as folder:
+        made_up = Path(folder) / "question.yaml"
+        made_up.write_text(_QUESTION, encoding="utf-8")
+        config = load_config(str(made_up), overrides).config
+    facts = facts_from_parameters(count) if count is not None else facts_from_depth(depth or 1, _DEPTH_VOCABULARY)
+    shape = shape_from_config(facts)
+    return _Subject(config, replace(shape, exact=False, model_type=ASSUMED) if count else shape, None, facts)
+
+
+def _plain_number(text: str) -> str:
+    try:
+        return str(int(float(text)))
+    except (ValueError, OverflowError):
+        return text
+
+
+def _make_plan(subject: _Subject, place: _Place, layout_name: str | None, price: float | None) -> Plan:
+    from duoka.plan.report import make_plan
+
+    layout = None if layout_name is None else _find_layout(layout_name, place.world_size)
+    return make_plan(
+        subject.config, subject.shape, place.machine, place.world_size, num_samples=subject.num_samples,
+        is_data_measured=False, local_size=place.local_size, cluster=place.cluster, layout=layout, price=price,
+        is_ranked=True,
+    )  # fmt: skip
+
+
+def _find_layout(name: str, world_size: int) -> Layout:
+    """The layout that was asked for; of `tp4.pp12` alone, the data ranks are what is left."""
+    from duoka.errors import ConfigError
+    from duoka.plan.layout import complete_layout
+
+    try:
+        return complete_layout(name, world_size)
+    except ValueError as error:
+        raise ConfigError(f"--layout: {error}") from None
 
 
 def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
@@ -59,7 +206,7 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
         source = find_model(config.model, base)
         if source.hub_id is not None:
             return []
-        shape = _read_shape(config.model, base)
+        shape = read_model_shape(config.model, base)
     except ConfigError as error:
         what = f"{error.what} ({error.where})" if error.where and error.where not in error.what else error.what
         return [Fault(what, key="model.name", fix=error.fix or "")]
@@ -71,17 +218,55 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
     return []
 
 
-def _read_shape(model: ModelConfig, base: Path) -> ModelShape:
+def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
+    from duoka.plan.shape import shape_from_config
+
+    return shape_from_config(_read_facts(model, base), where=model.name)
+
+
+def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
     from duoka.model.source import fetch_config, find_model
-    from duoka.plan.shape import demo_shape, read_shape
+    from duoka.plan.shape import DEMO_FACTS, read_facts
 
     source = find_model(model, base)
     if source.is_demo:
-        return demo_shape()
+        return dict(DEMO_FACTS)
     if source.folder is not None:
-        return read_shape(source.folder)
+        return read_facts(source.folder)
     assert source.hub_id is not None
-    return read_shape(fetch_config(source.hub_id, model.revision))
+    return read_facts(fetch_config(source.hub_id, model.revision))
+
+
+def _dry_run(subject: _Subject, plan: Plan) -> DryRun:
+    from duoka.errors import ConfigError
+    from duoka.parallel.dryrun import dry_run
+
+    try:
+        return dry_run(subject.config, subject.facts, plan.layout, plan.memory.tokens)
+    except ValueError as error:
+        raise ConfigError(f"--dry-run: {error}") from None
+
+
+def _dry_run_lines(plan: Plan, found: DryRun) -> list[str]:
+    """What the real code would allocate, beside the arithmetic, without what no code of ours allocates."""
+    from duoka.units import format_bytes, format_seconds
+
+    parts = plan.memory.parts
+    arithmetic = plan.memory.peak_bytes - parts.get("framework", 0) - parts.get("checkpoint copy", 0)
+    off = arithmetic / found.peak_bytes - 1
+    layers = " and ".join(map(str, found.probed))
+    out = [
+        "",
+        f"dry run  {format_bytes(found.peak_bytes)} at the peak of two steps of the real code on fake tensors "
+        f"({format_seconds(found.seconds)};",
+        f"         {layers} of {found.num_layers} layers run); by arithmetic {format_bytes(arithmetic)} ({off:+.1%})",
+    ]
+    out += [f"           {name:<16}{format_bytes(size):>10}" for name, size in found.phases.items()]
+    out += [
+        f"           {kind:<16}{format_bytes(one.sent_bytes):>10} sent in {one.num_calls:,} calls per micro-batch"
+        for kind, one in found.traffic.items()
+    ]
+    return out + ([f"         {found.note}"] if found.note else [])
 
 
 def _count_samples(config: RunConfig, base: Path) -> int | None:
@@ -90,8 +275,10 @@ def _count_samples(config: RunConfig, base: Path) -> int | None:
     from duoka.data.registry import find_sets
     from duoka.errors import Fault, Faults
 
+    if config.stage == "pretrain":
+        return None  # rows, whose number the tokenizer decides
     try:
-        sets = [found for found in find_sets(config.data, base) if found.split == "train"]
+        sets = [found for found in find_sets(config, base) if found.split == "train"]
     except Faults:
         return None  # the data may lie on another machine; the plan needs only their number
     files = [path for found in sets for path in found.files]

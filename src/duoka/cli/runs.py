@@ -1,4 +1,4 @@
-"""`duoka runs`: which runs are here and how they stand; `duoka runs stop NAME` ends one of them."""
+"""`duoka runs`: which runs are here and how they stand; `duoka runs show NAME` is a report, `stop NAME` ends one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from duoka.cluster.listing import RunRow
 
-HELP = "List runs with state, step, loss and age, or stop one."
+HELP = "List runs with state, step, loss and age; show or stop one."
 
 
 class RunsGroup(click.Group):
@@ -24,7 +24,7 @@ class RunsGroup(click.Group):
         return super().parse_args(ctx, args)
 
 
-@click.group("runs", cls=RunsGroup, help=HELP, subcommand_metavar="[FOLDER] | stop NAME")
+@click.group("runs", cls=RunsGroup, help=HELP, subcommand_metavar="[FOLDER] | show NAME | stop NAME")
 def command() -> None:
     pass
 
@@ -66,6 +66,21 @@ def table(rows: list[RunRow]) -> list[str]:
         return "  ".join([*texts, line[7]]).rstrip()
 
     return [lay_out(line) for line in cells]
+
+
+@command.command("show", help="The closing report of the run NAME (a name in runs/, or a folder), at any time.")
+@click.argument("name")
+@click.option("--folder", default="runs", show_default=True, help="Where runs are looked for by name.")
+@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON: losses, times, bytes per rank.")
+def report(name: str, folder: str, as_json: bool) -> None:
+    from duoka.cluster.listing import find_run
+    from duoka.watch.report import end_lines, summary_to_json
+
+    run = find_run(name, Path(folder))
+    if as_json:
+        click.echo(json.dumps(summary_to_json(run), indent=2, ensure_ascii=False))
+    else:
+        click.echo("\n".join(end_lines(run)))
 
 
 @command.command(help="Ask the run NAME (a name in runs/, or a folder) to save and leave; end it if it does not.")

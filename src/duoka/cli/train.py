@@ -6,6 +6,7 @@ and a rank that torchrun or Slurm started (rank 0 prepares, the others wait, the
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import traceback
@@ -19,6 +20,7 @@ import click
 
 if TYPE_CHECKING:
     from duoka.cluster.blame import Verdict
+    from duoka.cluster.launch import Elastic
     from duoka.config.load import Loaded
     from duoka.parallel.environ import RankEnvironment
     from duoka.plan.hardware import Machine
@@ -37,11 +39,17 @@ _RANK_0_SPEAKS_S = 3.0
 @click.option("--restarts", type=click.IntRange(0), default=0, help="Start again up to N times after a crash or hang.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
 def command(
-    config: str, overrides: tuple[str, ...], nproc: int | None, port: int | None, restarts: int, dry_run: bool
+    config: str,
+    overrides: tuple[str, ...],
+    nproc: int | None,
+    port: int | None,
+    restarts: int,
+    dry_run: bool,
 ) -> int:
     """Train as CONFIG says, with values of it replaced: optim.lr=1e-4 data.max_length=1024.
 
     The output folder of a run that was stopped, or that crashed, is gone on with by the same command.
+    On several machines type it on each, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in front.
     """
     from duoka.errors import ConfigError
     from duoka.parallel.environ import read_rank_environment
@@ -67,25 +75,67 @@ def start_here(
     config: str, overrides: tuple[str, ...], nproc: int | None, port: int | None, restarts: int = 0, *, dry_run: bool
 ) -> int:
     from duoka.cluster.claim import check_claim, find_run_folder, hold_run
-    from duoka.cluster.launch import check_port, count_processes
+    from duoka.cluster.launch import check_port, count_processes, python_module
+    from duoka.cluster.nodes import read_node_start, run_node
     from duoka.plan.hardware import read_machine
 
-    machine = read_machine()
-    num_processes = count_processes(nproc, len(machine.gpus))
-    loaded = load_checked(config, overrides, machine, num_processes, local_size=num_processes)
-    if port is not None:
-        check_port(port)
+    start = read_node_start(nproc=nproc, port=port, restarts=restarts)
+    for note in start.notes:
+        click.echo(f"note: {note}", err=True)
+    machine, several = read_machine(), start.num_nodes > 1
+    num_processes = count_processes(start.num_processes, len(machine.gpus))
+    num_ranks = start.num_nodes * num_processes
+    # Rank 0 says what there is to say about a config that several nodes read.
+    loaded = load_checked(config, overrides, machine, num_ranks, local_size=num_processes, say=not several)
+    if several and not dry_run:
+        return run_node(start, num_processes, python_module("duoka", "train", config, *overrides), _Say())
+    if loaded.task == "prepare":
+        return _prepare_only(loaded)
+    if start.master_port:
+        check_port(start.master_port)
     run = find_run_folder(loaded)
     kind = check_claim(loaded, run)
     if dry_run:
-        return _print_dry_run(config, overrides, run, kind, num_processes)
+        return _print_dry_run(config, overrides, run, kind, num_ranks)
     if kind == "finished":
         click.echo(f"{run.path} is finished; its result is in {run.final}")
         return finish(run)
     with hold_run(run):
         kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
         prepare_run(loaded, run, machine, num_processes)
-        return _supervise(run, num_processes, port or 0, restarts)
+        return _supervise(loaded, run, num_processes, start.master_port, start.restarts)
+
+
+def _prepare_only(loaded: Loaded) -> int:
+    """A file of LLaMA-Factory with tokenized_path and without do_train: tokens are made, nothing is trained."""
+    from duoka.data.prepare import prepare_data
+    from duoka.model.source import model_folder
+
+    folder = model_folder(loaded.config.model, loaded.base, _Say())
+    prepared = prepare_data(loaded.config, loaded.base, folder, say=_Say())
+    click.echo("\n".join(prepared.report.lines()))
+    click.echo(f"tokens are ready, and nothing was trained; to train:   duoka train {loaded.path} do_train=true")
+    return 0
+
+
+def start_node(config: str, overrides: tuple[str, ...], nproc: int | None, elastic: Elastic) -> int:
+    """This machine's part of an elastic world. Its ranks find out who is rank 0, and that one prepares the run."""
+    from duoka.cluster.claim import find_run_folder
+    from duoka.cluster.launch import WorldSpec, count_processes, python_module
+    from duoka.cluster.supervise import run_world
+    from duoka.plan.hardware import read_machine
+
+    machine = read_machine()
+    num_processes = count_processes(nproc, len(machine.gpus))
+    # Checked for the largest world; ranks check again for the one that they are in.
+    world_size = num_processes * elastic.max_nodes
+    run = find_run_folder(load_checked(config, overrides, machine, world_size, local_size=num_processes))
+    run.make()
+    command = python_module("duoka", "train", config, *overrides)
+    # Each rank watches itself: beats of other machines' ranks say nothing about processes here.
+    verdict = run_world(WorldSpec(command, num_processes, run, elastic=elastic, hang_after_s=math.inf))
+    print_verdict(verdict)
+    return verdict.exit_code
 
 
 def load_checked(
@@ -125,6 +175,7 @@ def prepare_run(
     from duoka.data.prepare import prepare_data
     from duoka.data.report import write_data_report
     from duoka.model.source import model_folder
+    from duoka.plan.catalogue import local_cluster
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
     from duoka.runs.folder import write_json_atomic, write_text_atomic
@@ -132,10 +183,11 @@ def prepare_run(
     say: Callable[[str], None] = _Say()
     folder = model_folder(loaded.config.model, loaded.base, say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
-    store = prepared.train
+    prepared.check_world(world_size)
+    local = local_size or world_size
     plan = make_plan(
-        loaded.config, read_shape(folder), machine, world_size, num_samples=len(store),
-        mean_length=float(store.lengths.mean()), local_size=local_size or world_size,
+        loaded.config, read_shape(folder), machine, world_size, num_samples=prepared.num_samples,
+        mean_length=prepared.mean_length, local_size=local, cluster=local_cluster(machine, world_size, local),
     )  # fmt: skip
     _refuse_what_does_not_fit(plan)
     if loaded.path.resolve() != run.config.resolve():
@@ -151,12 +203,13 @@ def _refuse_what_does_not_fit(plan: Plan) -> None:
         raise refusal
 
 
-def _supervise(run: RunFolder, num_processes: int, port: int, restarts: int) -> int:
+def _supervise(loaded: Loaded, run: RunFolder, num_processes: int, port: int, restarts: int) -> int:
     from duoka.cluster.launch import WorldSpec, python_module
     from duoka.cluster.restart import run_with_restarts
 
     command = python_module("duoka", "train", str(run.config.resolve()))
-    verdict = run_with_restarts(WorldSpec(command, num_processes, run, port=port), restarts, _Say())
+    spec = WorldSpec(command, num_processes, run, port=port, hang_after_s=loaded.config.faults.patience_s)
+    verdict = run_with_restarts(spec, restarts, _Say())
     print_verdict(verdict)
     return finish(run) if verdict.exit_code == 0 else verdict.exit_code
 
@@ -197,9 +250,9 @@ def _is_supervised() -> bool:
     """True for a rank whose parent is duoka's supervisor or agent, not for what such a rank starts."""
     import os
 
-    from duoka.parallel.lifeline import parent_pid
+    from duoka.parallel.lifeline import JOINS, parent_pid
 
-    return parent_pid() == os.getppid()
+    return parent_pid() == os.getppid() and JOINS not in os.environ
 
 
 def work_for_supervisor(config: str, rank: int) -> int:
@@ -244,8 +297,10 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
 def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: bool) -> int:
     """Train as one rank. A failure is written down for whoever supervises, and ends this process at once."""
     from duoka.cluster.blame import last_step
+    from duoka.errors import WorkerFailed
     from duoka.parallel.lifeline import die_with_parent, parent_pid
     from duoka.runs.failure import write_failure
+    from duoka.runs.heart import stacks_path
 
     started, parent = time.time(), parent_pid()
     if supervised and parent is not None and sys.platform != "linux":
@@ -253,10 +308,17 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
     # Libraries warn their own developers; a user can do nothing about it, N times.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
+
+    def end_hanging(what: str) -> None:
+        error = WorkerFailed(what, where=f"stacks: {stacks_path(run, rank)}")
+        write_failure(run, rank, error, last_step(run, started))
+        click.echo("\n".join(error.lines()), err=True)
+        _leave(error.exit_code)
+
     try:
         from duoka.train.main import run_worker
 
-        return run_worker(load(), run)
+        return run_worker(load(), run, None if supervised else end_hanging)
     except Exception as error:
         from duoka.cli import find_known_fault
 

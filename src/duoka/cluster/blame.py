@@ -12,6 +12,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from duoka.cluster.hang import Hang
 from duoka.cluster.launch import WorldSpec
 from duoka.errors import StoppedEarly, WorkerFailed
 from duoka.parallel.exits import RankExit, WorldReport
@@ -28,6 +29,7 @@ SECOND_HAND = (
     "connectfullmesh", "remote process exited", "failed to recv", "failed to send", "nccl remote error",
     "connection was closed", "recvvalue failed", "sendbytes failed", "unhandled system error",
 )  # fmt: skip
+SMALLER = "SmallerMicroBatch"  # the kind of failure after which a start uses a smaller micro-batch
 _HINTS = {
     "SIGKILL": "nothing in duoka kills a healthy rank: the kernel does when memory is short (see dmesg), or a person",
     "SIGSEGV": "a crash in compiled code: logs may show where, and PYTHONFAULTHANDLER=1 shows the Python line",
@@ -46,15 +48,27 @@ class Verdict:
     details: tuple[str, ...] = ()
     stopped: bool = False  # on request, or saved and left: no failure
     step: int = 0  # of a failure: the last optimizer step that was recorded
+    again: bool = False  # the world left only to begin again with less at once
 
 
 def judge_world(
-    spec: WorldSpec, report: WorldReport, *, stopped_by: str, left_at_once: bool, killed_late: bool
+    spec: WorldSpec,
+    report: WorldReport,
+    *,
+    stopped_by: str,
+    left_at_once: bool,
+    killed_late: bool,
+    hang: Hang | None = None,
 ) -> Verdict:
     failures = {one.rank: one for one in read_failures(spec.run)}
     bad = [one for one in report.exits if one.code != 0]
     if left_at_once:
         return Verdict(130, ("left at once, as asked; nothing more was saved",), (), True)
+    if hang is not None:
+        lines = (f"{WorkerFailed.title}: {hang.lines[0]}", *hang.lines[1:])
+        return Verdict(
+            WorkerFailed.exit_code, lines, (*_where(spec, hang.rank), *_goes_on(spec, hang.step)), step=hang.step
+        )
     if killed_late:
         late = [one for one in bad if one.code == -signal.SIGKILL]
         text = f"{_ranks(late)} did not stop within {spec.stop_grace_s:g} s of {stopped_by}"
@@ -109,9 +123,14 @@ def _judge_failure(spec: WorldSpec, bad: list[RankExit], failures: dict[int, Fai
         lines += [f"  {_HINTS[name]}"] if failure is None and name in _HINTS else []
     if others:
         lines.append(f"  {others} other rank{'s were' if others > 1 else ' was'} stopped because of it")
-    goes_on = spec.resumes and code == WorkerFailed.exit_code and step > 0 and spec.run.checkpoints.is_dir()
-    hint = ("  the same command goes on from the newest checkpoint",) if goes_on else ()
-    return Verdict(code, tuple(lines), (*traceback, *_where(spec, cause.rank), *hint), step=step)
+    hint = _goes_on(spec, step) if code == WorkerFailed.exit_code else ()
+    again = failure is not None and failure.kind == SMALLER
+    return Verdict(code, tuple(lines), (*traceback, *_where(spec, cause.rank), *hint), step=step, again=again)
+
+
+def _goes_on(spec: WorldSpec, step: int) -> tuple[str, ...]:
+    goes_on = spec.resumes and step > 0 and spec.run.checkpoints.is_dir()
+    return ("  the same command goes on from the newest checkpoint",) if goes_on else ()
 
 
 def find_cause(run: RunFolder, bad: list[RankExit], failures: dict[int, Failure]) -> RankExit:

@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from duoka.config.load import Loaded, load_config, result_differences
+from duoka.config.changes import LENGTH_KEYS, allowed_changes, how_to_allow, refused_changes
+from duoka.config.load import Loaded, load_config
+from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DuokaError, StorageError
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
+from duoka.runs.manifest import CONFIG, find_requested, list_checkpoints
 from duoka.runs.status import is_alive, read_status
 
 ClaimKind = Literal["new", "resumed", "finished"]
@@ -39,8 +42,10 @@ def check_claim(loaded: Loaded, run: RunFolder) -> ClaimKind:
     if run.path.exists() and not run.path.is_dir():
         raise StorageError(f"output is {run.path}, which is a file", fix="set output: to a folder")
     if not run.path.is_dir():
+        _check_resume(loaded, run)
         return "new"
     check_nobody_works(run)
+    _check_resume(loaded, run)
     if not run.exists():
         strangers = sorted(entry.name for entry in run.path.iterdir() if entry.name not in _OUR_NAMES)
         if strangers:
@@ -51,14 +56,34 @@ def check_claim(loaded: Loaded, run: RunFolder) -> ClaimKind:
         return "new"
     if not _has_results(run):
         return "new"
-    _check_same_settings(loaded, run)
+    old = _check_same_settings(loaded, run)
     if loaded.config.checkpoint.resume == "never":
         raise ConfigError(
             f"{run.path} holds a run already, and checkpoint.resume is never",
             fix="write resume: auto to go on with it, or another output: for a new run",
         )
     status = read_status(run)
-    return "finished" if status is not None and status.state == "done" and run.final.is_dir() else "resumed"
+    if status is None or status.state != "done" or not run.final.is_dir():
+        return "resumed"
+    return "resumed" if _goes_on(old, loaded.config) else "finished"
+
+
+def _goes_on(old: RunConfig, new: RunConfig) -> bool:
+    """Whether a run that ended has something to do again: more epochs, or another place to begin from."""
+    is_longer = any(one.key in LENGTH_KEYS for one in allowed_changes(old, new))
+    return is_longer or new.checkpoint.resume not in ("auto", "never", old.checkpoint.resume)
+
+
+def _check_resume(loaded: Loaded, run: RunFolder) -> None:
+    """A named checkpoint that is not there, before anything is prepared."""
+    resume = loaded.config.checkpoint.resume
+    if resume in ("auto", "never") or find_requested(resume, run, loaded.base) is not None:
+        return
+    names = ", ".join(folder.name for folder in list_checkpoints(run.checkpoints))
+    raise ConfigError(
+        f"checkpoint.resume is {resume}, and there is no such checkpoint, folder or run",
+        fix=f"{run.checkpoints} has: {names or 'none'}",
+    )
 
 
 def check_nobody_works(run: RunFolder) -> None:
@@ -78,22 +103,30 @@ def _has_results(run: RunFolder) -> bool:
     return checkpoints or run.final.is_dir() or bool(read_steps(run))
 
 
-def _check_same_settings(loaded: Loaded, run: RunFolder) -> None:
+def _check_same_settings(loaded: Loaded, run: RunFolder) -> RunConfig:
     try:
-        old = load_config(run.config)
+        old = load_config(_settings_of(run))
     except DuokaError as error:
         raise ConfigError(
             f"{run.path} holds a run whose config.yaml this duoka cannot read",
             where="\n".join(error.lines()),
             fix="write another output: for a new run",
         ) from None
-    differences = result_differences(old.config, loaded.config)
+    differences = refused_changes(old.config, loaded.config)
     if differences:
         raise ConfigError(
             f"{run.path} holds a run with other settings, and one run never mixes two",
             where="\n".join(f"{one.key}: {one.old} there, {one.new} now" for one in differences),
-            fix=f"go on with the old values, or start anew:   output={run.path}-2",
+            fix=f"go on with the old values, start anew:   output={run.path}-2\n"
+            f"or change this run's course from its newest checkpoint on:   {how_to_allow(differences)}",
         )
+    return old.config
+
+
+def _settings_of(run: RunFolder) -> Path:
+    """What the newest checkpoint was written under; run.config may tell of a start that was refused after all."""
+    newest = next(iter(list_checkpoints(run.checkpoints)), None)
+    return newest / CONFIG if newest is not None and (newest / CONFIG).is_file() else run.config
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from duoka.runs.events import EventWriter, global_log
 from duoka.runs.status import update_status
 from duoka.units import format_seconds
 
+MOST_HALVES = 12  # of a micro-batch: from 16k tokens to 4
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 
 
@@ -31,7 +32,7 @@ def run_with_restarts(spec: WorldSpec, most: int, say: Callable[[str], None]) ->
     wait_s, before = FIRST_WAIT_S, ("", -1)
     with listen_to_signals(request):
         for count in range(most + 1):
-            verdict = run_once(spec, request)
+            verdict = _run_until_it_fits(spec, request, say)
             if verdict.exit_code != WorkerFailed.exit_code or request.stop_by:
                 return verdict
             now = (_kind(verdict), verdict.step)
@@ -49,8 +50,20 @@ def run_with_restarts(spec: WorldSpec, most: int, say: Callable[[str], None]) ->
                 text = f"stopped by {request.stop_by} between two worlds; the same command goes on"
                 return _stopped(spec, text, request)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-            spec = replace(spec, started=time.time(), token=uuid.uuid4().hex, num_restarts=count + 1)
+            spec = replace(spec, started=time.time(), token=uuid.uuid4().hex, num_restarts=spec.num_restarts + 1)
     raise AssertionError("every way through the loop returns")
+
+
+def _run_until_it_fits(spec: WorldSpec, request: Request, say: Callable[[str], None]) -> Verdict:
+    """A world whose memory was short begins again with half at once, as often as there is a half: not a failure."""
+    for left in reversed(range(MOST_HALVES)):
+        verdict = run_once(spec, request)
+        if not verdict.again or request.stop_by or not left:
+            break
+        say("\n".join(verdict.lines))
+        _note(spec, verdict.lines[0], verdict.step)
+        spec = replace(spec, started=time.time(), token=uuid.uuid4().hex, num_restarts=spec.num_restarts + 1)
+    return verdict
 
 
 def _kind(verdict: Verdict) -> str:

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 from duoka.cluster.blame import Verdict, judge_world
+from duoka.cluster.hang import Hang, HangWatch
 from duoka.cluster.launch import TOKEN, WorldSpec, build_child_command, build_environment
 from duoka.cluster.passthrough import Channel, PlainCopy, open_channels
 from duoka.cluster.probe import count_usable_cores
@@ -54,9 +55,10 @@ def run_world(spec: WorldSpec) -> Verdict:
 
 def run_once(spec: WorldSpec, request: Request) -> Verdict:
     """`run_world` for a caller that listens to signals itself, as restarts do between two worlds."""
-    clear_failures(spec.run)
-    clear_beats(spec.run)
-    _note_status(spec, "starting", world_size=spec.num_processes, exit_code=None, cause="", **leader_identity())
+    if spec.elastic is None:  # else rank 0 does it, once it is known where that is
+        clear_failures(spec.run)
+        clear_beats(spec.run)
+        _note_status(spec, "starting", world_size=spec.num_processes, exit_code=None, cause="", **leader_identity())
     _adopt_orphans()
     world = _World(spec, request)
     try:
@@ -65,10 +67,12 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
         world.end_everything()
     report = world.report()
     verdict = judge_world(
-        spec, report, stopped_by=request.stop_by, left_at_once=request.leave_now, killed_late=world.killed_late
-    )
-    clear_beats(spec.run)
-    _write_end(spec, verdict)
+        spec, report, stopped_by=request.stop_by, left_at_once=request.leave_now, killed_late=world.killed_late,
+        hang=world.hang,
+    )  # fmt: skip
+    if spec.elastic is None:
+        clear_beats(spec.run)
+        _write_end(spec, verdict)
     return verdict
 
 
@@ -79,6 +83,8 @@ class _World:
         self.spec = spec
         self.request = request
         self.killed_late = False
+        self.hang: Hang | None = None
+        self._watch = HangWatch(spec.run, spec.hang_after_s)
         self._code: int | None = None
         self._seen_alive = time.time()
         self._channels = open_channels(_descriptor(sys.stdout, 1), _descriptor(sys.stderr, 2))
@@ -114,6 +120,7 @@ class _World:
             ):
                 break
             self._answer_signals()
+            self._look_for_hang()
         selector.close()
 
     def _pump(self, selector: selectors.BaseSelector, wait_s: float) -> bool:
@@ -159,9 +166,18 @@ class _World:
         elif self.killed_late and time.monotonic() - request.at > self.spec.stop_grace_s + _AGENT_END_S:
             self._kill_all()
 
+    def _look_for_hang(self) -> None:
+        if self._code is not None or self.request.stop_by or self.hang:
+            return
+        hang = self._watch.look()
+        if hang is not None:
+            where = self._watch.write_stacks()
+            self.hang = replace(hang, lines=(*hang.lines, f"  {where}"))
+            self._kill_all()
+
     def _kill_ranks(self) -> None:
         """Only the ranks, so that the agent lives to tell who they were."""
-        alone = self.spec.num_processes == 1
+        alone = not self.spec.has_agent
         for process in find_world(self.spec.token):
             if alone or process.pid != self.child.pid:
                 _kill(process)
@@ -184,10 +200,10 @@ class _World:
 
     def report(self) -> WorldReport:
         code = self._code if self._code is not None else 1
-        if self.spec.num_processes == 1:
+        if not self.spec.has_agent:
             by_us = self.request.forwarded or self.request.leave_now
             return WorldReport((RankExit(0, self.child.pid, code, self._seen_alive, by_us),))
-        written = read_report(self.spec.run.logs / "world.json")
+        written = read_report(self.spec.report_path)
         if written is not None:
             return written
         ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

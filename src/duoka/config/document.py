@@ -37,6 +37,8 @@ _STARTER: dict[str, str] = {
     "checkpoint.every": "50",
     "checkpoint.keep": "2",
     "checkpoint.resume": "auto",
+    "faults.hang_after": "auto",
+    "faults.nonfinite": "stop",
     "log.every": "10",
     "log.to": "[tensorboard]",
 }

@@ -39,6 +39,7 @@ class Layers:
     start: Start = field(default_factory=Start)
     overrides: list[Tree] = field(default_factory=list)  # of the command line; a dialect's own words are taken out
     dialect: Dialect | None = None  # of the top file, when it is another tool's
+    task: str = "train"  # what that tool would do with it
     notes: list[str] = field(default_factory=list)
 
 
@@ -61,7 +62,7 @@ def read_layers(path: Path, layers: Layers) -> None:
 
 
 def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: Place | None) -> Tree | None:
-    text = _read_text(path, layers.faults, asked_at)
+    text = read_text(path, layers.faults, asked_at)
     if text is None:
         return None
     name = shown_path(path)
@@ -71,6 +72,10 @@ def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: P
         text = without_comments(text)
     tree = parse_yaml(text, name, layers.faults, equal_twice=twice)
     is_broken = len(layers.faults) > num_faults
+    wide = _full_width(text, name) if is_broken or tree is None or not isinstance(tree.value, dict) else []
+    if wide:
+        layers.faults[num_faults:] = wide
+        return None
     if not is_broken and (tree is None or tree.value is None):
         layers.faults.append(
             Fault("the file is empty", file=name, fix="write one with comments:   duoka init new.yaml")
@@ -94,6 +99,23 @@ def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: P
     return tree if below is None else merge(below, tree)
 
 
+_WIDE = re.compile(r"^\s*(?:- )?[A-Za-z_][\w.-]*\s*(：)|[\[{][^#\"']*?([：，])")
+
+
+def _full_width(text: str, name: str) -> list[Fault]:
+    """Where a Chinese keyboard's colon or comma stands for YAML's: of a file that is no YAML otherwise."""
+    faults = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        found = _WIDE.search(line)
+        if found:
+            wide = found.group(1) or found.group(2)
+            meant = {"：": ": ", "，": ", "}
+            better = "".join(meant.get(letter, letter) for letter in line.strip())
+            what = f"{wide} is full-width, and means nothing to YAML"
+            faults.append(Fault(what, file=name, line=number, source=line, fix=f"write:   {better}"))
+    return faults
+
+
 def _in_our_words(tree: Tree, path: Path, layers: Layers, twice: list[Fault], *, is_top: bool) -> Tree:
     """A file of another tool as ours, with a notice for what it says otherwise; our own files as they are."""
     dialect = recognise(tree)
@@ -108,7 +130,8 @@ def _in_our_words(tree: Tree, path: Path, layers: Layers, twice: list[Fault], *,
         f"{name} is read as {dialect.title}; in duoka's own words:   duoka config convert {name} -o ours.yaml"
     )
     layers.notes += [f"{name}:{fault.line} {fault.what}: both say the same" for fault in twice]
-    done = translate(dialect, expand_env(tree, layers), layers.start, dialects(), path.parent, _read_pointed)
+    done = translate(dialect, expand_env(tree, layers), layers.start, dialects(), path.parent, read_pointed)
+    layers.task = done.task if is_top else layers.task
     layers.notes += done.notes
     layers.faults += done.faults
     layers.broken |= {tuple(fault.key.split(".")) for fault in done.faults if fault.key}
@@ -126,7 +149,7 @@ def _protected(tree: Tree) -> Tree:
     return tree
 
 
-def _read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
+def read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
     """The file that a key of another tool points to: from the current folder, then from the config's."""
     places = (Path(path).expanduser(), folder / path)
     found = next((place for place in places if place.is_file()), None)
@@ -134,7 +157,7 @@ def _read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault])
         what, fix = f"there is no file {path}", _yaml_files(places[0].parent, places[0].name)
         faults.append(asked_at.fault(what, fix=fix if places[0].parent.is_dir() else "write the path of the file"))
         return None
-    text = _read_text(found, faults, asked_at)
+    text = read_text(found, faults, asked_at)
     tree = None if text is None else parse_yaml(without_comments(text), shown_path(found), faults)
     if tree is not None and not isinstance(tree.value, dict):
         faults.append(asked_at.fault(f"{path} holds no object of keys", fix="give a DeepSpeed JSON file"))
@@ -166,7 +189,7 @@ def _text_of(key: str, tree: Tree, layers: Layers) -> str | None:
     return None
 
 
-def _read_text(path: Path, faults: list[Fault], asked_at: Place | None) -> str | None:
+def read_text(path: Path, faults: list[Fault], asked_at: Place | None) -> str | None:
     """The text of a config file; BOM and CRLF are fine."""
     name = shown_path(path)
 

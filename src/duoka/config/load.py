@@ -55,6 +55,7 @@ class Loaded:
     origins: dict[str, str]  # dotted key -> "sft.yaml:12", "default", "command line"
     notes: tuple[str, ...] = ()
     base: Path = Path(".")  # relative paths of the config: from the current folder, then from here
+    task: str = "train"  # prepare: another tool's file that asks for tokens only
     secrets: dict[str, str] = field(default_factory=dict)  # dotted key -> its text with ${env:NAME} not filled in
 
 
@@ -70,13 +71,14 @@ def load_config(
     layers.overrides = read_overrides(overrides, layers)
     read_layers(path, layers)
     _refuse_side_files(layers, path)
+    _refuse_other_tasks(layers, path)
     was_read = layers.tree is not None
     tree = layers.tree if layers.tree is not None else Tree({}, Place(shown_path(path), 0, ""))
     for override in layers.overrides:
         tree = merge(tree, override)
     # A merged tree stands where the top layer stood; what is missing is missing in the file.
     tree = replace(tree, place=Place(shown_path(path), 0, ""))
-    tree = expand_env(take_known_keys(tree, layers.faults), layers)
+    tree = expand_env(take_known_keys(tree, layers.faults, layers.broken), layers)
     if not was_read:
         raise Faults(_finish(layers, path))
     config, bad = build_config(tree, layers.broken, layers.faults)
@@ -95,6 +97,7 @@ def load_config(
         origins=_origins(config, tree),
         notes=tuple(notes),
         base=base,
+        task=layers.task,
         secrets=dict(_secret_texts(tree, "")),
     )
 
@@ -106,6 +109,23 @@ def _refuse_side_files(layers: Layers, path: Path) -> None:
     what = f"{shown_path(path)} is a {layers.dialect.title} file: it names no model and no data"
     fix = f"see what it says:   duoka config show {shown_path(path)}"
     raise Faults([Fault(what, file=shown_path(path), fix=fix), *layers.faults])
+
+
+_COMMANDS = {
+    "predict": ("predicts", "duoka eval"),
+    "export": ("merges or exports a model", "duoka export"),
+    "chat": ("names a model to talk to, and no data", "duoka chat"),
+}
+
+
+def _refuse_other_tasks(layers: Layers, path: Path) -> None:
+    if layers.task in _COMMANDS:
+        what, command = _COMMANDS[layers.task]
+        name = shown_path(path)
+        fix = f"write:   {command} {name}" + (
+            "   (to train, name data: dataset: NAME)" if layers.task == "chat" else ""
+        )
+        raise Faults([Fault(f"{name} does not train: it {what}", file=name, fix=fix)])
 
 
 @dataclass(frozen=True)

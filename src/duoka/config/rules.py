@@ -7,35 +7,22 @@ by the rooms that know those.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from duoka.config.schema import DataSource, RunConfig
+from duoka.config.rule import Rule, names_of
+from duoka.config.rules_text import TEXT_RULES
+from duoka.config.schema import RunConfig
+from duoka.config.write import leaves
 from duoka.units import parse_amount, parse_seconds
+
+__all__ = ["RULES", "Rule", "check_rules"]
 
 DAY_S = 86_400.0
 _NO_FOLDERS = ("", "no", "off", "none", "false", "yes", "on", "true", "latest", "last", "always")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One contradiction. `is_broken` looks; `message` and `fix` may name values, as in {c.optim.lr}."""
-
-    id: str
-    keys: tuple[str, ...]  # the fault is shown at the first of them that the user wrote
-    is_broken: Callable[[RunConfig], bool]
-    message: str
-    fix: str
-    is_note: bool = False  # said, not refused
-
-
 def check_rules(config: RunConfig, skipped_keys: set[str] | frozenset[str] = frozenset()) -> list[Rule]:
     """Every rule that the config breaks, leaving out those about keys that were refused already."""
     return [rule for rule in RULES if not skipped_keys.intersection(rule.keys) and rule.is_broken(config)]
-
-
-def _names(sources: object) -> list[str]:
-    return [source.name for source in sources if isinstance(source, DataSource)] if isinstance(sources, tuple) else []
 
 
 def _max_length_is_more_than_the_batch(c: RunConfig) -> bool:
@@ -76,6 +63,13 @@ def _strategy_is(c: RunConfig, *names: str) -> bool:
 
 
 _DDP_DEFAULTS = {"find_unused_parameters": False, "bucket_view": True, "static_graph": False, "bucket_mb": 25.0}
+
+
+def ddp_settings(c: RunConfig) -> list[str]:
+    """Keys that were set and that only ddp knows: with `strategy: auto` they are a wish for ddp."""
+    found = [f"parallel.{name}" for name, value in _DDP_DEFAULTS.items() if getattr(c.parallel, name) != value]
+    return found + (["parallel.compress"] if c.parallel.compress in ("fp16", "powersgd") else [])
+
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -140,21 +134,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "train-set-twice",
         ("data.train",),
-        lambda c: len(set(_names(c.data.train))) < len(c.data.train),
+        lambda c: len(set(names_of(c.data.train))) < len(c.data.train),
         "data.train names a data set twice: its samples would be learned twice in every epoch",
         "name it once; train.epochs says how often all is seen, a weight how much a set counts",
     ),
     Rule(
         "eval-set-twice",
         ("data.eval",),
-        lambda c: len(set(_names(c.data.eval))) < len(_names(c.data.eval)),
+        lambda c: len(set(names_of(c.data.eval))) < len(names_of(c.data.eval)),
         "data.eval names a data set twice: its samples would be measured twice",
         "name it once",
     ),
     Rule(
         "eval-on-train",
         ("data.eval", "data.train"),
-        lambda c: bool(set(_names(c.data.train)) & set(_names(c.data.eval))),
+        lambda c: bool(set(names_of(c.data.train)) & set(names_of(c.data.eval))),
         "data.eval names a data set that data.train learns: its loss would say nothing about new data",
         "write:   eval: 0.1   to hold a tenth of train back, or name another set",
     ),
@@ -164,6 +158,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: isinstance(c.data.eval, tuple) and any(source.weight is not None for source in c.data.eval),
         "data.eval gives a weight: an evaluation counts every sample once",
         "delete the weight",
+    ),
+    Rule(
+        "fixed-rows-are-packed",
+        ("data.fixed_rows", "data.packing", "parallel.strategy"),
+        lambda c: c.data.fixed_rows and (not c.data.packing or c.parallel.strategy == "dp"),
+        "data.fixed_rows packs samples into rows, but data.packing is {c.data.packing} and parallel.strategy is "
+        "{c.parallel.strategy}",
+        "delete fixed_rows, or write:   packing: true   (and not strategy: dp, which pads)",
     ),
     Rule(
         "lora-without-targets",
@@ -305,6 +307,20 @@ RULES: tuple[Rule, ...] = (
         "write:   resume: auto   to go on from the newest checkpoint, or   resume: never",
     ),
     Rule(
+        "keep-best-of-nothing",
+        ("checkpoint.keep_best", "data.eval"),
+        lambda c: c.checkpoint.keep_best and not c.data.eval,
+        "checkpoint.keep_best is on, but data.eval is 0: nothing says which checkpoint is the best",
+        "write:   eval: 0.1   under data:, or delete keep_best",
+    ),
+    Rule(
+        "allowed-change-of-no-key",
+        ("checkpoint.allow_changes",),
+        lambda c: bool(set(c.checkpoint.allow_changes) - set(leaves(c)) - set(type(c).model_fields)),
+        "checkpoint.allow_changes names what is no key: {c.checkpoint.allow_changes}",
+        "write keys with their block, such as   allow_changes: [optim.lr]",
+    ),
+    Rule(
         "output-is-a-shared-folder",
         ("output",),
         _bad_output,
@@ -319,4 +335,5 @@ RULES: tuple[Rule, ...] = (
         'write for example:   timeout: "10min"',
         is_note=True,
     ),
+    *TEXT_RULES,
 )

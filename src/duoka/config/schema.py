@@ -6,10 +6,11 @@ Read top-down: `RunConfig` is the file, each section below is a block of it. `lo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model, model_validator
 
 from duoka.units import parse_amount, parse_every, parse_seconds
 
@@ -31,6 +32,11 @@ def _number(value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def _step_as_text(value: Any) -> Any:
+    """`resume: 120` names a step."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _checked_by(parse: Any, *, words: tuple[str, ...] = ()) -> BeforeValidator:
@@ -83,6 +89,16 @@ Seconds = Annotated[
 ]
 
 
+Patience = Annotated[
+    float | str,
+    _checked_by(parse_seconds, words=("auto", "never")),
+    Means('auto, never, a time such as "5min", or a number of seconds'),
+    WithJsonSchema(
+        {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "examples": ["auto", "5min"]}]}
+    ),
+]
+
+
 class Section(BaseModel):
     """A block of the YAML: unknown keys are refused, values never change after loading."""
 
@@ -114,15 +130,28 @@ class DataConfig(Section):
 
     train: tuple[DataSource, ...] = Field(min_length=1, description="Data sets to learn from.")
     eval: Share | tuple[DataSource, ...] = Field(
-        0.0, description="A share of train, split off with the seed (0: none), or data sets of its own."
+        0.0,
+        description="A share of train, split off with the seed (0: none), or data sets of its own; last_file: the "
+        "last file of a stream.",
     )
     folder: str | None = Field(None, description="Folder with dataset_info.json; by default ./data, then the YAML's.")
-    max_length: Annotated[Whole, Field(ge=8)] = Field(1024, description="Longest conversation in tokens.")
+    max_length: Annotated[Whole, Field(ge=8)] = Field(
+        1024, description="Longest conversation in tokens; with stage pretrain, the length of every row."
+    )
     on_long: Literal["truncate", "split", "drop", "error"] = Field(
         "truncate", description="What to do with longer ones; split loses nothing."
     )
     on_bad: Literal["error", "skip"] = Field("error", description="Refuse, or skip and count, records that are wrong.")
     packing: bool = Field(True, description="Lay samples out without padding. Changes speed, never results.")
+    fixed_rows: bool = Field(
+        False, description="Pack samples into rows of exactly max_length, so that shapes never change."
+    )
+    stream: bool = Field(
+        False, description="Read Parquet text while it is learned, instead of tokenising it before (stage pretrain)."
+    )
+    streams: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="Parts of a stream that are read side by side; default: what divides a batch's rows, to 64."
+    )
     targets: Literal["assistant", "last", "all"] = Field(
         "assistant", description="Learn every assistant turn, only the last one, or all tokens."
     )
@@ -135,6 +164,9 @@ class LoraConfig(Section):
     rank: Annotated[Whole, Field(ge=1)] = Field(8, description="Rank r: each adapted matrix trains r x (in + out).")
     alpha: Annotated[Number, Field(gt=0.0)] = Field(16.0, description="Scale: the update is weighted alpha / rank.")
     dropout: Share = Field(0.05, description="Dropout before the adapter.")
+    b_lr_ratio: Annotated[Number, Field(gt=0.0)] = Field(
+        1.0, description="LoRA+: how many times faster the second matrix (B) learns than the first."
+    )
     targets: Literal["all"] | tuple[str, ...] = Field(
         "all", description="all: every linear layer but the head; or module names such as [q_proj, v_proj]."
     )
@@ -189,6 +221,9 @@ class TrainConfig(Section):
         "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
     )
     label_smoothing: Share = Field(0.0, description="Share of each target that all tokens get alike, in training.")
+    rehearse: bool | Literal["auto"] = Field(
+        "auto", description="Try the largest micro-batch before the first step; auto: on GPUs. Changes no result."
+    )
     compile: bool = Field(False, description="torch.compile each layer: slower to start, faster after it on GPUs.")
     seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")
     eval_every: Often = Field("1 epoch", description="How often the evaluation data is measured.")
@@ -210,7 +245,9 @@ class ParallelConfig(Section):
         "none", description="What lies in host memory: the optimizer's state, or with it weights and gradients too."
     )
     compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
-        "none", description="How gradients travel; all but none lose a little, and so change results."
+        "none",
+        description="How gradients travel; all but none lose a little, and so change results. What powersgd still "
+        "owes (its error) is not saved: a resumed run begins it anew.",
     )
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
     timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")
@@ -223,12 +260,63 @@ class ParallelConfig(Section):
     )
 
 
-class CheckpointConfig(Section):
+# A class body cannot say `async`, which is Python's word; people's YAML should.
+_WithAsync = create_model(
+    "_WithAsync",
+    __base__=Section,
+    **{
+        "async": (
+            bool,
+            Field(True, description="Training waits for a copy in host memory only; false: for the disk, without it."),
+        )
+    },  # type: ignore[call-overload]
+)
+
+
+class CheckpointConfig(_WithAsync):
     """What is saved on the way, and where a run goes on."""
 
     every: Often = Field(50, description='How often to save: steps, "10min" or "1 epoch". The end is always saved.')
-    keep: Annotated[Whole, Field(ge=1)] = Field(2, description="How many checkpoints stay.")
-    resume: str = Field("auto", description="auto: go on from the newest valid one; never; or a checkpoint's folder.")
+    keep: Annotated[Whole, Field(ge=1)] = Field(2, description="How many of the newest checkpoints stay.")
+    keep_every: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="Beside the newest, those of every so many steps stay for good."
+    )
+    keep_best: bool = Field(
+        False, description="The step with the lowest evaluation loss is saved, and stays until a better one."
+    )
+    resume: Annotated[str, BeforeValidator(_step_as_text)] = Field(
+        "auto", description="auto: go on from the newest valid one; never; or a checkpoint's folder or step, or a run."
+    )
+    allow_changes: tuple[str, ...] = Field(
+        (), description="Keys that may differ from the run's own when it goes on, though results change with them."
+    )
+    on_error: Literal["stop", "wait", "skip"] = Field(
+        "stop", description="When a checkpoint cannot be written: end the run, wait until it can, or train on without."
+    )
+
+    @property
+    def is_async(self) -> bool:
+        return bool(getattr(self, "async"))
+
+
+class FaultsConfig(Section):
+    """What to do when something goes wrong on the way (docs/faults.md)."""
+
+    hang_after: Patience = Field(
+        "auto", description="Silence of all ranks that ends a run as hanging; auto: 5min, or 10 times the slowest step."
+    )
+    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="NaN or Inf in loss or gradients: stop, leave the batch out, or go back to the newest checkpoint, "
+        "try again, and leave it out if it happens again. The weights are never touched.",
+    )
+
+    @property
+    def patience_s(self) -> float | None:
+        """`hang_after` in seconds; None: auto."""
+        if self.hang_after == "auto":
+            return None
+        return math.inf if self.hang_after == "never" else parse_seconds(self.hang_after)
 
 
 class LogConfig(Section):
@@ -242,7 +330,10 @@ class RunConfig(Section):
     """One run, from one YAML file."""
 
     model: ModelConfig
-    stage: Literal["sft"] = Field("sft", description="What the job optimises.")
+    stage: Literal["sft", "pretrain"] = Field(
+        "sft",
+        description="What the job learns: sft: the answers of conversations; pretrain: every token of plain text.",
+    )
     data: DataConfig
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters; left out: full fine-tuning.")
     train_only: TrainOnlyConfig | None = Field(None, description="Train some layers only; left out: all weights.")
@@ -250,6 +341,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()
     output: str = Field("", description="The run folder; left out: runs/ and the YAML's name.")
 

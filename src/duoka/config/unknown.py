@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from duoka.config.catalog import Key, known_keys
 from duoka.config.foreign import FOREIGN_SECTIONS, Foreign, foreign_names
-from duoka.config.layers import COMMAND_LINE, is_secret
+from duoka.config.layers import COMMAND_LINE, KeyPath, is_secret
 from duoka.config.schema import RunConfig, Section
 from duoka.config.yaml_lines import Tree
 from duoka.config.yaml_text import EnvText, yaml_text
@@ -20,26 +20,43 @@ from duoka.registry import nearest
 _SHORT = 4  # letters; shorter foreign names are like too many words to be guessed from a misspelling
 
 
-def take_known_keys(tree: Tree, faults: list[Fault]) -> Tree:
-    """The tree without its unknown keys; each of them is a fault with the advice that fits."""
-    return _known_part(tree, RunConfig, "", "", faults)
+@dataclass
+class _Found:
+    faults: list[Fault]
+    meant: set[str]  # dotted names of keys that misspelt words stand for
 
 
-def _known_part(tree: Tree, section: type[Section], name: str, shown: str, faults: list[Fault]) -> Tree:
+def take_known_keys(tree: Tree, faults: list[Fault], broken: set[KeyPath]) -> Tree:
+    """The tree without its unknown keys; each of them is a fault with the advice that fits.
+
+    A required key that is there under a wrong name becomes `broken`: it is not missing as well.
+    """
+    found = _Found(faults, set())
+    kept = _known_part(tree, RunConfig, "", "", found)
+    for key in known_keys().values():
+        if key.is_required and any(f"{name}.".startswith(f"{key.name}.") for name in found.meant):
+            path = tuple(key.name.split("."))
+            if kept.at(path) is None:
+                broken.add(path)
+    return kept
+
+
+def _known_part(tree: Tree, section: type[Section], name: str, shown: str, found: _Found) -> Tree:
     """`name` is the block's dotted name in the schema, `shown` the one that the user wrote."""
     kept: dict[str, Tree] = {}
     for word, value in tree.value.items():
         key = known_keys().get(f"{name}{word}") if word in section.model_fields else None
         if key is None:
-            faults.append(_unknown(word, value, name, shown))
-            _check_renamed_block(word, value, name, shown, faults)
+            found.faults.append(_unknown(word, value, name, shown))
+            found.meant |= _meant(word, value, name)
+            _check_renamed_block(word, value, name, shown, found)
             continue
         kept[word] = value
         if key.section is not None and isinstance(value.value, dict):
-            kept[word] = _known_part(value, key.section, f"{key.name}.", f"{shown}{word}.", faults)
+            kept[word] = _known_part(value, key.section, f"{key.name}.", f"{shown}{word}.", found)
         elif key.items is not None and isinstance(value.value, list):
             items = [
-                _known_part(item, key.items, f"{key.name}.", f"{shown}{word}[{index}].", faults)
+                _known_part(item, key.items, f"{key.name}.", f"{shown}{word}[{index}].", found)
                 if isinstance(item.value, dict)
                 else item
                 for index, item in enumerate(value.value)
@@ -48,14 +65,25 @@ def _known_part(tree: Tree, section: type[Section], name: str, shown: str, fault
     return replace(tree, value=kept)
 
 
-def _check_renamed_block(word: str, value: Tree, name: str, shown: str, faults: list[Fault]) -> None:
+def _meant(word: str, value: Tree, name: str) -> set[str]:
+    """The keys that an unknown word most likely stands for."""
+    low = word.lower().replace("-", "_")
+    if isinstance(value.value, dict) and not name and (section := _section_meant(word)):
+        return {section}
+    if low in foreign_names():
+        return set(foreign_names()[low].keys)
+    guess = nearest(low, [_last(key.name) for key in known_keys().values() if _parent(key.name) == name])
+    return {f"{name}{guess}"} if guess else set()
+
+
+def _check_renamed_block(word: str, value: Tree, name: str, shown: str, found: _Found) -> None:
     """Report the unknown keys inside a misnamed block too, or they would be the next fault after it is renamed."""
     if name or not isinstance(value.value, dict):
         return
     section = _section_meant(word)
     key = known_keys().get(section) if section else None
     if key is not None and key.section is not None:
-        _known_part(value, key.section, f"{key.name}.", f"{shown}{word}.", faults)
+        _known_part(value, key.section, f"{key.name}.", f"{shown}{word}.", found)
 
 
 def _section_meant(word: str) -> str | None:

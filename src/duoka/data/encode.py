@@ -1,17 +1,18 @@
 """Examples of every kind to token ids: what one record becomes in the store, and what was lost on the way.
 
-Conversations go through template.py; tokenise.py calls `encode_example` and `fit_length` for each record.
+Conversations go through template.py; tokenise.py calls `encode_examples` and `fit_length`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from duoka.data.example import AnyExample, Example, Labelled, Message, Preference, Text
-from duoka.data.template import Sample, Targets, encode, render_prompt
-from duoka.data.tokenizer import ChatTokenizer
+from duoka.data.example import AnyExample, BadRecord, Example, Labelled, Message, Preference, Prompt, Text
+from duoka.data.template import Sample, Span, Targets, mark_targets, mark_tokens, render_prompt
+from duoka.data.tokenizer import ChatTokenizer, Tokens
 
 REPLACEMENT = "\ufffd"
 
@@ -41,37 +42,79 @@ class Encoded:
 
 def encode_example(example: AnyExample, tokenizer: ChatTokenizer, *, targets: Targets) -> Encoded:
     """Token ids and targets. Raises BadRecord when the chat template cannot express it."""
-    mark = 0
+    (found,) = encode_examples([example], tokenizer, targets=targets)
+    if isinstance(found, BadRecord):
+        raise found
+    return found
+
+
+def encode_examples(
+    examples: Sequence[AnyExample], tokenizer: ChatTokenizer, *, targets: Targets
+) -> list[Encoded | BadRecord]:
+    """Many at once, since tokenizers are faster so; a BadRecord stands where the chat template cannot express one."""
+    marked: list[list[_Marked] | BadRecord] = []
+    for example in examples:
+        try:
+            marked.append(_mark(example, tokenizer, targets))
+        except BadRecord as error:
+            marked.append(error)
+    texts = [one.text for parts in marked if not isinstance(parts, BadRecord) for one in parts]
+    tokens = iter(tokenizer.encode_many(texts))
+    out: list[Encoded | BadRecord] = []
+    for example, parts in zip(examples, marked, strict=True):
+        if isinstance(parts, BadRecord):
+            out.append(parts)
+        else:
+            samples = tuple(_sample(part, next(tokens), tokenizer) for part in parts)
+            out.append(_finish(example, samples, tokenizer))
+    return out
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A text, and the characters of it that are to be learned; None: it is a document, all of it with its frame."""
+
+    text: str
+    spans: list[Span] | None
+
+
+def _mark(example: AnyExample, tokenizer: ChatTokenizer, targets: Targets) -> list[_Marked]:
     if isinstance(example, Text):
-        parts: tuple[Sample, ...] = (_encode_text(example.text, tokenizer),)
-    elif isinstance(example, Preference):
-        both = (_answered(example, answer, tokenizer) for answer in (example.chosen, example.rejected))
-        parts = tuple(both)
+        return [_Marked(example.text, None)]
+    if isinstance(example, Prompt):
+        return [_Marked(render_prompt(example.messages, example.tools, tokenizer), [])]
+    if isinstance(example, Example):
+        return [_Marked(*mark_targets(example, tokenizer, targets=targets))]
+    answers = (example.chosen, example.rejected) if isinstance(example, Preference) else ()
+    talks = [_talk((*example.messages, answer), example) for answer in answers] or [_talk(example.messages, example)]
+    return [_Marked(*mark_targets(talk, tokenizer, targets="last")) for talk in talks]
+
+
+def _sample(marked: _Marked, tokens: Tokens, tokenizer: ChatTokenizer) -> Sample:
+    if marked.spans is None:
+        ids = np.asarray(frame_text(tokens.ids.tolist(), tokenizer), np.int32)
+        return Sample(ids, np.ones(len(ids), bool))
+    return mark_tokens(marked.text, marked.spans, tokens, tokenizer)
+
+
+def _finish(example: AnyExample, parts: tuple[Sample, ...], tokenizer: ChatTokenizer) -> Encoded:
+    mark = 0
+    if isinstance(example, Preference):
         mark = len(parts[0].input_ids)
     elif isinstance(example, Labelled):
-        parts, mark = (encode(_talk(example.messages, example), tokenizer, targets="last"),), int(example.is_good)
-    elif isinstance(example, Example):
-        parts = (encode(example, tokenizer, targets=targets),)
-    else:
-        ids, _ = tokenizer.encode(render_prompt(example.messages, example.tools, tokenizer))
-        parts = (Sample(np.asarray(ids, np.int32), np.zeros(len(ids), bool)),)
+        mark = int(example.is_good)
     texts = _texts_of(example)
     num_unknown = _count_unknown(parts, texts, tokenizer)
     return Encoded(parts, mark, num_unknown, any(REPLACEMENT in text for text in texts))
 
 
-def _encode_text(text: str, tokenizer: ChatTokenizer) -> Sample:
+def frame_text(ids: list[int], tokenizer: ChatTokenizer) -> list[int]:
     """A document between the tokens that begin and end one, where the tokenizer has them."""
-    ids, _ = tokenizer.encode(text)
     if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         ids = [tokenizer.bos_id, *ids]
     if tokenizer.eos_id is not None and tokenizer.eos_id != tokenizer.bos_id:
         ids = [*ids, tokenizer.eos_id]
-    return Sample(np.asarray(ids, np.int32), np.ones(len(ids), bool))
-
-
-def _answered(example: Preference, answer: Message, tokenizer: ChatTokenizer) -> Sample:
-    return encode(_talk((*example.messages, answer), example), tokenizer, targets="last")
+    return ids
 
 
 def _talk(messages: tuple[Message, ...], example: Preference | Labelled) -> Example:

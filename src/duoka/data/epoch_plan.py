@@ -15,6 +15,7 @@ import numpy as np
 
 from duoka.units import Amount
 
+ORDER_VERSION = 2  # raise it when the same data, seed and batch would give another order: old checkpoints are refused
 # A sample of so many tokens spends as much on attention's square as on everything that grows with its length.
 # About 6 x hidden size: 3.5k for a 135M model, 24k for a 7B one. It only balances ranks, so one number serves.
 SQUARE_EQUALS_LINEAR_AT = 8192
@@ -54,6 +55,18 @@ class EpochPlan:
     def num_steps(self, num_epochs: float) -> int:
         """Optimizer steps in so many epochs; a part of an epoch counts its batches, rounded to the nearest."""
         return max(1, round(self.num_batches() * num_epochs))
+
+    def num_samples_between(self, first: int, last: int) -> int:
+        """Samples of the steps from `first` to before `last`, counted from the run's first as 0."""
+        per_epoch, count = self.num_batches(), 0
+        for epoch in range(first // per_epoch, -(-last // per_epoch)):
+            start, end = max(first - epoch * per_epoch, 0), min(last - epoch * per_epoch, per_epoch)
+            if (start, end) == (0, per_epoch):
+                count += self.num_samples
+            else:
+                self._plan(epoch)
+                count += int(self._starts[end] - self._starts[start])
+        return count
 
     def batch(self, epoch: int, index: int) -> np.ndarray:
         """The ids of the samples in one global batch."""
@@ -166,20 +179,34 @@ def share_rows(
 ) -> list[list[MicroPlan]]:
     """Lay one global batch out in rows of up to `max_length` tokens, whole samples only: [rank][micro-batch].
 
-    For fixed shapes (compile, pipelines). Rows cost about the same, so ranks get equally many, give or take one.
+    For fixed shapes (compile, pipelines). What differs between rows is attention's square: the dearest row goes to the
+    rank that has least to do, as long as none gets more micro-batches than it must.
     """
     own_lengths = np.asarray(lengths)[sample_ids]
     if len(own_lengths) and int(own_lengths.max()) > max_length:
         raise ValueError(f"a sample of {int(own_lengths.max())} tokens, and max_length is {max_length}")
     longest_first = np.lexsort((sample_ids, -own_lengths.astype(np.int64)))
     pairs = [(int(sample_ids[place]), int(own_lengths[place])) for place in longest_first]
-    rows = [tuple(sample for sample, _ in row) for row in _fill_bins(pairs, max_length)]
-    shares = [rows[rank::num_ranks] for rank in range(num_ranks)]
+    rows = _fill_bins(pairs, max_length)
+    costs = [row_cost([length for _, length in row], max_length) for row in rows]
     most = max(1, -(-len(rows) // (num_ranks * rows_per_micro)))
+    shares: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for place in sorted(range(len(rows)), key=lambda place: (-costs[place], place)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(tuple(sample for sample, _ in rows[place]))
+        if len(shares[rank]) < most * rows_per_micro:
+            heapq.heappush(loads, (load + costs[place], rank))
     return [
         [MicroPlan(tuple(share[at * rows_per_micro : (at + 1) * rows_per_micro])) for at in range(most)]
         for share in shares
     ]
+
+
+def row_cost(lengths: Sequence[int], row_tokens: int) -> int:
+    """The work of a row of fixed length, padding included, in the units of `cost_of`."""
+    padding = row_tokens - sum(lengths)
+    return SQUARE_EQUALS_LINEAR_AT * row_tokens + sum(length * length for length in (*lengths, padding))
 
 
 def cost_of(length: int) -> int:

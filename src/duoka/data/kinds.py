@@ -155,3 +155,10 @@ def kind_of_columns(form: SetFormat, *, ranking: bool) -> SetFormat:
     if form.name == "alpaca" and "prompt" in columns and "response" not in columns:
         return replace(form, kind="prompt")
     return form
+
+
+def as_text(form: SetFormat) -> SetFormat:
+    """For pretraining: sets with nothing but a prompt column are how LLaMA-Factory's users register plain text."""
+    if form.kind == "prompt" and form.name == "alpaca" and set(form.columns) == {"prompt"}:
+        return SetFormat("text", {"text": form.columns["prompt"]}, kind="text")
+    return form

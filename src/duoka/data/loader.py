@@ -1,13 +1,13 @@
 """Batches of tensors: the samples that the epoch plan chose, laid out as `share_batch` says, for one rank.
 
-The training loop walks `Loader.from_cursor`; evaluation walks `eval_batches`. Labels are shifted here, once: position
-t holds the id of token t + 1 of the same sample, so that no loss has to know where samples begin.
+The training loop walks `Loader.batches` (or stream_feed's); evaluation walks `eval_batches`. Labels are shifted here,
+once: position t holds the id of token t + 1 of the same sample, so that no loss has to know where samples begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -49,6 +49,15 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where training goes on, the same on every rank: a global batch of an epoch; of streams, the cursor of each."""
+
+    epoch: int = 0
+    index: int = 0
+    streams: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
 class GlobalBatch:
     """One optimizer step: this rank's micro-batches, and what all ranks together learn from."""
 
@@ -59,6 +68,8 @@ class GlobalBatch:
     epoch: int
     index: int
     sample_ids: np.ndarray
+    after: Place = field(default_factory=Place)  # where the next one is
+    epochs_done: float = 0.0  # with this one
 
 
 class Loader:
@@ -91,8 +102,21 @@ class Loader:
         rows = micro.count // max_length if micro.unit == "tokens" else micro.count
         self.rows_per_micro = max(1, rows) if fixed_rows else 0
 
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.plan.num_batches()
+
     def num_steps(self, num_epochs: float) -> int:
         return self.plan.num_steps(num_epochs)
+
+    def num_samples_between(self, start: int, end: int) -> int:
+        return self.plan.num_samples_between(start, end)
+
+    def summary(self) -> str:
+        return ""
+
+    def batches(self, place: Place, num_epochs: float) -> Iterator[GlobalBatch]:
+        return self.from_cursor(place.epoch, place.index, num_epochs)
 
     def from_cursor(self, epoch: int, index: int, num_epochs: float) -> Iterator[GlobalBatch]:
         """Every global batch from batch `index` of `epoch` to the end of `num_epochs`."""
@@ -103,6 +127,7 @@ class Loader:
     def global_batch(self, epoch: int, index: int) -> GlobalBatch:
         """This rank's part of one global batch."""
         sample_ids = self.plan.batch(epoch, index)
+        per_epoch = self.steps_per_epoch
         return GlobalBatch(
             micro_batches=self._micro_batches(sample_ids),
             global_targets=self.plan.global_targets(epoch, index),
@@ -111,16 +136,23 @@ class Loader:
             epoch=epoch,
             index=index,
             sample_ids=sample_ids,
+            after=Place(*divmod(epoch * per_epoch + index + 1, per_epoch)),
+            epochs_done=(epoch * per_epoch + index + 1) / per_epoch,
         )
 
-    def _micro_batches(self, sample_ids: np.ndarray) -> list[Batch]:
+    def shares(self, sample_ids: np.ndarray) -> list[list[MicroPlan]]:
+        """Who computes which samples of a global batch: [rank][micro-batch]."""
         lengths, num_ranks, max_length = self.plan.lengths, self.num_ranks, self.max_length
         if self.rows_per_micro:
-            rows = share_rows(sample_ids, lengths, num_ranks, self.rows_per_micro, max_length=max_length)
-            shape = (self.rows_per_micro, max_length)
-            return [build_rows(self.store, micro, shape, self.pad_id) for micro in rows[self.rank]]
-        plans = share_batch(sample_ids, lengths, num_ranks, self.micro, packing=self.packing, max_length=max_length)
-        return [build_batch(self.store, micro, self.packing, self.pad_id) for micro in plans[self.rank]]
+            return share_rows(sample_ids, lengths, num_ranks, self.rows_per_micro, max_length=max_length)
+        return share_batch(sample_ids, lengths, num_ranks, self.micro, packing=self.packing, max_length=max_length)
+
+    def _micro_batches(self, sample_ids: np.ndarray) -> list[Batch]:
+        own = self.shares(sample_ids)[self.rank]
+        if self.rows_per_micro:
+            shape = (self.rows_per_micro, self.max_length)
+            return [build_rows(self.store, micro, shape, self.pad_id) for micro in own]
+        return [build_batch(self.store, micro, self.packing, self.pad_id) for micro in own]
 
 
 def eval_batches(
@@ -150,7 +182,7 @@ def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int) -> 
     sample_ids = plan.sample_ids
     parts = [store.segments(index) for index in sample_ids]
     if not parts:
-        return _empty_batch(packing, pad_id)
+        return empty_batch(pad_id, packing=packing)
     if packing:
         return pack_segments([segment for segments in parts for segment in segments], len(sample_ids))
     if any(len(segments) > 1 for segments in parts):
@@ -219,7 +251,7 @@ def shifted_labels(sample: Sample) -> np.ndarray:
     return labels
 
 
-def _empty_batch(packing: bool, pad_id: int) -> Batch:
+def empty_batch(pad_id: int, *, packing: bool) -> Batch:
     """A rank without samples still runs the model, so that the others' collectives find it there."""
     one = torch.zeros((1, 1), dtype=torch.long)
     return Batch(

@@ -24,15 +24,18 @@ from duoka.data.mixture import Mixture, mix_parts
 from duoka.data.records import Piece, find_pieces, read_piece
 from duoka.data.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
 from duoka.data.report import DataReport, SetReport, count_lengths, measure_padding
+from duoka.data.rows import TextRows, as_samples
 from duoka.data.store import TokenPart, TokenStore, write_part
+from duoka.data.stream_source import StreamSource, build_source
+from duoka.data.template import Sample
 from duoka.data.tokenise import Counts, Job, PieceResult, read_arrays, tokenise_pieces
 from duoka.data.tokenizer import ChatTokenizer, load_tokenizer
-from duoka.errors import Fault, Faults, StorageError
+from duoka.errors import DataError, Fault, Faults, StorageError
 from duoka.runs.cache import cache_folder, hold_lock, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds, parse_amount
 
-TOKENS_VERSION = 2  # raise it when the same input would give other tokens
+TOKENS_VERSION = 3  # raise it when the same input would give other tokens
 _PIECE_BYTES = (256 << 10, 4 << 20)
 _SAY_EVERY_S = 2.0
 _SHOWN_SKIPPED = 3
@@ -42,56 +45,131 @@ _PADDING_SAMPLES = 10_000
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What training reads."""
+    """What training reads: samples, rows of plain text, or a stream that is not read yet."""
 
-    train: TokenStore
-    eval: TokenStore | None
+    train: TokenStore | TextRows | StreamSource
+    eval: TokenStore | TextRows | None
     report: DataReport
     pad_id: int
+
+    @property
+    def num_samples(self) -> int | None:
+        """What an epoch holds; None for a stream."""
+        return None if isinstance(self.train, StreamSource) else len(self.train)
+
+    @property
+    def mean_length(self) -> float:
+        if isinstance(self.train, StreamSource):
+            return float(self.train.packing.row_tokens)
+        return float(self.train.lengths.mean())
+
+    @property
+    def num_shown(self) -> int:
+        """How many samples, rows, or first rows of streams there are to look at."""
+        return self.train.plan.num_streams if isinstance(self.train, StreamSource) else len(self.train)
+
+    def shown(self, place: int) -> list[Sample]:
+        """One of them: a conversation, or the parts of documents in a row."""
+        return self.train.first_row(place) if isinstance(self.train, StreamSource) else self.train.segments(place)
+
+    def check_world(self, num_ranks: int) -> None:
+        """Refuse a number of ranks that the data cannot keep busy."""
+        if isinstance(self.train, StreamSource):
+            self.train.check_world(num_ranks)
 
 
 def prepare_data(
     config: RunConfig, base: Path, model_folder: Path, *, say: Callable[[str], None] = lambda text: None
 ) -> PreparedData:
     """Token stores for a config. Raises Faults (wrong records), DataError (nothing left), StorageError."""
-    sets = find_sets(config.data, base)
+    sets = find_sets(config, base)
     tokenizer = read_tokenizer(config, base, model_folder)
-    prepared = [_prepare_set(found, config.data, tokenizer, say) for found in sets]
-    mixture = mix_parts([(found, part) for found, (part, _) in zip(sets, prepared, strict=True)], config)
-    report = _build_report(mixture, [report for _, report in prepared], sets, tokenizer, config)
-    return PreparedData(mixture.train, mixture.eval, report, tokenizer.pad_id)
+    streamed = [found for found in sets if config.data.stream and found.split == "train"]
+    kept = [found for found in sets if found not in streamed]
+    prepared = [_prepare_set(found, config.data, tokenizer, say) for found in kept]
+    reports = [report for _, report in prepared]
+    parts = [(found, part) for found, (part, _) in zip(kept, prepared, strict=True)]
+    notes = tuple(note for found in sets for note in found.notes)
+    if streamed:
+        return _with_stream(build_source(streamed, config, tokenizer), parts, reports, notes, config, tokenizer.pad_id)
+    mixture = mix_parts(parts, config)
+    train = as_samples(mixture.train, [found for found in kept if found.split == "train"], config.data.max_length)
+    held_out = [found for found in kept if found.split == "eval"] or kept
+    evaluation = as_samples(mixture.eval, held_out, config.data.max_length) if mixture.eval else None
+    report = _build_report(mixture, train, evaluation, reports, notes, tokenizer, config)
+    return PreparedData(train, evaluation, report, tokenizer.pad_id)
+
+
+def _with_stream(
+    source: StreamSource,
+    parts: list[tuple[ResolvedSet, TokenPart]],
+    reports: list[SetReport],
+    notes: tuple[str, ...],
+    config: RunConfig,
+    pad_id: int,
+) -> PreparedData:
+    """Only what is measured on is tokenised ahead."""
+    evaluation = None
+    if parts:
+        store = TokenStore([part for _, part in parts])
+        if not len(store):
+            raise DataError("no sample is left in data.eval", fix="look at the counts above")
+        evaluation = as_samples(store, [found for found, _ in parts], config.data.max_length)
+    report = DataReport(
+        sets=tuple(reports),
+        stream=source.sentence(),
+        num_eval=len(evaluation or ()),
+        row_tokens=config.data.max_length,
+        notes=notes,
+    )
+    return PreparedData(source, evaluation, report, pad_id)
 
 
 def read_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> ChatTokenizer:
     """The run's tokenizer: that of the model, unless the config names another."""
-    folder: Path | str = model_folder
-    if config.model.tokenizer is not None:
-        given = Path(config.model.tokenizer).expanduser()
-        found = next((place for place in (given, base / given) if place.is_dir()), None)
-        folder = found or config.model.tokenizer
+    folder = find_tokenizer(config, base, model_folder)
     return load_tokenizer(folder, config.model.template, trust_remote_code=config.model.trust_remote_code)
 
 
+def find_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> Path | str:
+    """The folder, or the Hub id, of the run's tokenizer."""
+    if config.model.tokenizer is None:
+        return model_folder
+    given = Path(config.model.tokenizer).expanduser()
+    return next((place for place in (given, base / given) if place.is_dir()), config.model.tokenizer)
+
+
 def _build_report(
-    mixture: Mixture, reports: list[SetReport], sets: list[ResolvedSet], tokenizer: ChatTokenizer, config: RunConfig
+    mixture: Mixture,
+    train: TokenStore | TextRows,
+    evaluation: TokenStore | TextRows | None,
+    reports: list[SetReport],
+    set_notes: tuple[str, ...],
+    tokenizer: ChatTokenizer,
+    config: RunConfig,
 ) -> DataReport:
-    train = mixture.train
-    ends = _ends_with_eos(train, tokenizer)
-    notes = [*tokenizer.notes, *(note for found in sets for note in found.notes)]
+    store = mixture.train
+    common: dict[str, Any] = {
+        "sets": tuple(reports),
+        "num_train": len(store),
+        "num_eval": len(evaluation) if evaluation is not None else 0,
+        "train_tokens": int(store.lengths.sum(dtype=np.int64)),
+        "train_targets": int(train.num_targets.sum(dtype=np.int64)),
+        "longest": int(store.lengths.max()),
+        "histogram": count_lengths(store.lengths),
+    }
+    if isinstance(train, TextRows):
+        return DataReport(**common, num_rows=len(train), row_tokens=train.row_tokens, notes=set_notes)
+    ends = _ends_with_eos(store, tokenizer)
+    notes = [*tokenizer.notes, *set_notes]
     if ends is False:
         end = tokenizer.special_tokens.get("eos_token")
         named = f"the tokenizer's end token {end!r}" if end else "an end token (the tokenizer names none)"
         notes.append(f"no answer ends with {named}, so a chat may not know when to stop")
     return DataReport(
-        sets=tuple(reports),
-        num_train=len(train),
-        num_eval=len(mixture.eval) if mixture.eval else 0,
-        train_tokens=int(train.lengths.sum(dtype=np.int64)),
-        train_targets=int(train.num_targets.sum(dtype=np.int64)),
-        longest=int(train.lengths.max()),
+        **common,
         template="the model's own" if tokenizer.template_name == "model" else tokenizer.template_name,
-        histogram=count_lengths(train.lengths),
-        padding=measure_padding(_any_plan(train, config), config.data.max_length),
+        padding=measure_padding(_any_plan(store, config), config.data.max_length),
         ends_with_eos=ends,
         notes=tuple(notes),
     )

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from duoka.config.rules_text import LAST_FILE
 from duoka.config.schema import DataConfig, DataSource, RunConfig
 from duoka.data.dataset_info import INFO_FILE, Info, ResolvedSet, files_of, first_record, read_infos, set_from_info
 from duoka.data.detect import detect_format
 from duoka.data.example import KIND_WORDS, BadRecord, Kind, SetFormat
 from duoka.data.formats import FORMATS
 from duoka.data.hub import fetch_set, is_hub_id
-from duoka.data.kinds import read_record
+from duoka.data.kinds import as_text, read_record
 from duoka.data.records import KINDS, MAX_RECORD_BYTES, Record, check_file, find_pieces, is_data_file, read_piece
 from duoka.errors import Fault, Faults
 from duoka.registry import nearest
@@ -30,13 +31,14 @@ MOST_FAULTS = 10
 _PEEK_BYTES = 1 << 20
 _CHECK_S = 0.6
 # What a stage can learn from; a stage without a row takes every kind.
-KINDS_OF_STAGE: dict[str, tuple[Kind, ...]] = {"sft": ("conversation",)}
-_STAGE_WORDS = {"sft": "learns from answers"}
+KINDS_OF_STAGE: dict[str, tuple[Kind, ...]] = {"sft": ("conversation",), "pretrain": ("text",)}
+_STAGE_WORDS = {"sft": "learns from answers", "pretrain": "learns from plain text"}
+_STAGE_FIXES = {"text": "write   stage: pretrain", "conversation": "write   stage: sft"}
 
 
-def find_sets(data: DataConfig, base: Path) -> list[ResolvedSet]:
+def find_sets(config: RunConfig, base: Path) -> list[ResolvedSet]:
     """Every set that the config names, train first. Raises Faults with all that is wrong."""
-    sets, faults = _find(data, base)
+    sets, faults = _find(config, base)
     if faults:
         raise Faults(faults, title="data error")
     return sets
@@ -44,19 +46,20 @@ def find_sets(data: DataConfig, base: Path) -> list[ResolvedSet]:
 
 def check_data(config: RunConfig, base: Path) -> list[Fault]:
     """Faults of data sets for training: those of `check_sets`, and kinds that the stage does not learn from."""
-    sets, faults = _find(config.data, base)
+    sets, faults = _find(config, base)
     known = KINDS_OF_STAGE.get(config.stage, tuple(KIND_WORDS))
     for found in sets:
         if found.form.kind not in known:
             words = _STAGE_WORDS.get(config.stage, "cannot learn from that")
             what = f"data set {found.name!r} holds {KIND_WORDS[found.form.kind]}, and stage {config.stage} {words}"
-            faults.append(Fault(what, key=f"data.{found.split}", file=str(found.files[0]), fix="name another set"))
+            fix = f"name another set{', or ' + better if (better := _STAGE_FIXES.get(found.form.kind)) else ''}"
+            faults.append(Fault(what, key=f"data.{found.split}", file=str(found.files[0]), fix=fix))
     return faults + _check_content(config, [found for found in sets if found.form.kind in known])
 
 
 def check_sets(config: RunConfig, base: Path) -> list[Fault]:
     """Faults of data sets and their records, as far as reading for half a second goes; the first ten records."""
-    sets, faults = _find(config.data, base)
+    sets, faults = _find(config, base)
     return faults + _check_content(config, sets)
 
 
@@ -116,18 +119,48 @@ def _check_weights(data: DataConfig) -> list[Fault]:
 # --------------------------------------------------------------------------------------------- finding
 
 
-def _find(data: DataConfig, base: Path) -> tuple[list[ResolvedSet], list[Fault]]:
+def _find(config: RunConfig, base: Path) -> tuple[list[ResolvedSet], list[Fault]]:
+    data = config.data
     infos, faults = read_infos(data.folder, base)
-    sets = []
+    sets: list[ResolvedSet] = []
     groups = [("train", data.train), ("eval", data.eval if isinstance(data.eval, tuple) else ())]
     for split, sources in groups:
         for place, source in enumerate(sources):
-            found = _find_one(source, infos, base, f"data.{split}.{place}.name")
+            key = f"data.{split}.{place}.name"
+            if data.stream and split == "eval" and source.name == LAST_FILE:
+                found = _take_last_file(sets, source, key)
+            else:
+                found = _find_one(source, infos, base, key)
             if isinstance(found, ResolvedSet):
-                sets.append(replace(found, split=split, weight=source.weight))  # type: ignore[arg-type]
+                form = as_text(found.form) if config.stage == "pretrain" else found.form
+                sets.append(replace(found, form=form, split=split, weight=source.weight))  # type: ignore[arg-type]
             else:
                 faults += found
-    return sets, faults
+    return sets, faults + (_check_stream(sets) if data.stream else [])
+
+
+def _take_last_file(sets: list[ResolvedSet], source: DataSource, key: str) -> ResolvedSet | list[Fault]:
+    """The last file of the last training set, which no longer learns from it."""
+    if not sets:
+        return []  # why there is none is a fault already
+    *others, last = sets
+    if len(last.files) < 2:
+        what = f"data.eval is {LAST_FILE}, and {last.name!r} has one file"
+        return [Fault(what, key=key, fix="name a folder of several files, or give data.eval a file of its own")]
+    sets[:] = [*others, replace(last, files=last.files[:-1])]
+    return ResolvedSet(
+        f"{last.name} ({last.files[-1].name})", last.files[-1:], last.form, "eval", max_samples=source.max_samples
+    )
+
+
+def _check_stream(sets: list[ResolvedSet]) -> list[Fault]:
+    for found in sets:
+        other = next((path for path in found.files if path.suffix.lower() != ".parquet"), None)
+        if found.split == "train" and other is not None:
+            what = f"data.stream reads the row groups of Parquet files, and {other.name} is none"
+            fix = "delete stream: the text is then tokenised once, before training; or write it as Parquet"
+            return [Fault(what, key="data.stream", fix=fix)]
+    return []
 
 
 def _find_one(source: DataSource, infos: list[Info], base: Path, key: str) -> ResolvedSet | list[Fault]:

@@ -65,15 +65,21 @@ class Padding:
 
 @dataclass(frozen=True)
 class DataReport:
-    """The whole data of a run. Sample counts are those after the split and the mixture."""
+    """The whole data of a run. Sample counts are those after the split and the mixture.
+
+    Of plain text, `num_train` counts documents and `num_eval` rows. Of a stream, only `stream` and `num_eval` tell.
+    """
 
     sets: tuple[SetReport, ...]
-    num_train: int
-    num_eval: int
-    train_tokens: int
-    train_targets: int
-    longest: int
-    template: str
+    num_train: int = 0
+    num_eval: int = 0
+    train_tokens: int = 0
+    train_targets: int = 0
+    longest: int = 0
+    template: str = ""  # nothing for plain text
+    num_rows: int = 0  # that plain text was cut into
+    row_tokens: int = 0
+    stream: str = ""
     histogram: tuple[tuple[int, int], ...] = ()  # (longer than half of this and at most this, so many samples)
     padding: Padding | None = None
     ends_with_eos: bool | None = None  # None: nothing is learned
@@ -83,17 +89,13 @@ class DataReport:
     def mean_length(self) -> float:
         return self.train_tokens / max(1, self.num_train)
 
-    def lines(self) -> list[str]:
+    def lines(self, *, histogram: bool = True) -> list[str]:
         out = [report.line() for report in self.sets]
         out += [
             f"  wrong: {fault.file}, line {fault.line}: {fault.what}" for one in self.sets for fault in one.skipped[:3]
         ]
-        out.append(
-            f"train: {self.num_train:,} samples, {format_count(self.train_tokens)} tokens "
-            f"(mean {self.mean_length:.0f}, longest {self.longest:,}), {format_count(self.train_targets)} targets; "
-            f"eval: {self.num_eval:,} samples"
-        )
-        if self.histogram:
+        out.append(self._train_line())
+        if self.histogram and histogram:
             total = max(1, self.num_train)
             out.append(
                 "tokens: " + ", ".join(f"to {top:,} {count / total:.0%}" for top, count in self.histogram if count)
@@ -106,8 +108,30 @@ class DataReport:
             )
         if self.ends_with_eos:
             out.append("answers end with the tokenizer's end token")
-        out.append(f"chat template: {self.template}")
+        if self.template:
+            out.append(f"chat template: {self.template}")
         return out + [f"note: {note}" for note in self.notes]
+
+    def _train_line(self) -> str:
+        if self.stream:
+            return f"train: {self.stream}; eval: {self.num_eval:,} rows"
+        sizes = f"(mean {self.mean_length:.0f}, longest {self.longest:,})"
+        counts = f"{format_count(self.train_tokens)} tokens {sizes}, {format_count(self.train_targets)} targets"
+        if self.row_tokens:
+            rows = f"in {self.num_rows:,} rows of {self.row_tokens:,} tokens"
+            return f"train: {self.num_train:,} documents, {counts}, {rows}; eval: {self.num_eval:,} rows"
+        return f"train: {self.num_train:,} samples, {counts}; eval: {self.num_eval:,} samples"
+
+    def sentence(self) -> str:
+        """The data in one line of a banner."""
+        held_out = f", {self.num_eval:,} {'rows ' if self.row_tokens else ''}held out" if self.num_eval else ""
+        if self.stream:
+            return self.stream + held_out
+        if self.row_tokens:
+            rows = f"in {self.num_rows:,} rows of {self.row_tokens:,}"
+            return f"{self.num_train:,} documents, {self.train_tokens:,} tokens, {rows}{held_out}"
+        counts = f"{self.train_tokens:,} tokens, {self.train_targets:,} of them targets"
+        return f"{self.num_train:,} conversations, {counts}{held_out}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "mean_length": self.mean_length}

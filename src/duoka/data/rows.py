@@ -7,12 +7,16 @@ that fits no index, see stream.py.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
+from duoka.data.example import KIND_WORDS
+from duoka.data.registry import ResolvedSet
 from duoka.data.store import TokenStore
 from duoka.data.template import Sample
+from duoka.errors import DataError
 
 
 class TextRows:
@@ -63,3 +67,14 @@ class TextRows:
             parts.append(Sample(whole.input_ids[cut], whole.is_target[cut]))
             at, document = int(self._ends[document]), document + 1
         return parts
+
+
+def as_samples(store: TokenStore, sets: Sequence[ResolvedSet], row_tokens: int) -> TokenStore | TextRows:
+    """What training and evaluation walk through: conversations as they are, plain text in rows."""
+    kinds = {found.form.kind for found in sets}
+    if "text" not in kinds:
+        return store
+    if len(kinds) > 1:
+        names = ", ".join(f"{found.name} ({KIND_WORDS[found.form.kind]})" for found in sets)
+        raise DataError("plain text and conversations cannot be mixed in one data set list", where=names)
+    return TextRows(store, row_tokens)

@@ -2,13 +2,14 @@
 
 V virtual streams share the row groups; a rank serves every num_ranks-th of them, and a stream's place is one cursor.
 V does not depend on the world size, so the rows of step s are the same on 1 rank or 64, and so is going on. Every
-token of every document is used: what a row has no room for begins a later one, behind a begin token of its own.
+token of every document is used: what a row has no room for begins a later one, behind a begin token of its own, or
+behind the token before it where the tokenizer has none. stream_feed.py makes global batches of the rows.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,18 @@ _DOCUMENTS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Unit:
-    """A run of documents inside one row group: rows [start, end)."""
+    """A run of documents inside one row group: rows [start, end) of a column of texts."""
 
     file: str
     group: int
     start: int
     end: int
+    column: str = "text"
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """A stream's place: the next token that it gives."""
+    """A stream's place: the next token that it gives. `unit` and `document` count those of the stream's epoch."""
 
     epoch: int = 0
     unit: int = 0
@@ -56,36 +58,35 @@ class Usage:
 
     def line(self) -> str:
         total = max(1, self.num_tokens + self.num_begins + self.num_padding)
-        return (
-            f"{self.num_tokens:,} tokens of text, {self.num_discarded} discarded; begin tokens "
-            f"{self.num_begins / total:.1%} of all, padding {self.num_padding / total:.1%}; "
-            f"{self.num_cut:,} documents go on in a later row; {self.num_empty:,} empty"
-        )
+        parts = [
+            f"{self.num_tokens:,} tokens of text, {self.num_discarded} discarded",
+            f"{self.num_cut:,} documents go on in a later row",
+        ]
+        more = ((self.num_begins, "begin tokens"), (self.num_padding, "padding"))
+        parts += [f"{words} {count / total:.1%} of all" for count, words in more if count]
+        return "; ".join([*parts, *([f"{self.num_empty:,} documents without text"] if self.num_empty else [])])
 
 
-def find_units(files: Sequence[Path]) -> list[Unit]:
+def find_units(files: Sequence[Path], column: str = "text") -> list[Unit]:
     """Every row group of the files, from their footers alone."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     units = []
     for path in files:
         try:
             with pq.ParquetFile(path) as file:
+                schema = file.schema_arrow
                 sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         except (ValueError, OSError) as error:
             raise DataError(f"{path} is no whole Parquet file", where=str(error), fix="copy it again") from None
-        units += [Unit(str(path), group, 0, size) for group, size in enumerate(sizes) if size]
+        if column not in schema.names:
+            raise DataError(f"{path} has no column {column!r}", fix=f"it has: {', '.join(schema.names)}")
+        kind = schema.field(column).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise DataError(f"column {column!r} of {path} holds {kind}, and must hold text")
+        units += [Unit(str(path), group, 0, size, column) for group, size in enumerate(sizes) if size]
     return units
-
-
-def split_validation(files: Sequence[Path]) -> tuple[list[Unit], list[Unit]]:
-    """Units to learn from, and those of the last file (of a lone file: its last row group) to validate with."""
-    units = find_units(sorted(files))
-    last = [unit for unit in units if unit.file == str(max(files))]
-    held_out = last if len(last) < len(units) else last[-1:]
-    if len(units) < 2:
-        raise DataError("one row group is too few to keep some for validation", fix="write more files or row groups")
-    return [unit for unit in units if unit not in held_out], held_out
 
 
 class StreamPlan:
@@ -122,7 +123,6 @@ class Packing:
     row_tokens: int
     tokenise: Tokenise
     begin_id: int | None  # stands before every document, and before every later part of one
-    column: str = "text"
 
 
 @dataclass
@@ -135,33 +135,41 @@ class VirtualStream:
     cursor: Cursor = Cursor()
     usage: Usage = field(default_factory=Usage)
     _documents: Iterator[tuple[Cursor, list[int]]] | None = None
-    _open: tuple[Cursor, list[int]] | None = None  # a document begun, and what is left of it
+    _open: tuple[Cursor, list[int]] | None = None  # the place in a document that was begun, and all of its tokens
 
     def row(self, *, only_epoch: int | None = None) -> list[Sample]:
         """The next row as documents end to end, `row_tokens` together. With `only_epoch`, that epoch's last row is
         shorter, and empty rows follow it."""
         segments: list[Sample] = []
         room = self.packing.row_tokens
-        lead = [] if self.packing.begin_id is None else [self.packing.begin_id]
-        while room > len(lead):
-            place, rest = self._open or self._next_document()
-            self._open = (place, rest)
+        while room:
+            place, tokens = self._open = self._open or self._next_document()
             if only_epoch is not None and place.epoch != only_epoch:
                 break
-            taken = rest[: room - len(lead)]
+            at = place.token
+            lead = self._lead(tokens, at)
+            taken = tokens[at : at + room - len(lead)]
+            if at + len(taken) < len(tokens) and room <= len(lead):
+                # Too little room for any text: what would lead it stands alone, and is never a target.
+                segments.append(_segment(lead[:room]))
+                self.usage.num_begins += room
+                break
             segments.append(_segment(lead + taken))
             room -= len(lead) + len(taken)
             self.usage.num_tokens += len(taken)
             self.usage.num_begins += len(lead)
-            left = rest[len(taken) :]
-            self.usage.num_cut += bool(left)
-            self._open = (replace(place, token=place.token + len(taken)), left) if left else None
-        if room and room <= len(lead) and segments:
-            segments.append(_segment(lead[:room]))  # too little for any text: a begin token alone, never a target
-            self.usage.num_begins += room
+            is_cut = at + len(taken) < len(tokens)
+            self.usage.num_cut += is_cut
+            self._open = (replace(place, token=at + len(taken)), tokens) if is_cut else None
         if segments:
             self.cursor = self._open[0] if self._open else replace(self._after)
         return segments
+
+    def _lead(self, tokens: list[int], at: int) -> list[int]:
+        """What stands before a document or a later part of it, so that its first token can be predicted."""
+        if self.packing.begin_id is not None:
+            return [self.packing.begin_id]
+        return tokens[at - 1 : at] if at else []
 
     def _next_document(self) -> tuple[Cursor, list[int]]:
         if self._documents is None:
@@ -181,8 +189,8 @@ class VirtualStream:
                     token = start.token if is_first else 0
                     self._after = replace(place, document=document + 1)
                     num_read += 1
-                    if tokens[token:]:
-                        yield replace(place, document=document, token=token), tokens[token:]
+                    if len(tokens) > token:
+                        yield replace(place, document=document, token=token), tokens
                     else:
                         self.usage.num_empty += not tokens
             if not num_read and not first_unit and not start.document:
@@ -192,9 +200,10 @@ class VirtualStream:
             start = Cursor(epoch)
 
     def _read_unit(self, unit: Unit, skip: int) -> Iterator[tuple[int, list[int]]]:
-        texts = _read_texts(unit, self.packing.column)
+        # Arrow keeps a group's text once, and packed; Python gets a few documents at a time.
+        texts = _read_texts(unit)
         for at in range(skip, len(texts), _DOCUMENTS_AT_ONCE):
-            some = [text or "" for text in texts[at : at + _DOCUMENTS_AT_ONCE]]
+            some = [text or "" for text in texts.slice(at, _DOCUMENTS_AT_ONCE).to_pylist()]
             yield from enumerate(self.packing.tokenise(some), start=at)
 
     _after: Cursor = Cursor()
@@ -204,19 +213,16 @@ def _segment(ids: list[int]) -> Sample:
     return Sample(np.asarray(ids, np.int32), np.ones(len(ids), bool))
 
 
-def _read_texts(unit: Unit, column: str) -> list[str | None]:
+def _read_texts(unit: Unit) -> Any:
+    """The texts of a unit as Arrow's column."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(unit.file) as file:
-        if column not in file.schema_arrow.names:
-            names = ", ".join(file.schema_arrow.names)
-            raise DataError(f"{unit.file} has no column {column!r}", fix=f"it has: {names}")
-        try:
-            values = file.read_row_group(unit.group, columns=[column]).column(column)
-        except (ValueError, OSError) as error:
-            raise DataError(f"row group {unit.group} of {unit.file} cannot be read", where=str(error)) from None
-        texts: list[str | None] = values.slice(unit.start, unit.end - unit.start).to_pylist()
-    return texts
+    try:
+        with pq.ParquetFile(unit.file) as file:
+            values = file.read_row_group(unit.group, columns=[unit.column]).column(unit.column)
+    except (ValueError, OSError, KeyError) as error:
+        raise DataError(f"row group {unit.group} of {unit.file} cannot be read", where=str(error)) from None
+    return values.slice(unit.start, unit.end - unit.start)
 
 
 class StreamRows:
@@ -271,9 +277,12 @@ class StreamRows:
             if state[name] != here[name]:
                 what = f"the saved place belongs to other streams: {name} is {state[name]}, here it is {here[name]}"
                 raise ConfigError(what)
+        self.go_to({int(number): Cursor(**cursor) for number, cursor in state["cursors"].items()})
+
+    def go_to(self, cursors: Mapping[int, Cursor]) -> None:
+        """Put every stream of this rank to its place."""
         for number in self.streams:
-            cursor = Cursor(**state["cursors"][str(number)])
-            self.streams[number] = VirtualStream(self.plan, number, self.packing, cursor)
+            self.streams[number] = VirtualStream(self.plan, number, self.packing, cursors[number])
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from duoka.data.example import BadRecord, Example, Message
-from duoka.data.tokenizer import ChatTokenizer
+from duoka.data.tokenizer import ChatTokenizer, Tokens
 
 Targets = Literal["assistant", "last", "all"]
 Span = tuple[int, int]  # characters [start, end)
@@ -37,19 +37,20 @@ class Sample:
 def encode(example: Example, tokenizer: ChatTokenizer, *, targets: Targets = "assistant") -> Sample:
     """Ids and target mask. Raises BadRecord when the template cannot express the conversation."""
     text, spans = mark_targets(example, tokenizer, targets=targets)
-    ids, offsets = tokenizer.encode(text)
-    if targets == "all":
-        return Sample(np.asarray(ids, np.int32), np.ones(len(ids), bool))
-    starts, ends = _as_arrays(offsets)
-    cuts = _cuts_inside_tokens(starts, ends, spans)
+    (tokens,) = tokenizer.encode_many([text])
+    return mark_tokens(text, spans, tokens, tokenizer)
+
+
+def mark_tokens(text: str, spans: list[Span], tokens: Tokens, tokenizer: ChatTokenizer) -> Sample:
+    """The tokens of a text as a sample that learns `spans`."""
+    cuts = _cuts_inside_tokens(tokens, spans)
     if cuts:
         # A token that begins in the prompt and ends in the answer is one that generation could never produce.
-        ids, offsets = _encode_in_parts(text, cuts, tokenizer) or (ids, offsets)
-        starts, ends = _as_arrays(offsets)
-    is_target = np.zeros(len(ids), bool)
+        tokens = _encode_in_parts(text, cuts, tokens, tokenizer)
+    is_target = np.zeros(len(tokens.ids), bool)
     for start, end in spans:
-        is_target |= (starts >= start) & (ends <= end)
-    return Sample(np.asarray(ids, np.int32), is_target)
+        is_target |= (tokens.starts >= start) & (tokens.ends <= end)
+    return Sample(tokens.ids, is_target)
 
 
 def mark_targets(
@@ -172,25 +173,20 @@ def _message(role: str, content: str, tool_calls: str | None) -> dict[str, Any]:
     return message
 
 
-def _as_arrays(offsets: list[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and ends. One flat walk: NumPy takes several times as long to look into a list of pairs."""
-    flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))
-    return flat[0::2], flat[1::2]
-
-
-def _cuts_inside_tokens(starts: np.ndarray, ends: np.ndarray, spans: list[Span]) -> list[int]:
+def _cuts_inside_tokens(tokens: Tokens, spans: list[Span]) -> list[int]:
     """Borders of spans that fall inside a token."""
     borders = sorted({border for span in spans for border in span})
-    return [border for border in borders if np.any((starts < border) & (ends > border))]
+    return [border for border in borders if np.any((tokens.starts < border) & (tokens.ends > border))]
 
 
-def _encode_in_parts(text: str, cuts: list[int], tokenizer: ChatTokenizer) -> tuple[list[int], list[Span]] | None:
-    """Ids of the text cut at `cuts`; None for tokenizers that write the beginning of any text in another way."""
-    ids: list[int] = []
-    offsets: list[Span] = []
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        part_ids, part_offsets = tokenizer.encode(text[start:end])
-        ids += part_ids
-        offsets += [(a + start, b + start) for a, b in part_offsets]
-    whole_ids, _ = tokenizer.encode(text)
-    return (ids, offsets) if tokenizer.decode(ids) == tokenizer.decode(whole_ids) else None
+def _encode_in_parts(text: str, cuts: list[int], whole: Tokens, tokenizer: ChatTokenizer) -> Tokens:
+    """The tokens of the text cut at `cuts`; `whole` for tokenizers that write the beginning of any text in another
+    way."""
+    borders = [0, *cuts, len(text)]
+    parts = tokenizer.encode_many([text[start:end] for start, end in itertools.pairwise(borders)])
+    ids = np.concatenate([part.ids for part in parts])
+    if tokenizer.decode(ids.tolist()) != tokenizer.decode(whole.ids.tolist()):
+        return whole
+    starts = np.concatenate([part.starts + start for part, start in zip(parts, borders, strict=False)])
+    ends = np.concatenate([part.ends + start for part, start in zip(parts, borders, strict=False)])
+    return Tokens(ids, starts, ends)

@@ -8,6 +8,7 @@ caller can break them. Finished pieces are kept on disk until the set is whole: 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from duoka.data.encode import Encoded, encode_example, fit_length
+from duoka.data.encode import Encoded, encode_examples, fit_length
 from duoka.data.example import AnyExample, BadRecord, SetFormat
 from duoka.data.kinds import read_record
 from duoka.data.records import Piece, Record, read_piece
@@ -34,6 +35,7 @@ from duoka.runs.folder import read_json, write_json_atomic
 OnLong = Literal["truncate", "split", "drop", "error"]
 SMALL_BYTES = 2 << 20  # below this, starting processes takes longer than the work
 _DONE = None
+_RECORDS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -93,25 +95,39 @@ def tokenise_piece(
     result: PieceResult = PieceResult()
     samples: list[Encoded] = []
     counts = result.counts
-    for record in read_piece(piece, job.max_record_bytes):
-        if limit is not None and counts.num_records >= limit:
-            break
-        counts.num_records += 1
-        if isinstance(record, Fault):
-            result.bad.append(record)
-            continue
-        try:
-            example = read_record(record.value, job.form, source=record.file, line=record.line)
-            encoded = encode_example(example, tokenizer, targets=job.targets)
-        except BadRecord as error:
-            result.bad.append(Fault(error.rule, file=record.file, line=record.line, source=record.text, fix=error.fix))
-            continue
-        samples += _keep(encoded, example, record, job, result)
+    records = itertools.islice(read_piece(piece, job.max_record_bytes), limit)
+    while some := list(itertools.islice(records, _RECORDS_AT_ONCE)):
+        counts.num_records += len(some)
+        read = [(record, _read(record, job)) for record in some]
+        good = [example for _, example in read if not isinstance(example, Fault)]
+        encoded = iter(encode_examples(good, tokenizer, targets=job.targets))
+        for record, example in read:
+            if isinstance(example, Fault):
+                result.bad.append(example)
+            elif isinstance(record, Record):
+                found = next(encoded)
+                if isinstance(found, BadRecord):
+                    result.bad.append(_fault_of(found, record))
+                else:
+                    samples += _keep(found, example, record, job, result)
     counts.num_kept = len(samples)
     counts.num_bad = len(result.bad)
     counts.num_tokens = sum(len(part.input_ids) for sample in samples for part in sample.parts)
     counts.num_targets = sum(sample.joined().num_targets for sample in samples)
     return result, samples
+
+
+def _read(record: Record | Fault, job: Job) -> AnyExample | Fault:
+    if isinstance(record, Fault):
+        return record
+    try:
+        return read_record(record.value, job.form, source=record.file, line=record.line)
+    except BadRecord as error:
+        return _fault_of(error, record)
+
+
+def _fault_of(error: BadRecord, record: Record) -> Fault:
+    return Fault(error.rule, file=record.file, line=record.line, source=record.text, fix=error.fix)
 
 
 def _keep(encoded: Encoded, example: AnyExample, record: Record, job: Job, result: PieceResult) -> list[Encoded]:

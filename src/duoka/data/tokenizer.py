@@ -7,12 +7,15 @@ costs seconds and loads torch; a folder without tokenizer.json goes through tran
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from duoka.data.templates import NAMED_TEMPLATES, compile_template
 from duoka.errors import ConfigError
@@ -24,6 +27,21 @@ if TYPE_CHECKING:
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FACTS = ("template", "tool_template", "template_name", "special_tokens", "notes")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text's ids, and the characters [start, end) of each."""
+
+    ids: np.ndarray  # (tokens,) int32
+    starts: np.ndarray  # (tokens,) int64
+    ends: np.ndarray
+
+
+def _with_offsets(encoding: Any) -> Tokens:
+    # One flat walk: NumPy takes several times as long to look into a list of pairs.
+    flat = np.fromiter(itertools.chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding.ids))
+    return Tokens(np.asarray(encoding.ids, np.int32), flat[0::2], flat[1::2])
 
 
 @dataclass(frozen=True)
@@ -111,6 +129,44 @@ class ChatTokenizer:
         """Ids, and the characters [start, end) that each stands for. Special tokens are those in the text."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
+
+    def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
+        """The same for many texts at once, several times faster."""
+        if self.token_bytes is None:
+            return [_with_offsets(one) for one in self.backend.encode_batch(list(texts), add_special_tokens=False)]
+        out = []
+        # Offsets cost more than the ids: where tokens are bytes, their lengths tell them.
+        for text, one in zip(texts, self.backend.encode_batch_fast(list(texts), add_special_tokens=False), strict=True):
+            ids = np.asarray(one.ids, np.int32)
+            ends = np.cumsum(self.token_bytes[ids], dtype=np.int64)
+            starts = ends - self.token_bytes[ids]
+            if not text.isascii():
+                raw = text.encode("utf-8")
+                place = np.cumsum((np.frombuffer(raw, np.uint8) & 0xC0) != 0x80) - 1  # byte -> its character
+                if len(ends) and int(ends[-1]) == len(raw):
+                    out.append(Tokens(ids, place[starts], place[ends - 1] + 1))
+                    continue
+            elif int(ends[-1] if len(ends) else 0) == len(text):
+                out.append(Tokens(ids, starts, ends))
+                continue
+            # A normalizer has changed the text, or a blank was put before it: ask for the offsets after all.
+            out.append(_with_offsets(self.backend.encode(text, add_special_tokens=False)))
+        return out
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray | None:
+        """How many bytes of text each id stands for; None for tokenizers whose tokens are no bytes."""
+        from tokenizers.decoders import ByteLevel
+
+        if not isinstance(self.backend.decoder, ByteLevel):
+            return None
+        added = self.backend.get_added_tokens_decoder()
+        sizes = np.zeros(self.backend.get_vocab_size() + len(added) + max(added, default=0) + 1, np.int64)
+        for token, number in self.backend.get_vocab().items():
+            sizes[number] = len(token)  # a byte is one letter of the alphabet
+        for number, special in added.items():
+            sizes[number] = len(special.content.encode("utf-8"))
+        return sizes
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.backend.decode(ids, skip_special_tokens=False)

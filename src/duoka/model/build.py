@@ -126,6 +126,8 @@ class LossModel(torch.nn.Module):
         core: Any = self.core
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids}
         if boundaries is not None:
+            # DDP and FSDP bring all tensors to the GPU; attention cuts by them on the host, in every layer.
+            boundaries = boundaries.cpu()
             options.update(cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries)
         if not self.has_plain_head:
             logits = core(input_ids=input_ids, **options).logits

@@ -6,12 +6,12 @@ import contextlib
 import importlib.util
 import io
 import logging
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from duoka.errors import ConfigError
+from duoka.runs.folder import apply_umask
 
 
 def convert_demo_model(target: Path) -> None:
@@ -34,7 +34,7 @@ def convert_demo_model(target: Path) -> None:
     try:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        os.chmod(draft, 0o755)
+        apply_umask(draft)
         try:
             draft.rename(target)
         except OSError:

@@ -21,6 +21,7 @@ from duoka.data.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError, DuokaError, StorageError
 from duoka.model.build import load_model, quiet_loading
 from duoka.model.result import base_dtype, copy_tokenizer
+from duoka.runs.folder import apply_umask
 
 # Text of several kinds: what adapters changed shows where the model is sure of itself, not on noise.
 PROBES = (
@@ -58,10 +59,7 @@ class Sources:
     chat_template: str | None = None
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """Into `folder`, with the template that training used: whoever serves the model must ask it that way."""
-        copy_tokenizer(self.tokenizer, folder)
-        if self.chat_template is not None:
-            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+        copy_tokenizer(self.tokenizer, folder, self.chat_template)
 
     def dtype(self, name: str | None) -> torch.dtype:
         """The type asked for, by default the one that the base came in."""
@@ -83,10 +81,13 @@ def export_model(
     folder: Path,
     dtype: torch.dtype,
     stop_id: int | None = None,
+    *,
+    shard_gb: int | None = None,
 ) -> Exported:
     """Merge adapters (if any) of the fp32 model `lm` and write a full model; `lm` is used up.
 
     `stop_id` is the token that training ended answers with: whoever generates with the folder must know it.
+    `shard_gb` is the size of a weight file at most, in GB; by default transformers' own.
     """
     check_target(folder)
     lm.eval()
@@ -96,7 +97,8 @@ def export_model(
         lm = lm.merge_and_unload(safe_merge=True)  # type: ignore[operator]
     _add_stop_token(lm, stop_id)
     with _draft_of(folder) as draft:
-        lm.to(dtype).save_pretrained(os.fspath(draft))  # type: ignore[operator]
+        most = {} if shard_gb is None else {"max_shard_size": f"{shard_gb}GB"}
+        lm.to(dtype).save_pretrained(os.fspath(draft), **most)  # type: ignore[operator]
         sources.copy_tokenizer(draft)
         with quiet_loading():
             written = load_model(
@@ -179,10 +181,7 @@ def _draft_of(folder: Path) -> Iterator[Path]:
         raise StorageError(f"cannot write to {folder.parent}: {error.strerror or error}") from None
     try:
         yield draft
-        # Temporary folders and safetensors' files are for their owner alone; a model is for whoever serves it.
-        os.chmod(draft, 0o755)
-        for path in draft.iterdir():
-            os.chmod(path, 0o644)
+        apply_umask(draft)
         draft.rename(folder)
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror or error}", fix="nothing was left there") from error

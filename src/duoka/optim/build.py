@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
 from duoka.config.schema import OptimConfig
 from duoka.optim.host import HostAdamW, host_state
 
+_RATIO = "lr_ratio"  # of a group of parameters: its rate beside the schedule's
+
 
 def build_optimizer(
-    named: Mapping[str, torch.nn.Parameter], optim: OptimConfig, *, on_host: bool = False
+    named: Mapping[str, torch.nn.Parameter], optim: OptimConfig, *, on_host: bool = False, b_lr_ratio: float = 1.0
 ) -> torch.optim.Optimizer:
-    """AdamW, `on_host` with its state in host memory; matrices decay, norms and biases do not."""
-    groups = [
-        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": optim.weight_decay},
+    """AdamW, `on_host` with its state in host memory; matrices decay, norms and biases do not.
+
+    Adapters' second matrices learn `b_lr_ratio` times as fast as all else.
+    """
+    fast = {id(p) for name, p in named.items() if b_lr_ratio != 1.0 and ".lora_B." in name}
+    decay = optim.weight_decay
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in named.values() if p.ndim >= 2 and id(p) not in fast], "weight_decay": decay},
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in named.values() if id(p) in fast], "weight_decay": decay, _RATIO: b_lr_ratio},
     ]
     make = HostAdamW if on_host else partial(torch.optim.AdamW, fused=True)
     return make(
@@ -30,7 +39,7 @@ def build_optimizer(
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(_RATIO, 1.0)
 
 
 def optimizer_tensors(

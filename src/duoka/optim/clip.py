@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from duoka.parallel.collectives import all_reduce
+
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float) -> torch.Tensor:
     """Shorten all gradients together when their global norm exceeds `limit` (0: only measure). Returns the norm."""
@@ -39,6 +41,6 @@ def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:
         # On the mesh's device: offloaded gradients lie in host memory, which NCCL does not reach.
         square = square.to(sharded[0].device_mesh.device_type)
         for group in groups:
-            dist.all_reduce(square, group=group)
+            all_reduce(square, group)
         total = total.to(square.device) + square
     return total.sqrt()

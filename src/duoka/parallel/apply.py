@@ -8,9 +8,9 @@ Names in brackets arrive with later parts, at their place in `parallelize`, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -19,8 +19,8 @@ from duoka.config.schema import ParallelConfig
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.fused import apply_fused
 from duoka.model.shards import WeightSource
-from duoka.parallel.ddp import CommunicationClock, DdpExchange, apply_ddp
-from duoka.parallel.dp import apply_dp
+from duoka.parallel.ddp import DdpExchange, apply_ddp
+from duoka.parallel.dp import Replicas, apply_dp
 from duoka.parallel.recompute import apply_recompute
 from duoka.parallel.sharded import apply_sharded, fill_shards, find_layers
 from duoka.parallel.world import World
@@ -44,7 +44,6 @@ class Parallelized:
 
     model: torch.nn.Module
     bare: torch.nn.Module
-    clock: CommunicationClock = field(default_factory=CommunicationClock)
     exchange: Callable[[bool], AbstractContextManager[None]] = exchange_nothing
     settle: Callable[[], None] = keep_as_is
     num_sharing: int = 1  # ranks that hold one copy of weights and state together
@@ -52,6 +51,16 @@ class Parallelized:
     def named_trainable(self) -> dict[str, torch.nn.Parameter]:
         """What the optimizer changes, by the names that checkpoints use; shards where weights are sharded."""
         return self._trainable
+
+    @contextlib.contextmanager
+    def for_evaluation(self) -> Iterator[torch.nn.Module]:
+        """The model for passes without a backward: bare, but under dp on all GPUs, copied to them once."""
+        if isinstance(self.model, Replicas):
+            with self.model.replicated_once():
+                yield self.model
+        else:
+            yield self.bare
+        self.settle()
 
     @cached_property
     def _trainable(self) -> dict[str, torch.nn.Parameter]:
@@ -83,7 +92,7 @@ def parallelize(
     if layout.strategy == "dp":
         assert isinstance(bare, LossModel)
         return Parallelized(apply_dp(bare, layout.precision), bare)
-    model, clock = apply_ddp(bare, parallel, world)
+    model = apply_ddp(bare, parallel, world)
     # With a static graph DDP has learnt by itself which parameters are never used.
     looks = parallel.find_unused_parameters or parallel.static_graph
-    return Parallelized(model, bare, clock, DdpExchange(model, looks, needs_rehearsal=parallel.static_graph))
+    return Parallelized(model, bare, DdpExchange(model, looks, needs_rehearsal=parallel.static_graph))

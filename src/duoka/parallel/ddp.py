@@ -1,14 +1,14 @@
 """Replicas with summed gradients: DistributedDataParallel, told to add instead of average.
 
 The loss is `sum / targets of the global batch` on every rank, so gradients of ranks must be *added*; DDP's mean is
-undone here and nowhere else, by the communication hook. The hook also measures the communication that nothing hides.
+undone here and nowhere else, by the communication hook. The hook also tells the ledger what travels, and when.
 """
 
 # No postponed annotations here: DDP reads the hook's, and wants types, not strings.
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
+from duoka.parallel.collectives import start_all_reduce
+from duoka.parallel.ledger import LEDGER
 from duoka.parallel.world import World
 from duoka.runs.heart import Heart
 
@@ -27,59 +29,50 @@ POWERSGD_RANK, POWERSGD_FROM_STEP = 4, 10
 
 
 @dataclass
-class CommunicationClock:
-    """When the last bucket was handed over and when it came back, on the host's clock."""
-
-    handed_over: float = 0.0
-    came_back: float = 0.0
-
-    def exposed_s(self) -> float:
-        """Seconds between the end of this rank's own work and the end of the exchange."""
-        return max(0.0, self.came_back - self.handed_over)
-
-    def reset(self) -> None:
-        self.handed_over = self.came_back = 0.0
-
-
-@dataclass
 class Summing:
-    """What the hook knows: how gradients travel, and the clock."""
+    """What the hook knows: how gradients travel."""
 
     compress: str
-    clock: CommunicationClock = field(default_factory=CommunicationClock)
-    power: powerSGD_hook.PowerSGDState | None = None
-    heart: Heart = field(default_factory=Heart)
+    power: powerSGD_hook.PowerSGDState | None
+    heart: Heart
 
 
 def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Add a bucket of gradients over all ranks."""
-    clock = summing.clock
-    clock.handed_over = time.perf_counter()
+    LEDGER.handed_over = time.perf_counter()
     summing.heart.begin_exchange(f"all_reduce of gradients, bucket {bucket.index()}")
     if summing.power is not None:
-        mean = powerSGD_hook.powerSGD_hook(summing.power, bucket)
-
-        def scaled(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            clock.came_back = time.perf_counter()
-            return future.value().mul_(dist.get_world_size())
-
-        return mean.then(scaled)
+        return _sum_by_thin_matrices(summing.power, bucket)
     buffer = bucket.buffer()
     travels = buffer.to(HALF[summing.compress]) if summing.compress in HALF else buffer
-    work = dist.all_reduce(travels, async_op=True)
-    assert work is not None
+    work = start_all_reduce(travels)
 
     def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        clock.came_back = time.perf_counter()
+        LEDGER.came_back = time.perf_counter()
         total = future.value()[0]
         return total if total.dtype == buffer.dtype else buffer.copy_(total)
 
     return work.get_future().then(done)
 
 
-def apply_ddp(
-    model: torch.nn.Module, parallel: ParallelConfig, world: World
-) -> tuple[DistributedDataParallel, CommunicationClock]:
+def _sum_by_thin_matrices(
+    power: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    begins, before = power.iter < power.start_powerSGD_iter, power.total_numel_after_compression
+    mean = powerSGD_hook.powerSGD_hook(power, bucket)
+    # Torch's hook sends by itself and tells how much: before it begins to compress, the whole bucket.
+    buffer = bucket.buffer()
+    numel = buffer.numel() if begins else power.total_numel_after_compression - before
+    LEDGER.note("all-reduce", numel * buffer.element_size(), dist.get_world_size())
+
+    def scaled(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        LEDGER.came_back = time.perf_counter()
+        return future.value().mul_(dist.get_world_size())
+
+    return mean.then(scaled)
+
+
+def apply_ddp(model: torch.nn.Module, parallel: ParallelConfig, world: World) -> DistributedDataParallel:
     """Wrap the model; rank 0's weights go to all."""
     replica = DistributedDataParallel(
         model,
@@ -96,9 +89,8 @@ def apply_ddp(
         power = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_FROM_STEP
         )
-    summing = Summing(parallel.compress, power=power, heart=world.heart)
-    replica.register_comm_hook(summing, sum_gradients)
-    return replica, summing.clock
+    replica.register_comm_hook(Summing(parallel.compress, power, world.heart), sum_gradients)
+    return replica
 
 
 @dataclass
@@ -118,12 +110,15 @@ class DdpExchange:
             check_all_used(self.model.module)
 
 
-def check_all_used(model: torch.nn.Module) -> None:
+UNUSED_FIX = "write:   find_unused_parameters: true   under parallel:, or freeze it"
+
+
+def check_all_used(model: torch.nn.Module, fix: str = UNUSED_FIX) -> None:
     """Name a trained parameter that got no gradient: DDP waits for it, and would fail obscurely at the next step."""
     unused = [name.removeprefix("lm.") for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if unused:
         more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
         raise ConfigError(
             f"the parameter {unused[0]}{more} is trained but had no part in the loss",
-            fix="write:   find_unused_parameters: true   under parallel:, or freeze it",
+            fix=fix,
         )

@@ -7,9 +7,12 @@ tokens, so that adding them is exact. Without several GPUs the module itself is 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 
 import torch
+from torch.nn import parallel
 
 from duoka.model.build import LossModel
 from duoka.parallel.precision import compute_in
@@ -21,12 +24,33 @@ class Replicas(torch.nn.Module):
     def __init__(self, bare: LossModel, device_ids: list[int], precision: str) -> None:
         super().__init__()
         self.replicas = torch.nn.DataParallel(_Precise(bare, precision), device_ids=device_ids)
+        self._holds = False
+        self._held: list[torch.nn.Module] = []
+
+    @contextlib.contextmanager
+    def replicated_once(self) -> Iterator[None]:
+        """For passes between which the weights do not change: they are copied at the first, and used by all."""
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds, self._held = False, []
 
     def forward(self, **inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's note that it gathers scalars: they are meant to be
-            loss, correct = self.replicas(**inputs)
+            loss, correct = self._ask_held(inputs) if self._holds else self.replicas(**inputs)
         return loss.sum(), correct.sum()
+
+    def _ask_held(self, inputs: dict[str, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+        devices = self.replicas.device_ids
+        if not self._held:
+            self._held = parallel.replicate(self.replicas.module, devices, detach=True)
+        parts, named = parallel.scatter_gather.scatter_kwargs((), inputs, devices)
+        # A short last batch has parts for the first GPUs only.
+        answers = parallel.parallel_apply(self._held[: len(named)], parts, named, devices[: len(named)])
+        loss, correct = (torch.stack([one[i].to(answers[0][0].device) for one in answers]) for i in (0, 1))
+        return loss, correct
 
 
 class _Precise(torch.nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from duoka.errors import ConfigError
 
@@ -25,6 +26,18 @@ class RankEnvironment:
 def has_peers(env: Mapping[str, str] = os.environ) -> bool:
     """True in a process that a launcher started as one of several."""
     return env.get("WORLD_SIZE", "1") != "1"
+
+
+def get_dist_info() -> tuple[bool, int, int, int]:
+    """(is distributed, rank, local rank, world size), as the launcher said; (False, 0, 0, 1) without one."""
+    place = read_rank_environment()
+    return (True, place.rank, place.local_rank, place.size) if place else (False, 0, 0, 1)
+
+
+def print0(*values: object, **options: Any) -> None:
+    """`print`, once and not once per rank. Needs no process group."""
+    if get_dist_info()[1] == 0:
+        print(*values, **options)
 
 
 def read_rank_environment(env: Mapping[str, str] = os.environ) -> RankEnvironment | None:

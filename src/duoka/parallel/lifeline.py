@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 
 PARENT_PID = "DUOKA_PARENT_PID"  # who started this process; set by the supervisor and by the agent
+JOINS = "DUOKA_JOINS"  # set for a rank that nobody prepares: it joins its world as one that torchrun started
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 1.0
 

@@ -31,6 +31,7 @@ from duoka.errors import ConfigError
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core
 from duoka.model.head import apply_head
 from duoka.model.shards import WeightSource
+from duoka.parallel.fsdp_comm import count_traffic
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
 
@@ -112,6 +113,7 @@ def apply_sharded(bare: torch.nn.Module, layout: Layout, parallel: ParallelConfi
         # Summed by force, because gloo has no scaled sum and NCCL's would only multiply by one.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        count_traffic(module, layout, world.heart)
     for first, second in itertools.pairwise(layers):
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
     assert isinstance(bare, FSDPModule)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, WorkerFailed
-from duoka.parallel.environ import read_rank_environment
+from duoka.parallel.collectives import all_reduce
+from duoka.parallel.environ import RankEnvironment, read_rank_environment
 from duoka.runs.heart import Heart
 from duoka.units import parse_seconds
 
@@ -35,6 +36,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
     heart: Heart = field(default_factory=Heart, compare=False)
+    group: dist.ProcessGroup | None = None  # None: the one that training talks in
 
     @property
     def is_main(self) -> bool:
@@ -48,7 +50,7 @@ class World:
     def barrier(self) -> None:
         if self.size > 1:
             with self.heart.exchange("barrier"):
-                dist.barrier()
+                dist.barrier(group=self.group)
 
     def sum(self, values: list[float]) -> list[float]:
         """Each value summed over all ranks, in fp64."""
@@ -57,7 +59,10 @@ class World:
         # MPS-like devices know no fp64; gloo and nccl both do.
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         with self.heart.exchange("all_reduce of the step's sums"):
-            dist.all_reduce(tensor)
+            if self.group is None:
+                all_reduce(tensor)
+            else:  # beside training: no part of a step, and not in its ledger
+                dist.all_reduce(tensor, group=self.group)
         return [float(value) for value in tensor.tolist()]
 
     def agree(self, value: Any) -> Any:
@@ -66,7 +71,7 @@ class World:
             return value
         box = [value]
         with self.heart.exchange("broadcast of rank 0's choice"):
-            dist.broadcast_object_list(box, src=0, device=self.device)
+            dist.broadcast_object_list(box, src=0, device=self.device, group=self.group)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -75,7 +80,7 @@ class World:
             return [value]
         box: list[Any] = [None] * self.size
         with self.heart.exchange("all_gather of facts"):
-            dist.all_gather_object(box, value)
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
 
@@ -114,15 +119,72 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
             fix="write strategy: auto, or start one process (--nproc 1)",
         )
     with heart.exchange("meeting of all processes"):
-        dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
+        try:
+            dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise _nobody_came(place, parallel.timeout, error) from error
     if dist.get_world_size() != place.size:
         raise WorkerFailed(f"asked for a world of {place.size} processes, got {dist.get_world_size()}")
     return World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend, heart)
 
 
+def join_world(parallel: ParallelConfig) -> tuple[World, bool]:
+    """(the world, was it started here): for people's own scripts, which may have made the process group themselves."""
+    if not dist.is_initialized():
+        return start_world(parallel), True
+    place = read_rank_environment()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_size = place.local_size if place else size
+    local_rank, node = (place.local_rank, place.node) if place else (rank % local_size, rank // local_size)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        # Scripts that chose a device have it set; others get the one of their place.
+        device = torch.device("cuda", torch.cuda.current_device() or local_rank)
+    return World(rank, local_rank, size, local_size, node, device, str(dist.get_backend())), False
+
+
+def compute_init(device_type: str = "auto") -> tuple[bool, int, int, int, torch.device]:
+    """(is distributed, rank, local rank, world size, device), with the process group made: gloo on CPUs too."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("compute_init was asked for cuda, and this machine has no GPU", fix="write compute_init()")
+    world, _ = join_world(ParallelConfig(backend="gloo" if device_type == "cpu" else "auto"))
+    world.barrier()
+    device = torch.device("cpu") if device_type == "cpu" else world.device
+    return world.size > 1, world.rank, world.local_rank, world.size, device
+
+
+def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception) -> WorkerFailed:
+    """A world that did not come together. Torch's own words differ with who waits for whom; ours name the place."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return WorkerFailed(
+        f"rank {place.rank} asked for a world of {place.size} processes, and it did not come together in {timeout}",
+        where=f"at {place.master_addr}:{place.master_port}: {reason}",
+        fix=f"start all {place.size} with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT and a RANK of their own; "
+        "`duoka doctor` says whether this machine can be reached",
+    )
+
+
 def end_world(world: World) -> None:
     if world.backend != "none" and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def open_side_world(world: World) -> World:
+    """The same ranks on a process group of their own, for a thread beside training. All ranks call it.
+
+    In one group, a thread's messages and training's would be taken for each other, and both wait for ever.
+    """
+    # A heart of its own, which nobody listens to: that a thread writes is no sign that training goes on.
+    if world.size == 1:
+        return replace(world, device=torch.device("cpu"), heart=Heart())
+    # Without a limit of its own: a slow disk is no hang, and a rank that dies closes its connections.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    return replace(world, device=torch.device("cpu"), backend="gloo", group=group, heart=Heart())
+
+
+def close_side_world(world: World) -> None:
+    if world.group is not None and dist.is_initialized():
+        dist.destroy_process_group(world.group)
 
 
 def check_same_everywhere(world: World, facts: Mapping[str, str]) -> None:

@@ -129,6 +129,8 @@ def loss_bytes(work: Work, layout: Layout, share: Share, tokens: int) -> tuple[i
     if work.lora is not None:
         return chunk, 2 * row_gradient
     head = shape.vocab_size * shape.hidden_size // layout.tp
-    weight_copy = 2 * head if half else 0
+    # Untied and sharded, the head is gathered in half precision; else a half copy of fp32 weights is made.
+    weight_copy = 2 * head if half and not (layout.is_sharded and not shape.tied) else 0
     # The head's gradient is summed over chunks; in half precision each chunk's own product stands beside the sum.
-    return chunk + 2 * weight_copy, 2 * row_gradient + 4 * head
+    product = 2 * head if half else 0
+    return chunk + weight_copy + product, 2 * row_gradient + 4 * head

@@ -109,15 +109,15 @@ class Cluster:
 @functools.cache
 def devices() -> dict[str, Device]:
     """All known devices by name."""
-    return {row["name"]: _device(row) for row in _rows("devices.csv")}
+    return {row["name"]: _device(row) for row in read_rows("devices.csv")}
 
 
 @functools.cache
 def networks() -> dict[str, Network]:
-    return {row["name"]: _network(row) for row in _rows("networks.csv")}
+    return {row["name"]: _network(row) for row in read_rows("networks.csv")}
 
 
-def _rows(name: str) -> list[dict[str, str]]:
+def read_rows(name: str) -> list[dict[str, str]]:
     text = (files("duoka.plan") / "tables" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 
@@ -190,7 +190,7 @@ def match_gpu(gpu: Gpu) -> Device | None:
 
 def find_network(name: str) -> Network:
     wanted = name.lower()
-    for row in _rows("networks.csv"):
+    for row in read_rows("networks.csv"):
         if wanted in (row["name"].lower(), *row["aliases"].lower().split(";")):
             return networks()[row["name"]]
     guess = nearest(name, list(networks()))
@@ -237,6 +237,11 @@ def cluster_of(machine: Machine, num_nodes: int, per_node: int, own: Mapping[str
         link, network, nics = networks()["memory"], networks()["10GbE"], 1
     cluster = Cluster(device, num_nodes, per_node, link, network, nics, machine.memory_bytes, notes=notes)
     return _overlay(cluster, own) if own and own.get("device") == hardware_key(machine) else cluster
+
+
+def local_cluster(machine: Machine, world_size: int, local_size: int) -> Cluster:
+    """This machine, as often as the world needs it, with what was measured on it."""
+    return cluster_of(machine, max(1, world_size // local_size), local_size, read_hardware())
 
 
 def _cpu(machine: Machine) -> Device:

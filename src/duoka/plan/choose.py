@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from duoka.config.rules import ddp_settings
 from duoka.config.schema import RunConfig
 from duoka.errors import Fault
 from duoka.plan.batch import tokens_in_micro_batch
@@ -87,8 +88,12 @@ def choose_layout(
     world_size: int,
     available_bytes: int,
     local_size: int | None = None,
+    given: Layout | None = None,
 ) -> Choice:
-    """The layout of this run: what the config says, and this machine's answer to every `auto`."""
+    """The layout of this run: what the config says, and this machine's answer to every `auto`.
+
+    `given` says how ranks are used, in place of the config; it may be a layout that is only planned.
+    """
     reasons: dict[str, str] = {}
     warnings: list[str] = list(machine.notes)
     layout = Layout(
@@ -100,9 +105,15 @@ def choose_layout(
         offload=config.parallel.offload,
         compile=config.train.compile,
     )
-    if config.parallel.strategy == "dp":
+    if given is not None:
+        axes = {"dp": given.dp, "shard": given.shard, "tp": given.tp, "pp": given.pp, "sp": given.sp}
+        layout = replace(layout, strategy=given.strategy, **axes)  # type: ignore[arg-type]
+        if not given.is_trainable:
+            warnings.append(f"{given.name} is planned only: this version of duoka does not train with it yet")
+    elif config.parallel.strategy == "dp":
         warnings.append(_why_not_dp(machine))
-    layout = _with_strategy(config, work, layout, available_bytes, local_size or world_size, reasons)
+    if given is None:
+        layout = _with_strategy(config, work, layout, available_bytes, local_size or world_size, reasons)
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
     layout = replace(layout, recompute=_choose_recompute(config, work, smallest, available_bytes, reasons))
     if config.train.micro_batch != "auto":
@@ -140,10 +151,16 @@ def _with_strategy(
     if need <= FITS * available_bytes:
         reasons["parallel.strategy"] = f"ddp: {size} processes, each with a whole model"
         return layout
-    reasons["parallel.strategy"] = (
-        f"fsdp: {size} processes share one model; whole, it would need {format_bytes(need)} in each, "
-        f"and {format_bytes(available_bytes)} is there"
-    )
+    if wishes := ddp_settings(config):
+        reasons["parallel.strategy"] = f"ddp: {', '.join(wishes)} is for ddp only; without it the model would be shared"
+        return layout
+    why = f"whole, it would need {format_bytes(need)} in each, and {format_bytes(available_bytes)} is there"
+    if 1 < local_size < size and size % local_size == 0:
+        inside = replace(smallest, strategy="hsdp", shard=local_size)
+        if estimate_memory(work, inside, largest_tokens(config, smallest)).peak_bytes <= FITS * available_bytes:
+            reasons["parallel.strategy"] = f"hsdp: the {local_size} processes of a node share one model; {why}"
+            return replace(layout, strategy="hsdp", shard=local_size)
+    reasons["parallel.strategy"] = f"fsdp: {size} processes share one model; {why}"
     return replace(layout, strategy="fsdp", shard=size)
 
 

@@ -150,3 +150,23 @@ def parse_layout(text: str) -> Layout:
     shard = int(second) if second else dp if strategy in SHARDED else 1
     tp, pp, sp = (axes.get(axis, 1) for axis in AXES)
     return Layout(dp=dp, strategy=cast(Strategy, strategy), shard=shard, tp=tp, pp=pp, sp=sp)
+
+
+def complete_layout(text: str, world_size: int) -> Layout:
+    """As `parse_layout`, for a world of that size; `tp4.pp12` alone leaves the data ranks to be worked out.
+
+    Raises ValueError for a product that is not the world: 48 data ranks of 12 stages and 4 tensor ranks need 2,304.
+    """
+    if re.match(r"^\s*(tp|pp|sp)\d", text.lower()):
+        inner = parse_layout(f"single.{text}").world_size
+        if world_size % inner:
+            raise ValueError(
+                f"{text} is {inner} devices for one copy of the model, and {world_size} are no multiple of it"
+            )
+        copies = world_size // inner
+        return parse_layout(f"zero1x{copies}.{text}" if copies > 1 else f"single.{text}")
+    layout = parse_layout(text)
+    if layout.world_size != world_size:
+        sizes = " x ".join(f"{axis} {size}" for axis, size in {"dp": layout.dp, **layout.axes}.items())
+        raise ValueError(f"{layout.name} is {sizes} = {layout.world_size:,} devices, and there are {world_size:,}")
+    return layout

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 from duoka.plan.activations import activation_bytes_per_token, boundary_bytes, loss_bytes, selective_bytes
 from duoka.plan.layout import Layout
-from duoka.plan.recipe import Share, StaticMemory, Work, shares, static_memory
+from duoka.plan.recipe import Share, StaticMemory, Work, copy_bytes, shares, static_memory
 
 # A process before it holds any model: interpreter, torch, transformers, peft (343 MiB when measured, and its pools).
 CPU_FRAMEWORK_BYTES = (360 * 2**20, 420 * 2**20, 640 * 2**20)  # low, likely, high
 # CUDA context and NCCL's buffers on a GPU; not measured by us.
 CUDA_FRAMEWORK_BYTES = (600 * 2**20, 1200 * 2**20, 1800 * 2**20)
+# NCCL's buffers for each of a tensor, pipeline or sequence axis: its communicators, and those that cross it.
+AXIS_BYTES = 1200 * 2**20
 # What other kernels and families keep, and what an allocator wastes, as factors on the estimate.
 RANGE = (0.85, 1.30)
 
@@ -63,10 +65,13 @@ def estimate_memory(
 def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates: bool, length: int) -> Memory:
     static = static_memory(work, layout, share)
     one_layer, kept, formula = _activations(work, layout, share, tokens, length)
-    low, framework, high = CUDA_FRAMEWORK_BYTES if work.device == "cuda" else CPU_FRAMEWORK_BYTES
+    low, framework, high = _framework_bytes(work, layout)
     held = _on_device(static, layout)
     base = {"weights": held["weights"], "optimizer": held["optimizer"], "framework": framework}
-    base |= {"gathered": _window_bytes(work, layout, share)} if layout.strategy in ("fsdp", "hsdp") else {}
+    copied = copy_bytes(work, layout)
+    copy = copied if work.device == "cpu" else 0
+    base |= {"checkpoint copy": copy} if copy else {}
+    gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") else {}
     gradients = {"gradients": held["gradients"]}
     # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
     before = gradients if accumulates or layout.strategy == "ddp" else {}
@@ -82,10 +87,12 @@ def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates
         "end of the backward pass": base | gradients | {"casts": casts, "activations": one_layer, "working": working},
         "optimizer step": base | gradients | {"working": _optimizer_bytes(work, layout, share)},
     }
+    for moment, size in gathered.items():
+        moments[moment] = moments[moment] | {"gathered": size}
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
     peak = max(sums, key=lambda name: sums[name])
     parts = {name: size for name, size in moments[peak].items() if size}
-    fixed = sum(held.values()) - (0 if "gradients" in moments[peak] else held["gradients"])
+    fixed = sum(held.values()) + copy - (0 if "gradients" in moments[peak] else held["gradients"])
     loose = sums[peak] - fixed - framework
     return Memory(
         parts=parts,
@@ -96,7 +103,7 @@ def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates
         tokens=tokens,
         formula=formula,
         formulas=_name_formulas(work, layout, static, formula, share),
-        host_bytes=static.host_bytes,
+        host_bytes=static.host_bytes + copied - copy,
     )
 
 
@@ -118,6 +125,13 @@ def _activations(work: Work, layout: Layout, share: Share, tokens: int, length: 
     return one_layer, kept, formula
 
 
+def _framework_bytes(work: Work, layout: Layout) -> tuple[int, int, int]:
+    """(low, likely, high). On a GPU every further axis brings communicators, and buffers with them."""
+    if work.device != "cuda":
+        return CPU_FRAMEWORK_BYTES
+    return tuple(size + len(layout.axes) * AXIS_BYTES for size in CUDA_FRAMEWORK_BYTES)  # type: ignore[return-value]
+
+
 def _name_formulas(
     work: Work, layout: Layout, static: StaticMemory, activations: str, share: Share
 ) -> Mapping[str, str]:
@@ -129,7 +143,7 @@ def _name_formulas(
         "gradients": static.formula,
         "optimizer": static.formula,
         "activations": f"{activations}, x {share.num_layers} layers{flight}",
-        "gathered": "2 units of weights, a layer's gradients, embedding and head",
+        "gathered": "whole layers and ends that compute or are fetched, gradients on their way",
         "casts": "2P of the layers: autocast's half-precision copies",
         "loss": "tokens x V: whole logits and their gradients" if whole else "logits in chunks, the head's gradient",
         "working": "optimizer's temporaries" if static.host_bytes else "gradients of one layer's activations",
@@ -154,14 +168,23 @@ def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
     return dict.fromkeys(parts, 0)
 
 
-def _window_bytes(work: Work, layout: Layout, share: Share) -> int:
-    """What FSDP has gathered at once: the layer that computes and the next, embedding and head, a layer's gradients."""
+def _gathered_bytes(work: Work, layout: Layout, share: Share) -> dict[str, int]:
+    """What FSDP holds whole at each moment: layers that compute and are fetched, the ends, gradients on their way."""
     size = 4 if layout.precision == "fp32" else 2
     if work.program is not None:
-        return int(work.program.window * (2 + 2) * share.per_layer)
-    gradients = (size + 4) * share.per_layer if work.lora is None else 0
-    wide = 4 if work.lora is None else size
-    return 2 * size * share.per_layer + wide * share.embedding + size * share.head + gradients
+        whole = int(work.program.window * (2 + 2) * share.per_layer)
+        return dict.fromkeys(("loss", "start of the backward pass", "end of the backward pass"), whole)
+    trains = work.lora is None
+    # A layer's gradients, and the fp32 buffer in which they are reduced.
+    gradients = (size + 4) * share.per_layer if trains else 0
+    # Tied ends belong to the root, which stays gathered in fp32; of untied ones each is there when it computes.
+    root = 0 if share.head else (4 if trains else size) * share.embedding
+    embedding = 0 if root else (4 if trains else size) * share.embedding
+    return {
+        "loss": root + size * share.per_layer + size * share.head,
+        "start of the backward pass": root + 2 * size * share.per_layer + gradients,
+        "end of the backward pass": root + size * share.per_layer + embedding + (8 * share.embedding if trains else 0),
+    }
 
 
 def _cast_bytes(work: Work, layout: Layout, share: Share) -> int:

@@ -56,6 +56,7 @@ class Work:
     frozen_bits: int = 0  # 4 or 8: a quantized frozen base
     program: Program | None = None
     train_only: TrainOnlyConfig | None = None
+    saves_beside: bool = False  # checkpoints are copied to host memory, and written while training goes on
 
     @property
     def num_trainable(self) -> int:
@@ -83,6 +84,11 @@ class Work:
             ends = self.shape.num_embedding + self.shape.num_head
             return per + 4 * ends / self.shape.num_parameters
         return per
+
+
+def copy_bytes(work: Work, layout: Layout) -> int:
+    """The copy from which a checkpoint is written: a rank's equal part of what is trained and its state."""
+    return int((4 + work.state_bytes) * work.num_trainable) // layout.world_size if work.saves_beside else 0
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,30 @@
-"""The plan of one run: layout, reasons, memory with its range, batch arithmetic, verdict; as lines and as JSON.
+"""The plan of one run: layout, reasons, memory and speed with their ranges, batch arithmetic, verdict; as JSON.
 
-`make_plan` is pure: config, shape, machine and world go in, the same plan comes out. `duoka plan` prints it,
-`duoka train` writes it to plan.json, and the end report holds it beside what was measured.
+`make_plan` is pure: config, shape, machine and world go in, the same plan comes out. `duoka plan` prints it
+(picture.py), `duoka train` writes it to plan.json, and the end report holds it beside what was measured.
 """
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from duoka.config.schema import LoraConfig, RunConfig
+from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
+from duoka.plan.advice import advice
 from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
-from duoka.plan.choose import Choice, check_machine, choose_layout, largest_tokens
+from duoka.plan.catalogue import Cluster, cluster_of
+from duoka.plan.changes import Change, single_changes, smaller_changes
+from duoka.plan.choose import Choice, check_machine, choose_layout
+from duoka.plan.costs import Costs, estimate_costs
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
 from duoka.plan.memory import FITS, TIGHT, Memory, estimate_memory
 from duoka.plan.recipe import StaticMemory, Work, static_table
-from duoka.plan.shape import ModelShape
-from duoka.units import Amount, format_bytes, format_count
-
-_WIDTH = 100
-_TABLE_NAMES = {"fsdp": "zero3=fsdp"}
+from duoka.plan.search import Ranking, Task, load_of, search, why_not
+from duoka.plan.shape import ASSUMED, ModelShape
+from duoka.plan.speed import Speed, estimate_speed
+from duoka.units import format_bytes, parse_amount
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -44,7 +45,14 @@ class Plan:
     epochs: float
     steps: Steps | None
     verdict: Verdict
+    cluster: Cluster
+    task: Task
+    speed: Speed
+    costs: Costs
     smaller: tuple[str, ...] = ()  # changes that would make it fit, the smallest first
+    notes: tuple[str, ...] = ()  # what guides get wrong, where it shows
+    ranking: Ranking | None = None  # of all layouts; only when asked for
+    changes: tuple[Change, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only; what a run keeps as plan.json."""
@@ -75,17 +83,18 @@ class Plan:
                 "parts": dict(memory.parts),
                 "moments": dict(memory.moments),
                 "activation_formula": memory.formula,
+                "formulas": dict(memory.formulas),
             },
             "static": [asdict(row) | {"total_bytes": row.total_bytes} for row in self.table],
             "machine": self.machine.to_json(),
             "smaller": list(self.smaller),
+            "speed": _speed_json(self.speed),
+            "costs": self.costs.to_json(),
+            "cluster": {"name": self.cluster.name, "device_source": self.cluster.device.source},
+            "notes": list(self.notes),
+            "ranking": _ranking_json(self.ranking),
+            "changes": [asdict(change) for change in self.changes],
         }
-
-    def lines(self) -> list[str]:
-        """The plan as `duoka plan` prints it, at most 100 columns wide."""
-        out = [*self._model_lines(), "", *self._layout_lines(), "", *self._static_lines(), "", *self._peak_lines()]
-        out += [f"warning  {text}" for text in self.warnings]
-        return [part for line in out for part in _wrap(line)]
 
     def memory_sentence(self) -> str:
         """One line for a banner: `1.35 GiB per rank (1.2 to 1.7), fits in 11.4 GiB`."""
@@ -112,65 +121,6 @@ class Plan:
             fix=f"what would fit: {'; or '.join(self.smaller)}" if self.smaller else "use a smaller model",
         )
 
-    def _model_lines(self) -> list[str]:
-        shape, work = self.work.shape, self.work
-        approximate = "" if shape.exact else " (counted like a Llama: this type is not in the table)"
-        head = "tied to the embedding" if shape.tied else f"{format_count(shape.num_head)} in the head"
-        kind = "full fine-tuning"
-        if work.lora is not None:
-            kind = f"LoRA rank {work.lora.rank}, {work.num_trainable / shape.num_parameters:.2%} beside the model"
-        if work.train_only is not None:
-            kind = f"some layers only, {work.num_trainable / shape.num_parameters:.2%} of the model"
-        return [
-            f"model    {shape.num_parameters:,} parameters{approximate}: {format_count(shape.num_embedding)} in the "
-            f"embedding, {head},",
-            f"         {shape.num_layers} layers x {format_count(shape.num_per_layer)} ({shape.model_type})",
-            f"trained  {work.num_trainable:,} parameters ({kind})",
-        ]
-
-    def _layout_lines(self) -> list[str]:
-        layout = self.layout
-        rows = [
-            ("parallel.strategy", layout.name),
-            ("train.precision", layout.precision),
-            ("train.recompute", layout.recompute),
-            ("train.micro_batch", str(layout.micro)),
-        ]
-        out = [f"layout   {layout.name}, {layout.precision}, recompute {layout.recompute}, micro-batch {layout.micro}"]
-        out += [f"         auto: {key} -> {self.reasons[key]}" for key, _ in rows if key in self.reasons]
-        out.append(f"batch    {self.batch.sentence()}")
-        if self.steps is not None:
-            out.append(f"steps    {self.steps.sentence(self.epochs)}")
-        return out
-
-    def _static_lines(self) -> list[str]:
-        out = [
-            f"memory per rank before activations, {self.layout.precision}, "
-            f"N = {self.layout.dp} (P all, Pt trained parameters)",
-            f"  {'strategy':<10}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>10}  formula",
-        ]
-        for row in self.table:
-            cells = (row.weights_bytes, row.gradients_bytes, row.optimizer_bytes, row.total_bytes)
-            sizes = [format_bytes(cell) for cell in cells]
-            mark = "  <- this run" if row.strategy == self.layout.strategy else ""
-            name = _TABLE_NAMES.get(row.strategy, row.strategy)
-            line = f"  {name:<10}{sizes[0]:>10}{sizes[1]:>11}{sizes[2]:>11}{sizes[3]:>10}  {row.formula}"
-            out.append(line + mark)
-        return out
-
-    def _peak_lines(self) -> list[str]:
-        memory = self.memory
-        out = [
-            f"peak     {self.memory_sentence()}",
-            f"         at the {memory.peak_moment}, with {memory.tokens:,} tokens at once:",
-        ]
-        for name, size in memory.largest_parts(len(memory.parts)):
-            bar = "█" * round(24 * size / max(memory.peak_bytes, 1))
-            out.append(f"           {name:<12}{format_bytes(size):>10}  {bar}".rstrip())
-        out.append(f"         activations: {memory.formula}")
-        out += [f"         it would fit with {change}" for change in self.smaller]
-        return out
-
 
 def make_plan(
     config: RunConfig,
@@ -182,29 +132,36 @@ def make_plan(
     mean_length: float | None = None,
     local_size: int | None = None,
     is_data_measured: bool = True,
+    cluster: Cluster | None = None,
+    layout: Layout | None = None,
+    price: float | None = None,
+    is_ranked: bool = False,
 ) -> Plan:
     """Plan a run of `world_size` ranks, `local_size` of them on this machine (all, when left out).
 
     `num_samples` and `mean_length` are those of the tokenised training data, or guesses (`is_data_measured=False`).
-    Raises Faults for settings that the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
+    `cluster` are the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings
+    that the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
     faults = check_machine(config, machine, world_size, local_size)
     if faults:
         raise Faults(faults)
-    available = machine.available_per_rank(local_size or world_size)
-    work = Work(shape, config.lora, machine.device, config.parallel.bucket_view, train_only=config.train_only)
-    choice = choose_layout(config, work, machine, world_size, available, local_size)
+    local = local_size or world_size
+    cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
+    available = machine.available_per_rank(local)
+    work = _work(config, shape, machine)
+    choice = choose_layout(config, work, machine, world_size, available, local_size, layout)
     layout = choice.layout
-    steps = count_steps(config.train, num_samples, mean_length)
-    if steps is not None and not is_data_measured:
-        steps = replace(steps, is_exact=False)
-    batch = spread_batch(config.train, layout.micro, world_size, config.data.max_length, mean_length)
-    memory = estimate_memory(work, layout, batch.tokens_per_micro_batch, accumulates=batch.accumulation > 1)
+    steps = _steps(config, num_samples, mean_length, is_data_measured)
+    batch = spread_batch(config.train, layout.micro, layout.dp, config.data.max_length, mean_length)
+    memory = _memory(work, layout, batch)
     verdict = judge(memory, available)
+    task = _task(config, work, mean_length)
+    speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
     return Plan(
         layout=layout,
         reasons=choice.reasons,
-        warnings=_all_warnings(choice, shape),
+        warnings=_all_warnings(choice, shape, why_not(layout, task, cluster)),
         work=work,
         machine=machine,
         available_bytes=available,
@@ -214,8 +171,90 @@ def make_plan(
         epochs=config.train.epochs,
         steps=steps,
         verdict=verdict,
-        smaller=_smaller_changes(config, work, layout, available) if verdict == "does not fit" else (),
+        cluster=cluster,
+        task=task,
+        speed=speed,
+        costs=estimate_costs(work, cluster, speed.step_s, steps.total if steps else None, price),
+        smaller=smaller_changes(config, work, layout, available) if verdict == "does not fit" else (),
+        notes=advice(work, layout, cluster, memory, speed.exchanges, batch.accumulation),
+        ranking=search(task, cluster, layout, available) if is_ranked else None,
+        changes=tuple(single_changes(config, task, layout, cluster, available)) if is_ranked else (),
     )
+
+
+def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
+    view, optimizer = config.parallel.bucket_view, config.optim.name
+    return Work(
+        shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
+        saves_beside=config.checkpoint.is_async,
+    )  # fmt: skip
+
+
+def _steps(
+    config: RunConfig, num_samples: int | None, mean_length: float | None, is_data_measured: bool
+) -> Steps | None:
+    steps = count_steps(config.train, num_samples, mean_length)
+    return steps if steps is None or is_data_measured else replace(steps, is_exact=False)
+
+
+def _memory(work: Work, layout: Layout, batch: BatchArithmetic) -> Memory:
+    tokens, accumulation = batch.tokens_per_micro_batch, batch.accumulation
+    return estimate_memory(work, layout, tokens, accumulates=accumulation > 1, accumulation=accumulation)
+
+
+def _task(config: RunConfig, work: Work, mean_length: float | None) -> Task:
+    """Samples are as long as the data's mean, or, before it is known, as the longest that is allowed."""
+    step, longest = parse_amount(config.train.global_batch), config.data.max_length
+    length = mean_length or float(longest)
+    tokens = float(step.count) if step.unit == "tokens" else step.count * length
+    return Task(work, tokens, longest, length)
+
+
+def _speed_json(speed: Speed) -> dict[str, Any]:
+    return {
+        "step_s": speed.step_s,
+        "low_s": speed.low_s,
+        "high_s": speed.high_s,
+        "tokens_per_step": speed.tokens_per_step,
+        "tokens_per_s": speed.tokens_per_s,
+        "mfu": speed.mfu,
+        "mfu_formula": speed.formula,
+        "limit": speed.limit,
+        "parts": dict(speed.parts),
+        "exchange_s": speed.exchange_s,
+        "exposed_s": speed.exposed_s,
+        "matmul_share": speed.efficiency,
+        "is_measured": speed.is_measured,
+        "exchanges": [
+            {
+                "what": one.what,
+                "kind": one.kind,
+                "payload_bytes": one.payload_bytes,
+                "times": one.times,
+                "ranks": one.group.size,
+                "sent_bytes": one.sent_bytes,
+            }
+            for one in speed.exchanges
+        ],
+    }
+
+
+def _ranking_json(ranking: Ranking | None) -> dict[str, Any] | None:
+    if ranking is None:
+        return None
+    return {
+        "candidates": [
+            {
+                "layout": one.layout.to_json(),
+                "peak_bytes": one.memory.peak_bytes,
+                "tokens_per_s": one.speed.tokens_per_s,
+                "mfu": one.speed.mfu,
+                "is_trainable": one.layout.is_trainable,
+            }
+            for one in ranking.candidates
+        ],
+        "rejected": [asdict(one) for one in ranking.rejected],
+    }
 
 
 def judge(memory: Memory, available_bytes: int) -> Verdict:
@@ -227,36 +266,10 @@ def judge(memory: Memory, available_bytes: int) -> Verdict:
     return "fits"
 
 
-def _wrap(line: str) -> list[str]:
-    """A line of at most _WIDTH columns, or several; what follows stands under the text of the first."""
-    indent = " " * (13 if line.startswith(" ") else 9)
-    return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, drop_whitespace=True) or [""]
-
-
-def _all_warnings(choice: Choice, shape: ModelShape) -> tuple[str, ...]:
-    if shape.exact:
-        return choice.warnings
-    return (*choice.warnings, f"model type {shape.model_type} is not in the plan's table: its counts are estimates")
-
-
-def _smaller_changes(config: RunConfig, work: Work, layout: Layout, available_bytes: int) -> tuple[str, ...]:
-    """Single changes that would make it fit, in the order in which they cost the user something."""
-    length = config.data.max_length
-    smallest = replace(layout, micro=Amount(length, "tokens"))
-    adapters = replace(work, lora=LoraConfig())
-    tries: Sequence[tuple[str, Work, Layout, int]] = (
-        (f'train.micro_batch: "{length} tokens"', work, smallest, length),
-        ("train.recompute: full", work, replace(layout, recompute="full"), largest_tokens(config, layout)),
-        (f'recompute: full and micro_batch: "{length} tokens"', work, replace(smallest, recompute="full"), length),
-        (f"data.max_length: {length // 2}", work, replace(smallest, recompute="full"), length // 2),
-        ("lora: {rank: 8}", adapters, replace(smallest, recompute="full"), length),
-    )
-    found: list[str] = []
-    for words, changed, how, tokens in tries:
-        if changed == work and how == layout and tokens == largest_tokens(config, layout):
-            continue
-        if changed != work and work.lora is not None:
-            continue
-        if judge(estimate_memory(changed, how, tokens), available_bytes) != "does not fit":
-            found.append(words)
-    return tuple(found[:3])
+def _all_warnings(choice: Choice, shape: ModelShape, senseless: str | None) -> tuple[str, ...]:
+    found = choice.warnings
+    if senseless:
+        found += (f"{choice.layout.name} makes little sense here: {senseless}",)
+    if shape.exact or shape.model_type == ASSUMED:
+        return found
+    return (*found, f"model type {shape.model_type} is not in the plan's table: its counts are estimates")

@@ -18,11 +18,16 @@ from duoka.plan.families import FAMILIES, LLAMA, ExpertKeys, Family
 from duoka.plan.sizes import Experts, Linear, ModelShape
 
 __all__ = [
+    "ASSUMED",
+    "DEMO_FACTS",
     "Linear",
     "ModelShape",
     "adapted_linears",
     "demo_shape",
+    "facts_from_depth",
+    "facts_from_parameters",
     "lora_parameters",
+    "read_facts",
     "read_shape",
     "shape_from_config",
     "shape_from_depth",
@@ -34,6 +39,11 @@ _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 def read_shape(folder: Path) -> ModelShape:
     """The shape of the model in a transformers folder."""
+    return shape_from_config(read_facts(folder), where=str(folder / "config.json"))
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """The config.json of a transformers folder."""
     path = folder / "config.json"
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -43,7 +53,7 @@ def read_shape(folder: Path) -> ModelShape:
         raise ConfigError(f"{path} is no JSON: {error}", fix="copy the model again") from None
     if not isinstance(facts, dict):
         raise ConfigError(f"{path} holds no object", fix="copy the model again")
-    return shape_from_config(facts, where=str(path))
+    return facts
 
 
 def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> ModelShape:
@@ -301,15 +311,18 @@ def _is_named(path: str, target: str) -> bool:
     return path == target or path.endswith(f".{target}") or target.endswith(f".{path}")
 
 
-def demo_shape() -> ModelShape:
-    """SmolLM2-135M-Instruct, known without unpacking its wheel."""
-    return shape_from_config(
-        {
-            "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-            "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
-        }
-    )  # fmt: skip
+# SmolLM2-135M-Instruct, known without unpacking its wheel.
+DEMO_FACTS: Mapping[str, Any] = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
 
+
+def demo_shape() -> ModelShape:
+    return shape_from_config(DEMO_FACTS)
+
+
+ASSUMED = "a Llama of about that size"  # the type of a model of which only the number of parameters is known
 
 # A model from nothing: its width follows from its depth, so that one number says how large it is.
 WIDTH_PER_LAYER = 64
@@ -331,24 +344,28 @@ def shape_from_depth(depth: int, vocab_size: int = 65536) -> ModelShape:
     return shape_from_config(facts_from_depth(depth, vocab_size), where=f"depth {depth}")
 
 
-def shape_from_parameters(count: float, vocab_size: int = 32000) -> ModelShape:
-    """A Llama of about that many parameters: for a first question, before there is a model. Never exact.
+def facts_from_parameters(count: float, vocab_size: int = 32000) -> dict[str, Any]:
+    """The config.json of a Llama of about that many parameters: for a first question, before there is a model.
 
     Layers are as many as width / 128, which is how public models from 1B to 70B are cut; the feed-forward width is
     what is left of the count.
     """
-    hidden = max(128, 128 * round((count * 128 / 12) ** (1 / 3) / 128))
+    grain = 1024 if count > 5e8 else 128  # heads that 2, 4 or 8 can share
+    hidden = max(grain, grain * round((count * 128 / 12) ** (1 / 3) / grain))
     layers = max(1, round((count - 2 * vocab_size * hidden) / (12 * hidden**2)))
     tied = 2 * vocab_size * hidden > count / 3
     rest = count - (1 if tied else 2) * vocab_size * hidden - layers * 4 * hidden**2
     if rest < layers * 3 * hidden:
-        hidden, layers, tied = max(64, hidden // 2), max(1, layers), True
+        hidden, tied = max(64, hidden // 2), True
         rest = count - vocab_size * hidden - layers * 4 * hidden**2
-    shape = shape_from_config(
-        {
-            "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
-            "intermediate_size": max(1, round(rest / (3 * hidden * layers))),
-            "num_attention_heads": max(1, hidden // 128), "vocab_size": vocab_size, "tie_word_embeddings": tied,
-        }
-    )  # fmt: skip
-    return replace(shape, exact=False, model_type="a Llama of that size")
+    return {
+        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
+        "intermediate_size": max(1, round(rest / (3 * hidden * layers))),
+        "num_attention_heads": max(1, hidden // 128), "vocab_size": vocab_size, "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+def shape_from_parameters(count: float, vocab_size: int = 32000) -> ModelShape:
+    """Never exact: only its number of parameters is known."""
+    shape = shape_from_config(facts_from_parameters(count, vocab_size))
+    return replace(shape, exact=False, model_type=ASSUMED)

@@ -1,7 +1,8 @@
 """The event log: append-only JSON lines that training writes and everything else reads.
 
-Every line has `v` (schema), `type`, `t` (wall clock). Types: run, step, eval, checkpoint, resume, warning, end in
-events/run.jsonl (global numbers, written by rank 0); rank in events/rankNNNNN.jsonl (a rank's own times).
+Every line has `v` (schema), `type`, `t` (wall clock). Types: run, step, traffic (what a step exchanges), memory (what
+each rank holds), eval, checkpoint, resume, warning, end in events/run.jsonl (global numbers, written by rank 0); rank
+in events/rankNNNNN.jsonl (a rank's own times).
 NaN and infinity are written as null, with their names in `nonfinite`.
 """
 
@@ -29,14 +30,17 @@ def rank_log(run: RunFolder, rank: int) -> Path:
 
 
 class EventWriter:
-    """Appends one line per event, each with one write, so that a reader sees whole lines or a cut last one."""
+    """Appends one line per event, each with one write, so that a reader sees whole lines or a cut last one.
+
+    A disk that takes no more does not end a run for its log's sake: `fault` says so, and later events are tried again.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        if _ends_mid_line(path):
-            # A killed writer left half a line: close it, or the next event would be lost with it.
-            os.write(self._file, b"\n")
+        self.fault = ""
+        # A killed writer left half a line: close it, or the next event would be lost with it.
+        self._is_cut = _ends_mid_line(path)
 
     def write(self, type: str, **values: Any) -> None:
         event: dict[str, Any] = {"v": SCHEMA, "type": type, "t": round(time.time(), 3)}
@@ -44,7 +48,14 @@ class EventWriter:
         event.update({key: None if key in nonfinite else value for key, value in values.items()})
         if nonfinite:
             event["nonfinite"] = {key: str(values[key]) for key in nonfinite}
-        os.write(self._file, (json.dumps(event, ensure_ascii=False) + "\n").encode())
+        line = (json.dumps(event, ensure_ascii=False) + "\n").encode()
+        try:
+            if self._is_cut:
+                line = b"\n" + line
+            written = os.write(self._file, line)
+            self._is_cut = 0 < written < len(line)
+        except OSError as error:
+            self.fault = error.strerror or str(error)
 
     def close(self) -> None:
         os.close(self._file)

@@ -85,14 +85,29 @@ class RunFolder:
             ) from None
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Replace a small file in one step, so that a reader never sees half of it."""
+def apply_umask(folder: Path) -> None:
+    """Give a draft folder and its files the modes that the user's umask asks for.
+
+    Temporary folders, and files that safetensors writes, are for their owner alone; results are for whoever may.
+    """
+    probe = folder / ".umask"
+    os.close(os.open(probe, os.O_WRONLY | os.O_CREAT, 0o666))
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)
+    folder.chmod(mode | (mode & 0o444) >> 2)
+
+
+def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace a small file in one step, so that a reader never sees half of it; `durable`: also not after a crash."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
@@ -100,8 +115,9 @@ def write_text_atomic(path: Path, text: str) -> None:
         raise
 
 
-def write_json_atomic(path: Path, value: Mapping[str, Any]) -> None:
-    write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+def write_json_atomic(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_text_atomic(path, text, durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -9,16 +9,22 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from duoka.runs.folder import RunFolder, read_json
 
 ASK_FOR_STACKS = "SIGUSR1"
+AUTO_S = 300.0  # and not less than ten times what a step's slowest part has taken so far
+AUTO_FACTOR = 10.0
+SLOW_S = 1800.0
+_LOOK_EVERY_S = 1.0
 _LINE_BYTES = 512
 # Nothing beats on the way through these, and a large model or a slow disk takes what it takes.
 _SLOW_PHASES = ("start", "save", "end")
@@ -104,6 +110,48 @@ class Heart:
         line = json.dumps(asdict(self.beat)).encode()
         with contextlib.suppress(OSError):
             os.pwrite(self._file, line.ljust(_LINE_BYTES - 1) + b"\n", 0)
+
+
+def patience_s(beat: Beat, after_s: float | None) -> float:
+    """The silence after this beat that means a hang; `after_s` as configured, None for auto."""
+    steady_s = max(AUTO_S, AUTO_FACTOR * beat.slowest_s) if after_s is None else after_s
+    return max(SLOW_S, steady_s) if beat.is_slow else steady_s
+
+
+def describe_place(beat: Beat) -> str:
+    """`in backward after step 12; last collective: ..., in which it waits`."""
+    first = " (the first)" if beat.is_slow and beat.phase in ("forward", "backward") else ""
+    last = f"; last collective: {beat.collective}" if beat.collective else ""
+    return f"in {beat.phase}{first} after step {beat.step}{last}{', in which it waits' if beat.is_inside else ''}"
+
+
+def watch_itself(
+    heart: Heart, run: RunFolder, after_s: float | None, on_hang: Callable[[str], None]
+) -> threading.Thread:
+    """For a rank that nobody supervises: a thread that sees it stand still, writes its stacks, and calls `on_hang`."""
+
+    def look() -> None:
+        seen, moved_at, looked_at = -1, time.monotonic(), time.monotonic()
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            now = time.monotonic()
+            if heart.beat.count != seen or now - looked_at > 10 * _LOOK_EVERY_S:  # or we were stopped ourselves
+                seen, moved_at = heart.beat.count, now
+            looked_at = now
+            if now - moved_at > patience_s(heart.beat, after_s):
+                with (
+                    contextlib.suppress(OSError),
+                    stacks_path(run, heart.beat.rank).open("a", encoding="utf-8") as file,
+                ):
+                    faulthandler.dump_traceback(file, all_threads=True)
+                return on_hang(
+                    f"rank {heart.beat.rank} has not moved for {now - moved_at:.0f} s: {describe_place(heart.beat)}"
+                )
+
+    thread = threading.Thread(target=look, name="duoka-hang-watch", daemon=True)
+    if after_s != math.inf:
+        thread.start()
+    return thread
 
 
 def beat_path(run: RunFolder, rank: int) -> Path:

@@ -47,7 +47,8 @@ def read_status(run: RunFolder) -> Status | None:
 
 def write_status(run: RunFolder, status: Status) -> None:
     stamped = replace(status, updated=time.time(), host=status.host or socket.gethostname())
-    write_json_atomic(run.status, asdict(stamped))
+    # Once a second, beside a checkpoint that is being written: waiting for the disk would hold training up.
+    write_json_atomic(run.status, asdict(stamped), durable=False)
 
 
 def update_status(run: RunFolder, **changes: Any) -> None:

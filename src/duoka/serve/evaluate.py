@@ -15,6 +15,7 @@ from duoka.errors import ConfigError
 from duoka.serve.trained import Say, Trained, load_trained
 
 if TYPE_CHECKING:
+    from duoka.data.rows import TextRows
     from duoka.data.store import TokenStore
     from duoka.parallel.world import World
     from duoka.plan.layout import Layout
@@ -27,7 +28,7 @@ class EvalData:
 
     config: RunConfig
     label: str
-    store: TokenStore
+    store: TokenStore | TextRows
     pad_id: int
 
 
@@ -64,14 +65,23 @@ class Evaluation:
         ]
 
 
-def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say) -> EvalData:
-    """The named data sets, or without names the part that the run kept aside."""
-    from duoka.data.prepare import prepare_data, read_tokenizer
+def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say, asked: DataConfig | None = None) -> EvalData:
+    """The named data sets, or without names the part that the run kept aside.
 
-    sources = tuple(DataSource(name=name) for name in names or ("?",))
-    config = trained.config or RunConfig(model=ModelConfig(name=trained.name), data=DataConfig(train=sources))
-    if names:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"train": sources, "eval": 0.0})})
+    `asked` says how a file of another tool wants its sets read; then `names` is its list.
+    """
+    from duoka.data.prepare import prepare_data, read_tokenizer
+    from duoka.data.stream_source import StreamSource
+
+    sources = asked.train if asked else tuple(DataSource(name=name) for name in names or ("?",))
+    model = ModelConfig(name=trained.name, template=trained.template, trust_remote_code=trained.trust_remote_code)
+    config = trained.config or RunConfig(model=model, data=asked or DataConfig(train=sources))
+    only = {"train": sources, "eval": 0.0, "stream": False, "streams": None}
+    if asked is not None:
+        # Masks and templates are the run's; where records lie and where they are cut is the file's.
+        only |= {"folder": asked.folder, "max_length": asked.max_length}
+    if asked is not None or names:
+        config = config.model_copy(update={"data": config.data.model_copy(update=only)})
     elif trained.config is None:
         raise ConfigError(f"{trained.name} is a model, not a run: what shall it be measured on?", fix="add --data NAME")
     elif not config.data.eval:
@@ -83,6 +93,7 @@ def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say) -> EvalD
     prepared = prepare_data(config, trained.config_base, trained.base, say=say)
     pad_id = read_tokenizer(config, trained.config_base, trained.base).pad_id
     if names:
+        assert not isinstance(prepared.train, StreamSource), "names are tokenised ahead"
         return EvalData(config, ", ".join(names), prepared.train, pad_id)
     if prepared.eval is None:
         raise ConfigError(f"{trained.name} has no evaluation data left", fix="name what to measure on: --data NAME")
@@ -128,4 +139,6 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
         data.store, rank=world.rank, num_ranks=world.size, micro=layout.micro, packing=layout.packing,
         max_length=data.config.data.max_length, pad_id=data.pad_id,
     )  # fmt: skip
-    return measure_loss(LossModel(lm).to(world.device), batches, world, layout.precision)
+    measured = measure_loss(LossModel(lm).to(world.device), batches, world, layout.precision)
+    assert measured is not None  # nobody is asked whether to stop
+    return measured

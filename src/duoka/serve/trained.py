@@ -40,6 +40,8 @@ class Trained:
     run: RunFolder | None = None
     config: RunConfig | None = None
     config_base: Path = Path()  # what relative paths of the config are relative to
+    template: str = "auto"  # of a plain model: its own, or a name; a run knows its own
+    trusts_code: bool = False
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -55,7 +57,7 @@ class Trained:
 
     @property
     def trust_remote_code(self) -> bool:
-        return self.config is not None and self.config.model.trust_remote_code
+        return self.trusts_code if self.config is None else self.config.model.trust_remote_code
 
 
 def find_run(name: str) -> RunFolder | None:
@@ -86,6 +88,28 @@ def find_trained(name: str, *, step: int | None = None, say: Say) -> Trained:
         raise ConfigError(f"{name!r} is neither a run nor a model: {error.what}", fix=_list_runs()) from None
 
 
+def find_trained_on(model: str, adapter: str | None, *, say: Say) -> Trained:
+    """A model, or an adapter on it, named apart as files of LLaMA-Factory do; both may be runs of duoka."""
+    if adapter is None:
+        return find_trained(model, say=say)
+    run = find_run(adapter)
+    if run is None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ConfigError(f"there is neither a run nor an adapter in {adapter!r}", fix=_list_runs())
+    below = find_trained(model, say=say)
+    base = below.full or below.base
+    if run is None:
+        return Trained(adapter, base, model, adapter=Path(adapter))
+    found = find_trained(adapter, say=say)
+    if not found.is_adapted:
+        raise ConfigError(f"{adapter} was trained in full: it is a model of its own", fix="name it as the model")
+    if found.base.resolve() != base.resolve():
+        raise ConfigError(
+            f"the adapter in {adapter} was trained on {found.base_name}, and the file names {model}",
+            fix=f"write:   model_name_or_path: {found.base_name}",
+        )
+    return found
+
+
 def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Trained:
     loaded = load_config(run.config)
     config = loaded.config
@@ -104,25 +128,27 @@ def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Train
 
 
 def _checkpoint_of(run: RunFolder, step: int) -> Path:
-    from duoka.train.checkpoint import describe_damage
-    from duoka.train.manifest import folder_name, list_checkpoints
+    from duoka.parallel.world import World
+    from duoka.runs.manifest import folder_name, list_checkpoints
+    from duoka.train.resume import find_damage
 
     folder = run.checkpoints / folder_name(step)
     if not folder.is_dir():
         steps = ", ".join(str(int(path.name.split("-")[1])) for path in reversed(list_checkpoints(run.checkpoints)))
         raise ConfigError(f"{run.path} has no checkpoint of step {step}", fix=f"it has: {steps or 'none'}")
-    damage = describe_damage(folder)
+    damage = find_damage(folder, World())
     if damage:
         raise ConfigError(f"the checkpoint {folder} is damaged: {damage}", fix="choose another step")
     return folder
 
 
 def _newest_checkpoint(run: RunFolder, say: Say) -> Path:
-    from duoka.train.checkpoint import describe_damage
-    from duoka.train.manifest import list_checkpoints
+    from duoka.parallel.world import World
+    from duoka.runs.manifest import list_checkpoints
+    from duoka.train.resume import find_damage
 
     for folder in list_checkpoints(run.checkpoints):
-        damage = describe_damage(folder)
+        damage = find_damage(folder, World())
         if not damage:
             return folder
         say(f"passing over the damaged checkpoint {folder.name}: {damage}")
@@ -161,10 +187,11 @@ def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: d
     import torch.distributed.checkpoint as dcp
 
     from duoka.model.build import load_model
+    from duoka.train.reader import CheckpointReader
 
     lm = load_model(base, dtype=torch.float32, lora=config.lora, train_only=config.train_only, **options)
     tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(os.fspath(checkpoint)), no_dist=True)
+    dcp.load(tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True)
     return lm
 
 
@@ -185,7 +212,7 @@ def load_chat_tokenizer(trained: Trained) -> ChatTokenizer:
     from duoka.data.tokenizer import load_tokenizer
 
     if trained.config is None:
-        return load_tokenizer(trained.tokenizer_folder)
+        return load_tokenizer(trained.tokenizer_folder, trained.template)
     return read_tokenizer(trained.config, trained.config_base, trained.base)
 
 

@@ -1,47 +1,55 @@
-"""Saving and finding checkpoints: full logical tensors by name, readable by any layout; no pickle anywhere.
+"""Saving and loading checkpoints: full logical tensors by name, readable by any layout; no pickle anywhere.
 
-A checkpoint is written to a hidden folder, its manifest last, and takes its name by one rename: under a final name
-it is whole. Ranks write in parallel (torch's DCP in safetensors form); damaged ones are named and passed over.
+Training waits only for a copy in host memory; a thread writes it, on a process group of its own. The files go to a
+hidden folder, their manifest last, and the folder takes its name by one rename: under a final name it is whole.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint.api import CheckpointException
 
 from duoka.errors import StorageError
 from duoka.optim.build import optimizer_tensors
 from duoka.parallel.apply import Parallelized
-from duoka.parallel.world import World
+from duoka.parallel.world import World, close_side_world, open_side_world
 from duoka.plan.layout import Layout
-from duoka.train.manifest import (
+from duoka.runs.manifest import (
+    CONFIG,
     FileRecord,
     Manifest,
-    check_files,
     folder_name,
-    hash_file,
     list_checkpoints,
-    read_manifest,
     sync_folder,
+    write_file,
     write_manifest,
 )
+from duoka.train.reader import CheckpointReader
+from duoka.train.resume import STATE
+from duoka.train.retention import DRAFT, Keep, make_way, remove_old
+from duoka.train.snapshot import CHUNK_BYTES, Chunk, Copier, HostBuffer, Share, plan_share, write_share
 from duoka.train.state import TrainState, read_random_state, set_random_state
 from duoka.train.step import Numerics
 from duoka.units import format_bytes
 
-STATE = "state.json"
+SMALL_FILES_BYTES = 1 << 20  # generators, config, state and manifest, per rank and generously
 
 
 @dataclass
@@ -61,177 +69,300 @@ class Contents:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says about its run, beside the tensors. `data` is the fingerprint of the training samples."""
+
+    config_hash: str = ""
+    config_text: str = ""
+    data: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Saved:
+    """`blocked_s` is how long training waited, `write_s` from the request to the last byte on the disk."""
+
+    step: int
     path: Path
     size_bytes: int
     blocked_s: float
+    write_s: float
+
+
+@dataclass(frozen=True)
+class SaveFault:
+    """Why a checkpoint could not be written; nothing of it is left. The same on all ranks."""
+
+    step: int
+    what: str
+    where: str
+    fix: str
+
+    def error(self) -> StorageError:
+        return StorageError(self.what, where=self.where, fix=self.fix)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where one checkpoint goes. Without `keep` it stands alone, and takes the place of one that is there."""
+
+    step: int
+    final: Path
+    keep: Keep | None
+
+    @property
+    def draft(self) -> Path:
+        return self.final.with_name(f".{self.final.name}{DRAFT}")
 
 
 class CheckpointStore:
     """The checkpoints of one run. Every method that moves tensors is called by all ranks together."""
 
-    def __init__(self, folder: Path, world: World, layout: Layout, config_hash: str, versions: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, world: World, layout: Layout, facts: Facts | None = None, *, asynchronous: bool = True
+    ) -> None:
         self.folder = folder
         self.world = world
+        self.side: World | None = None
         self.layout = layout
-        self.config_hash = config_hash
-        self.versions = versions
+        self.facts = facts or Facts()
+        self.asynchronous = asynchronous
+        self.waited_s = 0.0  # of the latest save, for the one before it
+        self._share: Share | None = None
+        self._buffer: HostBuffer | None = None
+        # One thread, so that two saves can never be under way at once.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="duoka-save")
+        self._warming: Future[None] | None = None
+        self._writing: Future[Saved | SaveFault] | None = None
 
-    def save(self, contents: Contents, *, keep: int) -> Saved:
-        """Write the state of this step and remove all but the newest `keep`; one that exists already stays."""
+    # --- saving ---
+
+    def get_ready(self, contents: Contents) -> None:
+        """Divide the work and have the memory for the copy ready, beside the first steps; all ranks call it."""
+        self._share = plan_share(contents.tensors(), self.world)
+        self.side = open_side_world(self.world) if self.asynchronous else self.world
+        size = self._share.size_bytes if self.asynchronous else min(CHUNK_BYTES, self._share.size_bytes)
+        self._buffer = HostBuffer(size, self.world.device)
+        self._warming = self._thread.submit(self._buffer.touch)
+
+    def save(self, contents: Contents, keep: Keep) -> Saved | SaveFault | None:
+        """Begin to write the state of this step; returns what was under way or, synchronous, this one's end."""
         started = time.perf_counter()
-        final = self.folder / folder_name(contents.state.step)
-        if not self.world.agree(final.exists()):
-            self.write(final, contents)
-            if self.world.is_main:
-                self._remove_old(keep)
-            self.world.barrier()
-        return Saved(final, _folder_bytes(final), time.perf_counter() - started)
+        before = self.wait()
+        self.waited_s = time.perf_counter() - started
+        if isinstance(before, SaveFault):
+            return before
+        step = contents.state.step
+        self._begin(_Target(step, self.folder / folder_name(step), keep), contents, started)
+        return before if self.asynchronous else self.wait()
 
     def write(self, final: Path, contents: Contents) -> None:
-        """Write the state to `final`; a checkpoint that is there already is replaced when the new one is whole."""
-        draft, old = (final.with_name(f".{final.name}.{kind}") for kind in ("draft", "old"))
-        if self.world.is_main:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-        self.world.barrier()
-        fault, own = self._try_to_write(draft, contents)
-        everyone = self.world.gather((fault, own))
-        faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(everyone) if fault]
-        if faults:
-            # Every rank hears of it, so that none waits for the others in a collective.
-            shutil.rmtree(draft, ignore_errors=True)
-            raise StorageError(
-                f"the checkpoint of step {contents.state.step} could not be written to {final.parent}",
-                where="\n".join(faults),
-                fix=f"{_free_space(final.parent)}; earlier checkpoints are intact, the same command goes on from them",
-            )
-        if self.world.is_main:
-            files = {name: record for _, part in everyone for name, record in part.items()}
-            write_manifest(draft, self._manifest(contents.state.step, files))
-            if final.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                final.rename(old)
-            draft.rename(final)
-            sync_folder(final.parent)
-            shutil.rmtree(old, ignore_errors=True)
-        self.world.barrier()
+        """Write the state to any folder, now; one that is there is replaced when the new one is whole."""
+        assert not self.asynchronous, "for stores that write while their caller waits"
+        self._begin(_Target(contents.state.step, final, None), contents, time.perf_counter())
+        ended = self.wait()
+        if isinstance(ended, SaveFault):
+            raise ended.error()
 
-    def _try_to_write(self, draft: Path, contents: Contents) -> tuple[str, dict[str, FileRecord]]:
-        """This rank's files; a fault is returned, not raised: all ranks must come to the gather."""
+    def _begin(self, target: _Target, contents: Contents, started: float) -> None:
+        if self._share is None:
+            self.get_ready(contents)
+        answer = self.world.agree(self._try_to_begin(target, contents) if self.world.is_main else None)
+        self._writing = Future()
+        if isinstance(answer, (Saved, SaveFault)):
+            self._writing.set_result(answer)
+            return
+        assert self._share is not None and self._buffer is not None and self._warming is not None
+        self._warming.result()
+        small = self._small_files(contents)
+        copier, buffer = Copier(self._share, contents.tensors(), self.world.device), self._buffer
+        if not self.asynchronous:
+            self._writing.set_result(self._finish(target, started, None, small, lambda: copier.chunks(buffer)))
+            return
+        size = self._share.size_bytes
+        copier.fill(buffer, 0, size)
+        blocked_s = time.perf_counter() - started
+        self._writing = self._thread.submit(
+            self._finish, target, started, blocked_s, small, lambda: buffer.chunks(size)
+        )
+
+    def collect(self) -> Saved | SaveFault | None:
+        """The end of a save that this rank has seen, once; None while one is under way."""
+        return self.wait() if self._writing is not None and self._writing.done() else None
+
+    def wait(self) -> Saved | SaveFault | None:
+        """Until nothing is under way; returns how that ended."""
+        writing, self._writing = self._writing, None
+        return None if writing is None else writing.result()
+
+    def close(self, patience_s: float = 20.0) -> None:
+        """Let a save under way end, unless it takes longer; how it ends was said or is of no use now."""
+        under_way = [work for work in (self._warming, self._writing) if work is not None]
+        self._thread.shutdown(wait=False)
+        if not wait(under_way, patience_s).not_done:
+            if self._buffer is not None:
+                self._buffer.close()
+            if self.side is not None:
+                close_side_world(self.side)
+
+    def measure_room(self, contents: Contents) -> tuple[int, int | None, int]:
+        """Bytes that a checkpoint takes, bytes that are free (None: nobody knows), and how many are there already."""
+        free: int | None = None
+        num_there = 0
+        if self.world.is_main:
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(self.folder).free
+                num_there = len(list_checkpoints(self.folder))
+        free, num_there = self.world.agree((free, num_there))
+        return self._needed_bytes(contents), free, num_there
+
+    def has_room(self, contents: Contents) -> bool:
+        """Whether this rank could write now: enough is free, and a file can be made."""
+        probe = self.folder / f".step-probe-{self.world.rank}{DRAFT}"
         try:
-            self._write_files(draft, contents)
-            return "", {path.name: hash_file(path) for path in self._own_files(draft)}
-        except (OSError, CheckpointException, SafetensorError) as error:
-            return str(error).strip().splitlines()[-1], {}
+            probe.mkdir()
+            probe.rmdir()
+            return shutil.disk_usage(self.folder).free >= self._needed_bytes(contents)
+        except OSError:
+            return False
 
-    def load(self, folder: Path, contents: Contents) -> None:
-        """Fill model, optimizer and state from a checkpoint written by any layout."""
-        tensors = contents.tensors()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(
-                dict(tensors),
-                storage_reader=dcp.HuggingFaceStorageReader(str(folder)),
-                no_dist=self.world.size == 1,
-            )
-        saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        for name, value in saved["progress"].items():
-            setattr(contents.state, name, value)
-        if contents.numerics.scaler.is_enabled() and saved["scaler"]:
-            contents.numerics.scaler.load_state_dict(saved["scaler"])
-        random = folder / _random_name(self.world.rank)
-        if random.is_file():
-            # A world that grew has ranks without a saved generator: they keep their seeded one.
-            set_random_state(load_file(random), self.world.device)
+    def _needed_bytes(self, contents: Contents) -> int:
+        whole = sum(tensor.numel() * tensor.element_size() for tensor in contents.tensors().values())
+        return whole + self.world.size * SMALL_FILES_BYTES
 
-    def _write_files(self, draft: Path, contents: Contents) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's notes on its own deprecations
-            dcp.save(
-                dict(contents.tensors()),
-                storage_writer=dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True),
-                no_dist=self.world.size == 1,
-            )
-        save_file(read_random_state(self.world.device), draft / _random_name(self.world.rank))
+    def _try_to_begin(self, target: _Target, contents: Contents) -> Saved | SaveFault | None:
+        """Rank 0 makes the draft's folder; what stands in the way is returned, for all ranks to hear of it."""
+        if target.keep is not None and target.final.exists():
+            return Saved(target.step, target.final, _folder_bytes(target.final), 0.0, 0.0)
+        needed = self._needed_bytes(contents)
+        try:
+            if shutil.disk_usage(target.final.parent).free < needed:
+                return self._fault(target, [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], needed)
+            shutil.rmtree(target.draft, ignore_errors=True)
+            target.draft.mkdir()
+        except OSError as error:
+            return self._fault(target, [error], needed)
+        return None
+
+    def _small_files(self, contents: Contents) -> dict[str, bytes]:
+        """This rank's files beside its tensors: generators, and on rank 0 the state and the config."""
+        files = {_random_name(self.world.rank): to_safetensors(read_random_state(self.world.device))}
         if self.world.is_main:
             saved = {"progress": asdict(contents.state), "scaler": contents.numerics.scaler.state_dict()}
-            (draft / STATE).write_text(json.dumps(saved, indent=1), encoding="utf-8")
-        for path in self._own_files(draft):
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+            files[STATE] = json.dumps(saved, indent=1).encode()
+            files[CONFIG] = self.facts.config_text.encode()
+        return files
 
-    def _own_files(self, draft: Path) -> list[Path]:
-        """The files that this rank wrote, by DCP's naming (it counts shards from 1)."""
-        shard = f"shard-{self.world.rank + 1:05d}-"
-        mine = [path for path in draft.iterdir() if path.name.startswith(shard)]
-        mine.append(draft / _random_name(self.world.rank))
-        return mine + ([draft / STATE] if self.world.is_main else [])
+    def _finish(
+        self,
+        target: _Target,
+        started: float,
+        blocked_s: float | None,
+        small: dict[str, bytes],
+        chunks: Callable[[], Iterator[Chunk]],
+    ) -> Saved | SaveFault:
+        """All that comes after the copy; talks in the side group only, so that it may be a thread's work."""
+        assert self.side is not None
+        records, error = self._try_to_write(target.draft, small, chunks)
+        everyone = self.side.gather((records, error))
+        files = {name: record for part, _ in everyone for name, record in part.items()}
+        fault: SaveFault | None = None
+        if self.world.is_main:
+            fault = self._try_to_name(target, files, [other for _, other in everyone if other is not None])
+        fault = self.side.agree(fault)
+        if fault is not None:
+            return fault
+        write_s = time.perf_counter() - started
+        size_bytes = sum(record.size_bytes for record in files.values())
+        return Saved(target.step, target.final, size_bytes, write_s if blocked_s is None else blocked_s, write_s)
 
-    def _manifest(self, step: int, files: dict[str, FileRecord]) -> Manifest:
-        return Manifest(step, self.layout.to_json(), self.world.size, self.config_hash, self.versions, files)
+    def _try_to_write(
+        self, draft: Path, small: dict[str, bytes], chunks: Callable[[], Iterator[Chunk]]
+    ) -> tuple[dict[str, FileRecord], OSError | None]:
+        """This rank's files; a fault is returned, not raised: all ranks must come to the gather."""
+        try:
+            records = {name: write_file(draft / name, content) for name, content in small.items()}
+            name = f"tensors-{self.world.rank:05d}.safetensors"
+            return records | {name: write_share(draft / name, chunks)}, None
+        except OSError as error:
+            return {}, OSError(error.errno, f"{error.strerror or error} (rank {self.world.rank})")
 
-    def _remove_old(self, keep: int) -> None:
-        for folder in list_checkpoints(self.folder)[keep:]:
-            # Renamed first: a removal cut in the middle must not leave half a checkpoint under a valid name.
-            doomed = folder.with_name(f".{folder.name}.old")
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-
-    def clean_drafts(self) -> list[str]:
-        """Remove what a killed process left half-written; returns the names."""
-        if not self.world.is_main or not self.folder.is_dir():
-            return []
-        left = [p for p in self.folder.iterdir() if p.name.startswith(".step-") and p.name.endswith((".draft", ".old"))]
-        for path in left:
-            shutil.rmtree(path, ignore_errors=True)
-        return [path.name for path in left]
-
-
-def describe_damage(folder: Path) -> str:
-    """What is wrong with a checkpoint, or "" when it is whole."""
-    try:
-        wrong = check_files(folder, read_manifest(folder))
-    except StorageError as error:
-        return error.what
-    return "; ".join(wrong)
-
-
-def choose_checkpoint(checkpoints: Path, resume: str, world: World, say: Callable[[str], None]) -> Path | None:
-    """What `checkpoint.resume` asks for: the newest valid one, none, or the named folder; the same on all ranks."""
-    if resume == "never":
+    def _try_to_name(self, target: _Target, files: dict[str, FileRecord], errors: list[OSError]) -> SaveFault | None:
+        """Rank 0: manifest, final name, and the removal of what is not kept; or the removal of a failed draft."""
+        draft, final, facts = target.draft, target.final, self.facts
+        try:
+            if not errors:
+                layout, size = self.layout.to_json(), self.world.size
+                write_manifest(
+                    draft,
+                    Manifest(target.step, layout, size, facts.config_hash, facts.data, facts.versions, files),
+                )
+                with make_way(final):
+                    draft.rename(final)
+                sync_folder(final.parent)
+        except OSError as error:
+            errors = [error]
+        if errors:
+            fault = self._fault(target, errors, sum(record.size_bytes for record in files.values()))
+            shutil.rmtree(draft, ignore_errors=True)
+            return fault
+        if target.keep is not None:
+            remove_old(final.parent, target.keep)
         return None
-    answer = world.agree(_try_to_choose(checkpoints, resume, say) if world.is_main else None)
-    if isinstance(answer, StorageError):
-        raise answer
-    return Path(answer) if answer else None
 
+    def _fault(self, target: _Target, errors: list[OSError], needed: int) -> SaveFault:
+        """In users' words, with needed and free bytes."""
+        folder = target.final.parent
+        what = f"the checkpoint of step {target.step} could not be written to {folder}"
+        reasons = "; ".join(dict.fromkeys(error.strerror or str(error) for error in errors))
+        if not folder.is_dir():
+            gone = f"{folder} is gone: somebody deleted it while this run worked in it"
+            return SaveFault(target.step, what, gone, "earlier checkpoints went with it; start the run again")
+        try:
+            free = f"{format_bytes(shutil.disk_usage(folder).free)} are free there, {format_bytes(needed)} needed"
+        except OSError as error:
+            free = f"how much is free there cannot be told: {error.strerror}"
+        newest = next(iter(list_checkpoints(folder)), None)
+        kept = f"{newest.name} is intact" if newest else "there is no earlier checkpoint"
+        fix = f"{kept}; free some space, and the same command goes on"
+        return SaveFault(target.step, what, f"{reasons}\n{free}", fix)
 
-def _try_to_choose(checkpoints: Path, resume: str, say: Callable[[str], None]) -> str | StorageError:
-    """Rank 0's choice; an error is returned, not raised, because the other ranks wait to hear of it."""
-    if resume == "auto":
-        for folder in list_checkpoints(checkpoints):
-            fault = describe_damage(folder)
-            if not fault:
-                return str(folder)
-            say(f"passing over the damaged checkpoint {folder.name}: {fault}")
-        if list_checkpoints(checkpoints):
-            return StorageError(
-                f"every checkpoint in {checkpoints} is damaged",
-                fix="delete the run folder to begin anew, or bring the files back from a copy",
+    # --- loading ---
+
+    def load(self, folder: Path, contents: Contents) -> None:
+        """Fill model, optimizer and state from a checkpoint written by any layout; all ranks call it."""
+        fault = ""
+        try:
+            self._load_tensors(folder, contents)
+            saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            for name, value in saved["progress"].items():
+                setattr(contents.state, name, value)
+            if contents.numerics.scaler.is_enabled() and saved["scaler"]:
+                contents.numerics.scaler.load_state_dict(saved["scaler"])
+            random = folder / _random_name(self.world.rank)
+            if random.is_file():
+                # A world that grew has ranks without a saved generator: they keep their seeded one.
+                set_random_state(load_file(random), self.world.device)
+        except (CheckpointException, SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            fault = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        faults = list(dict.fromkeys(one for one in self.world.gather(fault) if one))
+        if faults:
+            raise StorageError(
+                f"the checkpoint {folder} does not fit this run",
+                where="\n".join(faults[:3]),
+                fix="go on with the model and the version of duoka that wrote it, or start a new run",
             )
-        return ""
-    folder = Path(resume).expanduser()
-    folder = folder if folder.is_dir() else checkpoints / resume
-    fault = describe_damage(folder) if folder.is_dir() else "there is no such folder"
-    if fault:
-        return StorageError(f"checkpoint.resume is {resume!r}: {fault}")
-    return str(folder)
 
-
-def _free_space(folder: Path) -> str:
-    return f"{format_bytes(shutil.disk_usage(folder).free)} are free there"
+    def _load_tensors(self, folder: Path, contents: Contents) -> None:
+        # torch logs the whole of every error, and its own deprecations, beside raising it.
+        logging.disable(logging.ERROR)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                reader = CheckpointReader(str(folder))
+                dcp.load(dict(contents.tensors()), storage_reader=reader, no_dist=self.world.size == 1)
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def _random_name(rank: int) -> str:

@@ -46,7 +46,7 @@ class StopSignal:
 class Timer:
     """Says when something that happens `every` so often is due; asked once after each step."""
 
-    def __init__(self, every: Every | None, steps_per_epoch: int) -> None:
+    def __init__(self, every: Every | None, steps_per_epoch: int | None) -> None:
         self.every = every
         self._steps = _in_steps(every, steps_per_epoch)
         self._last_s = time.monotonic()
@@ -66,9 +66,9 @@ class Timer:
         return time.monotonic() - self._last_s
 
 
-def _in_steps(every: Every | None, steps_per_epoch: int) -> int:
+def _in_steps(every: Every | None, steps_per_epoch: int | None) -> int:
     if every is None or every.unit == "seconds":
         return 0
     if every.unit == "steps":
         return int(every.count)
-    return max(1, round(every.count * steps_per_epoch))
+    return max(1, round(every.count * steps_per_epoch)) if steps_per_epoch else 0  # the config refuses that

@@ -8,61 +8,57 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
-from duoka.data.loader import GlobalBatch, Loader
+from duoka.data.loader import GlobalBatch
 from duoka.optim.build import set_learning_rate
 from duoka.optim.schedule import learning_rate
-from duoka.parallel.world import World
-from duoka.train.checkpoint import CheckpointStore, Contents
+from duoka.train import inject
 from duoka.train.hooks import StopSignal, Timer
-from duoka.train.measure import Measured
-from duoka.train.record import Recorder
+from duoka.train.job import Job
 from duoka.train.replicas import check_replicas
-from duoka.train.setup import RunSettings
-from duoka.train.step import optimizer_step
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run's parts, all built: what the loop drives."""
-
-    settings: RunSettings
-    contents: Contents
-    loader: Loader
-    store: CheckpointStore
-    record: Recorder
-    world: World
-    evaluate: Callable[[], Measured] | None
+from duoka.train.step import StepResult, optimizer_step
 
 
 def train(job: Job) -> str:
     """Run from the state's cursor to the last step; returns "", or the signal that asked to stop before."""
-    settings, state = job.settings, job.contents.state
-    save_timer = Timer(settings.save_every, settings.steps_per_epoch)
+    settings, state, saver, heart = job.settings, job.contents.state, job.saver, job.world.heart
     eval_timer = Timer(settings.eval_every if job.evaluate else None, settings.steps_per_epoch)
     job.contents.parallel.model.train()
-    batches = job.loader.from_cursor(state.epoch, state.index, settings.num_epochs)
+    batches = job.feed.batches(state.place, settings.num_epochs)
+    heart.tell("start", state.step)
     with StopSignal() as stop:
+
+        def is_stopping() -> bool:
+            return stop.asked
+
+        def eval_is_due() -> bool:
+            return job.world.is_main and eval_timer.due_by_clock()
+
+        if state.step >= settings.total_steps and job.evaluate:
+            _evaluate(job, is_stopping)  # somebody stopped the run in its last evaluation
         while state.step < settings.total_steps:
             started = time.perf_counter()
             batch = next(batches)
             data_s = time.perf_counter() - started
-            asked = (lambda: stop.asked, save_timer.due_by_clock, eval_timer.due_by_clock)
-            stop_asked, save_due, eval_due = _step(job, batch, started, data_s, asked)
+            asked = (is_stopping, saver.due_by_clock, saver.has_failed, eval_is_due)
+            wished = _step(job, batch, started, data_s, asked)
+            heart.warm_up()
+            heart.tell("step", state.step)
+            if not wished:  # back at an earlier step
+                batches = job.feed.batches(state.place, settings.num_epochs)
+                continue
+            stop_asked, save_due, save_failed, eval_due = wished
 
-            job.world.heart.warm_up()
-            job.world.heart.tell("step", state.step)
-            last = state.step >= settings.total_steps
+            last, measured = state.step >= settings.total_steps, True
             if settings.check_every and state.step % settings.check_every == 0:
                 check_replicas(job.contents, job.world)
             if eval_due or eval_timer.due_at(state.step) or (last and job.evaluate):
-                _evaluate(job)
+                measured = _evaluate(job, is_stopping)
                 eval_timer.restart()
-            if save_due or save_timer.due_at(state.step) or last or stop_asked:
-                _save(job)
-                save_timer.restart()
-            if stop_asked and not last:
+            stop_asked = stop_asked or not measured
+            saver.after_step(due=save_due, failed=save_failed, last=last, stop=stop_asked, stopping=is_stopping)
+            if (stop_asked and not last) or not measured:
                 return stop.name or "a signal to another rank"
     return ""
 
@@ -70,44 +66,49 @@ def train(job: Job) -> str:
 def _step(
     job: Job, batch: GlobalBatch, started: float, data_s: float, asked: tuple[Callable[[], bool], ...]
 ) -> list[bool]:
-    """One optimizer step, recorded; returns what any rank's signal (or rank 0's clock) asks for after it."""
+    """One optimizer step, recorded; returns for each question whether any rank answers yes, [] when it went back.
+
+    A batch whose numbers are not finite is left out, or undone, as `faults.nonfinite` says.
+    """
     contents, settings, world = job.contents, job.settings, job.world
     state, optim = contents.state, settings.config.optim
     lr = learning_rate(optim, state.step + 1, settings.total_steps)
     set_learning_rate(contents.optimizer, lr)
-    result = optimizer_step(
-        contents.parallel, contents.optimizer, batch,
-        numerics=contents.numerics, clip=optim.clip, world=world, step=state.step + 1,
-    )  # fmt: skip
+
+    def wishes() -> list[float]:
+        return [float(question()) for question in asked]
+
+    def attempt(batch: GlobalBatch) -> StepResult:
+        return optimizer_step(
+            contents.parallel, contents.optimizer, batch,
+            numerics=contents.numerics, clip=optim.clip, world=world, wishes=wishes, watch=job.memory,
+        )  # fmt: skip
+
+    result = job.guard.until_it_fits(attempt, batch)
     result.times.data_s = data_s
-    stop, *clocks = [float(question()) for question in asked]
-    wishes = [stop, *(clock if world.is_main else 0.0 for clock in clocks)]
-    loss_sum, *wished = world.sum([result.loss_sum, *wishes])
-    state.advance(batch, settings.steps_per_epoch)
-    numbers = {
-        "epoch": round(state.epoch + state.index / settings.steps_per_epoch, 4),
-        "loss": loss_sum / batch.global_targets,
-        "grad_norm": result.norm,
-        "lr": lr,
-        "num_targets": batch.global_targets,
-        "num_tokens": batch.num_tokens,
-        "num_samples": batch.num_samples,
-    }
-    job.record.step(state, numbers, result.times, time.perf_counter() - started)
-    return [wish > 0 for wish in wished]
+    loss = result.loss_sum / batch.global_targets
+    if not result.is_finite and job.nonfinite.goes_back(batch, contents, loss, result.norm):
+        return []
+    state.advance(batch)
+    inject.strike_weights(contents.parallel.named_trainable(), state.step, world.rank)
+    if result.is_finite:
+        counts = {"num_targets": batch.global_targets, "num_tokens": batch.num_tokens, "num_samples": batch.num_samples}
+        numbers = {"epoch": round(batch.epochs_done, 4), "loss": loss, "grad_norm": result.norm, "lr": lr, **counts}
+        job.record.step(state, numbers, result, time.perf_counter() - started)
+        if held := job.memory.report(world):
+            job.record.memory(state, held)
+    return [wish > 0 for wish in result.wished]
 
 
-def _evaluate(job: Job) -> None:
+def _evaluate(job: Job, is_stopped: Callable[[], bool]) -> bool:
+    """False when somebody asked to stop meanwhile: half an evaluation is none."""
     assert job.evaluate is not None
     started = time.perf_counter()
-    measured = job.evaluate()
+    measured = job.evaluate(is_stopped)
+    if measured is None:
+        return False
     seconds = round(time.perf_counter() - started, 4)
-    job.record.evaluated(
-        job.contents.state, {**asdict(measured), "perplexity": measured.perplexity, "seconds": seconds}
-    )
-
-
-def _save(job: Job) -> None:
-    job.world.heart.tell("save")
-    saved = job.store.save(job.contents, keep=job.settings.config.checkpoint.keep)
-    job.record.saved(job.contents.state, saved.path.name, saved.size_bytes, saved.blocked_s)
+    values = {**asdict(measured), "perplexity": measured.perplexity, "seconds": seconds}
+    job.record.evaluated(job.contents.state, values)
+    job.saver.evaluated(measured.loss)
+    return True

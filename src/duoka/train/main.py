@@ -9,37 +9,46 @@ from typing import Any
 
 import torch
 
-from duoka.config.load import Loaded, config_hash
+from duoka.config.load import Loaded, config_hash, resolved_yaml
 from duoka.config.schema import RunConfig
-from duoka.data.loader import Loader, eval_batches
-from duoka.data.prepare import PreparedData, prepare_data
+from duoka.data.feed import Feed, build_feed, data_order
+from duoka.data.loader import eval_batches
+from duoka.data.prepare import PreparedData, find_tokenizer, prepare_data, read_tokenizer
 from duoka.errors import StoppedEarly
 from duoka.model.build import LossModel, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
-from duoka.model.source import model_folder
+from duoka.model.source import model_fingerprint, model_folder
 from duoka.optim.build import build_optimizer
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
 from duoka.parallel.rank import is_restarted
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
+from duoka.plan.catalogue import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
 from duoka.runs.folder import RunFolder, write_json_atomic
-from duoka.runs.heart import Heart
+from duoka.runs.heart import Heart, watch_itself
+from duoka.runs.manifest import list_checkpoints
 from duoka.runs.status import update_status
-from duoka.train.checkpoint import CheckpointStore, Contents, choose_checkpoint
-from duoka.train.loop import Job, train
-from duoka.train.manifest import list_checkpoints
+from duoka.train.checkpoint import CheckpointStore, Contents, Facts
+from duoka.train.job import Job
+from duoka.train.loop import train
 from duoka.train.measure import Measured, measure_loss
+from duoka.train.memory import MemoryWatch
+from duoka.train.nonfinite import NonFinite
 from duoka.train.record import Recorder
-from duoka.train.setup import RunSettings, banner, build_settings, keep_choices, library_versions
+from duoka.train.rehearse import is_asked, rehearse_largest
+from duoka.train.resume import check_changes, choose_checkpoint
+from duoka.train.retention import clean_drafts
+from duoka.train.saving import Saver, check_room
+from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices, library_versions
+from duoka.train.shortage import MemoryGuard, most_tokens_at_once
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
-from duoka.units import parse_amount
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,17 @@ class Inputs:
         return self.loaded.config
 
 
-def run_worker(loaded: Loaded, run: RunFolder) -> int:
-    """Train as this process's rank; returns the exit code (0 done, 75 stopped early: start again to go on)."""
+def run_worker(loaded: Loaded, run: RunFolder, on_hang: Callable[[str], None] | None = None) -> int:
+    """Train as this process's rank; returns the exit code (0 done, 75 stopped early: start again to go on).
+
+    `on_hang` is for a rank that nobody supervises: it is called from a thread when the rank stands still.
+    """
     # Before the process group: a collective that waits for a tokeniser looks like a hang. Whoever started this
     # process has prepared everything and said so; what is found here is reused silently.
     place = read_rank_environment()
     heart = Heart(run, place.rank if place else 0)
+    if on_hang is not None:
+        watch_itself(heart, run, loaded.config.faults.patience_s, on_hang)
     inputs = read_inputs(loaded, run)
     world = start_world(loaded.config.parallel, heart)
     try:
@@ -80,31 +94,62 @@ def read_inputs(loaded: Loaded, run: RunFolder) -> Inputs:
 def run_in_world(inputs: Inputs, world: World) -> int:
     """Train in a world that stands already; returns the exit code."""
     config, run = inputs.config, inputs.run
-    identity = {"config": config_hash(config), "training data": inputs.prepared.train.fingerprint}
-    check_same_everywhere(world, identity | library_versions())
+    identity = {"config": config_hash(config), "training data": data_order(inputs.prepared)}
+    check_same_everywhere(world, identity | {"model": model_fingerprint(inputs.folder)} | library_versions())
     notes: list[str] = []
     # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
     resume = "auto" if is_restarted() and list_checkpoints(run.checkpoints) else config.checkpoint.resume
-    found = choose_checkpoint(run.checkpoints, resume, world, notes.append)
+    found = choose_checkpoint(run, resume, inputs.loaded.base, world, notes.append)
     plan = _agree_on_plan(inputs, world, found)
     notes += plan.warnings
-    contents = _build_contents(inputs, plan, world)
-    loader = _build_loader(inputs, plan, world)
-    settings = build_settings(config, loader)
-    store = CheckpointStore(run.checkpoints, world, plan.layout, identity["config"], library_versions())
-    notes += [f"removed {name}, which a killed process left half-written" for name in store.clean_drafts()]
     if found is not None:
-        store.load(found, contents)
-    state = contents.state
+        notes += check_changes(found, inputs.loaded, identity["training data"], plan.layout, world).notes()
     if world.is_main:
-        _announce(inputs, settings, plan, contents, found, notes)
-    record = Recorder(run, world, settings.total_steps, config.log, state.step)
+        notes += [f"removed {name}, which a killed process left half-written" for name in clean_drafts(run.checkpoints)]
+    contents = _build_contents(inputs, plan, world)
+    feed = build_feed(config, inputs.prepared, plan.layout, world.rank, world.sum)
+    facts = Facts(identity["config"], resolved_yaml(inputs.loaded), identity["training data"], library_versions())
+    store = CheckpointStore(run.checkpoints, world, plan.layout, facts, asynchronous=config.checkpoint.is_async)
+    try:
+        if found is not None:
+            store.load(found, contents)
+        settings = build_settings(config, feed, contents.state)
+        notes += check_room(store, contents, settings)
+        if world.is_main:
+            _announce(inputs, settings, plan, contents, feed, found, notes)
+        store.get_ready(contents)
+        return _run(inputs, plan, contents, feed, store, settings, notes, world)
+    finally:
+        store.close()
+
+
+def _run(
+    inputs: Inputs,
+    plan: Plan,
+    contents: Contents,
+    feed: Feed,
+    store: CheckpointStore,
+    settings: RunSettings,
+    notes: list[str],
+    world: World,
+) -> int:
+    """The loop with its record, which is closed whatever happens."""
+    state = contents.state
+    record = Recorder(inputs.run, world, settings.total_steps, inputs.config.log, state.step)
     try:
         record.start(state, world_size=world.size, layout=plan.layout.to_json())
         for note in notes:
             record.event("warning", step=state.step, text=note)
         evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
-        stopped_by = train(Job(settings, contents, loader, store, record, world, evaluate))
+        saver = Saver(store, contents, settings, record, world)
+        guard = MemoryGuard(inputs.config, plan, record, feed)
+        nonfinite = NonFinite(inputs.config.faults.nonfinite, saver, record)
+        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout)
+        if is_asked(inputs.config, world):
+            rehearse_largest(contents.parallel, contents.optimizer, plan, contents.numerics, world)
+        stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite))
+        if feed.summary():
+            record.say(f"data since this start: {feed.summary()}")
         return _finish(inputs, stopped_by, contents, record, world)
     finally:
         record.close()
@@ -112,29 +157,35 @@ def run_in_world(inputs: Inputs, world: World) -> int:
 
 def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
     """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
-    store = inputs.prepared.train
+    machine = read_machine()
     plan: Plan = world.agree(
         make_plan(
             inputs.config,
             read_shape(inputs.folder),
-            read_machine(),
+            machine,
             world.size,
             local_size=world.local_size,
-            num_samples=len(store),
-            mean_length=float(store.lengths.mean()),
+            cluster=local_cluster(machine, world.size, world.local_size),
+            num_samples=inputs.prepared.num_samples,
+            mean_length=inputs.prepared.mean_length,
         )
     )
     refusal = plan.refusal()
     if refusal:
         raise refusal
-    return keep_choices(plan, inputs.config, found)
+    return keep_choices(plan, inputs.config, found, world.agree(most_tokens_at_once(inputs.run)))
 
 
 def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
     parallel = _build_model(inputs, plan, world)
-    optimizer = build_optimizer(parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer")
+    optimizer = build_optimizer(
+        parallel.named_trainable(),
+        config.optim,
+        on_host=plan.layout.offload == "optimizer",
+        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0,
+    )
     # The same initial values everywhere, but each rank draws its own dropout.
     torch.manual_seed(config.train.seed + world.rank)
     return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())
@@ -159,45 +210,41 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
     return parallelize(LossModel(lm, config.train.label_smoothing), plan.layout, config.parallel, world, source)
 
 
-def _build_loader(inputs: Inputs, plan: Plan, world: World) -> Loader:
-    from duoka.data.epoch_plan import EpochPlan
-
-    config, store = inputs.config, inputs.prepared.train
-    epochs = EpochPlan(
-        store.lengths, store.num_targets, fingerprint=store.fingerprint, seed=config.train.seed,
-        global_batch=parse_amount(config.train.global_batch),
-    )  # fmt: skip
-    return Loader(
-        store, epochs, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
-        max_length=config.data.max_length, pad_id=inputs.prepared.pad_id,
-    )  # fmt: skip
-
-
 def _build_evaluation(
     inputs: Inputs, plan: Plan, parallel: Parallelized, world: World
-) -> Callable[[], Measured] | None:
+) -> Callable[[Callable[[], bool]], Measured | None] | None:
     store = inputs.prepared.eval
     if store is None:
         return None
 
-    def evaluate() -> Measured:
+    def evaluate(is_stopped: Callable[[], bool]) -> Measured | None:
         batches = eval_batches(
             store, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
             max_length=inputs.config.data.max_length, pad_id=inputs.prepared.pad_id,
         )  # fmt: skip
-        measured = measure_loss(parallel.bare, batches, world, plan.layout.precision)
-        parallel.settle()
-        return measured
+
+        def all_are_stopped() -> bool:
+            return world.sum([float(is_stopped())])[0] > 0
+
+        # Sharded ranks gather layers together: none may leave a pass before the others.
+        ask = all_are_stopped if plan.layout.is_sharded else is_stopped
+        with parallel.for_evaluation() as model:
+            return measure_loss(model, batches, world, plan.layout.precision, ask)
 
     return evaluate
 
 
 def _announce(
-    inputs: Inputs, settings: RunSettings, plan: Plan, contents: Contents, found: Path | None, notes: list[str]
+    inputs: Inputs,
+    settings: RunSettings,
+    plan: Plan,
+    contents: Contents,
+    feed: Feed,
+    found: Path | None,
+    notes: list[str],
 ) -> None:
     write_json_atomic(inputs.run.plan, plan.to_json())
-    left = settings.total_steps - contents.state.step
-    resumed = f"  going on from {found.name}, {left:,} steps left" if found else ""
+    resumed = f"  {describe_rest(found, settings, feed, contents.state)}" if found else ""
     lines = banner(settings, plan, inputs.prepared, inputs.run, count_parameters(contents.parallel.bare.lm), resumed)
     print("\n".join([*lines, *(f"  note: {note}" for note in notes), ""]), flush=True)
 
@@ -214,9 +261,19 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
     lm = contents.parallel.bare.lm
     whole = gather_state(lm, keep=world.is_main)
     if world.is_main:
-        write_result(lm, inputs.folder, inputs.run.final, whole)
+        _write_result(inputs, lm, whole)
     world.barrier()
     record.event("end", step=step, reason="done")
     if world.is_main:
         update_status(inputs.run, state="done", step=step, exit_code=0)
     return 0
+
+
+def _write_result(inputs: Inputs, lm: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None:
+    """The final folder, with the tokenizer and the template that training used."""
+    base = inputs.loaded.base
+    tokenizer = read_tokenizer(inputs.config, base, inputs.folder)
+    template = tokenizer.template if tokenizer.template_name != "model" else None
+    folder = find_tokenizer(inputs.config, base, inputs.folder)
+    source = folder if isinstance(folder, Path) else inputs.folder
+    write_result(lm, inputs.folder, inputs.run.final, whole, tokenizer_folder=source, chat_template=template)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +29,24 @@ class Measured:
 
 
 @torch.no_grad()
-def measure_loss(model: torch.nn.Module, batches: Iterable[Batch], world: World, precision: str) -> Measured:
-    """Measure `model` (the bare one: no gradient is exchanged) over this rank's batches; sums are global."""
+def measure_loss(
+    model: torch.nn.Module,
+    batches: Iterable[Batch],
+    world: World,
+    precision: str,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Measured | None:
+    """Measure `model` (the bare one: no gradient is exchanged) over this rank's batches; sums are global.
+
+    None when any rank was asked to stop on the way.
+    """
     was_training = model.training
     model.eval()
     sums = [0.0, 0.0, 0.0, 0.0]
     try:
         for micro in batches:
+            if is_stopped():
+                break
             world.heart.tell("evaluate")
             with compute_in(precision, world.device):
                 loss, correct = model(**model_inputs(micro, world.device))
@@ -47,7 +58,9 @@ def measure_loss(model: torch.nn.Module, batches: Iterable[Batch], world: World,
             ]
     finally:
         model.train(was_training)
-    loss_sum, correct_sum, num_samples, num_targets = world.sum(sums)
+    loss_sum, correct_sum, num_samples, num_targets, stopped = world.sum([*sums, float(is_stopped())])
+    if stopped:
+        return None
     if not num_targets:
         return Measured(math.nan, math.nan, int(num_samples), 0)
     return Measured(loss_sum / num_targets, correct_sum / num_targets, int(num_samples), int(num_targets))

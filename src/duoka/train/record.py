@@ -5,6 +5,7 @@ Rank 0 writes the global numbers; every rank writes its own times. All calls are
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 
 from duoka.config.schema import LogConfig
+from duoka.parallel.ledger import sent_bytes
 from duoka.parallel.world import World
 from duoka.runs.events import EventWriter, global_log, rank_log
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import leader_identity, read_status, update_status
+from duoka.train.memory import Holdings, explain_imbalance
 from duoka.train.progress import Progress
 from duoka.train.state import TrainState
-from duoka.train.step import StepTimes
+from duoka.train.step import StepResult
 
 STATUS_EVERY_S = 1.0
 
@@ -38,7 +41,10 @@ class Recorder:
         self._board = _open_tensorboard(run, first_step) if world.is_main and "tensorboard" in log.to else None
         self._progress = Progress(total_steps, first_step) if world.is_main else None
         self._status_at = 0.0
+        self._said: set[str] = set()
         self._window: list[tuple[int, float]] = []
+        self._num_steps = 0
+        self._cpu_s = time.process_time()
 
     def start(self, state: TrainState, **facts: Any) -> None:
         self.event("resume" if state.step else "run", step=state.step, total_steps=self.total_steps, **facts)
@@ -51,14 +57,17 @@ class Recorder:
                 world_size=self.world.size, exit_code=None, cause="", **leader,
             )  # fmt: skip
 
-    def step(self, state: TrainState, numbers: dict[str, Any], times: StepTimes, step_s: float) -> None:
+    def step(self, state: TrainState, numbers: dict[str, Any], result: StepResult, step_s: float) -> None:
         """One optimizer step: `numbers` are global."""
-        own = {name: round(value, 6) for name, value in asdict(times).items()}
+        own: dict[str, Any] = {name: round(value, 6) for name, value in asdict(result.times).items()}
+        own |= {"sent_bytes": sent_bytes(result.traffic)} if self.world.size > 1 else {}
+        self._note_traffic(state, result)
         self._rank_events.write(
             "rank",
             rank=self.world.rank,
             step=state.step,
             step_s=round(step_s, 6),
+            cpu_s=round(self._cpu_since_last_s(), 6),
             **own,
             memory_bytes=peak_memory_bytes(),
         )
@@ -69,12 +78,26 @@ class Recorder:
             "step", step=state.step, **numbers, tokens_per_s=round(tokens_per_s, 2), step_s=round(step_s, 6), **own,
             memory_bytes=peak_memory_bytes(),
         )  # fmt: skip
-        if self._board:
-            for tag, key in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("train/lr", "lr")):
-                self._board.add_scalar(tag, numbers[key], state.step)
-            self._board.add_scalar("train/tokens_per_s", tokens_per_s, state.step)
+        scalars = {f"train/{key}": numbers[key] for key in ("loss", "grad_norm", "lr")}
+        self._draw(scalars | {"train/tokens_per_s": tokens_per_s}, state.step)
         self._show(state, numbers, step_s)
         self._write_status(state, numbers["loss"])
+
+    def _cpu_since_last_s(self) -> float:
+        """This process's processor time since the step before, all its threads together."""
+        before, self._cpu_s = self._cpu_s, time.process_time()
+        return self._cpu_s - before
+
+    def _note_traffic(self, state: TrainState, result: StepResult) -> None:
+        """What a step exchanges, by kind: once, for steps are alike; the second, whose buckets have settled."""
+        self._num_steps += 1
+        if self._num_steps == 2 and result.traffic:
+            self.event(
+                "traffic",
+                step=state.step,
+                num_micro_batches=result.num_micro_batches,
+                kinds={kind: asdict(one) for kind, one in sorted(result.traffic.items())},
+            )
 
     def _show(self, state: TrainState, numbers: dict[str, Any], step_s: float) -> None:
         assert self._progress is not None
@@ -90,24 +113,52 @@ class Recorder:
             return
         self._status_at = time.monotonic()
         tokens, seconds = (sum(part) for part in zip(*self._window, strict=True))
-        update_status(self.run, step=state.step, loss=loss, tokens_per_s=round(tokens / seconds, 2))
+        try:
+            update_status(self.run, step=state.step, loss=loss, tokens_per_s=round(tokens / seconds, 2))
+        except OSError as error:
+            self._say_once("status.json", error.strerror or str(error))
+
+    def _draw(self, scalars: dict[str, float], step: int) -> None:
+        if self._board is None:
+            return
+        try:
+            for tag, value in scalars.items():
+                self._board.add_scalar(tag, value, step)
+        except OSError as error:
+            # Its thread has ended with this error, and raises it again at every call.
+            self._board = None
+            self._say_once("TensorBoard's file", error.strerror or str(error))
+
+    def _say_once(self, what: str, reason: str) -> None:
+        """A disk that takes no more is no reason to stop training; checkpoints have a say of their own."""
+        if what not in self._said:
+            self._said.add(what)
+            self.say(f"warning: {what} cannot be written: {reason}")
 
     def evaluated(self, state: TrainState, values: dict[str, Any]) -> None:
         self.event("eval", step=state.step, **values)
-        if self._board:
-            for key in ("loss", "perplexity", "accuracy"):
-                self._board.add_scalar(f"eval/{key}", values[key], state.step)
+        self._draw({f"eval/{key}": values[key] for key in ("loss", "perplexity", "accuracy")}, state.step)
         self.say(
             f"eval at step {state.step}: loss {values['loss']:.4f}, perplexity {values['perplexity']:.4g}, "
             f"token accuracy {values['accuracy']:.1%} over {values['num_samples']} samples"
         )
 
-    def saved(self, state: TrainState, name: str, size_bytes: int, blocked_s: float) -> None:
-        self.event("checkpoint", step=state.step, path=name, size_bytes=size_bytes, blocked_s=round(blocked_s, 4))
+    def saved(self, step: int, name: str, size_bytes: int, blocked_s: float, write_s: float) -> None:
+        """A checkpoint is on the disk; `step` is its own, training may be further by now."""
+        self.event(
+            "checkpoint", step=step, path=name, size_bytes=size_bytes, blocked_s=round(blocked_s, 4),
+            write_s=round(write_s, 4),
+        )  # fmt: skip
+
+    def memory(self, state: TrainState, ranks: list[Holdings]) -> None:
+        """What each rank holds, by part, and which one holds more than its share."""
+        self.event("memory", step=state.step, ranks=[asdict(one) for one in ranks], imbalance=explain_imbalance(ranks))
 
     def event(self, type: str, **values: Any) -> None:
         if self._events:
             self._events.write(type, **values)
+            if self._events.fault:
+                self._say_once("the event log", self._events.fault)
 
     def say(self, text: str) -> None:
         """A line for people, once; kept apart from the progress line."""
@@ -119,7 +170,8 @@ class Recorder:
         if self._progress:
             self._progress.close()
         if self._board:
-            self._board.close()
+            with contextlib.suppress(OSError):
+                self._board.close()
         if self._events:
             self._events.close()
             self._events = None

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from duoka import __version__
 from duoka.config.schema import RunConfig
+from duoka.errors import ConfigError
 from duoka.plan.layout import Layout
 from duoka.runs.events import global_log
-from duoka.train.manifest import read_manifest
-from duoka.units import Every, format_count, parse_every
+from duoka.runs.manifest import read_manifest
+from duoka.units import Amount, Every, format_count, parse_every
 
 if TYPE_CHECKING:
-    from duoka.data.loader import Loader
+    from duoka.data.feed import Feed
     from duoka.data.prepare import PreparedData
     from duoka.plan.report import Plan
     from duoka.runs.folder import RunFolder
+    from duoka.train.state import TrainState
 
 VERSIONED = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
 
@@ -30,23 +32,34 @@ class RunSettings:
 
     config: RunConfig
     num_epochs: float
-    steps_per_epoch: int
+    steps_per_epoch: int | None  # None: a stream, whose length is not known before it is read
     total_steps: int
     save_every: Every
     eval_every: Every
     check_every: int
 
 
-def build_settings(config: RunConfig, loader: Loader) -> RunSettings:
+def build_settings(config: RunConfig, feed: Feed, state: TrainState) -> RunSettings:
+    """The numbers of a run that stands at `state`; refuses to end before the steps that it has done."""
     num_epochs = float(config.train.epochs)
-    total_steps = loader.num_steps(num_epochs)
-    if config.train.max_steps:
+    all_steps, per_epoch = feed.num_steps(num_epochs), feed.steps_per_epoch
+    ends = [config.train.max_steps] if config.train.max_steps else []
+    if all_steps is not None and per_epoch is not None:
+        # Counted from the cursor: with an allowed change of the batch, earlier epochs had another number of steps.
         # More steps than epochs hold are not made up: the data is learnt as often as asked.
-        total_steps = min(total_steps, config.train.max_steps)
+        ends.append(state.step + all_steps - (state.epoch * per_epoch + state.index))
+    if not ends:
+        raise ConfigError("nothing says when the run ends", fix="set train.max_steps")
+    total_steps = min(ends)
+    if total_steps < state.step:
+        raise ConfigError(
+            f"the run has done {state.step:,} steps, and train.epochs and train.max_steps end it after {total_steps:,}",
+            fix="write more of them, or go on from an earlier checkpoint:   checkpoint.resume=STEP",
+        )
     return RunSettings(
         config=config,
         num_epochs=num_epochs,
-        steps_per_epoch=loader.plan.num_batches(),
+        steps_per_epoch=per_epoch,
         total_steps=total_steps,
         save_every=parse_every(config.checkpoint.every),
         eval_every=parse_every(config.train.eval_every),
@@ -54,10 +67,33 @@ def build_settings(config: RunConfig, loader: Loader) -> RunSettings:
     )
 
 
-def keep_choices(plan: Plan, config: RunConfig, found: Path | None) -> Plan:
-    """A resumed run keeps what `auto` chose when it began: free memory differs from day to day, results must not."""
-    if found is None:
+def describe_rest(found: Path, settings: RunSettings, feed: Feed, state: TrainState) -> str:
+    """Where a run goes on and what is left of it: the end of the banner's first line."""
+    per_epoch = settings.steps_per_epoch
+    place = state.epoch * (per_epoch or 0) + state.index
+    steps = settings.total_steps - state.step
+    samples = feed.num_samples_between(place, place + steps)
+    ahead = f"{steps:,} steps and {samples:,} samples left" if steps else "nothing left to learn"
+    if not state.index or not steps or per_epoch is None:
+        return f"going on from {found.name}, {ahead}"
+    of_epoch = feed.num_samples_between(place, min(place + steps, (state.epoch + 1) * per_epoch))
+    return f"going on from {found.name}, {ahead}, {of_epoch:,} of them in epoch {state.epoch + 1}"
+
+
+def keep_choices(plan: Plan, config: RunConfig, found: Path | None, most_tokens: int | None = None) -> Plan:
+    """A resumed run keeps what `auto` chose when it began: free memory differs from day to day, results must not.
+
+    `most_tokens`: what a micro-batch may hold at most since memory was short in this run, whatever `auto` thinks.
+    """
+    if found is not None:
+        plan = _as_before(plan, config, found)
+    micro = plan.layout.micro
+    if most_tokens is None or config.train.micro_batch != "auto" or micro.count <= most_tokens:
         return plan
+    return replace(plan, layout=replace(plan.layout, micro=Amount(most_tokens, "tokens")))
+
+
+def _as_before(plan: Plan, config: RunConfig, found: Path) -> Plan:
     before = Layout.from_json(read_manifest(found).layout)
     kept: dict[str, Any] = {}
     if config.train.precision == "auto":
@@ -91,22 +127,20 @@ def banner(
     total, trainable = parameters
     kind = f"LoRA rank {config.lora.rank}" if config.lora else "full fine-tuning"
     kind = "some layers only" if config.train_only else kind
-    held_out = f", {len(prepared.eval):,} held out" if prepared.eval is not None else ""
     warm = f"warm-up {config.optim.warmup:g}" if config.optim.warmup else "no warm-up"
     board = "tensorboard" in config.log.to
     watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
-    tokens = int(prepared.train.lengths.sum())
+    per_epoch = f" ({settings.steps_per_epoch:,} an epoch)" if settings.steps_per_epoch else ""
     return [
         f"duoka {__version__}  {config.stage}  {_shown(run.path)}{resumed}",
         f"  model       {config.model.name}: {format_count(total)} parameters, "
         f"{format_count(trainable)} trained ({kind})",
-        f"  data        {len(prepared.train):,} conversations, {tokens:,} tokens, "
-        f"{int(prepared.train.num_targets.sum()):,} of them targets{held_out}",
+        f"  data        {prepared.report.sentence()}",
         f"  batch       {plan.batch.sentence()}",
         f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}; "
         f"{plan.reasons.get('train.precision', layout.precision)}",
         f"  memory      {plan.memory_sentence()}",
-        f"  steps       {settings.total_steps:,} ({settings.steps_per_epoch:,} an epoch), {config.optim.name} "
+        f"  steps       {settings.total_steps:,}{per_epoch}, {config.optim.name} "
         f"lr {config.optim.lr:g}, {config.optim.schedule}, {warm}; saved every {settings.save_every}, "
         f"newest {config.checkpoint.keep} kept",
         f"  watch       {watch}",

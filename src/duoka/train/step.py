@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from duoka.data.loader import Batch, GlobalBatch
-from duoka.errors import WorkerFailed
+from duoka.data.loader import IGNORED, Batch, GlobalBatch
 from duoka.optim.clip import clip_gradients
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.ddp import DdpExchange
+from duoka.parallel.ledger import LEDGER, Traffic
 from duoka.parallel.precision import compute_in
+from duoka.parallel.sharded import ShardedExchange
 from duoka.parallel.world import World
+from duoka.train import inject
+from duoka.train.memory import NoWatch
+
+NO_WATCH = NoWatch()
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ def build_numerics(precision: str, device: torch.device) -> Numerics:
 class StepTimes:
     """Seconds of this rank's step by what it did; `wait_s` is the exchange that no work of its own hid.
 
-    Of DDP it is measured; what sharded strategies exchange lies between layers, inside `forward_s` and `backward_s`.
+    On the host's clock: with gloo it is all of it, under every strategy. NCCL's waiting lies inside `forward_s` and
+    `backward_s`, because kernels wait there and the host goes on.
     """
 
     data_s: float = 0.0
@@ -47,50 +54,113 @@ class StepTimes:
     optimizer_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Shortage:
+    """A micro-batch that this rank had no memory for."""
+
+    size: tuple[int, int, str]  # samples, tokens, what the allocator said
+    phase: str
+    is_in_exchange: bool  # its gradients were being exchanged: the pass cannot be left
+
+
 @dataclass
 class StepResult:
-    """`loss_sum` is this rank's share; `norm` is global, before clipping."""
+    """Global numbers: the loss sum, the norm before clipping, and `wished`, the sums of what ranks asked for.
+
+    `traffic` is what this rank exchanged. The weights changed only if `is_finite` and not `is_short`.
+    """
 
     loss_sum: float
     norm: float
+    wished: list[float] = field(default_factory=list)
     times: StepTimes = field(default_factory=StepTimes)
+    is_finite: bool = True
+    is_short: bool = False  # of memory, on some rank
+    shortage: Shortage | None = None  # on this one
+    can_try_again: bool = True
+    traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    num_micro_batches: int = 1
 
 
 def forward_backward(
-    parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World, times: StepTimes
-) -> float:
+    parallel: Parallelized,
+    batch: GlobalBatch,
+    numerics: Numerics,
+    world: World,
+    times: StepTimes,
+    watch: NoWatch = NO_WATCH,
+) -> float | Shortage:
     """Gradients of the global batch's mean loss, summed over ranks; returns this rank's share of the loss sum."""
-    device = world.device
+    device, step = world.device, world.heart.beat.step + 1
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     last = len(batch.micro_batches) - 1
     if last and isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
-        _rehearse(parallel, batch.micro_batches[0], numerics, device)
+        rehearse(parallel, batch.micro_batches[0], numerics, device)
     for place, micro in enumerate(batch.micro_batches):
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), LEDGER.waited_s
         world.heart.tell("forward")
-        # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
-        with parallel.exchange(place == last):
-            with compute_in(numerics.precision, device):
-                loss, _ = parallel.model(**model_inputs(micro, device))
-            middle = time.perf_counter()
-            world.heart.tell("backward")
-            numerics.scaler.scale(loss / batch.global_targets).backward()
+        try:
+            # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
+            with parallel.exchange(place == last):
+                inject.strike_forward(step, world.rank)
+                with watch.forward(micro.input_ids.numel()), compute_in(numerics.precision, device):
+                    loss, _ = parallel.model(**model_inputs(micro, device))
+                loss = inject.strike_loss(loss, step, world.rank)
+                middle, waited_forward = time.perf_counter(), LEDGER.waited_s - waited
+                world.heart.tell("backward")
+                numerics.scaler.scale(loss / batch.global_targets).backward()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            # Returned, not raised: a traceback would keep the tensors that should make room.
+            text = str(error).strip().splitlines()[0][:200]
+            phase = world.heart.beat.phase
+            return Shortage((micro.num_samples, micro.num_tokens, text), phase, place == last and phase == "backward")
+        watch.after_backward()
         loss_sum += loss.detach()
-        times.forward_s += middle - started
-        times.backward_s += time.perf_counter() - middle
+        waited_backward = LEDGER.waited_s - waited - waited_forward
+        times.forward_s += middle - started - waited_forward
+        times.backward_s += time.perf_counter() - middle - waited_backward
+        times.wait_s += waited_forward + waited_backward
     return float(loss_sum)
 
 
-def _rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, device: torch.device) -> None:
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's allocator has a type of its own; the CPU's says it in words."""
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(part in str(error).lower() for part in words)
+
+
+def _take_part(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World) -> bool:
+    """Stand in for the pass that ran out, with one token, so that the others' exchange finds this rank there."""
+    if isinstance(parallel.exchange, ShardedExchange):
+        return False  # it stopped between two gathers of layers, and nothing brings it to the others' place
+    if not isinstance(parallel.exchange, DdpExchange):
+        return True
+    micro, device = batch.micro_batches[0], world.device
+    one = micro.input_ids[:1, :1]
+    tiny = replace(
+        micro, input_ids=one, labels=torch.full_like(one, IGNORED), position_ids=torch.zeros_like(one),
+        boundaries=None if micro.boundaries is None else torch.tensor([0, 1], dtype=torch.int32),
+        attention_mask=None if micro.attention_mask is None else torch.ones_like(one, dtype=torch.bool),
+    )  # fmt: skip
+    with parallel.exchange(True):
+        with compute_in(numerics.precision, device):
+            loss, _ = parallel.model(**model_inputs(tiny, device))
+        (loss * 0.0).backward()
+    return True
+
+
+def rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, device: torch.device) -> None:
     """One pass with an exchange, whose gradients are thrown away and whose random numbers are drawn again."""
-    assert isinstance(parallel.exchange, DdpExchange)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), parallel.exchange(True):
         with compute_in(numerics.precision, device):
             loss, _ = parallel.model(**model_inputs(micro, device))
         (loss * 0.0).backward()
     parallel.model.zero_grad(set_to_none=True)
-    parallel.exchange.needs_rehearsal = False
+    if isinstance(parallel.exchange, DdpExchange):
+        parallel.exchange.needs_rehearsal = False
 
 
 def model_inputs(micro: Batch, device: torch.device) -> dict[str, torch.Tensor | None]:
@@ -111,28 +181,42 @@ def optimizer_step(
     numerics: Numerics,
     clip: float,
     world: World,
-    step: int,
+    wishes: Callable[[], Sequence[float]] = tuple,
+    watch: NoWatch = NO_WATCH,
 ) -> StepResult:
-    """Learn from one global batch. A gradient that is not finite stops the run before the weights change."""
+    """Learn from one global batch, unless its numbers are not finite or memory is short: then nothing changes.
+
+    `wishes` gives numbers of this rank's own, summed over ranks together with the loss: one exchange tells everything
+    before the optimizer has changed a weight.
+    """
     scaler = numerics.scaler
     times = StepTimes()
-    parallel.clock.reset()
-    loss_sum = forward_backward(parallel, batch, numerics, world, times)
-    times.wait_s = min(parallel.clock.exposed_s(), times.backward_s)
-    times.backward_s -= times.wait_s
-    started = time.perf_counter()
-    scaler.unscale_(optimizer)
+    LEDGER.take()  # what an evaluation or a check exchanged belongs to no step
+    outcome = forward_backward(parallel, batch, numerics, world, times, watch)
+    shortage = outcome if isinstance(outcome, Shortage) else None
+    if shortage:
+        optimizer.zero_grad(set_to_none=True)
+        if (shortage.is_in_exchange and world.size > 1) or not _take_part(parallel, batch, numerics, world):
+            return StepResult(0.0, 0.0, is_short=True, shortage=shortage, can_try_again=False)
+    overlapped_s = min(LEDGER.overlapped_s(), times.backward_s)
+    times.wait_s += overlapped_s
+    times.backward_s -= overlapped_s
+    started, waited = time.perf_counter(), LEDGER.waited_s
+    if not shortage:
+        scaler.unscale_(optimizer)
     norm = float(clip_gradients(parallel.named_trainable().values(), clip))
-    if not math.isfinite(norm) and not scaler.is_enabled():
-        raise WorkerFailed(
-            f"the gradient of step {step} is not finite (norm {norm}, this rank's loss sum {loss_sum:.6g})",
-            where=f"samples of the batch: {batch.sample_ids[:16].tolist()}"
-            + (f" and {len(batch.sample_ids) - 16} more" if len(batch.sample_ids) > 16 else ""),
-            fix="lower optim.lr, raise optim.warmup, or look at these samples; the weights were not changed",
-        )
-    # With fp16, a norm that overflowed means a scale that was too high: this update is left out, the scale halved.
-    scaler.step(optimizer)
-    scaler.update()
+    own = 0.0 if isinstance(outcome, Shortage) else outcome
+    loss_sum, num_short, *wished = world.sum([own, float(shortage is not None), *wishes()])
+    result = StepResult(loss_sum, norm, wished, times, is_short=num_short > 0, shortage=shortage)
+    # With fp16, a norm that overflowed means a scale that was too high: the scaler leaves the update out by itself.
+    result.is_finite = math.isfinite(loss_sum) and (math.isfinite(norm) or scaler.is_enabled())
+    if result.is_finite and not result.is_short:
+        scaler.step(optimizer)
+        watch.after_step()
+    scaler.update(scaler.get_scale() if result.is_short else None)
     optimizer.zero_grad(set_to_none=True)
-    times.optimizer_s = time.perf_counter() - started
-    return StepResult(loss_sum, norm, times)
+    waited = LEDGER.waited_s - waited  # for the norm and the sums
+    times.wait_s += waited
+    times.optimizer_s = time.perf_counter() - started - waited
+    result.traffic, result.num_micro_batches = LEDGER.take(), len(batch.micro_batches)
+    return result

@@ -35,6 +35,7 @@ class Step:
     step_s: float | None
     memory_bytes: float | None
     times: Mapping[str, float]
+    sent_bytes: float | None = None  # by rank 0, to the others
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class History:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     resumes: list[int] = field(default_factory=list)
+    traffic: dict[str, Any] = field(default_factory=dict)  # one step's collectives by kind
+    held: list[dict[str, int]] = field(default_factory=list)  # by rank: bytes by part
+    imbalance: str = ""
     facts: dict[str, Any] = field(default_factory=dict)  # of the run event
     end_reason: str = ""
     ranks: list[RankTail] = field(default_factory=list)
@@ -94,10 +98,26 @@ class History:
             parts["other"] = other
         return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
+    def sent_per_step(self) -> float | None:
+        """The mean of what rank 0 sends in a step; None for a process alone."""
+        known = [step.sent_bytes for step in self.steps if step.sent_bytes is not None]
+        return sum(known) / len(known) if known else None
+
     def memory_measured(self) -> float | None:
         """The most that any rank held."""
         seen = [rank.memory_bytes for rank in self.ranks] + [step.memory_bytes for step in self.steps[-1:]]
         return max((size for size in seen if size), default=None)
+
+    def speed_predicted(self) -> dict[str, float] | None:
+        """Tokens per second of the plan: likely, and the range; None for a plan that knew no speed."""
+        speed = self.plan.get("speed")
+        if not isinstance(speed, dict):
+            return None
+        tokens = number(speed.get("tokens_per_step"))
+        seconds = {name: number(speed.get(f"{name}_s")) for name in ("step", "low", "high")}
+        if not tokens or not all(seconds.values()):
+            return None
+        return {name: tokens / (value or 1.0) for name, value in seconds.items()}
 
     def memory_predicted(self) -> dict[str, float] | None:
         """peak, low and high of the plan, comparable with what was measured."""
@@ -144,6 +164,10 @@ def read_history(run: RunFolder) -> History:
             history.evals.append(event)
         elif kind == "checkpoint":
             history.checkpoints.append(event)
+        elif kind == "traffic":
+            history.traffic = event
+        elif kind == "memory":
+            history.held, history.imbalance = _held(event), str(event.get("imbalance") or "")
         elif kind == "warning":
             history.warnings.append(_warning(event))
         elif kind == "end":
@@ -174,12 +198,20 @@ def _step(step: int, event: Mapping[str, Any]) -> Step:
         step_s=number(event.get("step_s")),
         memory_bytes=number(event.get("memory_bytes")),
         times=_times(event),
+        sent_bytes=number(event.get("sent_bytes")),
     )
 
 
 def _times(event: Mapping[str, Any]) -> dict[str, float]:
     found = {name: number(event.get(f"{name}_s")) for name in PARTS}
     return {name: value for name, value in found.items() if value is not None and value > 0}
+
+
+def _held(event: Mapping[str, Any]) -> list[dict[str, int]]:
+    ranks = event.get("ranks")
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers", "host")
+    rows = [one for one in ranks if isinstance(one, dict)] if isinstance(ranks, list) else []
+    return [{part: whole(one.get(f"{part}_bytes")) or 0 for part in parts} for one in rows]
 
 
 def _warning(event: Mapping[str, Any]) -> str:

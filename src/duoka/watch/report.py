@@ -12,6 +12,7 @@ from typing import Any
 from duoka.runs.folder import RunFolder, read_json, write_text_atomic
 from duoka.units import format_bytes, format_count, format_seconds
 from duoka.watch.chart import Chart, draw_chart
+from duoka.watch.costs import costs_to_json, exchange_rows, held_rows, memory_rows
 from duoka.watch.curve import can_draw, draw_curve
 from duoka.watch.history import History, number, read_history, whole
 from duoka.watch.page import card, facts_table, figure, grid_table, page, percent, time_bar, track
@@ -96,7 +97,9 @@ def _figures(history: History) -> list[str]:
     speed = history.tokens_per_s()
     if speed:
         tokens = sum(step.num_tokens or 0.0 for step in history.steps)
-        out.append(figure("Tokens per second", f"{speed:,.0f}", f"{format_count(tokens)} tokens in all"))
+        expected = history.speed_predicted()
+        note = f"predicted {expected['step']:,.0f}; " if expected else ""
+        out.append(figure("Tokens per second", f"{speed:,.0f}", f"{note}{format_count(tokens)} tokens in all"))
     measured = history.memory_measured()
     if measured:
         predicted = history.memory_predicted()
@@ -162,6 +165,7 @@ def run_facts(history: History) -> list[tuple[str, str]]:
         rows.append(("machine", f"{device}, {machine.get('num_cores')} cores"))
     if history.facts.get("world_size"):
         rows.append(("processes", str(history.facts["world_size"])))
+    rows += [*exchange_rows(history), *held_rows(history)]
     rows += _env_rows(history.env)
     rows.append(("folder", str(history.run.path)))
     return rows
@@ -218,15 +222,16 @@ def _checkpoint_card(history: History) -> str:
         return ""
     rows = []
     for event in history.checkpoints[-8:]:
-        size, blocked = number(event.get("size_bytes")), number(event.get("blocked_s"))
+        size, blocked, write = (number(event.get(key)) for key in ("size_bytes", "blocked_s", "write_s"))
         rows.append(
             (
                 Path(str(event.get("path") or f"step {whole(event.get('step'))}")).name,
                 "" if size is None else format_bytes(size),
                 "" if blocked is None else f"{blocked:.2f} s",
+                "" if write is None else f"{write:.2f} s",
             )
         )
-    table = grid_table(("checkpoint", "size", "training stood still"), rows)
+    table = grid_table(("checkpoint", "size", "training stood still", "until on the disk"), rows)
     return card("Checkpoints", table, "half" if len(history.ranks) > 1 else "wide")
 
 
@@ -271,6 +276,25 @@ def end_lines(run: RunFolder, *, encoding: str | None = None) -> list[str]:
     return [line.rstrip() for line in out]
 
 
+def summary_to_json(run: RunFolder) -> dict[str, Any]:
+    """The closing report for programs; what is not known is null."""
+    history = read_history(run)
+    first, last = (history.steps[0], history.steps[-1]) if history.steps else (None, None)
+    return {
+        "name": run.name,
+        "state": _state(history),
+        "step": last.step if last else 0,
+        "first_loss": first.loss if first else None,
+        "loss": last.loss if last else None,
+        "evaluation": history.evals[-1] if history.evals else None,
+        "tokens_per_s": history.tokens_per_s(),
+        "predicted_tokens_per_s": (history.speed_predicted() or {}).get("step"),
+        "seconds": history.time_split(),
+        "world_size": history.facts.get("world_size"),
+        **costs_to_json(history),
+    }
+
+
 def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     points = points_of(*history.values("loss"))
@@ -284,14 +308,16 @@ def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
     speed = history.tokens_per_s()
     if speed:
         tokens = sum(step.num_tokens or 0.0 for step in history.steps)
-        rows.append(("speed", f"{speed:,.0f} tokens/s over {format_count(tokens)} tokens"))
+        expected = history.speed_predicted()
+        beside = f", predicted {expected['step']:,.0f} ({expected['step'] / speed - 1:+.0%})" if expected else ""
+        rows.append(("speed", f"{speed:,.0f} tokens/s over {format_count(tokens)} tokens{beside}"))
     split = history.time_split()
     if split:
         total = sum(split.values())
         named = [f"{name} {percent(seconds, total)}" for name, seconds in split.items()]
         # Two lines, so that 80 columns are enough.
         rows += [("time" if i == 0 else "", ", ".join(named[i : i + 4])) for i in range(0, len(named), 4)]
-    rows += _memory_rows(history)
+    rows += [*exchange_rows(history), *memory_rows(history)]
     if history.warnings:
         rows.append(("warnings", f"{len(history.warnings)}, listed in report.html"))
     return rows
@@ -321,17 +347,6 @@ def _eval_sentence(history: History) -> str:
     if count is not None:
         parts.append(f"{count:,.0f} samples")
     return ", ".join(parts)
-
-
-def _memory_rows(history: History) -> list[tuple[str, str]]:
-    measured, predicted = history.memory_measured(), history.memory_predicted()
-    said = ""
-    if predicted:
-        spread = f"{format_bytes(predicted['low'])} to {format_bytes(predicted['high'])}"
-        said = f"{format_bytes(predicted['peak'])} predicted ({spread})"
-    seen = f"{format_bytes(measured)} measured" if measured else ""
-    text = ", ".join(part for part in (seen, said) if part)
-    return [("memory", f"{text}, peak per rank")] if text else []
 
 
 def _where_and_next(history: History) -> list[str]:

@@ -45,6 +45,7 @@ class Translated:
     given: dict[str, Given] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    task: str = ""  # what the other tool would do with the file
 
     def add(self, new: Given) -> None:
         """One value more; another value for the same key is refused, with both places."""
@@ -147,11 +148,12 @@ def _translate_into(
         if is_first and not (leaf.value == "auto" and leaf.name in outer.values):
             own[leaf.name] = leaf.value
     asked = Asked({**outer.values, **own}, outer.start, outer.folder, dialect.id)
+    out.task = out.task or dialect.task(asked.values)  # the file itself comes before those that it points to
     said: set[str] = set()
     for leaf in leaves:
         row = dialect.rows.get(leaf.name)
         if row is None:
-            out.faults.append(_unknown(dialect, leaf))
+            out.faults.append(unknown_key(dialect, leaf))
         elif row.opens and isinstance(leaf.tree.value, str) and not is_none(leaf.value):
             inner = read_file(leaf.tree.value, leaf.tree.place, asked.folder, out.faults)
             if inner is not None:
@@ -176,13 +178,8 @@ def _is_empty_block(dialect: Dialect, leaf: Leaf) -> bool:
 def _apply_row(out: Translated, dialect: Dialect, row: Row, leaf: Leaf, asked: Asked, said: set[str]) -> None:
     value = leaf.value
     if row.state == "refused":
-        if asks_for_nothing(value, row.off):
-            return
-        shown = yaml_text(value)
-        what = f"{leaf.shown} {shown if len(shown) < 40 else ''}".rstrip() + f" is refused: {row.note}"
-        out.faults.append(
-            leaf.tree.place.fault(what, key=leaf.shown, fix=f"delete {leaf.shown}, if that is acceptable")
-        )
+        fault = refusal_of(row, leaf)
+        out.faults += [fault] if fault else []
         return
     if row.state == "reported":
         if not is_none(value):
@@ -204,6 +201,15 @@ def _apply_row(out: Translated, dialect: Dialect, row: Row, leaf: Leaf, asked: A
             out.add(Given(key, ours, leaf.tree.place, leaf.shown, leaf.tree if ours is value else None))
     if answer.note:
         _note(out, leaf, answer.note, said)
+
+
+def refusal_of(row: Row, leaf: Leaf) -> Fault | None:
+    """The fault of a refused key, unless its value asks for nothing."""
+    if asks_for_nothing(leaf.value, row.off):
+        return None
+    shown = yaml_text(leaf.value)
+    what = f"{leaf.shown} {shown if len(shown) < 40 else ''}".rstrip() + f" is refused: {row.note}"
+    return leaf.tree.place.fault(what, key=leaf.shown, fix=f"delete {leaf.shown}, if that is acceptable")
 
 
 def _not_yet(key: str, value: Any) -> str:
@@ -230,7 +236,7 @@ def _note(out: Translated, leaf: Leaf, note: str, said: set[str]) -> None:
     out.notes.append(f"{where}{leaf.shown}: {note}")
 
 
-def _unknown(dialect: Dialect, leaf: Leaf) -> Fault:
+def unknown_key(dialect: Dialect, leaf: Leaf) -> Fault:
     block, _, last = leaf.shown.rpartition(".")
     names = list(dialect.rows)
     if block and block not in dialect.blocks:

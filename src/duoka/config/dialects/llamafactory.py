@@ -45,7 +45,9 @@ def _rows_of_model_and_data() -> list[Row]:
         *implemented("freeze_extra_modules", "train_only.extra", to.of_freeze(comma_list)),
         *implemented("use_llama_pro", "train_only.spread", to.spread, "the layers lie evenly over the model"),
         *implemented("lora_rank", "lora.rank", to.of_lora()),
-        *implemented("lora_alpha", "lora.alpha", to.of_lora(), "left out: twice the rank, as there"),
+        *implemented("lora_alpha", "lora.alpha", to.of_lora(to.alpha), "left out: twice the rank, as there"),
+        *implemented("use_rslora", "lora.alpha", to.of_lora(to.rslora), "alpha x sqrt(rank) in the plain form"),
+        *implemented("loraplus_lr_ratio", "lora.b_lr_ratio", to.of_lora(), "LoRA+"),
         *implemented("lora_dropout", "lora.dropout", to.of_lora()),
         *implemented("lora_target", "lora.targets", to.of_lora(to.modules)),
         *implemented("dataset", "data.train", to.data_sets),
@@ -148,4 +150,4 @@ def _fits(top: Mapping[str, Any]) -> bool:
 @cache
 def llamafactory() -> Dialect:
     rows = table(_rows_of_model_and_data(), _rows_of_training(), rest_rows())
-    return Dialect("llamafactory", "LLaMA-Factory", rows, _fits, _defaults)
+    return Dialect("llamafactory", "LLaMA-Factory", rows, _fits, _defaults, task=to.task_of)

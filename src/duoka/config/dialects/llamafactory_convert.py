@@ -6,6 +6,7 @@ or refuses with a reason.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from duoka.config.dialects.llamafactory_rest import TEMPLATES
@@ -85,6 +86,23 @@ def of_lora(convert: Any = None) -> Any:
         return convert(value, asked) if convert else value
 
     return run
+
+
+def alpha(value: Any, asked: Asked) -> Any:
+    """Rank-stabilised LoRA weights an update alpha / sqrt(rank): the plain form with alpha x sqrt(rank)."""
+    scale = number(asked.get("lora_rank", 8), "lora_rank") ** 0.5 if asked.is_on("use_rslora") else 1.0
+    return number(value, "lora_alpha") * scale
+
+
+def rslora(value: Any, asked: Asked) -> Any:
+    if not is_true(value):
+        return Answer()
+    rank = number(asked.get("lora_rank", 8), "lora_rank")
+    given = asked.get("lora_alpha", 2 * rank)
+    return Answer(
+        {"lora.alpha": number(given, "lora_alpha") * rank**0.5},
+        "alpha / sqrt(rank) is alpha x sqrt(rank) / rank: lora.alpha is written so",
+    )
 
 
 def modules(value: Any, asked: Asked) -> Any:
@@ -233,6 +251,15 @@ def batch(value: Any, asked: Asked) -> Any:
     return batch_answer(asked.get(BATCH[0], 8), asked.get(BATCH[1], 1), asked, BATCH)
 
 
+def _best(name: str, asked: Asked) -> Any:
+    metric = str(asked.get("metric_for_best_model", "loss"))
+    if name != "save_strategy" or metric not in ("loss", "eval_loss"):
+        raise Refusal(f"{name} best by {metric} is not there yet", f"write:   {name}: steps")
+    if is_none(asked.get("eval_dataset")) and not number(asked.get("val_size", 0), "val_size"):
+        raise Refusal("save_strategy best needs evaluation data", "write for example:   val_size: 0.1")
+    return Answer({"checkpoint.keep_best": True}, "the newest checkpoints stay too, so that the run can go on")
+
+
 def often(name: str, key: str) -> Any:
     strategy_name = "save_strategy" if key == "checkpoint.every" else "eval_strategy"
 
@@ -250,7 +277,7 @@ def often(name: str, key: str) -> Any:
             kept = "the end is always saved" if key == "checkpoint.every" else "data that is held back is measured"
             return Answer(note=f"no: {kept}, and {key} keeps its default")
         if strategy == "best":
-            raise Refusal(f"{strategy_name} best is not there yet", f"write:   {strategy_name}: steps")
+            return _best(strategy_name, asked)
         steps = asked.get(name)
         if is_none(steps):
             return Answer()
@@ -352,3 +379,20 @@ def data_seed(value: Any, asked: Asked) -> Any:
 
 def recompute(value: Any, asked: Asked) -> Any:
     return Answer({"train.recompute": "full" if is_true(value) else "none"})
+
+
+_OF_TRAINING = ("stage", "output_dir", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "deepspeed")
+
+
+def task_of(values: Mapping[str, Any]) -> str:
+    """What LLaMA-Factory does with a file: train, predict, prepare (tokenise and stop), export or chat."""
+    if is_true(values.get("do_train")):
+        return "train"
+    has_data = not is_none(values.get("dataset"))
+    if is_true(values.get("do_predict")) or (is_true(values.get("do_eval")) and not has_data):
+        return "predict"
+    if not is_none(values.get("export_dir")):
+        return "export"
+    if not has_data and all(is_none(values.get(name)) for name in _OF_TRAINING):
+        return "chat"
+    return "prepare" if has_data and not is_none(values.get("tokenized_path")) else "train"

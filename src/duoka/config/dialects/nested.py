@@ -65,5 +65,12 @@ def nested() -> Dialect:
         "data.max_seq_len": "cutoff_len", "ddp.find_unused_parameters": "ddp_find_unused_parameters",
     }  # fmt: skip
     return Dialect(
-        "nested", "the nested DDP form", table(shared.rows.values(), own), _fits, shared.defaults, rename, BLOCKS
+        "nested",
+        "the nested DDP form",
+        table(shared.rows.values(), own),
+        _fits,
+        shared.defaults,
+        rename,
+        BLOCKS,
+        task=shared.task,
     )

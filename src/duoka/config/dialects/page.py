@@ -13,6 +13,8 @@ they are. This page is made from the tables that do it (`duoka config dialects`)
 
 - `duoka config show x.yaml` prints what a file means, each line with the place it came from; it also shows Accelerate's
   YAML and DeepSpeed's JSON alone. `duoka config convert x.yaml -o ours.yaml` writes it in duoka's own words.
+- Files that merge, talk or predict are for `duoka export`, `duoka chat` and `duoka eval` ([guides.md](guides.md)); the
+  classes below are those of training.
 - *implemented*: it has the effect that it has there. *reported*: harmless here; one line says why. *refused*: it would
   change the result, and duoka cannot do it (yet): exit code 2. A refused key that is switched off is no matter.
 - A batch per device becomes a global batch for the number of processes of the start; both are printed.

@@ -83,6 +83,7 @@ class Dialect:
     defaults: Callable[[Asked], Mapping[str, Any]] = lambda asked: {}
     rename: Mapping[str, str] = field(default_factory=dict)  # how a file writes a key -> the name of its row
     blocks: tuple[str, ...] = ()  # blocks whose keys are looked up without the block's name
+    task: Callable[[Mapping[str, Any]], str] = lambda values: "train"  # what the other tool would do with a file
     is_whole: bool = True  # False: a file beside the one that names model and data
 
 

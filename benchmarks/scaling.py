@@ -1,0 +1,85 @@
+"""Tokens per CPU-second and per second of one process and of two, one thread each, on the real 135M model.
+
+    python benchmarks/scaling.py --out benchmarks/scaling.json
+
+Same data, same global batches; the first two steps (allocation, buckets) are left out. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+CONFIG = """model: demo
+data: {train: [demo], max_length: 512}
+train: {global_batch: "1536 tokens", micro_batch: "768 tokens", precision: fp32, max_steps: 6, recompute: none}
+checkpoint: {every: 1000}
+log: {every: 1, to: []}
+"""
+RUNS = (("one process", 1, "single"), ("ddp", 2, "ddp"), ("zero2", 2, "zero2"), ("fsdp", 2, "fsdp"))
+LEFT_OUT = 2
+
+
+def write_data(folder: Path) -> None:
+    """Conversations of about 60 to 500 tokens."""
+    lines = []
+    for place in range(200):
+        answer = "one two three four five six seven eight nine ten " * (1 + place * 7 % 40)
+        turns = [{"role": "user", "content": f"Count, please ({place})."}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": turns}))
+    (folder / "demo.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def measure(name: str, num_processes: int, strategy: str, folder: Path) -> dict[str, Any]:
+    output = folder / strategy
+    command = [
+        sys.executable, "-m", "duoka", "train", "run.yaml", f"parallel.strategy={strategy}", f"output={output}",
+        "data.train=[./demo.jsonl]", "--nproc", str(num_processes),
+    ]  # fmt: skip
+    subprocess.run(
+        command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    events = [json.loads(line) for line in (output / "events" / "run.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["type"] == "step" and event["step"] > LEFT_OUT]
+    ranks = [json.loads(line) for path in output.glob("events/rank*.jsonl") for line in path.read_text().splitlines()]
+    cpu_s = sum(event["cpu_s"] for event in ranks if event["step"] > LEFT_OUT)
+    tokens, seconds = sum(step["num_tokens"] for step in steps), sum(step["step_s"] for step in steps)
+    return {
+        "name": name, "num_processes": num_processes, "tokens": tokens, "seconds": seconds, "cpu_s": cpu_s,
+        "tokens_per_s": tokens / seconds, "tokens_per_cpu_s": tokens / cpu_s,
+        "wait_share": sum(step["wait_s"] for step in steps) / seconds, "loss": steps[-1]["loss"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "run.yaml").write_text(CONFIG)
+        write_data(folder)
+        rows = [measure(*run, folder) for run in RUNS]
+    for row in rows:
+        row["of_ideal_per_cpu_s"] = row["tokens_per_cpu_s"] / rows[0]["tokens_per_cpu_s"]
+        row["of_ideal_per_s"] = row["tokens_per_s"] / rows[0]["tokens_per_s"] / row["num_processes"]
+    found = {"rows": rows, "torch": version("torch"), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for row in rows:
+        print(
+            f"{row['name']:<12} {row['tokens_per_s']:>8.1f} tokens/s ({row['of_ideal_per_s']:.2f} of ideal) "
+            f"{row['tokens_per_cpu_s']:>8.1f} per CPU-second ({row['of_ideal_per_cpu_s']:.2f}), loss {row['loss']:.5f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""What `prepare` makes of models, optimizers and schedulers: the same objects to work with, in step with the window."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from duoka.accelerator.nested import map_tensors
+from duoka.accelerator.window import scale_all
+from duoka.config.schema import ParallelConfig
+from duoka.errors import ConfigError
+from duoka.model.build import named_part
+from duoka.parallel.apply import Parallelized, parallelize
+from duoka.parallel.ddp import DdpExchange, check_all_used
+from duoka.parallel.precision import compute_in
+from duoka.parallel.world import World
+from duoka.plan.layout import Layout
+from duoka.train.step import Numerics
+
+
+@dataclass
+class PreparedModel:
+    """One model and what its gradients went through since the last step."""
+
+    parallel: Parallelized
+    layout: Layout
+    parameters: dict[str, torch.nn.Parameter]
+    touched: bool = False  # a forward pass with gradients since the last backward
+    exchanged: bool = False
+    correction: float = 1.0  # what exchanged gradients were multiplied with (see Window.correction)
+    kept: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    # What sharding put in place of which parameter. The old ones are held (empty), so that their ids stay theirs.
+    replaced: dict[int, torch.nn.Parameter] = field(default_factory=dict)
+    originals: list[torch.nn.Parameter] = field(default_factory=list)
+
+    @property
+    def bare(self) -> torch.nn.Module:
+        return self.parallel.bare
+
+    def grads(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def before_backward(self) -> None:
+        """DDP exchanges whole gradients: what was exchanged before must not be added over the ranks once more."""
+        if not self.touched:
+            return
+        if self.correction != 1.0:
+            scale_all(self.grads(), 1.0 / self.correction)
+            self.correction = 1.0
+        if self.exchanged and isinstance(self.parallel.exchange, DdpExchange) and not self.kept:
+            self.kept = {n: None if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
+            for parameter in self.parameters.values():
+                parameter.grad = None
+
+    def after_backward(self, synced: bool, correction: float) -> None:
+        if not self.touched:
+            return
+        self.touched = False
+        if not synced:
+            return
+        exchange = self.parallel.exchange
+        if isinstance(exchange, DdpExchange) and not exchange.model.find_unused_parameters:
+            check_all_used(self.bare, 'write:   Accelerator(parallel={"find_unused_parameters": True}), or freeze it')
+        self.merge()
+        self.exchanged = True
+        if correction != 1.0:
+            scale_all(self.grads(), correction)
+            self.correction = correction
+
+    def merge(self) -> None:
+        for name, grad in self.kept.items():
+            parameter = self.parameters[name]
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        self.kept = {}
+
+    def forget(self) -> None:
+        self.exchanged, self.correction, self.kept = False, 1.0, {}
+
+
+class CallIn:
+    """How a prepared model is called: in its precision, answers in fp32. Bound to the model as its `_call_impl`."""
+
+    def __init__(self, precision: str, device: torch.device, is_sharded: bool, notice: Callable[[], None]) -> None:
+        self.precision = precision
+        self.device = device
+        self.is_sharded = is_sharded
+        self.notice = notice
+
+    def __call__(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.notice()
+        plain = contextlib.nullcontext()
+        # Weights gathered in inference mode would be of no use to a later backward pass: torch.no_grad does as well.
+        leave = torch.inference_mode(False) if self.is_sharded and torch.is_inference_mode_enabled() else plain
+        with leave, torch.no_grad() if leave is not plain else plain, compute_in(self.precision, self.device):
+            answer = type(model)._call_impl(model, *args, **kwargs)
+        return answer if self.precision == "fp32" else map_tensors(answer, _in_fp32)
+
+
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def prepare_model(model: torch.nn.Module, layout: Layout, parallel: ParallelConfig, world: World) -> PreparedModel:
+    """Rank 0's weights on every rank, spread as the layout says."""
+    before = dict(named_part(model).named_parameters())
+    if layout.is_sharded and world.size > 1:
+        model.to(world.device)
+        _share_first_weights(model)
+    parallelized = parallelize(model, layout, parallel, world)
+    if isinstance(parallelized.exchange, DdpExchange):
+        # Gradients may be gone by the end of `accumulate`: prepared models look right after the backward pass.
+        parallelized.exchange.looks_for_unused = True
+    trained = parallelized.named_trainable()
+    prepared = PreparedModel(parallelized, layout, trained)
+
+    def notice() -> None:
+        prepared.touched = True
+
+    call = CallIn(layout.precision, world.device, layout.is_sharded, notice)
+    # On the instance: FSDP gathers weights inside of this call, DDP around it. A bound method is copied rightly.
+    parallelized.bare._call_impl = types.MethodType(call, parallelized.bare)  # type: ignore[method-assign]
+    now = dict(named_part(model).named_parameters())
+    prepared.originals = [old for name, old in before.items() if now[name] is not old]
+    prepared.replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}
+    for old in prepared.originals:
+        old.data = torch.empty(0)
+    return prepared
+
+
+@torch.no_grad()
+def _share_first_weights(model: torch.nn.Module) -> None:
+    """Shards are cut from every rank's own weights: they must be one model's."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.data, src=0)
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """The same optimizer, which steps when a window is full and not before."""
+
+    def __init__(self, inner: torch.optim.Optimizer, owner: Any) -> None:
+        self.inner = inner
+        self.owner = owner
+        self.was_skipped = False
+        self.is_unscaled = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    state = property(lambda self: self.inner.state)
+    param_groups = property(lambda self: self.inner.param_groups)
+    defaults = property(lambda self: self.inner.defaults)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(group)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (p for group in self.inner.param_groups for p in group["params"])
+
+    def train(self) -> None:
+        self._say_mode("train")
+
+    def eval(self) -> None:
+        self._say_mode("eval")
+
+    def _say_mode(self, mode: str) -> None:
+        if hasattr(self.inner, mode):  # schedule-free optimizers have modes
+            getattr(self.inner, mode)()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.owner.sync_gradients:
+            self.inner.zero_grad(set_to_none)
+            self.owner.gradients_are_gone()
+
+    def unscale(self, numerics: Numerics) -> None:
+        if numerics.scaler.is_enabled() and not self.is_unscaled:
+            numerics.scaler.unscale_(self.inner)
+            self.is_unscaled = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.owner.sync_gradients:
+            return None
+        answer = self.owner.step_now(self, closure)
+        self.is_unscaled = False
+        return answer
+
+    def repoint(self, replaced: dict[int, torch.nn.Parameter]) -> None:
+        """Take the parameters that sharding put in place of those that the optimizer was made with."""
+        for group in self.inner.param_groups:
+            moved = [p for p in group["params"] if replaced.get(id(p), p) is not p]
+            if any(self.inner.state.get(p) for p in moved):
+                raise ConfigError(
+                    "the optimizer has stepped already, with weights that are whole; they are sharded now",
+                    fix="prepare model and optimizer before the first step",
+                )
+            group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+
+
+class PreparedScheduler:
+    """The same scheduler, which counts optimizer steps: one for each, on any number of ranks."""
+
+    def __init__(self, inner: Any, owner: Any) -> None:
+        self.inner = inner
+        self.owner = owner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self.owner.sync_gradients and not self.owner.optimizer_step_was_skipped:
+            self.inner.step(*args, **kwargs)
+
+
+def check_all_prepared(parameters: Iterable[torch.nn.Parameter], known: set[int], who: str) -> None:
+    """Parameters of no prepared model get no gradients of other ranks: the ranks would drift apart in silence."""
+    if not all(id(p) in known for p in parameters):
+        raise ConfigError(
+            f"{who} has parameters that belong to no prepared model",
+            fix="prepare the model too, and take model.parameters() after it:   model, optimizer = "
+            "accelerator.prepare(model, optimizer)",
+        )

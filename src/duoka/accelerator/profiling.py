@@ -1,0 +1,33 @@
+"""torch's profiler and memory caches, behind the verbs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from duoka.parallel.world import World
+
+
+@contextlib.contextmanager
+def profile(folder: str | None, world: World, options: Mapping[str, Any]) -> Iterator[Any]:
+    """Gives torch's profiler; afterwards each rank's trace lies in FOLDER/profile, for Perfetto or TensorBoard."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if world.device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(**{"activities": kinds, **options}) as profiler:
+        yield profiler
+    if folder is not None:
+        target = Path(folder) / "profile"
+        target.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(target / f"rank{world.rank:05d}.json"))
+
+
+def empty_caches() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

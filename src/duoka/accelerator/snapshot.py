@@ -1,0 +1,258 @@
+"""save_state and load_state: everything that a loop needs to go on as if it had never stopped.
+
+Stands on the checkpoints of `duoka train` (full logical tensors by name, whole or not there, any world size reads
+them), and adds what people's own loops bring: any optimizer, schedulers, loaders' places, their own objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from duoka.accelerator.loaders import PreparedLoader
+from duoka.accelerator.packing import pack, room_for, unpack
+from duoka.accelerator.prepared import PreparedModel, PreparedOptimizer, PreparedScheduler
+from duoka.errors import ConfigError, StorageError
+from duoka.model.build import named_part
+from duoka.parallel.world import World
+from duoka.plan.layout import Layout
+from duoka.train.checkpoint import CheckpointStore, Facts
+from duoka.train.resume import STATE, find_damage, newest_valid
+from duoka.train.setup import library_versions
+from duoka.train.step import Numerics
+
+FOLDER = "state"  # inside the folder that people name, beside whatever else they write there
+
+
+@dataclass
+class LoopState:
+    """What is no tensor; JSON."""
+
+    step: int = 0
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Parts:
+    """What was prepared and registered, in that order."""
+
+    models: list[PreparedModel] = field(default_factory=list)
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Snapshot:
+    """What CheckpointStore writes and fills in place."""
+
+    numerics: Numerics
+    state: LoopState
+    named: dict[str, torch.Tensor]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.named
+
+
+def save_snapshot(
+    target: Path, parts: Parts, numerics: Numerics, world: World, step: int, opened: Mapping[int, dict[str, Any]]
+) -> None:
+    """`opened`: where loaders stood when a window began that is still open; its micro-batches are done again."""
+    state, named = LoopState(step), _model_tensors(parts)
+    for number, optimizer in enumerate(parts.optimizers):
+        names = {id(p): name for name, p in named.items()}
+        state.optimizers.append(_pack_optimizer(optimizer.inner, number, names, named))
+    state.schedulers = [pack(s.inner.state_dict(), named, f"scheduler{i}") for i, s in enumerate(parts.schedulers)]
+    state.loaders = [
+        pack(opened.get(id(loader), loader.state_dict()), named, f"loader{i}") for i, loader in enumerate(parts.loaders)
+    ]
+    state.objects = [pack(one.state_dict(), named, f"object{i}") for i, one in enumerate(parts.objects)]
+    state.shapes = {name: list(tensor.shape) for name, tensor in named.items()}
+    if world.is_main:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    world.barrier()
+    snapshot = Snapshot(numerics, state, {name: tensor.detach() for name, tensor in named.items()})
+    with _open_store(target, parts, world) as store:
+        store.write(target, snapshot)  # type: ignore[arg-type]
+
+
+def load_snapshot(folder: Path, parts: Parts, numerics: Numerics, world: World) -> int:
+    """Returns the optimizer steps done."""
+    source = _find(folder, world)
+    saved = json.loads((source / STATE).read_text(encoding="utf-8"))["progress"]
+    _check_counts(saved, parts, folder)
+    named = _model_tensors(parts)
+    restored = [
+        _room_for_optimizer(optimizer.inner, number, saved["optimizers"][number], named)
+        for number, optimizer in enumerate(parts.optimizers)
+    ]
+    for kind in ("schedulers", "loaders", "objects"):
+        named |= room_for(saved[kind])
+    _check_shapes(saved["shapes"], named, folder)
+    snapshot = Snapshot(numerics, LoopState(), {name: tensor.detach() for name, tensor in named.items()})
+    with _open_store(source, parts, world) as store:
+        store.load(source, snapshot)  # type: ignore[arg-type]
+    for optimizer, state in zip(parts.optimizers, restored, strict=True):
+        optimizer.inner.load_state_dict(state)
+    for kind, each in (("schedulers", [s.inner for s in parts.schedulers]), ("loaders", parts.loaders),
+                       ("objects", parts.objects)):  # fmt: skip
+        for one, packed in zip(each, saved[kind], strict=True):
+            one.load_state_dict(unpack(packed, named))
+    return int(saved["step"])
+
+
+def newest(folder: Path, world: World, say: Callable[[str], None]) -> Path:
+    """The newest whole checkpoint among `folder`'s."""
+    found = newest_valid(folder, world, say)
+    if found is None:
+        raise StorageError(f"there is no checkpoint in {folder}", fix="name the folder that save_state was given")
+    return found
+
+
+@contextmanager
+def _open_store(target: Path, parts: Parts, world: World) -> Iterator[CheckpointStore]:
+    """For one save or load, after which the script goes on at once: nothing is written behind its back."""
+    layout = parts.models[0].layout if parts.models else Layout(dp=world.size, strategy="ddp")
+    facts = Facts(versions=library_versions())
+    store = CheckpointStore(target.parent, world, layout, facts, asynchronous=False)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _find(folder: Path, world: World) -> Path:
+    """The checkpoint itself, whole."""
+    source = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    fault = find_damage(source, world) if world.agree(source.is_dir()) else "there is no such folder"
+    if fault:
+        raise StorageError(f"{folder} cannot be loaded: {fault}", fix="name another folder that save_state wrote")
+    return source
+
+
+def _model_tensors(parts: Parts) -> dict[str, torch.Tensor]:
+    """Weights and persistent buffers by name; of models with adapters, only what is trained."""
+    named: dict[str, torch.Tensor] = {}
+    for number, model in enumerate(parts.models):
+        model.parallel.settle()
+        lm = named_part(model.bare)
+        prefix = f"model{number or ''}."
+        adapters_only = hasattr(lm, "peft_config")
+        named |= {prefix + n: p for n, p in lm.named_parameters() if p.requires_grad or not adapters_only}
+        if not adapters_only:
+            named |= {prefix + name: buffer for name, buffer in _kept_buffers(lm)}
+    for number, optimizer in enumerate(parts.optimizers):
+        known = {id(tensor) for tensor in named.values()}
+        loose = [p for p in optimizer.parameters() if id(p) not in known]
+        # Frozen weights of a base that is not saved have no state either.
+        named |= {f"loose{number}.{i}": p for i, p in enumerate(loose) if p.requires_grad}
+    return named
+
+
+def _kept_buffers(lm: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in lm.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _pack_optimizer(
+    optimizer: torch.optim.Optimizer, number: int, names: dict[int, str], named: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Tensors of its state go into `named`, under their parameters' names; the rest is returned."""
+    rest: dict[str, Any] = {}
+    found: dict[str, torch.Tensor] = {}
+    for parameter, state in optimizer.state.items():
+        name = names[id(parameter)]
+        facts: dict[str, Any] = {}
+        for kind, value in state.items():
+            if isinstance(value, torch.Tensor):
+                found[f"optim{number or ''}.{kind}.{name}"] = value
+                like = value.shape == parameter.shape
+                facts[kind] = {"like": like, "shape": list(value.shape), "dtype": str(value.dtype)}
+            else:
+                facts[kind] = {"value": pack(value, {}, f"the optimizer's {kind}")}
+        rest[name] = facts
+    named |= found
+    groups = [
+        {key: pack(value, found, f"the optimizer's {key}") for key, value in _plain(group).items()}
+        for group in optimizer.param_groups
+    ]
+    return {"state": rest, "groups": groups}
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: float(value) if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _room_for_optimizer(
+    optimizer: torch.optim.Optimizer, number: int, saved: dict[str, Any], named: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """A state dict whose tensors are empty and stand in `named` too, where loading fills them."""
+    names = {id(p): name for name, p in named.items()}
+    states: dict[int, dict[str, Any]] = {}
+    place = 0
+    groups = []
+    if len(optimizer.param_groups) != len(saved["groups"]):
+        here, there = len(optimizer.param_groups), len(saved["groups"])
+        raise ConfigError(f"the optimizer has {here} groups of parameters, the saved one {there}")
+    for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
+        numbers = list(range(place, place + len(group["params"])))
+        place += len(numbers)
+        groups.append({**{key: unpack(value, {}) for key, value in old.items()}, "params": numbers})
+        for index, parameter in zip(numbers, group["params"], strict=True):
+            name = names.get(id(parameter), "")
+            state = {kind: _room(fact, parameter) for kind, fact in saved["state"].get(name, {}).items()}
+            named |= {
+                f"optim{number or ''}.{kind}.{name}": value
+                for kind, value in state.items()
+                if isinstance(value, torch.Tensor)
+            }
+            if state:
+                states[index] = state
+    return {"state": states, "param_groups": groups}
+
+
+def _room(fact: dict[str, Any], parameter: torch.Tensor) -> Any:
+    """A value of an optimizer's state, or an empty tensor like the one that was saved: sharded as its parameter is."""
+    if "value" in fact:
+        return unpack(fact["value"], {})
+    dtype = getattr(torch, fact["dtype"].removeprefix("torch."))
+    return (
+        torch.zeros_like(parameter, dtype=dtype).detach() if fact["like"] else torch.zeros(fact["shape"], dtype=dtype)
+    )
+
+
+def _check_counts(saved: dict[str, Any], parts: Parts, folder: Path) -> None:
+    for kind in ("optimizers", "schedulers", "loaders", "objects"):
+        here, there = len(getattr(parts, kind)), len(saved[kind])
+        if here != there:
+            raise ConfigError(
+                f"{folder} was saved with {there} {kind}, and {here} are prepared here",
+                fix="prepare and register the same things, in the same order, before load_state",
+            )
+
+
+def _check_shapes(saved: dict[str, list[int]], named: dict[str, torch.Tensor], folder: Path) -> None:
+    for name, tensor in named.items():
+        if name not in saved or saved[name] != list(tensor.shape):
+            there = f"of shape {saved[name]}" if name in saved else "missing"
+            here = list(tensor.shape)
+            raise ConfigError(
+                f"{folder} was saved from another model: {name} is of shape {here} here and {there} there"
+            )

@@ -1,0 +1,117 @@
+"""`duoka bench hardware`: measure this machine once, so that plans for it stand on figures instead of guesses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from duoka.parallel.hardware_bench import HardwareBench
+    from duoka.plan.hardware import Machine
+
+_SMALL, _LARGE = "64 KiB", "16 MiB"
+_LIMIT_S = 120
+
+
+@click.group("bench", help="Measure what plans are made of.")
+def command() -> None:
+    pass
+
+
+@command.command("hardware")
+@click.option(
+    "--nproc", type=click.IntRange(min=1), metavar="N", help="Processes that exchange; default: one per GPU, or 2."
+)
+@click.option("--output", type=click.Path(dir_okay=False), help="Where to write; default: where duoka plan looks.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def hardware(nproc: int | None, output: str | None, as_json: bool) -> int:
+    """Matrix products, memory bandwidth and all-reduces of this machine, written to hardware.json.
+
+    Takes about half a minute. Let nothing else run beside it.
+    """
+    from duoka.parallel.hardware_bench import measure_device
+    from duoka.parallel.world import pick_device
+    from duoka.plan.catalogue import hardware_file
+    from duoka.plan.hardware import read_machine
+    from duoka.runs.folder import write_text_atomic
+
+    def say(text: str) -> None:
+        if not as_json:
+            click.echo(text)
+
+    machine = read_machine()
+    _use_all_cores(machine)
+    found = measure_device(pick_device(0), say=say)
+    ranks = nproc or len(machine.gpus) or min(2, machine.num_cores)
+    facts = _facts(machine, found)
+    link = _link(ranks, say) if ranks > 1 else {}
+    facts |= link
+    if link:
+        speed, latency = facts["link_bytes_per_s"], facts["link_latency_s"]
+        say(f"all-reduce among {ranks}: {speed / 1e9:.3g} GB/s, {latency * 1e6:.0f} us before the first byte")
+    path = Path(output) if output else hardware_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(path, json.dumps(facts, indent=2) + "\n")
+    click.echo(json.dumps(facts, indent=2) if as_json else f"written to {path}: duoka plan uses it on this machine")
+    return 0
+
+
+def _use_all_cores(machine: Machine) -> None:
+    import torch
+
+    if not machine.gpus:
+        torch.set_num_threads(machine.num_cores)
+
+
+def _facts(machine: Machine, found: HardwareBench) -> dict[str, Any]:
+    from duoka.plan.catalogue import hardware_key
+
+    return {
+        "device": hardware_key(machine),
+        "fp32_flops": found.best("fp32"),
+        "half_flops": found.best("bf16"),
+        "memory_bytes_per_s": found.memory_bytes_per_s,
+        "products": [vars(one) for one in found.products],
+    }
+
+
+def _link(num_processes: int, say: Callable[[str], None]) -> dict[str, float]:
+    """Two all-reduces tell both: a large one the bytes per second, a small one the seconds before the first byte."""
+    small, large = (_all_reduce(num_processes, size, say) for size in (_SMALL, _LARGE))
+    if small is None or large is None:
+        return {}
+    # The plan multiplies by the share of a link that collectives reach; what was measured is after that loss.
+    from duoka.plan.traffic import LINK_SHARE
+
+    rounds = 2 * (num_processes - 1)
+    return {
+        "link_bytes_per_s": large["bus_bytes_per_s"] / LINK_SHARE,
+        "link_latency_s": small["seconds"] / rounds,
+        "num_processes": num_processes,
+    }
+
+
+def _all_reduce(num_processes: int, size: str, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What `duoka comm test` measures, in a world of its own; None, and a word why, when it cannot."""
+    import subprocess
+    import sys
+
+    words = ["comm", "test", "--nproc", str(num_processes), "--size", size, "--rounds", "3", "--json"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "duoka", *words], capture_output=True, text=True, timeout=_LIMIT_S, check=True
+        )
+        report = json.loads(done.stdout[done.stdout.index("{") :])
+        found = [one for one in report["collectives"] if one["name"].replace("_", "-") == "all-reduce"]
+        return dict(found[0])
+    except subprocess.TimeoutExpired:
+        why = f"they took longer than {_LIMIT_S} s"
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr or "").strip()[-300:] or f"exit code {error.returncode}"
+    say(f"collectives were not measured, plans keep their guess: {why}")
+    return None

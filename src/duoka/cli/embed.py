@@ -1,0 +1,45 @@
+"""`duoka embed RUN|MODEL FILE`: a vector for each line of a text file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("embed")
+@click.argument("target", metavar="RUN|MODEL")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("-o", "output", type=click.Path(path_type=Path), help="Where to write; default: FILE.npy.")
+@click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Processes; default: one, or one per GPU.")
+@click.option("--base", is_flag=True, help="The model as it was before training.")
+@click.option("--max-length", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of a text.")
+def command(target: str, file: Path, output: Path | None, nproc: int | None, base: bool, max_length: int) -> int:
+    """Write a vector for each line of FILE (one text per line) as a NumPy file: float32, length 1, in the same order.
+
+    A vector is the mean of the model's last hidden states over the text's tokens. Each process holds the model once.
+    """
+    from duoka.cli.chat import say
+    from duoka.cli.worlds import run_same_command
+    from duoka.cluster.launch import count_processes
+    from duoka.errors import ConfigError
+    from duoka.parallel.environ import read_rank_environment
+    from duoka.plan.hardware import read_machine
+    from duoka.serve.embed import embed, read_texts
+    from duoka.serve.trained import find_trained
+
+    place = read_rank_environment()
+    path = output or file.with_name(file.name + ".npy")
+    if path.suffix != ".npy":
+        raise ConfigError(f"-o is {path}; a NumPy file is written", fix="write a name that ends in .npy")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}", fix="make it, or write -o elsewhere")
+    texts = read_texts(file)
+    trained = find_trained(target, say=say if place is None else lambda text: None)
+    if place is None and (num_processes := count_processes(nproc, len(read_machine().gpus))) > 1:
+        options = ["-o", str(path), f"--max-length={max_length}", *(["--base"] if base else [])]
+        return run_same_command(["embed", target, str(file), *options], num_processes)
+    done = embed(trained, texts, path, max_length=max_length, base_only=base)
+    if done is not None:
+        click.echo("\n".join(done.lines()))
+    return 0

@@ -1,0 +1,272 @@
+"""Launch lines of guides as duoka's own: what `torchrun ...` and `accelerate launch ...` mean. Not a command itself.
+
+Pure functions from words to an answer; the commands torchrun.py and accelerate.py say it and do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from duoka.errors import ConfigError
+from duoka.registry import nearest
+
+
+@dataclass
+class Line:
+    """A launch line, read: flags by name (with _), the program, and what follows it."""
+
+    flags: dict[str, str] = field(default_factory=dict)
+    program: str = ""
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """duoka's command line for it, the environment it needs, and what is to be said."""
+
+    words: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+# Flags that stand alone, and those with a value; both spelled with _.
+TORCHRUN_SWITCHES = ("standalone", "no_python", "run_path", "virtual_local_rank", "use_env", "m", "module")
+TORCHRUN_VALUES = (
+    "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_id", "rdzv_backend", "rdzv_endpoint",
+    "rdzv_conf", "max_restarts", "monitor_interval", "start_method", "role", "log_dir", "redirects", "tee",
+    "local_addr", "event_log_handler", "logs_specs", "r", "t",
+)  # fmt: skip
+ACCELERATE_SWITCHES = (
+    "multi_gpu", "cpu", "use_fsdp", "use_deepspeed", "quiet", "debug", "m", "module", "no_python", "q", "tpu",
+    "use_xpu", "use_megatron_lm", "same_network", "enable_cpu_affinity", "use_parallelism_config",
+)  # fmt: skip
+ACCELERATE_VALUES = (
+    "config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "main_port",
+    "mixed_precision", "gpu_ids", "num_cpu_threads_per_process", "dynamo_backend", "dynamo_mode", "rdzv_backend",
+    "rdzv_conf", "max_restarts", "monitor_interval", "role", "tee", "log_dir", "gradient_accumulation_steps",
+    "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file",
+    "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_multinode_launcher",
+    "fsdp_sharding_strategy", "fsdp_offload_params", "fsdp_auto_wrap_policy", "fsdp_version", "fsdp_state_dict_type",
+    "fsdp_reshard_after_forward", "fsdp_activation_checkpointing", "fsdp_backward_prefetch", "fsdp_min_num_params",
+    "fsdp_transformer_layer_cls_to_wrap", "fsdp_use_orig_params", "fsdp_cpu_ram_efficient_loading",
+    "fsdp_sync_module_states", "fsdp_forward_prefetch",
+)  # fmt: skip
+_OF_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+                 "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile",
+                 "deepspeed_multinode_launcher")  # fmt: skip
+_RDZV = ("rdzv_backend", "rdzv_id", "rdzv_conf")
+
+
+def read_line(words: Sequence[str], switches: Sequence[str], values: Sequence[str], tool: str) -> Line:
+    """Flags up to the program, with `_` or `-`, with `=` or a blank; everything after it is the program's."""
+    line, place = Line(), 0
+    known = {*switches, *values}
+    while place < len(words) and words[place].startswith("-"):
+        name, equals, value = words[place].lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        place += 1
+        if name not in known:
+            guess = nearest(name, known)
+            hint = f"did you mean --{guess}?" if guess else f"see   {tool} --help"
+            raise ConfigError(f"{tool} has no option --{name}", fix=hint)
+        if name in switches:
+            line.flags[name] = value if equals else "true"
+        elif equals:
+            line.flags[name] = value
+        elif place < len(words):
+            line.flags[name] = words[place]
+            place += 1
+        else:
+            raise ConfigError(f"--{name} needs a value", fix=f"write for example:   {tool} --{name}=2 ...")
+    if place >= len(words):
+        raise ConfigError(
+            f"{tool} names no program to run", fix=f"write for example:   duoka {tool} ... train.py --config x.yaml"
+        )
+    line.program, line.arguments = words[place], tuple(words[place + 1 :])
+    line.is_module = any(name in line.flags for name in ("m", "module"))
+    return line
+
+
+def meaning_of_torchrun(words: Sequence[str]) -> Meaning:
+    line = read_line(words, TORCHRUN_SWITCHES, TORCHRUN_VALUES, "torchrun")
+    flags, notes = line.flags, []
+    nodes = flags.get("nnodes", "1")
+    if ":" in nodes and len(set(nodes.split(":"))) > 1:
+        raise ConfigError(
+            f"--nnodes={nodes} is a world that grows and shrinks, which is not there yet",
+            fix=f"write:   --nnodes={nodes.split(':')[1]}",
+        )
+    nodes = nodes.split(":")[0]
+    address, port = flags.get("master_addr", ""), flags.get("master_port", "")
+    if "rdzv_endpoint" in flags:
+        host, _, at = flags["rdzv_endpoint"].rpartition(":")
+        address, port = address or (host or at), port or (at if host else "29400")
+    if nodes != "1" and "c10d" in flags.get("rdzv_backend", "") and "node_rank" in flags:
+        notes.append("torchrun's c10d numbers nodes itself and passes over --node_rank; duoka goes by it")
+    passed = [f"--{name}" for name in flags if name in _RDZV]
+    if passed:
+        notes.append(f"{', '.join(passed)}: ranks have fixed places here, so there is nothing to agree on")
+    count = flags.get("nproc_per_node", "1")
+    return _meaning(
+        line, count if count.isdecimal() else "", nodes, flags.get("node_rank", ""), address, port,
+        flags.get("max_restarts", ""), [], notes,
+    )  # fmt: skip
+
+
+def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
+    if not words or words[0] != "launch":
+        raise ConfigError(
+            f"duoka accelerate {words[0] if words else ''} is not there: accelerate launch is",
+            fix="write for example:   duoka accelerate launch --num_processes=2 train.py --config x.yaml",
+        )
+    line = read_line(words[1:], ACCELERATE_SWITCHES, ACCELERATE_VALUES, "accelerate launch")
+    asked = _accelerate_config(line.flags)
+    machines = str(asked.get("num_machines", 1))
+    count = str(asked.get("num_processes", ""))
+    if count.isdecimal() and machines.isdecimal() and int(machines) > 1:
+        if int(count) % int(machines):
+            raise ConfigError(
+                f"--num_processes {count} counts all machines, and {machines} machines cannot share them evenly",
+                fix=f"write:   --num_processes={int(machines) * (int(count) // int(machines) + 1)}",
+            )
+        count = str(int(count) // int(machines))
+    notes = ["accelerate's own name for --main_port is --main_process_port"] if "main_port" in line.flags else []
+    settings, more = _overrides_of(asked, int(count) * int(machines) if count.isdecimal() else 1)
+    address, port = str(asked.get("main_process_ip") or ""), str(asked.get("main_process_port") or "")
+    rank = str(asked.get("machine_rank", "")) if machines != "1" else ""
+    restarts = line.flags.get("max_restarts", "")
+    meaning = _meaning(line, count, machines, rank, address, port, restarts, settings, [*notes, *more])
+    precision = asked.get("mixed_precision")
+    if meaning.words[0] == "launch" and precision:
+        # A script that makes an Accelerator finds its precision here, as accelerate launch would set it.
+        return Meaning(meaning.words, {**meaning.env, "ACCELERATE_MIXED_PRECISION": str(precision)}, meaning.notes)
+    return meaning
+
+
+def _accelerate_config(flags: Mapping[str, str]) -> dict[str, Any]:
+    """The config file's content with the flags laid on it, in the file's own form."""
+    asked: dict[str, Any] = {}
+    if "config_file" in flags:
+        from duoka.config.layers import read_text
+        from duoka.config.yaml_lines import parse_yaml
+        from duoka.errors import Fault, Faults
+
+        faults: list[Fault] = []
+        text = read_text(Path(flags["config_file"]), faults, None)
+        tree = parse_yaml(text, flags["config_file"], faults) if text else None
+        if faults or tree is None or not isinstance(tree.value, dict):
+            raise Faults(faults or [Fault(f"{flags['config_file']} holds no Accelerate config")])
+        asked = tree.plain_value()
+    kinds = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
+    for name, text in flags.items():
+        value: Any = {"true": True, "false": False}.get(text.lower(), text)
+        if name in kinds:
+            asked["distributed_type"] = kinds[name]
+        elif name in ("cpu", "use_cpu"):
+            asked["use_cpu"] = True
+        elif name == "main_port":
+            asked["main_process_port"] = text
+        elif name == "dynamo_backend":
+            asked["dynamo_config"] = {"dynamo_backend": text}
+        elif name.startswith("fsdp_"):
+            asked.setdefault("fsdp_config", {})[name] = value
+        elif name == "deepspeed_config_file" or name in _OF_DEEPSPEED:
+            asked.setdefault("deepspeed_config", {})[name] = value
+        elif name in ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
+                      "mixed_precision", "gpu_ids"):  # fmt: skip
+            asked[name] = text
+    return asked
+
+
+def _overrides_of(asked: dict[str, Any], num_ranks: int) -> tuple[list[str], list[str]]:
+    """What the launcher's settings mean for a run, as key=value words of ours, and notes. Raises Faults."""
+    from duoka.config.dialects.all import dialects
+    from duoka.config.dialects.engine import grow, translate
+    from duoka.config.dialects.rows import Start
+    from duoka.config.layers import read_pointed
+    from duoka.config.yaml_lines import Place
+    from duoka.config.yaml_text import yaml_text
+    from duoka.errors import Faults
+    from duoka.plan.hardware import read_machine
+
+    told = {name: value for name, value in asked.items() if value not in ("", None)}
+    tree = grow({"distributed_type": "NO", **told}, Place("accelerate launch", 0, ""), "")
+    start = Start(num_ranks, bool(read_machine().gpus))
+    done = translate(dialects()["accelerate"], tree, start, dialects(), Path(), read_pointed)
+    if done.faults:
+        raise Faults(done.faults)
+    settings = [
+        f"{given.key}={yaml_text(given.value)}"
+        for given in done.given.values()
+        # What is not said must not overrule the YAML.
+        if not (given.key == "parallel.strategy" and given.value == "auto")
+        and not (given.key == "train.precision" and str(asked.get("mixed_precision")) == "no")
+    ]
+    return settings, []
+
+
+def _meaning(
+    line: Line, count: str, nodes: str, rank: str, address: str, port: str, restarts: str, settings: Sequence[str],
+    notes: Sequence[str],
+) -> Meaning:  # fmt: skip
+    config = _config_of(line)
+    if config is None and not line.is_module and not Path(line.program).is_file():
+        raise ConfigError(
+            f"there is no script {line.program}, and no YAML behind it that duoka could train",
+            fix="write for example:   duoka train x.yaml --nproc 2",
+        )
+    env: dict[str, str] = {}
+    if nodes != "1":
+        if config is None:
+            raise ConfigError(
+                "a script of your own on several machines is started by torchrun itself",
+                fix="leave duoka out of the line; duoka.Accelerator finds its place there too",
+            )
+        several = {"NNODES": nodes, "NODE_RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": port}
+        env = {name: value for name, value in several.items() if value}
+        port = ""
+    words = ["train", *config] if config is not None else ["launch"]
+    words += ["--nproc", count] if count else []
+    words += ["--port", port] if port else []
+    words += ["--restarts", restarts] if restarts not in ("", "0") else []
+    if config is not None:
+        return Meaning((*words, *settings), env, tuple(notes))
+    words += ["--module"] if line.is_module else []
+    return Meaning((*words, line.program, *line.arguments), env, tuple(notes))
+
+
+def _config_of(line: Line) -> list[str] | None:
+    """[the YAML, key=value ...] when the program is duoka, or a guide's train.py that is not there; else None."""
+    is_duoka = line.is_module and line.program in ("duoka", "duoka.cli")
+    words = list(line.arguments)
+    if is_duoka and words[:1] == ["train"]:
+        words = words[1:]
+    elif line.is_module or Path(line.program).is_file() or Path(line.program).name not in ("train.py", "duoka"):
+        return None
+    out: list[str] = []
+    place = 0
+    while place < len(words):
+        name, equals, value = words[place].partition("=")
+        if name.lstrip("-") in ("config", "config_file", "c") and name.startswith("-"):
+            if not equals:
+                place += 1
+                value = words[place] if place < len(words) else ""
+            out.append(value)
+        elif name.startswith("--") and equals:
+            out.append(f"{name[2:].replace('-', '_')}={value}")
+        elif name.startswith("--"):
+            following = words[place + 1] if place + 1 < len(words) else ""
+            takes = bool(following) and not following.startswith("-")
+            out.append(f"{name[2:].replace('-', '_')}={following if takes else 'true'}")
+            place += takes
+        elif words[place] != "train":
+            out.append(words[place])
+        place += 1
+    files = [word for word in out if word.endswith((".yaml", ".yml", ".json")) and "=" not in word]
+    if not files:
+        return None
+    return [files[0], *(word for word in out if word != files[0])]

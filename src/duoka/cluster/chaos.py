@@ -1,0 +1,286 @@
+"""Trials of a run: the same short training is struck in many ways, and must end in the weights of one that was not.
+
+`duoka chaos` runs them in a scratch folder beside the run's own; nothing that exists is touched. The reference run
+comes first; each trial then is one row of TRIALS. Blows from outside are blows.py's, those from inside are ordered
+by an environment variable that only the trial's own processes see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from duoka.cluster.blows import living_ranks, strike, wait_for_ranks
+from duoka.cluster.launch import python_module
+from duoka.errors import ConfigError
+from duoka.registry import nearest
+from duoka.runs.folder import RunFolder
+from duoka.runs.heart import Beat
+
+INJECT = "DUOKA_INJECT"
+NUM_STEPS, SAVE_EVERY = 12, 3
+STRUCK_AT = 7  # two saves lie before it
+WITHIN_S = 1800.0
+
+
+class Lost(Exception):
+    """The run did not survive: what was expected, and what came."""
+
+
+@dataclass
+class Stage:
+    """One trial's run: the config, where it works, and the process that a user would have started."""
+
+    config: str
+    overrides: tuple[str, ...]
+    num_processes: int
+    run: RunFolder
+    log: Path
+    seen: list[str] = field(default_factory=list)  # exit codes, in words
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *flags: str, env: Mapping[str, str] | None = None, most_bytes: int = 0) -> None:
+        """The command, as a user types it; with `most_bytes`, no file may grow larger (a full disk, for one run)."""
+
+        def limit() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+        words = [self.config, *self.overrides, f"output={self.run.path}", "--nproc", str(self.num_processes), *flags]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*python_module("duoka", "train"), *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**os.environ, **(env or {})}, preexec_fn=limit if most_bytes else None,
+            )  # fmt: skip
+
+    def wait_for_step(self, step: int = STRUCK_AT) -> list[Beat]:
+        """All ranks, in order, once they have finished `step`, and a little later."""
+        deadline = time.monotonic() + WITHIN_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                ranks = wait_for_ranks(self.run, self.num_processes, lambda beat: beat.step >= step, within_s=1.0)
+            except TimeoutError:
+                continue
+            time.sleep(self.dice.random() * 0.05)
+            return [ranks[rank] for rank in sorted(ranks)]
+        raise Lost(f"it never came to step {step}; see {self.log}")
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    def expect(self, code: int) -> None:
+        """Wait for the command's end with this exit code."""
+        try:
+            ended = self.process.wait(WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise Lost(f"it did not end within {WITHIN_S:g} s") from None
+        self.seen.append(signal.Signals(-ended).name if ended < 0 else f"exit {ended}")
+        if ended != code:
+            raise Lost(f"expected exit code {code}, got {self.seen[-1]}; see {self.log}")
+
+    def expect_said(self, *words: str) -> None:
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        for part in words:
+            if part not in text:
+                raise Lost(f"it did not say {part!r}; see {self.log}")
+
+    def go_on(self) -> None:
+        """The same command once more, to the end."""
+        self.start()
+        self.expect(0)
+
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(path for path in self.run.checkpoints.glob("step-*") if path.is_dir())
+
+    def end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()  # its ranks end with it
+            self._process.wait()
+
+
+def kill_rank(stage: Stage) -> None:
+    stage.start("--restarts", "1")
+    strike(stage.wait_for_step()[-1:], "SIGKILL")
+    stage.expect(0)
+    stage.expect_said("was killed by SIGKILL", "restart 1 of 1")
+
+
+def kill_all(stage: Stage) -> None:
+    stage.start("--restarts", "1")
+    strike(stage.wait_for_step(), "SIGKILL")
+    stage.expect(0)
+    stage.expect_said("restart 1 of 1")
+
+
+def kill_launcher(stage: Stage) -> None:
+    stage.start()
+    stage.wait_for_step()
+    stage.process.kill()
+    stage.expect(-signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while living_ranks(stage.run):
+        if time.monotonic() > deadline:
+            raise Lost(f"ranks outlive their launcher: {[beat.pid for beat in living_ranks(stage.run).values()]}")
+        time.sleep(0.1)
+    stage.go_on()
+
+
+def ask_to_stop(stage: Stage) -> None:
+    stage.start()
+    stage.wait_for_step()
+    stage.process.terminate()
+    stage.expect(75)
+    stage.go_on()
+
+
+def stop_rank(stage: Stage) -> None:
+    stage.start("--restarts", "1", "faults.hang_after=5")
+    strike(stage.wait_for_step()[:1], "SIGSTOP")
+    stage.expect(0)
+    stage.expect_said("is stopped (SIGSTOP", "stacks of")
+
+
+def wait_for_ever(stage: Stage) -> None:
+    order = f"hang step={STRUCK_AT} rank={stage.num_processes - 1}"
+    stage.start("--restarts", "1", "faults.hang_after=5", env={INJECT: order})
+    stage.expect(0)
+    stage.expect_said("the run hangs after step", "stacks of")
+
+
+def become_nan(stage: Stage) -> None:
+    order = f"nan step={STRUCK_AT} rank={stage.num_processes - 1}"
+    stage.start("faults.nonfinite=rollback", env={INJECT: order})
+    stage.expect(0)
+    stage.expect_said("is not finite; back to step-")
+
+
+def flip_byte(stage: Stage) -> None:
+    _damage(stage, _flip)
+
+
+def cut_file(stage: Stage) -> None:
+    _damage(stage, lambda path: os.truncate(path, path.stat().st_size // 2))
+
+
+def lose_file(stage: Stage) -> None:
+    _damage(stage, Path.unlink)
+
+
+def _damage(stage: Stage, harm: Callable[[Path], None]) -> None:
+    stage.start()
+    stage.wait_for_step()
+    stage.process.terminate()
+    stage.expect(75)
+    newest = stage.checkpoints()[-1]
+    harm(max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size))
+    stage.go_on()
+    stage.expect_said(newest.name, "damaged")
+
+
+def _flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def fill_disk(stage: Stage) -> None:
+    reference = stage.run.path.parent / "reference" / "checkpoints"
+    largest = max(path.stat().st_size for path in reference.glob("step-*/*.safetensors"))
+    stage.start(most_bytes=largest - 1)
+    stage.expect(6)
+    stage.go_on()
+
+
+@dataclass(frozen=True)
+class Trial:
+    name: str
+    what: str
+    strike: Callable[[Stage], None]
+
+
+TRIALS = (
+    Trial("kill-rank", "SIGKILL to a rank; restarted", kill_rank),
+    Trial("kill-all", "SIGKILL to all ranks at once; restarted", kill_all),
+    Trial("kill-launcher", "SIGKILL to the launcher; the same command again", kill_launcher),
+    Trial("terminate", "SIGTERM; the same command again", ask_to_stop),
+    Trial("stop-rank", "SIGSTOP to a rank; found and restarted", stop_rank),
+    Trial("hang", "a rank waits for ever; found and restarted", wait_for_ever),
+    Trial("nan", "a loss becomes NaN; gone back and tried again", become_nan),
+    Trial("flip", "one bit of the newest checkpoint flips; the older one used", flip_byte),
+    Trial("cut", "half of a checkpoint's file is lost; the older one used", cut_file),
+    Trial("lose", "a file of the newest checkpoint is gone; the older one used", lose_file),
+    Trial("full", "a checkpoint cannot be written; the same command again", fill_disk),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    trial: Trial
+    seconds: float
+    seen: str
+    lost: str = ""  # why it did not survive; empty: it did
+
+
+def choose_trials(names: str) -> tuple[Trial, ...]:
+    """`kill-rank,flip`; empty: all."""
+    known = {trial.name: trial for trial in TRIALS}
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in known:
+            guess = nearest(name, known)
+            raise ConfigError(
+                f"there is no trial {name!r}" + (f"; did you mean {guess}?" if guess else ""), fix=", ".join(known)
+            )
+    return tuple(known[name] for name in wanted) if wanted else TRIALS
+
+
+def run_reference(stage: Stage) -> str:
+    """The run that nobody disturbs; returns the digest of its weights."""
+    stage.start()
+    stage.expect(0)
+    return digest(stage.run.final)
+
+
+def run_trial(trial: Trial, stage: Stage, reference: str, *, same_bits: bool) -> Outcome:
+    """Strike, see how it ends, compare the weights (where the device repeats itself bit for bit)."""
+    started, lost = time.monotonic(), ""
+    try:
+        trial.strike(stage)
+        if same_bits and digest(stage.run.final) != reference:
+            lost = "it ended in other weights than the undisturbed run"
+    except Lost as error:
+        lost = str(error)
+    finally:
+        stage.end()
+    return Outcome(trial, time.monotonic() - started, ", ".join(stage.seen), lost)
+
+
+def digest(final: Path) -> str:
+    """Of all weights in a result."""
+    total = hashlib.blake2b(digest_size=16)
+    for path in sorted(final.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                total.update(block)
+    return total.hexdigest()
+
+
+def clear(stage: Stage) -> None:
+    """Remove what a trial wrote; its log stays."""
+    shutil.rmtree(stage.run.path, ignore_errors=True)

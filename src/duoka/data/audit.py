@@ -1,0 +1,118 @@
+"""Who would learn what: the samples, or row groups, of each rank of a world, and whether each is there once.
+
+`duoka data audit` prints it. It asks the very plan that training walks through, for a world that need not exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from duoka.config.schema import RunConfig
+from duoka.data.epoch_plan import cost_of
+from duoka.data.feed import build_feed
+from duoka.data.loader import Loader
+from duoka.data.prepare import PreparedData
+from duoka.data.stream_source import StreamSource
+from duoka.plan.layout import Layout
+from duoka.units import Amount
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank learns from in the global batches that were looked at."""
+
+    rank: int
+    count: int  # samples, or row groups (or parts of them) of an epoch
+    num_tokens: int  # documents, of a stream
+    cost: float  # of the mean over ranks
+    first: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """`num_twice` and `num_missing` count over a whole epoch; anything but 0 is a bug."""
+
+    epoch: int
+    what: str
+    total: int
+    num_twice: int
+    num_missing: int
+    looked_at: str
+    ranks: tuple[RankShare, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.num_twice and not self.num_missing
+
+    def lines(self) -> list[str]:
+        out = [f"epoch {self.epoch}: {self.total:,} {self.what}, {self.looked_at}"]
+        for one in self.ranks:
+            more = ", ..." if one.count > len(one.first) else ""
+            first = f"{', '.join(one.first)}{more}" if one.first else "none"
+            out.append(f"  rank {one.rank}: {one.count:,} ({one.cost:.0%} of the mean work): {first}")
+        verdict = "each once" if self.is_exact else "NOT each once, which is a bug of duoka"
+        return [*out, f"{verdict}: {self.num_twice:,} twice, {self.num_missing:,} missing"]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"is_exact": self.is_exact}
+
+
+def audit_data(
+    prepared: PreparedData, config: RunConfig, num_ranks: int, *, epoch: int = 0, num_batches: int = 1000
+) -> Audit:
+    """The shares of `num_ranks` ranks in the first `num_batches` of an epoch; of a stream, in all of it."""
+    if isinstance(prepared.train, StreamSource):
+        return _audit_stream(prepared.train, num_ranks, epoch)
+    # How a rank cuts its share into micro-batches is of no account here.
+    micro = Amount(config.data.max_length, "tokens")
+    layout = Layout(num_ranks, "ddp" if num_ranks > 1 else "single", micro=micro, packing=config.data.packing)
+    feed = build_feed(config, prepared, layout, 0, lambda values: values)
+    assert isinstance(feed, Loader)
+    total = len(prepared.train)
+    seen = np.zeros(total, np.int64)
+    for index in range(feed.steps_per_epoch):
+        np.add.at(seen, feed.plan.batch(epoch, index), 1)
+    looked_at = min(num_batches, feed.steps_per_epoch)
+    ids: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index in range(looked_at):
+        batch = feed.plan.batch(epoch, index)
+        shares = feed.shares(batch)
+        for rank, share in enumerate(shares):
+            ids[rank] += [sample for micro in share for sample in micro.sample_ids]
+        shared = np.sort(np.concatenate([[i for m in share for i in m.sample_ids] for share in shares])).astype(int)
+        if not np.array_equal(shared, np.sort(batch)):
+            wrong = np.bincount(shared, minlength=total) - np.bincount(batch, minlength=total)
+            seen += wrong
+    lengths = feed.plan.lengths
+    costs = [sum(cost_of(int(lengths[i])) for i in own) for own in ids]
+    mean = max(1.0, sum(costs) / len(costs))
+    ranks = tuple(
+        RankShare(rank, len(own), int(lengths[own].sum()) if own else 0, cost / mean, tuple(map(str, own[:_SHOWN])))
+        for rank, (own, cost) in enumerate(zip(ids, costs, strict=True))
+    )
+    words = f"shares of {looked_at:,} of {feed.steps_per_epoch:,} global batches"
+    what = "rows of text" if prepared.report.row_tokens else "samples"
+    return Audit(epoch, what, total, int((seen > 1).sum()), int((seen < 1).sum()), words, ranks)
+
+
+def _audit_stream(source: StreamSource, num_ranks: int, epoch: int) -> Audit:
+    plan = source.plan
+    ranks, every = [], []
+    for rank in range(num_ranks):
+        streams = range(rank, plan.num_streams, num_ranks)
+        units = [unit for stream in streams for unit in plan.units_of(stream, epoch)]
+        every += units
+        names = tuple(f"{Path(one.file).name}:{one.group}[{one.start}:{one.end}]" for one in units[:_SHOWN])
+        documents = sum(unit.end - unit.start for unit in units)
+        ranks.append(RankShare(rank, len(units), documents, len(streams) * num_ranks / plan.num_streams, names))
+    twice = len(every) - len(set(every))
+    missing = len(set(plan.units) - set(every))
+    words = f"read by {plan.num_streams} streams"
+    what = "row groups" if len(plan.units) == len({(u.file, u.group) for u in plan.units}) else "parts of row groups"
+    return Audit(epoch, what, len(plan.units), twice, missing, words, tuple(ranks))

@@ -1,0 +1,73 @@
+"""What this machine's device really reaches: matrix products by size and type, and memory bandwidth.
+
+`duoka bench hardware` calls it in one process and adds collectives; the plan takes the figures instead of a table's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SIZES = (512, 1024, 2048, 4096)
+ROUNDS = 4
+TOUCHED_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Product:
+    precision: str
+    size: int
+    flops: float  # per second, best of the rounds
+
+
+@dataclass(frozen=True)
+class HardwareBench:
+    products: tuple[Product, ...]
+    memory_bytes_per_s: float
+
+    def best(self, precision: str) -> float:
+        return max((one.flops for one in self.products if one.precision == precision), default=0.0)
+
+
+def measure_device(device: torch.device, limit_s: float = 20.0, say: Callable[[str], None] = print) -> HardwareBench:
+    """Sweep sizes upwards; a type whose products would take longer than the limit is left at the size before."""
+    products: list[Product] = []
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        began = time.perf_counter()
+        for size in SIZES if device.type == "cpu" else (*SIZES, 8192):
+            found = Product(precision, size, _product_flops(size, dtype, device))
+            products.append(found)
+            say(f"{precision} product of {size} x {size}: {found.flops / 1e12:.3g} TFLOP/s")
+            next_s = 8 * ROUNDS * 2 * size**3 / found.flops
+            if time.perf_counter() - began + next_s > limit_s / 2:
+                break
+    bandwidth = _memory_bytes_per_s(device)
+    say(f"memory: {bandwidth / 1e9:.3g} GB/s read and written")
+    return HardwareBench(tuple(products), bandwidth)
+
+
+def _product_flops(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    # Random numbers: products of zeros draw less power, and some cards then run faster than they will in training.
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _best_s(lambda: left @ right, device)
+
+
+def _memory_bytes_per_s(device: torch.device) -> float:
+    count = TOUCHED_BYTES // 4 if device.type == "cpu" else TOUCHED_BYTES
+    source, target = torch.ones(count, device=device), torch.empty(count, device=device)
+    return 8 * count / _best_s(lambda: torch.add(source, 1.0, out=target), device)
+
+
+def _best_s(run: Callable[[], Any], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return best

@@ -1,0 +1,119 @@
+"""What single changes to a run would give: less memory, more speed, or nothing worth having."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from duoka.config.schema import LoraConfig, RunConfig
+from duoka.plan.catalogue import Cluster
+from duoka.plan.choose import largest_tokens
+from duoka.plan.layout import Layout
+from duoka.plan.memory import FITS, TIGHT, estimate_memory
+from duoka.plan.recipe import Work
+from duoka.plan.search import Task, load_of
+from duoka.plan.speed import estimate_speed
+from duoka.units import Amount, format_bytes
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting, as it is written in the YAML, and what the plan says of the run with it."""
+
+    words: str
+    peak_bytes: int
+    tokens_per_s: float
+    fits: bool
+
+    def sentence(self, peak_bytes: int, tokens_per_s: float) -> str:
+        return (
+            f"{self.words:<38}{format_bytes(self.peak_bytes):>10} ({self.peak_bytes / peak_bytes - 1:+.0%})"
+            f"{self.tokens_per_s:>12,.0f} tokens/s ({self.tokens_per_s / tokens_per_s - 1:+.0%})"
+        )
+
+
+def single_changes(
+    config: RunConfig, task: Task, layout: Layout, cluster: Cluster, available_bytes: int
+) -> list[Change]:
+    """Every change that makes a difference of 2% or more, alone."""
+    now = _measure("", task, layout, cluster, available_bytes, largest_tokens(config, layout))
+    found = []
+    for words, changed, how in _tries(config, task, layout):
+        one = _measure(words, changed, how, cluster, available_bytes, _tokens(changed, how, config))
+        differs = abs(one.peak_bytes / now.peak_bytes - 1) > 0.02 or abs(one.tokens_per_s / now.tokens_per_s - 1) > 0.02
+        if differs:
+            found.append(one)
+    return found
+
+
+def _tokens(task: Task, layout: Layout, config: RunConfig) -> int:
+    if task.max_length == config.data.max_length:
+        return largest_tokens(config, layout)
+    return max(task.max_length, min(layout.micro.count, largest_tokens(config, layout)))
+
+
+def _tries(config: RunConfig, task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
+    work, length = task.work, config.data.max_length
+    for recompute in ("none", "selective", "full"):
+        if recompute != layout.recompute:
+            yield f"train.recompute: {recompute}", task, replace(layout, recompute=recompute)
+    if layout.micro.unit == "tokens":
+        for tokens in (layout.micro.count // 2, layout.micro.count * 2):
+            if tokens >= length:
+                micro = Amount(tokens, "tokens")
+                yield f'train.micro_batch: "{tokens} tokens"', task, replace(layout, micro=micro)
+    if not layout.compile and work.device == "cuda":
+        yield "train.compile: true", task, replace(layout, compile=True)
+    if layout.dp > 1 and not layout.axes:
+        for strategy in ("ddp", "zero1", "zero2", "fsdp"):
+            if strategy != layout.strategy:
+                shard = 1 if strategy == "ddp" else layout.dp
+                how = replace(layout, strategy=strategy, shard=shard, offload="none")
+                yield f"parallel.strategy: {strategy}", task, how
+    if layout.offload == "none" and work.device == "cuda":
+        yield "parallel.offload: optimizer", task, replace(layout, offload="optimizer")
+    if work.lora is None:
+        yield "lora: {rank: 8}", replace(task, work=replace(work, lora=LoraConfig())), layout
+    half = length // 2
+    short = replace(task, max_length=half, length=min(task.length, half))
+    fewer = Amount(max(half, layout.micro.count // 2), "tokens") if layout.micro.unit == "tokens" else layout.micro
+    yield f"data.max_length: {half}", short, replace(layout, micro=fewer)
+
+
+def _measure(words: str, task: Task, layout: Layout, cluster: Cluster, available_bytes: int, tokens: int) -> Change:
+    load = load_of(task, layout)
+    memory = estimate_memory(task.work, layout, tokens, accumulates=load.accumulation > 1)
+    speed = estimate_speed(task.work, layout, cluster, load)
+    return Change(words, memory.peak_bytes, speed.tokens_per_s, memory.peak_bytes <= FITS * available_bytes)
+
+
+def smaller_changes(config: RunConfig, work: Work, layout: Layout, available_bytes: int) -> tuple[str, ...]:
+    """Changes that would make it fit, in the order in which they cost the user something."""
+    length = config.data.max_length
+    smallest = replace(layout, micro=Amount(length, "tokens"))
+    adapters = replace(work, lora=LoraConfig())
+    shared = replace(smallest, recompute="full")
+    tries: list[tuple[str, Work, Layout, int]] = [
+        (f'train.micro_batch: "{length} tokens"', work, smallest, length),
+        ("train.recompute: full", work, replace(layout, recompute="full"), largest_tokens(config, layout)),
+        (f'recompute: full and micro_batch: "{length} tokens"', work, shared, length),
+    ]
+    if layout.dp > 1 and layout.strategy != "fsdp" and not layout.axes:
+        fsdp = replace(layout, strategy="fsdp", shard=layout.dp)
+        tries.insert(0, ("parallel.strategy: fsdp", work, fsdp, largest_tokens(config, layout)))
+        tries.append(
+            ("strategy: fsdp and recompute: full", work, replace(shared, strategy="fsdp", shard=layout.dp), length)
+        )
+    tries += [
+        (f"data.max_length: {length // 2}", work, shared, length // 2),
+        ("lora: {rank: 8}", adapters, shared, length),
+    ]
+    found: list[str] = []
+    for words, changed, how, tokens in tries:
+        if changed == work and how == layout and tokens == largest_tokens(config, layout):
+            continue
+        if changed != work and work.lora is not None:
+            continue
+        if estimate_memory(changed, how, tokens).peak_bytes <= TIGHT * available_bytes:
+            found.append(words)
+    return tuple(found[:3])

@@ -1,0 +1,170 @@
+"""A plan as a person reads it in a terminal: verdict and bars first, then the arithmetic, at most 100 columns wide."""
+
+from __future__ import annotations
+
+import textwrap
+
+from duoka.plan.report import Plan
+from duoka.plan.search import Candidate
+from duoka.plan.shape import ASSUMED
+from duoka.units import format_bytes, format_count, format_seconds
+
+WIDTH = 100
+_TABLE_NAMES = {"fsdp": "zero3=fsdp"}
+_BAR = 40
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan as `duoka plan` prints it."""
+    step = f"about {format_seconds(plan.speed.step_s)} a step"
+    verdict = f"verdict  {plan.verdict}: {plan.memory_sentence()}; {step} as {plan.layout.name}"
+    parts = [[verdict], model_lines(plan), layout_lines(plan), static_lines(plan), peak_lines(plan), speed_lines(plan)]
+    parts += [ranking_lines(plan), change_lines(plan), note_lines(plan)]
+    out: list[str] = []
+    for lines in parts:
+        if lines:
+            out += ["", *lines] if out else lines
+    return [part for line in out for part in _wrap(line)]
+
+
+def model_lines(plan: Plan) -> list[str]:
+    shape, work = plan.work.shape, plan.work
+    assumed = shape.exact or shape.model_type == ASSUMED
+    approximate = "" if assumed else " (counted like a Llama: this type is not in the table)"
+    head = "tied to the embedding" if shape.tied else f"{format_count(shape.num_head)} in the head"
+    kind = "full fine-tuning"
+    if work.lora is not None:
+        kind = f"LoRA rank {work.lora.rank}, {work.num_trainable / shape.num_parameters:.2%} beside the model"
+    if work.train_only is not None:
+        kind = f"some layers only, {work.num_trainable / shape.num_parameters:.2%} of the model"
+    return [
+        f"model    {shape.num_parameters:,} parameters{approximate}: {format_count(shape.num_embedding)} in the "
+        f"embedding, {head},",
+        f"         {shape.num_layers} layers x {format_count(shape.num_per_layer)} ({shape.model_type})",
+        f"trained  {work.num_trainable:,} parameters ({kind})",
+    ]
+
+
+def layout_lines(plan: Plan) -> list[str]:
+    layout = plan.layout
+    rows = [
+        ("parallel.strategy", layout.name),
+        ("train.precision", layout.precision),
+        ("train.recompute", layout.recompute),
+        ("train.micro_batch", str(layout.micro)),
+    ]
+    out = [f"layout   {layout.name}, {layout.precision}, recompute {layout.recompute}, micro-batch {layout.micro}"]
+    out += [f"         auto: {key} -> {plan.reasons[key]}" for key, _ in rows if key in plan.reasons]
+    out.append(f"batch    {plan.batch.sentence()}")
+    if plan.steps is not None:
+        out.append(f"steps    {plan.steps.sentence(plan.epochs)}")
+    return out
+
+
+def static_lines(plan: Plan) -> list[str]:
+    out = [
+        f"memory per rank before activations, {plan.layout.precision}, "
+        f"N = {plan.layout.dp} (P all, Pt trained parameters)",
+        f"  {'strategy':<10}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>10}  formula",
+    ]
+    for row in plan.table:
+        cells = (row.weights_bytes, row.gradients_bytes, row.optimizer_bytes, row.total_bytes)
+        sizes = [format_bytes(cell) for cell in cells]
+        mark = "  <- this run" if row.strategy == plan.layout.strategy else ""
+        name = _TABLE_NAMES.get(row.strategy, row.strategy)
+        line = f"  {name:<10}{sizes[0]:>10}{sizes[1]:>11}{sizes[2]:>11}{sizes[3]:>10}  {row.formula}"
+        out.append(line + mark)
+    return out
+
+
+def peak_lines(plan: Plan) -> list[str]:
+    """One bar per part against the whole of what is there; the three largest first."""
+    memory, available = plan.memory, plan.available_bytes
+    out = [
+        f"peak     {plan.memory_sentence()}",
+        f"         at the {memory.peak_moment}, with {memory.tokens:,} tokens at once:",
+    ]
+    scale = max(available, memory.peak_bytes, 1)
+    before = 0
+    for name, size in memory.largest_parts(len(memory.parts)):
+        start, end = round(_BAR * before / scale), round(_BAR * (before + size) / scale)
+        before += size
+        bar = " " * start + "█" * (end - start)
+        out.append(f"           {name:<12}{format_bytes(size):>10} {bar}".rstrip())
+    mark = min(_BAR, round(_BAR * available / scale))
+    full = round(_BAR * memory.peak_bytes / scale)
+    gauge = "".join("█" if i < min(full, mark) else "▒" if i < full else "·" if i < mark else " " for i in range(_BAR))
+    out.append(f"           {'in all':<12}{format_bytes(memory.peak_bytes):>10} {gauge}| of {format_bytes(available)}")
+    by_formula: dict[str, list[str]] = {}
+    for name, _ in memory.largest_parts(len(memory.parts)):
+        by_formula.setdefault(memory.formulas.get(name, ""), []).append(name)
+    out += [f"         {', '.join(names)}: {formula}" for formula, names in by_formula.items() if formula]
+    if memory.host_bytes:
+        out.append(f"         and {format_bytes(memory.host_bytes)} per rank in host memory")
+    out += [f"         it would fit with {change}" for change in plan.smaller]
+    return out
+
+
+def speed_lines(plan: Plan) -> list[str]:
+    speed, costs = plan.speed, plan.costs
+    spread = f"{format_seconds(speed.low_s)} to {format_seconds(speed.high_s)}"
+    basis = "measured on this machine" if speed.is_measured else f"products at {speed.efficiency:.0%} of the peak"
+    out = [
+        f"speed    about {format_seconds(speed.step_s)} a step ({spread}), {speed.tokens_per_s:,.0f} tokens/s on "
+        f"{plan.cluster.name}",
+        f"         MFU {speed.mfu:.1%} by {speed.formula}; {basis}",
+        f"         limited by {speed.limit}",
+        *(f"         {text}" for text in plan.cluster.notes),
+    ]
+    for name, seconds in sorted(speed.parts.items(), key=lambda part: -part[1]):
+        share = seconds / speed.step_s
+        if share >= 0.005:
+            out.append(f"           {name:<16}{format_seconds(seconds):>9} {share:>5.0%}  {'█' * round(30 * share)}")
+    for one in speed.exchanges:
+        sent = format_bytes(one.sent_bytes)
+        out.append(f"         sent per rank and step: {sent} ({one.kind} of {one.what}, {one.times:g} times)")
+    return [*out, f"cost     {costs.lines()[0]}", *(f"         {line}" for line in costs.lines()[1:])]
+
+
+def ranking_lines(plan: Plan) -> list[str]:
+    """The best layouts beside this one, and why others are out."""
+    if plan.ranking is None or plan.cluster.num_devices == 1:
+        return []
+    out = [f"layouts  of {plan.cluster.num_devices} devices, from the fastest"]
+    for place, one in enumerate(plan.ranking.candidates[:5]):
+        out.append(f"  {place + 1}  {_candidate(one)}")
+    best = next(iter(plan.ranking.trainable), None)
+    if best is not None and best not in plan.ranking.candidates[:5]:
+        out.append(f"     {_candidate(best)}")
+    if not plan.ranking.candidates:
+        out.append("     none fits")
+    shown = {one.reason: one for one in reversed(plan.ranking.rejected)}
+    out += [f"     not {one.layout}: {one.reason}" for one in list(shown.values())[::-1][:4]]
+    return out
+
+
+def _candidate(one: Candidate) -> str:
+    mark = "" if one.layout.is_trainable else "  (planned only: this version does not train with it)"
+    speed = f"{one.speed.tokens_per_s:>11,.0f} tokens/s  MFU {one.speed.mfu:>5.1%}"
+    return f"{one.name:<46}{format_bytes(one.memory.peak_bytes):>9}{speed}{mark}"
+
+
+def change_lines(plan: Plan) -> list[str]:
+    if not plan.changes:
+        return []
+    now, speed = plan.memory.peak_bytes, plan.speed.tokens_per_s
+    marks = ["" if change.fits else "  does not fit" for change in plan.changes]
+    lines = [change.sentence(now, speed) + mark for change, mark in zip(plan.changes, marks, strict=True)]
+    return ["changes  what each alone would give", *(f"  {line}" for line in lines)]
+
+
+def note_lines(plan: Plan) -> list[str]:
+    return [*(f"note     {text}" for text in plan.notes), *(f"warning  {text}" for text in plan.warnings)]
+
+
+def _wrap(line: str) -> list[str]:
+    """A line of at most WIDTH columns, or several; what follows stands under the text of the first."""
+    if len(line) <= WIDTH:
+        return [line]
+    indent = " " * (13 if line.startswith(" ") else 9)
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, drop_whitespace=True) or [""]

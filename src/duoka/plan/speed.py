@@ -1,0 +1,193 @@
+"""Seconds per optimizer step from arithmetic: products at a share of the peak, the rest at memory's speed, exchanges.
+
+The shares are few and physical, one per device generation, and calibrated on public runs: `duoka plan --validate`
+prints how far off they are. What was measured on a user's machine (`duoka bench hardware`) replaces the peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from duoka.plan.activations import activation_bytes_per_token
+from duoka.plan.catalogue import Cluster
+from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
+from duoka.plan.layout import Layout
+from duoka.plan.memory import Memory
+from duoka.plan.recipe import Work, shares
+from duoka.plan.traffic import Exchange, traffic
+
+# Share of the data sheet's peak that matrix products of training reach. ampere: fitted to the rows of published.csv
+# that are marked `fit`; hopper: between two public figures (MPT-7B at 46.4% and Llama-3-8B at 33.7% MFU on 8 H100);
+# the others: ampere's ratio of training to best product, times their generation's best published product.
+MATMUL_SHARE: Mapping[str, float] = {
+    "volta": 0.60, "turing": 0.50, "ampere": 0.75, "ada": 0.75, "hopper": 0.53, "blackwell": 0.55,
+    "blackwell-rtx": 0.65, "cdna2": 0.40, "cdna3": 0.40, "cpu": 0.80,
+}  # fmt: skip
+# Small micro-batches reach less: half of the best share at so many tokens (waves that don't fill a card, gaps between
+# kernels), as (best share) / (1 + HALF_TOKENS / tokens).
+HALF_TOKENS = 300.0
+MEASURED_SHARE = 0.80  # of products that were measured on the machine itself: training's are smaller
+# Attention kernels are further from the peak than plain products, the more so on newer cards.
+ATTENTION_SHARE: Mapping[str, float] = {"ampere": 0.35, "hopper": 0.30, "cpu": 0.20}
+MEMORY_SHARE = 0.80  # of the data sheet's bandwidth, by element-wise kernels
+# A tensor that autograd keeps was written once, and read once or twice, in each pass.
+TOUCHES_FORWARD, TOUCHES_BACKWARD = 2.5, 5.0
+COMPILED_TOUCHES = 0.5  # fused kernels keep intermediate values in registers
+LAUNCH_S = 6e-6  # per kernel in eager mode: below this a GPU waits for Python
+KERNELS_PER_LAYER = 45
+OPTIMIZER_BYTES = 28  # read and written per parameter by AdamW: weight, gradient, two moments
+RANGE = (0.75, 1.35)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One step's seconds by what it waits for; `exposed` is what no computation hides."""
+
+    step_s: float
+    parts: Mapping[str, float]
+    tokens_per_step: float
+    tokens_per_s: float
+    mfu: float
+    exchanges: tuple[Exchange, ...]
+    exchange_s: float  # hidden or not
+    exposed_s: float
+    limit: str
+    is_measured: bool
+    efficiency: float  # share of the peak that matrix products are taken to reach
+    formula: str = OWN_FORMULA
+
+    @property
+    def low_s(self) -> float:
+        return RANGE[0] * self.step_s
+
+    @property
+    def high_s(self) -> float:
+        return RANGE[1] * self.step_s
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one rank gets through in a step."""
+
+    accumulation: float  # micro-batches, of `tokens` tokens each
+    tokens: float
+    length: float  # of the sequences that attention sees
+    tokens_per_step: float  # of all ranks
+
+
+def estimate_speed(
+    work: Work, layout: Layout, cluster: Cluster, load: Load, memory: Memory | None = None, *, reshard: bool = True
+) -> Speed:
+    """Seconds of one optimizer step of the slowest rank."""
+    device = cluster.device
+    cores = cluster.per_node if device.kind == "cpu" else 1  # CPU ranks of a node share it
+    matmul_s, attention_s, touch_s = _pass_seconds(work, layout, cluster, load)
+    forward = max(matmul_s + attention_s + touch_s, _launch_s(work, layout, device.kind))
+    again = forward if layout.recompute == "full" else touch_s if layout.recompute == "selective" else 0.0
+    double = 2.0 if not work.num_frozen else 1.0 + (3 if work.lora else 1) * work.num_trainable / work.num_frozen
+    floor = _launch_s(work, layout, device.kind) * 2
+    backward = max(double * matmul_s + 2.5 * attention_s + touch_s * TOUCHES_BACKWARD / TOUCHES_FORWARD, floor)
+    exchanges = traffic(
+        work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.tokens),
+        reshard=reshard,
+    )  # fmt: skip
+    count = load.accumulation
+    compute = count * (forward + backward + again)
+    exposed, whole = _exposed(exchanges, cluster, layout, count, forward, backward + again, work.shape.num_layers)
+    bubble = compute * (layout.pp - 1) / count if layout.pp > 1 else 0.0
+    share = shares(work, layout)[0]
+    state = share.trainable / (layout.shard if layout.is_sharded else 1)
+    optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
+    if layout.offload != "none" and device.kind == "cuda":
+        optimizer += 16 * state / 12e9  # over PCIe and back, and host memory's speed
+    parts = {
+        "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full")),
+        "attention": count * attention_s * (3.5 + (layout.recompute == "full")),
+        "exchange": exposed,
+        "pipeline bubble": bubble,
+        "optimizer": optimizer,
+    }
+    parts["memory traffic"] = max(0.0, compute - parts["matrix products"] - parts["attention"])
+    step = compute + exposed + bubble + optimizer
+    flops = model_flops_per_token(work, round(load.length)) * load.tokens_per_step
+    peak = device.peak_flops(layout.precision) * cluster.num_devices / cores
+    return Speed(
+        step_s=step,
+        parts={name: seconds for name, seconds in parts.items() if seconds > 0},
+        tokens_per_step=load.tokens_per_step,
+        tokens_per_s=load.tokens_per_step / step,
+        mfu=flops / (step * peak),
+        exchanges=exchanges,
+        exchange_s=whole,
+        exposed_s=exposed,
+        limit=_limit(parts, exchanges, cluster, step),
+        is_measured=cluster.is_measured,
+        efficiency=matmul_share(cluster, load.tokens),
+    )
+
+
+def matmul_share(cluster: Cluster, tokens: float) -> float:
+    """Share of the peak that products of a micro-batch of so many tokens reach."""
+    device = cluster.device
+    best = MEASURED_SHARE if device.measured else MATMUL_SHARE.get(device.generation, 0.5)
+    return best / (1 + HALF_TOKENS / max(1.0, tokens)) if device.kind == "cuda" else best
+
+
+def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load) -> tuple[float, float, float]:
+    """(matrix products, attention, element-wise) of the forward pass of one micro-batch on one rank."""
+    device = cluster.device
+    cores = cluster.per_node if device.kind == "cpu" else 1
+    peak = device.peak_flops(layout.precision) / cores
+    matmul, attention = forward_flops_per_token(work.shape, round(load.length))
+    cut = layout.tp * layout.pp * layout.sp
+    kept, _ = activation_bytes_per_token(work, layout, round(load.length))
+    touches = TOUCHES_FORWARD * (COMPILED_TOUCHES if layout.compile else 1.0)
+    touched = touches * kept * work.shape.num_layers / layout.pp / layout.sp
+    share = matmul_share(cluster, load.tokens / layout.sp)
+    near = ATTENTION_SHARE.get(device.generation, 0.5 * share)
+    return (
+        load.tokens * matmul / cut / (peak * share),
+        load.tokens * attention / cut / (peak * near),
+        load.tokens * touched * cores / (device.memory_bytes_per_s * MEMORY_SHARE),
+    )
+
+
+def _launch_s(work: Work, layout: Layout, kind: str) -> float:
+    kernels = KERNELS_PER_LAYER * (0.4 if layout.compile else 1.0) * work.shape.num_layers / layout.pp
+    return kernels * LAUNCH_S if kind == "cuda" else 0.0
+
+
+def _exposed(
+    exchanges: tuple[Exchange, ...],
+    cluster: Cluster,
+    layout: Layout,
+    count: float,
+    forward: float,
+    backward: float,
+    layers: int,
+) -> tuple[float, float]:
+    """(seconds that nothing hides, seconds in all). Each pass hides its own exchanges, all but the first layer's."""
+    total = dict.fromkeys(("forward", "backward", "end", "between"), 0.0)
+    for exchange in exchanges:
+        total[exchange.when] += exchange.seconds(cluster)
+    # DDP and ZeRO-1 exchange once per step, so only the last micro-batch's backward pass can hide it.
+    passes = 1.0 if layout.strategy in ("ddp", "zero1") else count
+    hidden_forward = min(total["forward"] * (1 - 1 / layers), count * forward)
+    hidden_backward = min(total["backward"] * (1 - 1 / layers), passes * backward)
+    whole = sum(total.values())
+    return whole - hidden_forward - hidden_backward, whole
+
+
+def _limit(parts: Mapping[str, float], exchanges: tuple[Exchange, ...], cluster: Cluster, step: float) -> str:
+    """What the step mostly waits for, in words."""
+    largest = max(parts, key=lambda name: parts[name])
+    if parts["exchange"] > 0.25 * step and exchanges:
+        worst = max(exchanges, key=lambda exchange: exchange.seconds(cluster))
+        where = cluster.network.name if worst.group.nodes > 1 else cluster.link.name
+        return f"the exchange of {worst.what} over {where}"
+    if largest == "memory traffic":
+        return "memory bandwidth (element-wise kernels); torch.compile helps"
+    if parts["pipeline bubble"] > 0.25 * step:
+        return "the pipeline's bubble: more micro-batches per step help"
+    return {"matrix products": "matrix products, as it should be"}.get(largest, largest)

@@ -1,0 +1,153 @@
+"""What ranks exchange in one optimizer step: bytes by theory, per collective, and the seconds that they take.
+
+The same table that a run's ledger of counted bytes is held against. Sizes are logical: an all-gather's payload is what
+each rank has in the end, an all-reduce's or reduce-scatter's what each has in the beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from duoka.plan.catalogue import Cluster
+from duoka.plan.layout import Layout
+from duoka.plan.recipe import Share, Work, shares
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+When = Literal["forward", "backward", "end", "between"]  # `between`: nothing of this rank's work can hide it
+
+# What collectives reach of a link's each-way figure: bus bandwidth of large messages, as public measurements give it
+# (NVLink 3: 230 of 300 GB/s, NVLink 4: 360 of 450; InfiniBand and RoCE 80 to 90%).
+LINK_SHARE = 0.78
+NETWORK_SHARE = 0.80
+BUCKET_BYTES = 25 * 2**20  # DDP's
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange: `members` of them lie on each of `nodes` nodes, beside `others` such groups per node."""
+
+    members: int
+    nodes: int
+    others: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.members * self.nodes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One kind of collective of a step: `times` of them, of `payload_bytes` each."""
+
+    what: str
+    kind: Kind
+    payload_bytes: float
+    times: float
+    group: Group
+    when: When
+    messages: float = 1  # that each is sent as: a layer's, or a bucket's
+
+    @property
+    def sent_bytes(self) -> float:
+        """Per rank and step, by the ring algorithms: all-reduce 2(N-1)/N, the others (N-1)/N, a send all of it."""
+        share = (self.group.size - 1) / self.group.size
+        factor = {"all-reduce": 2 * share, "send": 1.0}.get(self.kind, share)
+        return self.times * factor * self.payload_bytes
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Of one step. Hierarchical: what leaves a node shares its network cards, the rest goes over its links."""
+        group, size = self.group, self.payload_bytes
+        passes = 2 if self.kind == "all-reduce" else 1
+        if self.kind == "send":
+            return self.times * (_latency(cluster, group) + size / _speed(cluster, group))
+        inside = passes * size * (group.size - 1) / group.size / (cluster.link.bytes_per_s * LINK_SHARE)
+        across = 0.0
+        if group.nodes > 1:
+            cards = cluster.num_nics * cluster.network.bytes_per_s * NETWORK_SHARE / group.others
+            across = passes * size * (group.nodes - 1) / group.nodes / cards
+        if self.kind == "all-to-all":  # every pair exchanges its own part: 1/N of the payload each
+            across *= 1 / group.size * group.members
+        rounds = min(passes * (group.size - 1), 2 * math.log2(group.size)) if group.size > 1 else 0
+        return self.times * (max(inside, across) + self.messages * rounds * _latency(cluster, group))
+
+
+def _latency(cluster: Cluster, group: Group) -> float:
+    return cluster.network.latency_s if group.nodes > 1 else cluster.link.latency_s
+
+
+def _speed(cluster: Cluster, group: Group) -> float:
+    if group.nodes > 1:
+        return cluster.num_nics * cluster.network.bytes_per_s * NETWORK_SHARE / cluster.per_node
+    return cluster.link.bytes_per_s * LINK_SHARE
+
+
+def place_group(size: int, stride: int, per_node: int) -> Group:
+    """`size` ranks that lie `stride` apart, when a node holds `per_node` neighbours."""
+    members = max(1, min(size, per_node // stride))
+    return Group(members, -(-size // members), max(1, min(stride, per_node)) if size > members else 1)
+
+
+def traffic(
+    work: Work, layout: Layout, per_node: int, *, accumulation: int = 1, tokens: int = 0, reshard: bool = True
+) -> tuple[Exchange, ...]:
+    """All that one rank exchanges in an optimizer step of `accumulation` micro-batches of `tokens` tokens.
+
+    Ranks are laid out with tensor neighbours innermost, then sequence, then data, and stages outermost.
+    """
+    share = shares(work, layout, accumulation)[0]
+    found = _data_traffic(work, layout, share, per_node, accumulation, reshard)
+    size = 4 if layout.precision == "fp32" else 2
+    hidden = size * work.shape.hidden_size * -(-tokens // layout.sp)
+    if layout.tp > 1:
+        passes = 6 if layout.recompute == "full" else 4
+        group = place_group(layout.tp, 1, per_node)
+        times = passes * share.num_layers * accumulation
+        found.append(Exchange("tensor parallel: activations", "all-reduce", hidden, times, group, "between"))
+    if layout.sp > 1:
+        wide = hidden * (2 * work.shape.q_size + 2 * work.shape.kv_size) / work.shape.hidden_size
+        passes = 3 if layout.recompute == "full" else 2
+        group = place_group(layout.sp, layout.tp, per_node)
+        times = passes * share.num_layers * accumulation
+        name = "sequence parallel: queries, keys, values, outputs"
+        found.append(Exchange(name, "all-to-all", wide, times, group, "between", messages=4))
+    if layout.pp > 1:
+        stride = layout.tp * layout.sp * layout.dp
+        group = place_group(2, stride, per_node)
+        found.append(Exchange("pipeline: between stages", "send", hidden / layout.tp, 2 * accumulation, group, "end"))
+    return tuple(found)
+
+
+def _data_traffic(
+    work: Work, layout: Layout, share: Share, per_node: int, accumulation: int, reshard: bool
+) -> list[Exchange]:
+    if layout.dp == 1:
+        return []
+    stride = layout.tp * layout.sp
+    half = 4 if layout.precision == "fp32" else 2
+    trained, micro, layers = share.trainable, accumulation, share.num_layers + 2
+    everyone = place_group(layout.dp, stride, per_node)
+    grads, wide = "gradients", 4.0
+    if work.program is not None:
+        half, wide = int(work.program.weights), work.program.gradients
+    if layout.strategy == "ddp":
+        buckets = max(1.0, wide * trained / BUCKET_BYTES)
+        return [Exchange(grads, "all-reduce", wide * trained, 1, everyone, "backward", buckets)]
+    weights = half * (trained if work.lora is None else trained + share.frozen)
+    if layout.strategy in ("zero1", "zero2"):
+        times = micro if layout.strategy == "zero2" else 1
+        return [
+            Exchange("weights", "all-gather", half * trained, 1, everyone, "end", layers),
+            Exchange(grads, "reduce-scatter", wide * trained, times, everyone, "backward", layers),
+        ]
+    group = place_group(layout.shard, stride, per_node)
+    found = [Exchange("weights, forward", "all-gather", weights, micro, group, "forward", layers)]
+    if reshard:
+        found.append(Exchange("weights, backward", "all-gather", weights, micro, group, "backward", layers))
+    found.append(Exchange(grads, "reduce-scatter", wide * trained, micro, group, "backward", layers))
+    if layout.num_replicas > 1:
+        across = place_group(layout.num_replicas, stride * layout.shard, per_node)
+        part = wide * trained / layout.shard
+        found.append(Exchange("gradients, between copies", "all-reduce", part, 1, across, "backward", layers))
+    return found

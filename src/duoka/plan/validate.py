@@ -1,0 +1,147 @@
+"""`duoka plan --validate`: the planner over runs that others published, and how far off it is.
+
+Constants were fitted to rows marked `fit` only; the other rows, of other cards, models and programs, judge them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from duoka.plan.flops import megatron_flops_per_token, palm_flops_per_token
+from duoka.plan.memory import TIGHT
+from duoka.plan.published import Point, read_points
+
+# What the plan promises of itself on these rows: (median, p90) of the relative error, and right answers.
+PROMISED = {"memory": (0.10, 0.25), "step time": (0.15, 0.35)}
+PROMISED_RIGHT = 0.95
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of one quantity over some rows; `bias` is the median with its sign (positive: too much)."""
+
+    quantity: str
+    rows: str
+    num_rows: int
+    median: float
+    p90: float
+    bias: float
+    worst: str
+
+
+@dataclass(frozen=True)
+class Validation:
+    """All tables, and whether every promise holds."""
+
+    errors: tuple[Errors, ...]
+    num_right: int
+    num_judged: int
+    wrong: tuple[str, ...]
+    unused: dict[str, int]
+
+    @property
+    def broken(self) -> list[str]:
+        """Promises that do not hold on all rows together."""
+        found = []
+        for row in self.errors:
+            if row.rows == "all" and row.quantity in PROMISED:
+                median, p90 = PROMISED[row.quantity]
+                if row.median > median or row.p90 > p90:
+                    found.append(f"{row.quantity}: median {row.median:.1%} and p90 {row.p90:.1%}")
+        if self.num_right < PROMISED_RIGHT * self.num_judged:
+            found.append(f"fits or not: {self.num_right} of {self.num_judged} right")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"broken": self.broken}
+
+    def lines(self) -> list[str]:
+        out = [f"{'quantity':<14}{'rows':<34}{'number':>7}{'median':>9}{'p90':>8}{'bias':>8}  worst"]
+        out += [
+            f"{row.quantity:<14}{row.rows:<34}{row.num_rows:>7}{row.median:>9.1%}{row.p90:>8.1%}{row.bias:>+8.1%}"
+            f"  {row.worst}"
+            for row in self.errors
+        ]
+        share = self.num_right / max(1, self.num_judged)
+        out.append(f"{'fits or not':<14}{'all':<34}{self.num_judged:>7}  {self.num_right} right ({share:.1%})")
+        out += [f"  wrong: {text}" for text in self.wrong]
+        out += [f"left out: {count} rows, {why}" for why, count in self.unused.items()]
+        out.append("bias: the plan's figure above (+) or below (-) what was measured, median")
+        return out
+
+
+def validate() -> Validation:
+    """Run the planner over every published row that states its settings."""
+    points, unused = read_points()
+    errors: list[Errors] = []
+    for name, measure in (("FLOPs", _flops_error), ("memory", _memory_error), ("step time", _time_error)):
+        found = [(point, error) for point in points if (error := measure(point)) is not None]
+        if not found:
+            continue
+        errors.append(_summary(name, "all", found))
+        for title, chosen in _groups(found):
+            errors.append(_summary(name, title, chosen))
+    judged = [(point, _is_right(point)) for point in points]
+    wrong = tuple(
+        f"{point.id} {point.model} {point.layout.name} micro {point.micro} x {point.load.length:g} on "
+        f"{point.cluster.device.name}: {'ran' if point.ran else 'ran out of memory'}, planned "
+        f"{point.plan_memory().peak_bytes / 2**30:.1f} GiB"
+        for point, right in judged
+        if not right
+    )
+    return Validation(tuple(errors), sum(right for _, right in judged), len(judged), wrong, unused)
+
+
+Found = list[tuple[Point, float]]
+
+
+def _groups(found: Found) -> Iterable[tuple[str, Found]]:
+    """Rows that constants were fitted to, then each other source; titles say which."""
+    key: Callable[[Point], str] = lambda point: (  # noqa: E731
+        f"{'fitted' if point.split == 'fit' else 'judging'}: {point.source.split(':')[0].split(' ')[0].split('/')[-1]}"
+        f" {point.cluster.device.name}"
+    )
+    titles = list(dict.fromkeys(key(point) for point, _ in found))
+    for title in sorted(titles, key=lambda title: not title.startswith("fitted")):
+        yield title, [(point, error) for point, error in found if key(point) == title]
+
+
+def _summary(quantity: str, rows: str, found: Found) -> Errors:
+    sizes = sorted(abs(error) for _, error in found)
+    worst, error = max(found, key=lambda pair: abs(pair[1]))
+    return Errors(
+        quantity=quantity,
+        rows=rows,
+        num_rows=len(found),
+        median=statistics.median(sizes),
+        p90=sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))],
+        bias=statistics.median(error for _, error in found),
+        worst=f"{worst.id} {worst.model} {error:+.0%}",
+    )
+
+
+def _flops_error(point: Point) -> float | None:
+    """Does the named formula give the share of the peak that the source printed from its own tokens per second?"""
+    if point.flops_share is None or point.step_s is None:
+        return None
+    formula = {"6N+12A": palm_flops_per_token, "megatron": megatron_flops_per_token}[point.flops_formula]
+    per_token = formula(point.shape, round(point.load.length))
+    peak = point.cluster.device.peak_flops(point.layout.precision) * point.cluster.num_devices
+    return per_token * point.load.tokens_per_step / (point.step_s * peak) / point.flops_share - 1
+
+
+def _memory_error(point: Point) -> float | None:
+    if point.memory_bytes is None:
+        return None
+    return point.plan_memory().peak_bytes / point.memory_bytes - 1
+
+
+def _time_error(point: Point) -> float | None:
+    return point.plan_speed().step_s / point.step_s - 1 if point.step_s and point.ran else None
+
+
+def _is_right(point: Point) -> bool:
+    return (point.plan_memory().peak_bytes <= TIGHT * point.cluster.device.memory_bytes) == point.ran

@@ -1,0 +1,134 @@
+"""Texts to vectors: the mean of the last hidden states, scaled to length 1, a row for each line in the lines' order.
+
+Called by `duoka embed` in each process of its world. Every process loads the model once and keeps it (nothing is
+copied per batch, as nn.DataParallel would), and writes its own rows into the one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from duoka.errors import ConfigError, DataError
+from duoka.serve.trained import Trained, load_chat_tokenizer, load_trained
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from duoka.data.tokenizer import ChatTokenizer
+    from duoka.parallel.world import World
+
+TOKENS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What was written: `num_empty` lines have no token, and a row of zeros; `num_cut` were longer than allowed."""
+
+    path: Path
+    num_texts: int
+    num_dims: int
+    num_empty: int
+    num_cut: int
+    world_size: int
+
+    def lines(self) -> list[str]:
+        notes = [f"{self.num_empty:,} empty ones are rows of zeros"] if self.num_empty else []
+        notes += [f"{self.num_cut:,} were cut"] if self.num_cut else []
+        how = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        said = f" ({'; '.join(notes)})" if notes else ""
+        return [f"{self.num_texts:,} texts{said}, {self.num_dims:,} numbers each, by {how}: {self.path}"]
+
+
+def read_texts(path: Path) -> list[str]:
+    """One text per line; the order of lines is the order of rows."""
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}", fix="write a text file with one text per line") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    if not texts:
+        raise DataError(f"{path} is empty", fix="write one text per line")
+    return texts
+
+
+def embed(
+    trained: Trained, texts: Sequence[str], target: Path, *, max_length: int, base_only: bool = False
+) -> Embedded | None:
+    """Write `target` (.npy, float32) together with the other processes; the summary on rank 0, None on others."""
+    import numpy as np
+    import torch
+
+    from duoka.config.schema import ParallelConfig
+    from duoka.parallel.world import end_world, start_world
+    from duoka.plan.hardware import read_machine
+
+    world = start_world(ParallelConfig())
+    try:
+        tokenizer = load_chat_tokenizer(trained)
+        half = torch.bfloat16 if read_machine().has_native_bf16 else torch.float32
+        lm = load_trained(trained, dtype=half, base_only=base_only).to(world.device)
+        num_dims = int(lm.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
+        if world.is_main:
+            np.lib.format.open_memmap(target, mode="w+", dtype=np.float32, shape=(len(texts), num_dims)).flush()
+        world.barrier()
+        counts = world.sum(list(_fill(world, lm, tokenizer, texts, _open_shared(target), max_length)))
+        world.barrier()
+    finally:
+        end_world(world)
+    if not world.is_main:
+        return None
+    return Embedded(target, len(texts), num_dims, int(counts[0]), int(counts[1]), world.size)
+
+
+def _open_shared(target: Path) -> np.ndarray:
+    import numpy as np
+
+    try:
+        rows: np.ndarray = np.lib.format.open_memmap(target, mode="r+")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"rank 0 made {target}, and this machine does not see it",
+            fix="write to a folder that all machines share, or use the processes of one machine",
+        ) from None
+    return rows
+
+
+def _fill(
+    world: World, lm: torch.nn.Module, tokenizer: ChatTokenizer, texts: Sequence[str], rows: np.ndarray, longest: int
+) -> tuple[float, float]:
+    """This rank's rows; returns how many of its texts were empty, and cut."""
+    import torch
+
+    own = range(world.rank, len(texts), world.size)
+    ids = {place: tokenizer.encode(texts[place])[0] for place in own}
+    num_cut = sum(len(one) > longest for one in ids.values())
+    ids = {place: one[:longest] for place, one in ids.items()}
+    decoder = lm.get_base_model() if hasattr(lm, "get_base_model") else lm  # type: ignore[operator]
+    decoder = decoder.get_decoder()
+    for places in _batches(ids):
+        lengths = torch.tensor([len(ids[place]) for place in places])
+        batch = torch.zeros(len(places), int(lengths.max()), dtype=torch.long)
+        for row, place in enumerate(places):
+            batch[row, : lengths[row]] = torch.tensor(ids[place])
+        with torch.no_grad():
+            # Padding stands right of all that looks back, and the mean leaves it out.
+            hidden = decoder(input_ids=batch.to(world.device), use_cache=False).last_hidden_state
+        real = (torch.arange(batch.shape[1])[None] < lengths[:, None]).to(world.device)
+        mean = (hidden.float() * real[..., None]).sum(1) / lengths[:, None].to(world.device)
+        rows[places] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
+    rows.flush()  # type: ignore[attr-defined]
+    return float(sum(not one for one in ids.values())), float(num_cut)
+
+
+def _batches(ids: dict[int, list[int]]) -> Iterator[list[int]]:
+    """Places of texts of about the same length, longest first: the first batch shows whether memory is enough."""
+    places = sorted((place for place, one in ids.items() if one), key=lambda place: -len(ids[place]))
+    while places:
+        count = max(1, TOKENS_AT_ONCE // len(ids[places[0]]))
+        yield places[:count]
+        places = places[count:]

@@ -1,0 +1,209 @@
+"""What each rank really holds, by part, from the storages themselves; measured in a run's first steps, then no more.
+
+The loop owns a `MemoryWatch`; a step tells it where it is. Parts are the largest seen of each, in the plan's terms:
+whole weights that ZeRO-1 and ZeRO-2 gathered are weights, the shards they came from are optimizer state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from duoka.parallel.apply import Parallelized
+from duoka.parallel.world import World
+from duoka.plan.layout import Layout
+from duoka.units import format_bytes
+
+# The optimizer's state exists after the first step; the second has every part, unless a scaler left one out.
+NUM_STEPS = 2
+UNEVEN = 1.1  # a rank that holds this many times the mean is named
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """One rank's bytes. `activations_bytes`: all that a forward pass leaves until its backward, of `num_tokens`."""
+
+    weights_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    activations_bytes: int = 0
+    buffers_bytes: int = 0
+    host_bytes: int = 0  # of these: in host memory although a GPU computes
+    num_tokens: int = 0
+
+    def max(self, other: Holdings) -> Holdings:
+        return Holdings(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+
+    @property
+    def total_bytes(self) -> int:
+        held = (self.weights_bytes, self.gradients_bytes, self.optimizer_bytes)
+        return sum(held) + self.activations_bytes + self.buffers_bytes
+
+
+class _Births(TorchDispatchMode):
+    """Sees every storage that operators make, and keeps none alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        for tensor in answer if isinstance(answer, (tuple, list)) else (answer,):
+            if type(tensor) is torch.Tensor:
+                storage = tensor.untyped_storage()
+                # A dead storage's address may be given out again.
+                known = self.seen.get(storage._cdata)
+                if known is None or known.expired():
+                    self.seen[storage._cdata] = StorageWeakRef(storage)
+        return answer
+
+    def alive(self) -> dict[int, int]:
+        """Bytes by storage, of those that somebody still holds."""
+        out = {}
+        for key, reference in self.seen.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:
+                out[key] = storage.nbytes()
+        return out
+
+
+class NoWatch:
+    """For who takes steps and wants no report."""
+
+    def forward(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def after_backward(self) -> None:
+        """Nobody looks."""
+
+    def after_step(self) -> None:
+        """Nobody looks."""
+
+
+class MemoryWatch(NoWatch):
+    """Looks at one rank's storages at the moments of a step that it is told of."""
+
+    def __init__(self, parallel: Parallelized, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+        self._parallel = parallel
+        self._optimizer = optimizer
+        self._layout = layout
+        # Before the first pass: this rank's own parts, frozen ones too.
+        self._own = list(parallel.bare.parameters())
+        self._num_steps = 0
+        self._held = Holdings()
+
+    @property
+    def is_on(self) -> bool:
+        return self._num_steps < NUM_STEPS
+
+    @contextlib.contextmanager
+    def forward(self, num_tokens: int) -> Iterator[None]:
+        """Around a forward pass whose backward comes after it."""
+        # Under torch.compile operators are not seen one by one, and a mode would make it compile again.
+        if not self.is_on or self._layout.compile:
+            yield
+            return
+        births = _Births()
+        with births:
+            yield
+        known = {**_storages(self._all_parameters()), **_storages(self._gradients())}
+        left = sum(size for key, size in births.alive().items() if key not in known)
+        self._held = self._held.max(Holdings(activations_bytes=left, num_tokens=num_tokens))
+        self._look()
+
+    def after_backward(self) -> None:
+        if self.is_on:
+            self._look()
+
+    def after_step(self) -> None:
+        """The optimizer has stepped and gradients are there still."""
+        if self.is_on:
+            self._look()
+            self._num_steps += 1
+
+    def report(self, world: World) -> list[Holdings] | None:
+        """Every rank's holdings, once, after the last step that was watched; all ranks call it after each step."""
+        if self._num_steps != NUM_STEPS:
+            return None
+        self._num_steps += 1
+        return [Holdings(**one) for one in world.gather(asdict(self._held))]
+
+    def _look(self) -> None:
+        masters = self._layout.strategy in ("zero1", "zero2")
+        own = _storages(self._parallel.named_trainable().values())
+        if masters:
+            weights = {key: size for key, size in _storages(self._all_parameters()).items() if key not in own}
+        else:
+            # FSDP's gathered layers pass by: what lasts is a rank's own part.
+            weights = _storages(self._own)
+        state = _storages(v for one in self._optimizer.state.values() for v in one.values())
+        state = {**state, **own} if masters else state
+        gradients, buffers = _storages(self._gradients()), _storages(self._parallel.bare.buffers())
+        on_host = 0
+        if torch.cuda.is_available():
+            parts = (self._parallel.named_trainable().values(), self._gradients(), self._optimizer_tensors())
+            on_host = sum(sum(_storages(t for t in part if t.device.type == "cpu").values()) for part in parts)
+        sizes = [sum(part.values()) for part in (weights, gradients, state)]
+        self._held = self._held.max(Holdings(*sizes, 0, sum(buffers.values()), on_host))
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        return (v for one in self._optimizer.state.values() for v in one.values() if isinstance(v, torch.Tensor))
+
+    def _all_parameters(self) -> Iterator[torch.Tensor]:
+        """Those that the optimizer knows, and those that the modules show now (whole while they are gathered)."""
+        yield from self._parallel.named_trainable().values()
+        yield from self._parallel.bare.parameters()
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        for parameter in self._all_parameters():
+            if parameter.grad is not None:
+                yield parameter.grad
+        for module in self._parallel.bare.modules():
+            if isinstance(module, FSDPModule):
+                # Where half-precision gradients add up in fp32 until they are exchanged; nothing public shows it.
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for one in group.fsdp_params:
+                        if one.unsharded_accumulated_grad is not None:
+                            yield one.unsharded_accumulated_grad
+
+
+def _storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """Bytes by storage: shared ones once, of sharded tensors this rank's part."""
+    found = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def explain_imbalance(ranks: list[Holdings]) -> str:
+    """Which rank holds most, of what, and the likely cause; "" when they are about equal."""
+    totals = [one.total_bytes for one in ranks]
+    mean = sum(totals) / len(totals)
+    rank = max(range(len(ranks)), key=lambda i: totals[i])
+    if totals[rank] <= UNEVEN * mean:
+        return ""
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers")
+    means = {part: sum(getattr(one, f"{part}_bytes") for one in ranks) / len(ranks) for part in parts}
+    part = max(parts, key=lambda name: getattr(ranks[rank], f"{name}_bytes") - means[name])
+    if part == "activations":
+        tokens = sum(one.num_tokens for one in ranks) / len(ranks)
+        cause = f"its longest micro-batch had {ranks[rank].num_tokens:,} tokens, the mean over ranks is {tokens:,.0f}"
+    else:
+        cause = f"tensors whose first dimension does not divide by {len(ranks)} are cut unevenly"
+    more = getattr(ranks[rank], f"{part}_bytes") - means[part]
+    return (
+        f"rank {rank} holds {totals[rank] / mean - 1:.0%} more than the mean of ranks, "
+        f"most of it {part} ({format_bytes(more)} more): {cause}"
+    )

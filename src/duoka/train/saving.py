@@ -1,0 +1,151 @@
+"""When to save in a run, which checkpoints to keep, and what to do when the disk does not take one.
+
+The loop calls a `Saver` after each step, on all ranks; what it decides, it decides alike on all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from duoka.config.schema import CheckpointConfig
+from duoka.errors import StorageError
+from duoka.parallel.world import World
+from duoka.train.checkpoint import CheckpointStore, Contents, Saved, SaveFault
+from duoka.train.hooks import Timer
+from duoka.train.record import Recorder
+from duoka.train.retention import Keep
+from duoka.train.setup import RunSettings
+from duoka.units import format_bytes, format_seconds
+
+TRY_AGAIN_S = 2.0
+_WORTH_SAYING_S = 1.0  # a wait for the save before this one
+
+
+class Saver:
+    """Drives a run's store: due by steps, by the clock, by a best evaluation, or because the run ends."""
+
+    def __init__(
+        self, store: CheckpointStore, contents: Contents, settings: RunSettings, record: Recorder, world: World
+    ) -> None:
+        self.store = store
+        self.contents = contents
+        self.config: CheckpointConfig = settings.config.checkpoint
+        self.record = record
+        self.world = world
+        self._timer = Timer(settings.save_every, settings.steps_per_epoch)
+        self._fault: SaveFault | None = None
+        self._is_best = False
+        self._said_slow = False
+
+    def due_by_clock(self) -> bool:
+        return self.world.is_main and self._timer.due_by_clock()
+
+    def has_failed(self) -> bool:
+        """Whether this rank has seen the end of a save that failed; cheap, and asked after each step."""
+        self._note(self.store.collect())
+        return self._fault is not None
+
+    def evaluated(self, loss: float) -> None:
+        """Remember the best evaluation; with `keep_best` its step is saved."""
+        state = self.contents.state
+        if loss < (float("inf") if state.best_loss is None else state.best_loss):
+            state.best_loss, state.best_step = loss, state.step
+            self._is_best = self.config.keep_best
+
+    def after_step(self, *, due: bool, failed: bool, last: bool, stopping: Callable[[], bool], stop: bool) -> None:
+        """Save when it is time to. `last` and `stop`: the run ends here, and the save must be whole before it does."""
+        if failed:
+            self._note(self.store.wait())
+            self._answer(stopping, must=False)
+        due = due or self._timer.due_at(self.contents.state.step) or self._is_best
+        if due or last or stop:
+            self._is_best = False
+            self._save(stopping, must=last or stop, stop=stop)
+            self._timer.restart()
+
+    def settle(self) -> None:
+        """Wait for a save that is under way, before somebody looks for the newest checkpoint."""
+        self._note(self.store.wait())
+
+    def _save(self, stopping: Callable[[], bool], *, must: bool, stop: bool) -> None:
+        keep = Keep(self.config.keep, self.config.keep_every, self._best())
+        step = self.contents.state.step
+        self.world.heart.tell("save")
+        while True:
+            self._note(self.store.save(self.contents, keep))
+            self._say_slow()
+            if must and self._fault is None:
+                self._note(self.store.wait())
+            failed = self._fault
+            if failed is None:
+                return
+            again = self._answer(stopping, must=stop)
+            # A fault of an earlier save is no reason to leave this one out.
+            if not again and failed.step == step:
+                return
+
+    def _best(self) -> int | None:
+        return self.contents.state.best_step if self.config.keep_best else None
+
+    def _note(self, ended: Saved | SaveFault | None) -> None:
+        if isinstance(ended, SaveFault):
+            self._fault = ended
+        elif ended is not None:
+            self.record.saved(ended.step, ended.path.name, ended.size_bytes, ended.blocked_s, ended.write_s)
+
+    def _say_slow(self) -> None:
+        if self.store.waited_s > _WORTH_SAYING_S and not self._said_slow:
+            self._said_slow = True
+            waited = format_seconds(self.store.waited_s)
+            self._warn(f"a checkpoint takes longer to write than the time between two: training waited {waited} for it")
+
+    def _answer(self, stopping: Callable[[], bool], *, must: bool) -> bool:
+        """Do what `on_error` says; True when it is time to try again."""
+        fault, self._fault = self._fault, None
+        assert fault is not None
+        error = fault.error()
+        if self.config.on_error == "stop" or (must and self.config.on_error == "skip"):
+            raise error
+        text = "; ".join((fault.what, *fault.where.splitlines()))
+        if self.config.on_error == "skip":
+            self._warn(f"{text}; training goes on without it")
+            return False
+        self._warn(f"{text}; training waits until it can be written")
+        self._wait_for_room(stopping, error)
+        self._warn("the checkpoint can be written now: training goes on")
+        return True
+
+    def _wait_for_room(self, stopping: Callable[[], bool], error: StorageError) -> None:
+        while True:
+            stop, room = self.world.sum([float(stopping()), float(self.store.has_room(self.contents))])
+            self.world.heart.tell("save")
+            if stop:
+                raise error
+            if room == self.world.size:
+                return
+            time.sleep(TRY_AGAIN_S)
+
+    def _warn(self, text: str) -> None:
+        self.record.event("warning", step=self.contents.state.step, text=text)
+        self.record.say(f"warning: {text}")
+
+
+def check_room(store: CheckpointStore, contents: Contents, settings: RunSettings) -> list[str]:
+    """Compare what the run's checkpoints will need with what is free; on all ranks. Notes, or a refusal."""
+    config = settings.config.checkpoint
+    steps_left = settings.total_steps - contents.state.step
+    needed, free, num_there = store.measure_room(contents)
+    num_kept = config.keep + 1 + (steps_left // config.keep_every if config.keep_every else 0) + config.keep_best
+    if settings.save_every.unit == "steps" and not config.keep_best:
+        num_kept = min(num_kept, num_there + 1 + int(steps_left // settings.save_every.count))
+    to_come = max(0, num_kept - num_there)
+    if free is None or not steps_left or free >= to_come * needed:
+        return []
+    each = f"a checkpoint takes {format_bytes(needed)}, and {format_bytes(free)} are free in {store.folder}"
+    if free < needed and config.on_error == "stop":
+        raise StorageError(
+            f"not even one checkpoint fits: {each}",
+            fix="free some space, or set output: to a larger disk (on_error: skip trains without checkpoints)",
+        )
+    return [f"{each}: {to_come} more will be there at once, {format_bytes(to_come * needed)}"]

@@ -1,0 +1,140 @@
+"""Out of memory in the middle of a step: give back what it took, halve the micro-batch on all ranks, do it again.
+
+How a batch is laid out changes no result, so the step that is done again gives the same numbers. A rank that ran out
+still takes part in its step's exchange, with the smallest possible pass, so that nobody waits for it. Where that
+cannot be (sharded models exchange inside every layer) the world ends, and the next one begins with the smaller size.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from duoka.config.schema import RunConfig
+from duoka.data.feed import Feed
+from duoka.data.loader import GlobalBatch, Loader
+from duoka.errors import DoesNotFit
+from duoka.plan.memory import estimate_memory
+from duoka.plan.report import Plan
+from duoka.runs.folder import RunFolder, read_json, write_json_atomic
+from duoka.train.record import Recorder
+from duoka.train.state import read_random_state, set_random_state
+from duoka.train.step import Shortage, StepResult
+from duoka.units import Amount, format_bytes
+
+_PARTS = {
+    "activations": "activations of {tokens:,} tokens",
+    "loss": "the loss's logits",
+    "working": "a layer's working memory for {tokens:,} tokens",
+    "casts": "half-precision copies of the weights",
+    "gathered": "gathered weights",
+}
+
+
+class OutOfMemory(DoesNotFit):
+    """Memory ran out while training, and nothing smaller may be tried."""
+
+    title = "out of memory"
+
+
+class SmallerMicroBatch(OutOfMemory):
+    """Memory ran out where nothing can be done again; the next start takes a smaller micro-batch."""
+
+
+class MemoryGuard:
+    """One run's answer to allocations that fail. Every method is called by all ranks together, but `leave`."""
+
+    def __init__(self, config: RunConfig, plan: Plan, record: Recorder, feed: Feed) -> None:
+        self.config = config
+        self.plan = plan
+        self.record = record
+        self.run = record.run
+        self.world = record.world
+        self.feed = feed
+        # A stream has read on: its batch cannot be laid out again.
+        self.may_shrink = config.train.micro_batch == "auto" and isinstance(feed, Loader) and not feed.rows_per_micro
+
+    def until_it_fits(self, attempt: Callable[[GlobalBatch], StepResult], batch: GlobalBatch) -> StepResult:
+        """Try the step, with ever smaller micro-batches as long as memory is short on any rank."""
+        random = read_random_state(self.world.device) if self.may_shrink else {}
+        while True:
+            result = attempt(batch)
+            if result.shortage and not result.can_try_again:
+                self._leave(result.shortage)
+            if not result.is_short:
+                return result
+            gc.collect()
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()
+            sizes = [one for one in self.world.gather(_size(result.shortage)) if one is not None]
+            self._shrink(sizes, result.shortage)
+            set_random_state(random, self.world.device)
+            assert isinstance(self.feed, Loader)
+            batch = self.feed.global_batch(batch.epoch, batch.index)
+
+    def _shrink(self, sizes: list[tuple[int, int, str]], shortage: Shortage | None) -> None:
+        """`sizes`: (samples, tokens, what the allocator said) of the micro-batches that did not fit."""
+        num_samples, tokens, text = min(sizes)
+        if not self.may_shrink or num_samples < 2:
+            raise self._refusal(tokens, num_samples, text)
+        half = min(size for _, size, _ in sizes) // 2
+        assert isinstance(self.feed, Loader)
+        self.feed.micro = Amount(half, "tokens")
+        if self.world.is_main:
+            _remember(self.run, half)
+        text = f"memory was short for {tokens:,} tokens at once; the step is done again with at most {half:,}"
+        self.record.event("warning", step=self.world.heart.beat.step + 1, text=text)
+        self.record.say(text)
+
+    def _leave(self, shortage: Shortage) -> None:
+        """This rank alone knows; the others lose it in their exchange. Ends the process."""
+        num_samples, tokens, text = shortage.size
+        if not self.may_shrink or num_samples < 2:
+            raise self._refusal(tokens, num_samples, text)
+        _remember(self.run, tokens // 2)
+        raise SmallerMicroBatch(
+            f"a micro-batch of {tokens:,} tokens, in its {shortage.phase} pass ({text})",
+            fix=f"the same command goes on from the newest checkpoint with at most {tokens // 2:,} at once, which "
+            "changes no result",
+        )
+
+    def _refusal(self, tokens: int, num_samples: int, text: str) -> OutOfMemory:
+        memory = estimate_memory(self.plan.work, self.plan.layout, tokens)
+        name, size = max(((name, memory.parts.get(name, 0)) for name in _PARTS), key=lambda part: part[1])
+        term = _PARTS[name].format(tokens=tokens)
+        return OutOfMemory(
+            f"a micro-batch of {tokens:,} tokens ({num_samples} sample{'s' if num_samples > 1 else ''}): {text}",
+            where=f"the term that grew: {term}, about {format_bytes(size)} of {format_bytes(memory.peak_bytes)}",
+            fix="\n".join(("write one of:", *self._edits(num_samples)[:2])),
+        )
+
+    def _edits(self, num_samples: int) -> list[str]:
+        train, data = self.config.train, self.config.data
+        edits = []
+        if not self.may_shrink and num_samples > 1:
+            edits.append("train.micro_batch: auto   (halved by itself until it fits; changes no result)")
+        if self.plan.layout.recompute != "full":
+            edits.append("train.recompute: full   (activations are computed again; changes no result)")
+        if self.world.size > 1 and not self.plan.layout.is_sharded:
+            edits.append("parallel.strategy: fsdp   (the processes share one model; changes no result)")
+        edits.append(f"data.max_length: {max(8, data.max_length // 2)}   (changes what is learnt)")
+        if self.config.lora is None:
+            edits.append("lora: {rank: 8}   (trains adapters instead of all weights)")
+        edits.append(f"train.precision: {'bf16' if train.precision != 'bf16' else 'auto'}")
+        return [f"  {edit}" for edit in edits]
+
+
+def most_tokens_at_once(run: RunFolder) -> int | None:
+    """What a micro-batch may hold in a run whose memory was short before; None: nothing is known."""
+    most = (read_json(run.path / "memory.json") or {}).get("most_tokens_at_once")
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def _remember(run: RunFolder, tokens: int) -> None:
+    write_json_atomic(run.path / "memory.json", {"most_tokens_at_once": tokens})
+
+
+def _size(shortage: Shortage | None) -> tuple[int, int, str] | None:
+    return shortage.size if shortage else None

@@ -1,0 +1,77 @@
+"""What a run cost, from its event log: bytes exchanged in a step, bytes held by each rank, peak beside prediction.
+
+Rows of (name, text) for the closing report, and the same as plain values for `duoka runs show --json`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from duoka.units import format_bytes
+from duoka.watch.history import History, number, whole
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
+_WIDTH = 66  # of a row's text, so that 80 columns are enough
+
+
+def exchange_rows(history: History) -> list[tuple[str, str]]:
+    """What a rank sends in a step, and the collectives that do it."""
+    sent, kinds = history.sent_per_step(), history.traffic.get("kinds")
+    if sent is None:
+        return []
+    named = []
+    for kind, one in kinds.items() if isinstance(kinds, dict) else ():
+        calls, size = whole(one.get("num_calls")), number(one.get("sent_bytes"))
+        if calls and size:
+            named.append(f"{calls} {kind} {format_bytes(size)}")
+    rows = [("exchange", f"{format_bytes(sent)} sent per rank and step")]
+    return [*rows, *(("", text) for text in _in_lines(named))]
+
+
+def memory_rows(history: History) -> list[tuple[str, str]]:
+    """The peak beside the plan's, and what is held."""
+    measured, predicted = history.memory_measured(), history.memory_predicted()
+    said = ""
+    if predicted:
+        spread = f"{format_bytes(predicted['low'])} to {format_bytes(predicted['high'])}"
+        said = f"{format_bytes(predicted['peak'])} predicted ({spread})"
+    seen = f"{format_bytes(measured)} measured" if measured else ""
+    text = ", ".join(part for part in (seen, said) if part)
+    return [*([("memory", f"{text}, peak per rank")] if text else []), *held_rows(history)]
+
+
+def held_rows(history: History) -> list[tuple[str, str]]:
+    """The fullest rank's parts; and which rank holds more than its share, and why."""
+    if not history.held:
+        return []
+    fullest = max(history.held, key=lambda one: sum(one[part] for part in PARTS))
+    named = [f"{part} {format_bytes(fullest[part])}" for part in PARTS if fullest[part]]
+    if fullest["host"]:
+        named.append(f"{format_bytes(fullest['host'])} of it in host memory")
+    rows = [("holds" if i == 0 else "", text) for i, text in enumerate(_in_lines(named))]
+    sentence = _in_lines(history.imbalance.split(), " ")
+    return rows + [("uneven" if i == 0 else "", text) for i, text in enumerate(sentence)]
+
+
+def costs_to_json(history: History) -> dict[str, Any]:
+    """The same for programs; what is not known is null."""
+    return {
+        "sent_bytes_per_step": history.sent_per_step(),
+        "traffic": history.traffic.get("kinds"),
+        "num_micro_batches": history.traffic.get("num_micro_batches"),
+        "peak_bytes": history.memory_measured(),
+        "predicted": history.memory_predicted(),
+        "ranks": [{f"{part}_bytes": size for part, size in one.items()} for one in history.held],
+        "imbalance": history.imbalance or None,
+    }
+
+
+def _in_lines(words: list[str], between: str = ", ") -> list[str]:
+    """Joined, in as many lines as the width asks for."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + len(between) + len(word) <= _WIDTH:
+            lines[-1] += between + word
+        else:
+            lines.append(word)
+    return lines

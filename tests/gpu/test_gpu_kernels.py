@@ -1,0 +1,82 @@
+"""Attention and loss as training calls them, on each device, beside plain mathematics in fp64 or on the CPU."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_attention import documents, packed, separate_loss
+
+from duoka.model.build import LossModel, load_model
+from duoka.model.loss import sum_cross_entropy
+
+# Of the largest value: fp32 without TF32, and what 8 and 11 bits leave.
+LIMITS = {"fp32": 2e-5, "fp16": 5e-3, "bf16": 3e-2}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def full_fp32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def on(device, batch):
+    """As the training step sends a micro-batch: edges of documents stay on the host."""
+    return {name: value if name == "boundaries" else value.to(device) for name, value in batch.items()}
+
+
+def precise(precision, device):
+    return torch.autocast(device, dtype=DTYPES[precision], enabled=precision != "fp32")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_packed_documents_are_isolated(tiny_model, device, precision):
+    if precision == "fp16" and device == "cpu":
+        pytest.skip("no fp16 training on CPUs")
+    model = LossModel(load_model(tiny_model, dtype=torch.float32)).to(device)
+    plain = load_model(tiny_model, dtype=torch.float32, attention="sdpa")
+    docs = documents(plain.config.vocab_size)
+    with precise(precision, device):
+        ours, _ = model(**on(device, packed(docs)))
+    ours.backward()
+    want = separate_loss(plain, docs)
+    want.backward()
+    assert abs(ours.item() / want.item() - 1) < LIMITS[precision]
+    for (name, mine), theirs in zip(model.lm.named_parameters(), plain.parameters(), strict=True):
+        error = float((mine.grad.cpu() - theirs.grad).norm() / theirs.grad.norm())
+        assert error < 10 * LIMITS[precision], f"{name}: gradient is off by {error}"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loss_and_its_gradients_are_exact(device, precision):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(700, 64, generator=generator).to(device, DTYPES[precision])
+    weight = (0.1 * torch.randn(5003, 64, generator=generator)).to(device, DTYPES[precision])
+    labels = torch.randint(5003, (700,), generator=generator).to(device)
+    labels[::3] = -100
+    wide = [copy.deepcopy(tensor).double().requires_grad_() for tensor in (hidden, weight)]
+    ours = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+    want = F.cross_entropy(wide[0] @ wide[1].T, labels, ignore_index=-100, reduction="sum")
+    want.backward()
+    got = sum_cross_entropy(*ours, labels)
+    got.backward()
+    assert abs(float(got) / float(want) - 1) < LIMITS[precision]
+    for mine, theirs in zip(ours, wide, strict=True):
+        assert float((mine.grad.double() - theirs.grad).norm() / theirs.grad.norm()) < LIMITS[precision]
+
+
+def test_the_loss_never_holds_all_logits(gpu):
+    """What a plain form keeps is tokens x vocabulary x 4 bytes, here 3.2 GB, several times over."""
+    tokens, width, vocabulary = 16384, 256, 49152
+    hidden = torch.randn(tokens, width, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, width, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(vocabulary, (tokens,), device=gpu)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    sum_cross_entropy(hidden, weight, labels).backward()
+    grew = torch.cuda.max_memory_allocated() - before
+    assert grew < 4 * tokens * vocabulary / 8, f"{grew / 1e6:.0f} MB"

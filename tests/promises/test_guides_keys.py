@@ -1,0 +1,188 @@
+"""Keys of LLaMA-Factory's files do what they say: a seeded sample of 40 is trained with, and its effect looked at."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny import write_conversations, write_tiny_model
+from worlds import train_all
+
+from duoka.config.dialects.all import dialects
+
+NUM_SAMPLED, SEED = 40, 11
+BASE: dict[str, Any] = {
+    "model_name_or_path": "tiny", "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 4,
+    "lora_target": "all", "dataset": "chats", "dataset_dir": "data", "template": "chatml", "cutoff_len": 256,
+    "output_dir": "out",
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 2,
+    "lr_scheduler_type": "constant", "save_steps": 100, "report_to": "none", "logging_steps": 100,
+}  # fmt: skip
+FULL, FREEZE = {"finetuning_type": "full"}, {"finetuning_type": "freeze", "freeze_trainable_layers": 1}
+
+
+@dataclass
+class Seen:
+    """What a run left behind."""
+
+    folder: Path
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.folder / "events/run.jsonl").read_text("utf-8").splitlines()
+        return [event for line in lines if (event := json.loads(line))["type"] == kind]
+
+    def of_steps(self, name: str) -> list[Any]:
+        return [event[name] for event in self.events("step")]
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        return dict(self.events("run")[0]["layout"])
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        (file,) = (self.folder / "final").glob("*.safetensors")
+        return load_file(file)
+
+    @property
+    def adapter(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "final/adapter_config.json").read_text("utf-8")))
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+
+    def trained_parts(self, model: Path) -> set[str]:
+        before = load_file(model / "model.safetensors")
+        return {name for name, value in self.weights.items() if not value.equal(before[name])}
+
+
+def other_weights(seen: Seen, base: Seen) -> bool:
+    """The first loss is that of the base; what was learned from it is not."""
+    same_start = seen.of_steps("loss")[0] == base.of_steps("loss")[0]
+    return same_start and any(not value.equal(base.weights[name]) for name, value in seen.weights.items())
+
+
+def b_norm(seen: Seen) -> float:
+    return sum(float(value.norm()) for name, value in seen.weights.items() if "lora_B" in name)
+
+
+def rates(*wanted: float) -> Callable[[Seen, Seen], bool]:
+    return lambda seen, base: seen.of_steps("lr") == pytest.approx(list(wanted))
+
+
+def layout(**wanted: Any) -> Callable[[Seen, Seen], bool]:
+    return lambda seen, base: all(seen.layout[name] == value for name, value in wanted.items())
+
+
+def trains(*parts: str) -> Callable[[Seen, Seen], bool]:
+    """Each part has moved, and nothing outside them."""
+
+    def check(seen: Seen, base: Seen) -> bool:
+        trained = seen.trained_parts(seen.folder.parent / "tiny")
+        inside = [part for name in trained for part in parts if part in name]
+        return set(inside) == set(parts) and len(inside) == len(trained)
+
+    return check
+
+
+# key: (its value, what else stands there, what must be seen of the run beside that of BASE)
+EFFECTS: dict[str, tuple[Any, dict[str, Any], Callable[[Seen, Seen], bool]]] = {
+    "model_name_or_path": ("tiny2", {}, lambda s, b: s.of_steps("loss")[0] != b.of_steps("loss")[0]),
+    "template": ("default", {}, lambda s, b: s.of_steps("num_tokens") == b.of_steps("num_tokens")),  # its own is chatml
+    "stage": ("pt", {"dataset": "texts"}, lambda s, b: s.of_steps("num_targets")[0] > b.of_steps("num_targets")[0]),
+    "finetuning_type": ("full", {}, lambda s, b: (s.folder / "final/model.safetensors").is_file()),
+    "freeze_trainable_layers": (-1, FREEZE, trains("layers.0.")),
+    "freeze_trainable_modules": ("mlp", FREEZE, trains("layers.3.mlp.")),
+    "freeze_extra_modules": ("norm", FREEZE, trains("layers.3.", "model.norm.")),
+    "use_llama_pro": (True, {**FREEZE, "freeze_trainable_layers": 2}, trains("layers.1.", "layers.3.")),
+    "lora_rank": (2, {}, lambda s, b: all(2 in value.shape for value in s.weights.values())),
+    "lora_alpha": (3, {}, lambda s, b: s.adapter["lora_alpha"] == 3),
+    "use_rslora": (True, {"lora_alpha": 3}, lambda s, b: s.adapter["lora_alpha"] == 6),
+    "loraplus_lr_ratio": (16, {}, lambda s, b: b_norm(s) > 8 * b_norm(b)),
+    "lora_dropout": (0.5, {}, lambda s, b: s.of_steps("loss")[1] != b.of_steps("loss")[1]),
+    "lora_target": ("q_proj", {}, lambda s, b: all("q_proj" in name for name in s.weights)),
+    "dataset": ("more", {}, lambda s, b: s.of_steps("num_tokens") != b.of_steps("num_tokens")),
+    "eval_dataset": ("more", {}, lambda s, b: s.events("eval")[-1]["num_samples"] == 9),
+    "val_size": (0.25, {}, lambda s, b: s.events("eval")[-1]["num_samples"] == 6),
+    "max_samples": (3, {}, lambda s, b: s.of_steps("num_samples") == [3, 3]),
+    "dataset_dir": ("elsewhere", {}, lambda s, b: s.of_steps("num_tokens") != b.of_steps("num_tokens")),
+    "cutoff_len": (32, {}, lambda s, b: max(s.of_steps("num_tokens")) <= 4 * 32 < max(b.of_steps("num_tokens"))),
+    "packing": (False, {}, layout(packing=False)),
+    "neat_packing": (True, {"packing": False}, layout(packing=True)),
+    "train_on_prompt": (True, {}, lambda s, b: s.of_steps("num_targets")[0] > b.of_steps("num_targets")[0]),
+    "mask_history": (True, {}, lambda s, b: s.of_steps("num_targets")[0] < b.of_steps("num_targets")[0]),
+    "learning_rate": ("3e-3", {}, rates(3e-3, 3e-3)),
+    "lr_scheduler_type": ("linear", {}, rates(1e-2, 5e-3)),
+    "lr_scheduler_kwargs": ({"min_lr_rate": 0.5}, {"lr_scheduler_type": "cosine_with_min_lr"}, rates(1e-2, 7.5e-3)),
+    "warmup_ratio": (0.9, {"lr_scheduler_type": "linear"}, rates(5e-3, 1e-2)),
+    "warmup_steps": (2, {"lr_scheduler_type": "linear", "max_steps": 3}, rates(5e-3, 1e-2, 1e-2)),
+    "weight_decay": (0.5, {}, other_weights),
+    "max_grad_norm": (1e-9, {}, other_weights),
+    "adam_beta1": (0.5, {}, other_weights),
+    "adam_beta2": (0.9, {}, other_weights),
+    "adam_epsilon": (1.0, {}, other_weights),
+    "num_train_epochs": (1, {"max_steps": -1}, lambda s, b: len(s.events("step")) == 6),
+    "max_steps": (3, {}, lambda s, b: len(s.events("step")) == 3),
+    "per_device_train_batch_size": (3, {}, lambda s, b: s.of_steps("num_samples") == [6, 6]),
+    "gradient_accumulation_steps": (1, {}, lambda s, b: s.of_steps("num_samples") == [2, 2]),
+    "bf16": (True, {}, layout(precision="bf16")),
+    "pure_bf16": (True, {}, layout(precision="bf16")),
+    "gradient_checkpointing": (True, {}, layout(recompute="full")),
+    "activation_checkpointing": (True, {}, layout(recompute="full")),
+    "disable_gradient_checkpointing": (True, {}, layout(recompute="none")),
+    "seed": (7, {}, lambda s, b: s.of_steps("num_tokens") != b.of_steps("num_tokens")),
+    "save_steps": (1, {}, lambda s, b: s.checkpoints == ["step-00000001", "step-00000002"] != b.checkpoints),
+    "save_total_limit": (1, {"save_steps": 1}, lambda s, b: s.checkpoints == ["step-00000002"]),
+    "eval_steps": (1, {"val_size": 0.25}, lambda s, b: len({event["step"] for event in s.events("eval")}) == 2),
+    "report_to": ("tensorboard", {}, lambda s, b: any((s.folder / "tensorboard").iterdir())),
+}  # fmt: skip
+SAMPLE = sorted(random.Random(SEED).sample(sorted(EFFECTS), NUM_SAMPLED))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs, one world for all of them: the base, and one for each key of the sample."""
+    folder = tmp_path_factory.mktemp("keys")
+    write_tiny_model(folder / "tiny")
+    write_tiny_model(folder / "tiny2", seed=1)
+    info: dict[str, Any] = {}
+    for name, count, seed in (("chats", 24, 0), ("more", 9, 5)):
+        path = write_conversations(folder / f"{name}.jsonl", count, seed=seed)
+        info[name] = {"file_name": str(path), "formatting": "sharegpt", "columns": {"messages": "messages"},
+                      "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user",
+                               "assistant_tag": "assistant"}}  # fmt: skip
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"word {n} " * 40}) for n in range(24)), "utf-8")
+    info["texts"] = {"file_name": str(folder / "texts.jsonl"), "columns": {"prompt": "text"}}
+    for place, entries in (("data", info), ("elsewhere", {"chats": info["more"]})):
+        (folder / place).mkdir()
+        (folder / place / "dataset_info.json").write_text(json.dumps(entries), "utf-8")
+    jobs = []
+    for name in ("base", *SAMPLE):
+        value, beside, _ = EFFECTS.get(name, (None, {}, None))
+        keys = BASE | beside | ({} if name == "base" else {name: value})
+        for key in ("model_name_or_path", "dataset_dir"):
+            if key in keys:
+                keys[key] = str(folder / keys[key])
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(keys, sort_keys=False), "utf-8")
+        jobs.append((str(folder / f"{name}.yaml"), [], str(folder / name)))
+    train_all(jobs, 1)
+    return folder
+
+
+def test_the_table_is_of_implemented_keys() -> None:
+    rows = dialects()["llamafactory"].rows
+    assert len(SAMPLE) == NUM_SAMPLED and all(rows[name].state == "implemented" for name in EFFECTS)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_key_has_its_effect_on_the_run(folder: Path, name: str) -> None:
+    seen, base = Seen(folder / name), Seen(folder / "base")
+    assert EFFECTS[name][2](seen, base), f"{name}: {EFFECTS[name][0]} made no difference of its kind"

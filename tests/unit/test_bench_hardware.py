@@ -1,0 +1,38 @@
+"""`duoka bench hardware` writes what `duoka plan` reads."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from duoka.cli.bench import command
+from duoka.parallel import hardware_bench
+from duoka.plan import catalogue
+from duoka.plan.hardware import read_machine
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(hardware_bench, "SIZES", (64, 128))
+    monkeypatch.setattr(hardware_bench, "TOUCHED_BYTES", 2**20)
+
+
+def test_what_is_measured_is_what_the_plan_takes(tmp_path, monkeypatch):
+    path = tmp_path / "own" / "hardware.json"
+    monkeypatch.setenv("DUOKA_HARDWARE", str(path))
+    result = CliRunner().invoke(command, ["hardware", "--nproc", "1"], standalone_mode=False)
+    assert result.return_value == 0, result.exception
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    assert facts["fp32_flops"] == max(one["flops"] for one in facts["products"] if one["precision"] == "fp32")
+    machine = read_machine(env={})
+    cluster = catalogue.local_cluster(machine, 1, 1)
+    assert cluster.is_measured and cluster.device.fp32_flops == facts["fp32_flops"]
+    assert cluster.device.memory_bytes_per_s == facts["memory_bytes_per_s"]
+    assert "guess" not in " ".join(cluster.notes)
+
+
+def test_json_is_one_object(tmp_path):
+    out = tmp_path / "hardware.json"
+    words = ["hardware", "--nproc", "1", "--json", "--output", str(out)]
+    result = CliRunner().invoke(command, words, standalone_mode=False)
+    assert json.loads(result.output) == json.loads(out.read_text(encoding="utf-8"))

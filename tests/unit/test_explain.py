@@ -1,0 +1,120 @@
+"""`duoka explain`: a text for every key, code and topic in both languages, and the numbers of one's own config."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import duoka.errors
+from duoka.cli import BROKEN_PIPE, INTERRUPTED
+from duoka.cli.explain import command
+from duoka.config.catalog import known_keys
+from duoka.errors import ConfigError, DuokaError
+from duoka.explain.find import LANGUAGES, chinese_keys, codes, find_entry, topics
+from duoka.explain.numbers import _TOPICS
+
+CHINESE = re.compile("[\u4e00-\u9fff]")
+ASKED_FOR = (  # topics of the guides that must have a text, by words that people use
+    "DP", "DDP", "zero", "zero3", "fsdp", "mixed precision", "gradient accumulation", "global batch", "lr scaling",
+    "resume", "checkpoint", "torchrun", "multi-node", "connection refused", "port conflict", "oom", "no speedup",
+    "gpu 0", "timeout", "different loss", "nccl", "eval", "lora", "packing", "gradient checkpointing", "rank",
+    "pipeline", "数据并行", "显存不足", "学习率", "断点续训", "连接被拒绝", "端口占用", "卡住", "多机多卡", "混合精度",
+)  # fmt: skip
+
+
+def explain(*words: str, **env: str) -> str:
+    result = CliRunner().invoke(command, words, env=env, standalone_mode=False)
+    if result.exception:
+        raise result.exception
+    return result.output
+
+
+def test_every_key_has_a_chinese_text_and_no_text_is_of_a_key_that_is_gone() -> None:
+    missing = known_keys().keys() - chinese_keys().keys()
+    assert not missing, f"write them into explain/texts/keys.zh.yaml: {sorted(missing)}"
+    assert not chinese_keys().keys() - known_keys().keys()
+    for name, text in chinese_keys().items():
+        assert CHINESE.search(text), name
+    for name in known_keys():
+        for language in LANGUAGES:
+            entry = find_entry(name, language)
+            assert entry is not None and entry.text.strip() and entry.key == name
+
+
+def test_every_code_and_every_kind_of_error_has_a_text_in_both_languages() -> None:
+    kinds = [one for one in vars(duoka.errors).values() if isinstance(one, type) and issubclass(one, DuokaError)]
+    wanted = {one.exit_code for one in kinds} | {0, INTERRUPTED, BROKEN_PIPE}
+    assert {int(code) for code in codes()} == wanted
+    for language in LANGUAGES:
+        for one in kinds:
+            entry = find_entry(one.__name__, language)
+            assert entry is not None and str(one.exit_code) in entry.title, one
+            assert find_entry(one.title, language) is not None, one.title
+        for code in wanted:
+            entry = find_entry(str(code), language)
+            assert entry is not None and bool(CHINESE.search(entry.text)) == (language == "zh")
+
+
+def test_every_topic_has_a_title_a_text_and_a_word_on_guides_in_both_languages() -> None:
+    for name, topic in topics().items():
+        for language in LANGUAGES:
+            assert all(topic[language][part].strip() for part in ("title", "text", "wrong")), name
+            assert language == "en" or CHINESE.search(topic[language]["text"]), name
+            assert language == "zh" or not CHINESE.search(topic[language]["text"] + topic[language]["wrong"]), name
+        assert topic.get("numbers", "batch") in _TOPICS, name
+    for word in ASKED_FOR:
+        assert find_entry(word, "en") is not None, word
+
+
+def test_words_of_a_message_and_a_log_lead_to_their_topic(tmp_path: Path) -> None:
+    for text, title in (
+        ("RuntimeError: CUDA out of memory. Tried to allocate", "Out of memory"),
+        ("[Errno 111] Connection refused", "Connection refused, or timed out"),
+        ("The server socket has failed to bind: errno: 98 - Address already in use", "Address already in use"),
+        ("NCCL error: unhandled system error", "NCCL unhandled system error"),
+    ):
+        entry = find_entry(text, "en")
+        assert entry is not None and entry.title == title, text
+    log = tmp_path / "rank.log"
+    log.write_text("fine\nNCCL WARN x\nConnection refused\nConnection refused\n", "utf-8")
+    said = explain(str(log))
+    assert "rank.log:2: NCCL WARN x" in said and said.count("Connection refused, or timed out") == 1
+
+
+def test_a_key_of_another_tool_and_a_key_of_ours_are_told_with_their_effect() -> None:
+    assert "implemented -> data.max_length" in explain("cutoff_len", LANG="C")
+    assert "拒绝" in explain("use_muon", "--lang", "zh") or "已实现" in explain("use_muon", "--lang", "zh")
+    said = explain("optim.lr", LANG="C")
+    assert "results depend on it" in said and "LLaMA-Factory: learning_rate" in said
+
+
+def test_the_language_is_that_of_the_environment_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+    assert CHINESE.search(explain("zero", LANG="zh_CN.UTF-8")) and not CHINESE.search(explain("zero", LANG="en_US"))
+    assert not CHINESE.search(explain("zero", "--lang", "en", LANG="zh_CN.UTF-8"))
+    assert not CHINESE.search(explain("zero", LANG="zh_CN.UTF-8", LC_ALL="C"))
+    assert "resume" in explain() and "Exit code 5" in explain()
+
+
+def test_the_numbers_of_ones_own_config_stand_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text("model: demo\ndata: {train: [identity]}\noptim: {lr: 1e-4}\n", "utf-8")
+    said = {name: explain(name, "--config", "x.yaml", "--nproc", "4", "--lang", "en") for name in topics()}
+    assert "134.5M parameters" in said["zero"] and "(4Pt + 4Pt + 8Pt)/N" in said["zero"]
+    assert "sqrt 0.000141, linear 0.0002" in said["lr-scaling"]
+    assert "16 samples per step = 4 ranks" in said["batch-size"]
+    assert "each sends 2 x 3/4" in said["communication"]
+    assert "optim.lr: 0.0001   (x.yaml:3)" in explain("optim.lr", "--config", "x.yaml", "--lang", "en")
+    for name, topic in topics().items():
+        assert ("In x.yaml" in said[name]) == ("numbers" in topic), name
+    assert "在 x.yaml 中" in explain("zero", "--config", "x.yaml", "--lang", "zh")
+
+
+def test_what_nobody_knows_gets_the_nearest_word() -> None:
+    with pytest.raises(ConfigError, match="nothing to explain") as caught:
+        explain("optim.warmpu")
+    assert caught.value.fix == "did you mean optim.warmup?"

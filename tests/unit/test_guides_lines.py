@@ -1,0 +1,164 @@
+"""Launch lines of guides: what they mean here, what is mended in them, and what their environment may not say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from duoka.cli import run
+from duoka.cli.lines import Meaning, meaning_of_accelerate, meaning_of_torchrun
+from duoka.cli.typed import mend
+from duoka.cluster.nodes import NodeStart, read_node_start
+from duoka.errors import ConfigError, Faults
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("ddp.py").write_text("")
+    Path("x.yaml").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("--nproc_per_node=2 --master_port=29500 src/train.py --config x.yaml",
+         "train x.yaml --nproc 2 --port 29500"),
+        ("--standalone --nproc-per-node 2 -m duoka train x.yaml optim.lr=1e-4", "train x.yaml optim.lr=1e-4 --nproc 2"),
+        ("--nproc_per_node=2 ddp.py --epochs 3", "launch --nproc 2 ddp.py --epochs 3"),
+        ("--standalone --nproc_per_node=8 -m scripts.base_train --depth=12",
+         "launch --nproc 8 --module scripts.base_train --depth=12"),
+        ("--nproc_per_node=gpu --max_restarts=3 train.py x.yaml --learning-rate 1e-4",
+         "train x.yaml learning_rate=1e-4 --restarts 3"),
+    ],
+)  # fmt: skip
+def test_a_torchrun_line_means(line: str, wanted: str) -> None:
+    assert meaning_of_torchrun(line.split()) == Meaning(tuple(wanted.split()))
+
+
+def test_a_torchrun_line_of_two_nodes_becomes_the_environment_form() -> None:
+    line = "--nnodes=2 --nproc_per_node=4 --rdzv_id=456 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 --node_rank=1"
+    meaning = meaning_of_torchrun([*line.split(), "train.py", "--config", "x.yaml"])
+    assert meaning.words == ("train", "x.yaml", "--nproc", "4")
+    wanted = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    assert meaning.env == wanted and len(meaning.notes) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--nproc_per_nod=2 ddp.py", "did you mean --nproc_per_node"),
+        ("--nproc_per_node=2", "names no program"),
+        ("--nnodes=1:4 ddp.py", "grows and shrinks"),
+        ("--nnodes=2 ddp.py", "started by torchrun itself"),
+        ("--nproc_per_node=2 no.py", "there is no script no.py"),
+    ],
+)
+def test_a_torchrun_line_that_cannot_be_followed_says_why(line: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        meaning_of_torchrun(line.split())
+
+
+def test_an_accelerate_line_and_its_config_file_mean() -> None:
+    meaning = meaning_of_accelerate(
+        ["launch", "--num_processes=2", "--main_port=29500", "src/train.py", "--config", "x.yaml"]
+    )
+    assert meaning.words == ("train", "x.yaml", "--nproc", "2", "--port", "29500")
+    assert "--main_process_port" in meaning.notes[0]
+    content = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 4,
+               "fsdp_config": {"fsdp_offload_params": True}}  # fmt: skip
+    Path("a.yaml").write_text(yaml.safe_dump(content))
+    meaning = meaning_of_accelerate(["launch", "--config_file", "a.yaml", "--num-processes", "2", "train.py", "x.yaml"])
+    settings = "train.precision=bf16 parallel.strategy=fsdp parallel.offload=params"
+    assert meaning.words[:4] == ("train", "x.yaml", "--nproc", "2")
+    assert set(meaning.words[4:]) == set(settings.split())
+    script = meaning_of_accelerate(
+        ["launch", "--mixed_precision", "bf16", "--num_processes", "2", "ddp.py", "--x", "1"]
+    )
+    assert script.words == ("launch", "--nproc", "2", "ddp.py", "--x", "1")
+    assert script.env == {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    deep = meaning_of_accelerate(
+        ["launch", "--use_deepspeed", "--zero_stage", "2", "--num_processes", "2", "train.py", "x.yaml"]
+    )
+    assert deep.words == ("train", "x.yaml", "--nproc", "2", "parallel.strategy=zero2")
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("train x.yaml –nproc 2", "train x.yaml --nproc 2"),
+        ("train x.yaml —nproc=2", "train x.yaml --nproc=2"),
+        ("train x.yaml optim.lr＝1e-4", "train x.yaml optim.lr=1e-4"),
+        ("train “x.yaml” output=“a”", "train x.yaml output=a"),
+        ("export r –o out", "export r -o out"),
+        ("chat r --prompt “你好，世界＝1”", "chat r --prompt “你好，世界＝1”"),
+        ("launch s.py –x", "launch s.py –x"),
+        ("train x.yaml a=-1", "train x.yaml a=-1"),
+    ],
+)
+def test_what_is_pasted_is_read_as_it_was_meant_and_said(typed: str, read: str) -> None:
+    words, notes = mend(typed.split())
+    assert words == read.split() and bool(notes) == (typed != read)
+
+
+TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "192.168.1.100", "MASTER_PORT": "29500"}
+
+
+def test_the_environment_of_guides_is_read() -> None:
+    assert read_node_start({}, nproc=3, port=1, restarts=2) == NodeStart(num_processes=3, master_port=1, restarts=2)
+    assert read_node_start({"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}).num_processes == 2
+    start = read_node_start({**TWO, "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "4", "MIN_NNODES": "2", "MAX_NNODES": "2"})
+    assert start == NodeStart(2, 1, 4, "192.168.1.100", 29500)
+    assert read_node_start({"MAX_RESTARTS": "3"}).restarts == 3
+    assert "of no use" in read_node_start({**TWO, "RDZV_ID": "7"}).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "fix"),
+    [
+        ({"NODE_RANK": ""}, "NODE_RANK is not given", "NODE_RANK=0 on the first node"),
+        ({"NODE_RANK": "2"}, "NODE_RANK is 2, and NNODES is 2", "from 0 to 1"),
+        ({"NODE_RANK": "one"}, 'NODE_RANK is "one"', "NODE_RANK=2"),
+        ({"NNODES": ""}, "NODE_RANK is 1, and NNODES is not given", "NNODES=2"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not given", "first node's address"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "means that node itself", "hostname -I"),
+        ({"MASTER_ADDR": "localhost"}, "means that node itself", "hostname -I"),
+        ({"MASTER_PORT": ""}, "all nodes need the same one", "MASTER_PORT=29500"),
+        ({"MASTER_PORT": "70000"}, "ports are 1 to 65535", "29500"),
+        ({"MIN_NNODES": "1", "MAX_NNODES": "4"}, "grows and shrinks", "NNODES=4"),
+        ({"MAX_RESTARTS": "2"}, "several nodes is not there yet", "newest checkpoint"),
+    ],
+)
+def test_wrong_combinations_are_refused_with_the_fix(change: dict[str, str], what: str, fix: str) -> None:
+    with pytest.raises(Faults) as caught:
+        read_node_start({**TWO, **change})
+    assert caught.value.exit_code == 2 and what in str(caught.value) and fix in str(caught.value), caught.value
+
+
+def test_all_faults_of_the_environment_come_together_and_flags_may_not_contradict() -> None:
+    with pytest.raises(Faults) as caught:
+        read_node_start({"NNODES": "2", "NPROC_PER_NODE": "2"}, nproc=3)
+    assert len(caught.value.faults) == 4, caught.value
+
+
+@pytest.mark.parametrize(
+    ("line", "meaning"),
+    [
+        ("torchrun --nproc_per_node=2 -m duoka train no.yaml", "duoka train no.yaml --nproc 2"),
+        ("accelerate launch --num-processes 2 train.py --config no.yaml", "duoka train no.yaml --nproc 2"),
+        ("llamafactory-cli train no.yaml learning_rate=1e-4", "duoka train no.yaml learning_rate=1e-4"),
+        ("train no.yaml --dry_run", ""),
+    ],
+)
+def test_a_line_is_said_and_done(line: str, meaning: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(line.split()) == 2
+    said = capsys.readouterr().err
+    assert "there is no file no.yaml" in said and (not meaning or f"means:   {meaning}\n" in said), said
+
+
+def test_what_is_mended_is_said_before_anything_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "no.yaml", "–nproc", "2"]) == 2
+    assert capsys.readouterr().err.startswith("note: –nproc is read as --nproc")
