@@ -68,19 +68,22 @@ def test_embedding_on_three_processes_gives_the_rows_of_one(tmp_path, tiny_model
 
 def compare_with_sums(world):
     """Reduce-scatter against sums that this process draws itself; bf16 is rounded once; `whole` is left alone."""
-    numel = 6 * world.size
+    numel, device = 6 * world.size, world.device
     for dtype in (torch.float32, torch.bfloat16):
         drawn = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world.size)]
-        mine, shard = drawn[world.rank].clone(), torch.empty(6, dtype=dtype)
+        mine, shard = drawn[world.rank].to(device, copy=True), torch.empty(6, dtype=dtype, device=device)
         LEDGER.take()
         collectives.reduce_scatter(shard, mine)
         wanted = torch.stack(drawn).float().sum(0)[6 * world.rank : 6 * world.rank + 6].to(dtype)
-        assert torch.equal(shard, wanted) and torch.equal(mine, drawn[world.rank])
+        if world.backend == "gloo":
+            assert torch.equal(shard, wanted)
+        assert torch.allclose(shard.cpu().float(), wanted.float(), rtol=2e-2, atol=2e-2)  # NCCL rounds on its way
+        assert torch.equal(mine.cpu(), drawn[world.rank])
         counted = LEDGER.take()["reduce-scatter"]
         assert counted.buffer_bytes == numel * dtype.itemsize
         assert counted.sent_bytes == 6 * dtype.itemsize * (world.size - 1)
-    whole = torch.empty(2 * world.size)
-    work = collectives.start_all_gather(whole, torch.full((2,), float(world.rank)))
+    whole = torch.empty(2 * world.size, device=device)
+    work = collectives.start_all_gather(whole, torch.full((2,), float(world.rank), device=device))
     work.wait()
     assert whole.tolist() == [float(rank) for rank in range(world.size) for _ in range(2)]
     assert LEDGER.waited_s > 0

@@ -21,7 +21,6 @@ checkpoint: {{every: 1, keep: 100}}
 output: {output}
 """
 STEPS = 6
-KEEP_BEST = ["checkpoint.keep_best=true", "checkpoint.every=100", "checkpoint.keep=1"]
 
 
 def train_jobs(jobs, results):
@@ -84,7 +83,6 @@ def story(tmp_path_factory, tiny_model):
         ("short", yaml, ["train.epochs=1"]),
         ("linear", yaml, [linear, "train.epochs=1"]),
         ("copied", yaml, []),
-        ("best", yaml, ["data.eval=0.2", "train.eval_every=1", "optim.lr=0.2", *KEEP_BEST]),
     ]
     run_world(1, train_jobs, first, str(folder))
     whole = folder / "whole"
@@ -164,14 +162,6 @@ def test_a_checkpoint_of_another_run_is_a_place_to_begin(story):
     assert sorted(numbers_of(story / "elsewhere")) == list(range(3, STEPS + 1))
     # By the other run's name: the newest it has, after which nothing is left to learn.
     assert_same_weights(story / "by-name", story / "whole")
-
-
-def test_the_best_step_by_evaluation_is_saved_and_stays(story):
-    losses = {event["step"]: event["loss"] for event in events_of(story / "best") if event["type"] == "eval"}
-    best, last = min(losses, key=losses.get), max(losses)
-    assert best != last, "or this test says nothing"
-    names = sorted(path.name for path in (story / "best" / "checkpoints").iterdir())
-    assert names == [f"step-{best:08d}", f"step-{last:08d}"]
 
 
 def test_going_back_sets_newer_checkpoints_aside(story):

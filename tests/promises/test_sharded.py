@@ -26,9 +26,10 @@ PAIRS = "parallel.shard_ranks=2"
 def build(yaml, overrides, folder, world=None):
     """(inputs, world, plan, contents, loader) of a run that is not trained."""
     from duoka.config.load import load_config
+    from duoka.data.feed import build_feed
     from duoka.parallel.world import start_world
     from duoka.runs.folder import RunFolder
-    from duoka.train.main import _agree_on_plan, _build_contents, _build_loader, read_inputs
+    from duoka.train.main import _agree_on_plan, _build_contents, read_inputs
 
     run = RunFolder(Path(folder))
     run.make()
@@ -37,7 +38,8 @@ def build(yaml, overrides, folder, world=None):
     world = world or start_world(loaded.config.parallel)
     plan = _agree_on_plan(inputs, world, None)
     contents = _build_contents(inputs, plan, world)
-    return inputs, world, plan, contents, _build_loader(inputs, plan, world)
+    feed = build_feed(loaded.config, inputs.prepared, plan.layout, world.rank, world.sum)
+    return inputs, world, plan, contents, feed
 
 
 def live_bytes():

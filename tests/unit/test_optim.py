@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from duoka.config.schema import OptimConfig
-from duoka.optim.build import build_optimizer, optimizer_tensors, set_learning_rate
+from duoka.optim.build import build_optimizer, describe_optimizer, optimizer_tensors, set_learning_rate
 from duoka.optim.clip import clip_gradients
-from duoka.optim.schedule import learning_rate, warmup_steps
+from duoka.optim.owners import share_matrices, work_of
+from duoka.optim.schedule import batch_factor, learning_rate, warmup_steps
+from duoka.units import parse_amount
 
 
 def rates(total, **optim):
@@ -124,3 +126,35 @@ def test_clipping_uses_the_global_norm(limit):
     assert norm == pytest.approx(float(before.norm()), rel=1e-6)
     wanted = before if limit == 0.0 or norm < limit else before * (limit / norm)
     assert torch.allclose(after, wanted, rtol=1e-4)
+
+
+def test_wsd_stays_up_and_falls_at_the_end():
+    seen = rates(100, warmup=10, schedule="wsd", decay=0.2)
+    assert seen[9:80] == [1.0] * 71
+    assert seen[80] == pytest.approx(1.0) and seen[90] == pytest.approx(0.5) and seen[-1] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
+def test_rates_follow_the_batch_as_asked(rule, factor):
+    optim = OptimConfig(lr_scaling=rule, lr_batch=None if rule == "none" else 16)
+    assert batch_factor(optim, parse_amount(64)) == factor
+
+
+def test_owners_share_the_work_of_whole_matrices_evenly():
+    shapes = [(64, 64)] * 8 + [(64, 160)] * 12 + [(7, 3)]
+    for num_ranks in (1, 2, 3, 4, 5):
+        buckets = share_matrices(shapes, num_ranks, bucket_bytes=5 * 4 * 64 * 64)
+        assert sorted(m for bucket in buckets for m in bucket.members) == list(range(len(shapes)))
+        work = [sum(work_of(b.shape) * b.counts(num_ranks)[rank] for b in buckets) for rank in range(num_ranks)]
+        assert max(work) - min(work) <= work_of((64, 160)), f"{num_ranks} ranks: {work}"
+        assert [b.members[-1] for b in buckets] == sorted(b.members[-1] for b in buckets)
+
+
+def test_muon_and_the_rest_are_said_apart():
+    model = small_model()
+    optim = OptimConfig(name="muon", lr=0.02, adamw_lr=3e-4)
+    optimizer = build_optimizer(dict(model.named_parameters()), optim)
+    assert describe_optimizer(optimizer, optim, 1.0) == "muon lr 0.02 for 2 matrices, adamw lr 0.0003 for 4 others"
+    assert describe_optimizer(optimizer, optim, 2.0).endswith("adamw lr 0.0006 for 4 others (0.02 by lr_scaling)")
+    set_learning_rate(optimizer, 0.01)
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([1.5e-4, 0.01])

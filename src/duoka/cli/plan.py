@@ -242,7 +242,8 @@ def _dry_run(subject: _Subject, plan: Plan) -> DryRun:
     from duoka.parallel.dryrun import dry_run
 
     try:
-        return dry_run(subject.config, subject.facts, plan.layout, plan.memory.tokens)
+        accumulates = plan.batch.accumulation > 1
+        return dry_run(subject.config, subject.facts, plan.layout, plan.memory.tokens, accumulates=accumulates)
     except ValueError as error:
         raise ConfigError(f"--dry-run: {error}") from None
 
@@ -263,7 +264,7 @@ def _dry_run_lines(plan: Plan, found: DryRun) -> list[str]:
     ]
     out += [f"           {name:<16}{format_bytes(size):>10}" for name, size in found.phases.items()]
     out += [
-        f"           {kind:<16}{format_bytes(one.sent_bytes):>10} sent in {one.num_calls:,} calls per micro-batch"
+        f"           {kind:<16}{format_bytes(one.sent_bytes):>10} sent in {one.num_calls:,} calls of a last micro-batch"
         for kind, one in found.traffic.items()
     ]
     return out + ([f"         {found.note}"] if found.note else [])

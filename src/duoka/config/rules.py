@@ -95,10 +95,65 @@ RULES: tuple[Rule, ...] = (
         "delete min_lr, or write:   schedule: cosine",
     ),
     Rule(
+        "lr-scaling-without-a-batch",
+        ("optim.lr_scaling", "optim.lr_batch"),
+        lambda c: (c.optim.lr_scaling == "none") != (c.optim.lr_batch is None),
+        "optim.lr_scaling is {c.optim.lr_scaling} and optim.lr_batch is {c.optim.lr_batch}: the two belong together, "
+        "the rule and the batch that lr was found for",
+        "write both, for example   lr_scaling: sqrt   and   lr_batch: 64   or neither",
+    ),
+    Rule(
+        "lr-batch-in-another-unit",
+        ("optim.lr_batch", "train.global_batch"),
+        lambda c: (
+            c.optim.lr_batch is not None
+            and parse_amount(c.optim.lr_batch).unit != parse_amount(c.train.global_batch).unit
+        ),
+        "optim.lr_batch is {c.optim.lr_batch} and train.global_batch is {c.train.global_batch}: "
+        "samples and tokens can't be compared",
+        "write both in samples, or both in tokens",
+    ),
+    Rule(
+        "muon-knows-no-rate-for-the-rest",
+        ("optim.name",),
+        lambda c: c.optim.name == "muon" and c.optim.adamw_lr is None and c.lora is None,
+        "optim.name is muon, and optim.lr ({c.optim.lr:g}) is the rate of the layers' matrices only: embedding, head, "
+        "norms and biases learn by AdamW, at a rate of their own",
+        "write it too, for example:   lr: 0.02   and   adamw_lr: 3.0e-4",
+    ),
+    Rule(
+        "adamw-lr-without-muon",
+        ("optim.adamw_lr", "optim.name"),
+        lambda c: c.optim.name != "muon" and c.optim.adamw_lr is not None,
+        "optim.adamw_lr is the rate of what AdamW trains beside Muon, but optim.name is {c.optim.name}",
+        "write   name: muon   or delete adamw_lr (lr is the rate)",
+    ),
+    Rule(
+        "muon-in-fp16",
+        ("optim.name", "train.precision"),
+        lambda c: c.optim.name == "muon" and c.train.precision == "fp16",
+        "optim.name is muon and train.precision is fp16: what overflows there is seen by the owner of a matrix only",
+        "write   precision: bf16   or fp32",
+    ),
+    Rule(
+        "optimizer-is-not-offloaded",
+        ("optim.name", "parallel.offload"),
+        lambda c: c.optim.name != "adamw" and c.parallel.offload != "none",
+        "parallel.offload is {c.parallel.offload}, which AdamW's state only can follow; optim.name is {c.optim.name}",
+        "write   name: adamw   or   offload: none",
+    ),
+    Rule(
+        "adafactor-needs-whole-weights",
+        ("optim.name", "parallel.strategy"),
+        lambda c: c.optim.name == "adafactor" and not _strategy_is(c, "single", "dp", "ddp"),
+        "optim.name is adafactor, which looks at whole rows and columns, and {c.parallel.strategy} shares matrices out",
+        "write   strategy: ddp   (Adafactor's own state is small), or another optimizer",
+    ),
+    Rule(
         "lr-is-no-rate",
         ("optim.lr",),
-        lambda c: c.optim.lr > 1,
-        "optim.lr is {c.optim.lr:g}: AdamW moves each weight by about lr at every step",
+        lambda c: c.optim.lr > 1 and c.optim.name != "lars",
+        "optim.lr is {c.optim.lr:g}: {c.optim.name} moves each weight by about lr at every step",
         "write for example:   lr: 2.0e-5",
     ),
     Rule(

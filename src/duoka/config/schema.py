@@ -190,16 +190,37 @@ class TrainOnlyConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its schedule, in optimizer steps."""
 
-    name: Literal["adamw"] = Field("adamw", description="The optimizer.")
-    lr: Annotated[Number, Field(gt=0.0)] = Field(2e-5, description="Peak learning rate.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape after the warm-up.")
+    name: Literal["adamw", "muon", "lamb", "lars", "adafactor"] = Field(
+        "adamw",
+        description="muon: Muon for the layers' matrices, AdamW for the rest; lamb, lars: for large batches.",
+    )
+    lr: Annotated[Number, Field(gt=0.0)] = Field(2e-5, description="Peak learning rate; of matrices, with muon.")
+    adamw_lr: Annotated[Number, Field(gt=0.0)] | None = Field(
+        None, description="Muon: peak rate of what AdamW trains (embedding, head, norms, biases)."
+    )
+    embedding_lr: Annotated[Number, Field(gt=0.0)] | None = Field(None, description="Peak rate of the embedding.")
+    head_lr: Annotated[Number, Field(gt=0.0)] | None = Field(None, description="Peak rate of a head of its own.")
+    momentum: Share = Field(0.95, description="Muon's and LARS' averaging factor.")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none",
+        description="Rates grow with train.global_batch / lr_batch, or with its root. lr itself is for lr_batch.",
+    )
+    lr_batch: BatchSize | None = Field(
+        None, description="The global batch that lr was found for, in the unit of train.global_batch."
+    )
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="Shape after the warm-up; wsd: constant, then linear over the last steps (decay)."
+    )
+    decay: Annotated[Share, Field(gt=0.0)] = Field(
+        0.2, description="WSD: the share of all steps in which the rate falls."
+    )
     warmup: Annotated[Number, Field(ge=0.0)] = Field(
         0.03, description="Below 1: share of all optimizer steps; 1 or more: that many steps."
     )
     min_lr: Share = Field(0.0, description="Where the schedule ends, as a share of lr.")
     clip: Annotated[Number, Field(ge=0.0)] = Field(1.0, description="Longest gradient (global norm); 0: no clipping.")
     weight_decay: Annotated[Number, Field(ge=0.0)] = Field(0.0, description="Decay of matrices (not norms, biases).")
-    betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW's averaging factors.")
+    betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW's and LAMB's averaging factors.")
     eps: Annotated[Number, Field(gt=0.0)] = Field(1e-8, description="AdamW's epsilon.")
 
 

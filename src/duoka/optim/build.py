@@ -1,52 +1,102 @@
-"""The optimizer of a run: groups by decay, fused where torch has it, its state by parameter name."""
+"""The optimizer of a run: groups by role and decay, fused where torch has it, its state by parameter name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from duoka.config.schema import OptimConfig
 from duoka.optim.host import HostAdamW, host_state
-
-_RATIO = "lr_ratio"  # of a group of parameters: its rate beside the schedule's
+from duoka.optim.layerwise import Lamb, Lars
+from duoka.optim.muon import MuonAdamW, Sharing, WholeMatrices
+from duoka.optim.roles import Role
 
 
 def build_optimizer(
-    named: Mapping[str, torch.nn.Parameter], optim: OptimConfig, *, on_host: bool = False, b_lr_ratio: float = 1.0
+    named: Mapping[str, torch.nn.Parameter],
+    optim: OptimConfig,
+    *,
+    on_host: bool = False,
+    b_lr_ratio: float = 1.0,
+    roles: Mapping[str, Role] | None = None,
+    sharing: Callable[[list[torch.nn.Parameter]], Sharing] = WholeMatrices,
 ) -> torch.optim.Optimizer:
-    """AdamW, `on_host` with its state in host memory; matrices decay, norms and biases do not.
+    """The optimizer that `optim.name` names; matrices decay, norms and biases do not.
 
-    Adapters' second matrices learn `b_lr_ratio` times as fast as all else.
+    `on_host` keeps AdamW's state in host memory. Adapters' second matrices learn `b_lr_ratio` times as fast as all
+    else. `roles` are asked for rates of their own and for Muon's matrices;
+    `sharing` says how those lie over ranks.
     """
-    fast = {id(p) for name, p in named.items() if b_lr_ratio != 1.0 and ".lora_B." in name}
-    decay = optim.weight_decay
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in named.values() if p.ndim >= 2 and id(p) not in fast], "weight_decay": decay},
-        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
-        {"params": [p for p in named.values() if id(p) in fast], "weight_decay": decay, _RATIO: b_lr_ratio},
-    ]
+    groups = _build_groups(named, optim, roles or {}, b_lr_ratio)
+    adamw = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    if optim.name == "muon":
+        matrices = [p for group in groups if group["kind"] == "muon" for p in group["params"]]
+        return MuonAdamW(groups, sharing(matrices), momentum=optim.momentum, fused=True, **adamw)
+    if optim.name == "lars":
+        return Lars(groups, lr=optim.lr, momentum=optim.momentum)
+    if optim.name == "lamb":
+        return Lamb(groups, **adamw)
+    if optim.name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=optim.lr)
     make = HostAdamW if on_host else partial(torch.optim.AdamW, fused=True)
-    return make(
-        [group for group in groups if group["params"]],
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-    )
+    return make(groups, **adamw)
+
+
+def _build_groups(
+    named: Mapping[str, torch.nn.Parameter], optim: OptimConfig, roles: Mapping[str, Role], b_lr_ratio: float
+) -> list[dict[str, Any]]:
+    """Parameters that learn alike, in the order of their first; `scale` is a group's rate as a share of optim.lr."""
+    groups: dict[tuple[float, float, str], list[torch.nn.Parameter]] = {}
+    for name, parameter in named.items():
+        role = roles.get(name, "matrix" if parameter.ndim == 2 else "vector")
+        kind = "muon" if optim.name == "muon" and role == "matrix" else "adamw"
+        rate = {"embedding": optim.embedding_lr, "head": optim.head_lr}.get(role)
+        if rate is None:
+            rate = optim.adamw_lr if kind == "adamw" and optim.name == "muon" else None
+        decay = optim.weight_decay if parameter.ndim >= 2 else 0.0
+        scale = 1.0 if rate is None else rate / optim.lr
+        scale *= b_lr_ratio if ".lora_B." in name else 1.0
+        groups.setdefault((scale, decay, kind), []).append(parameter)
+    return [
+        {"params": members, "weight_decay": decay, "scale": scale, "kind": kind, "lr": optim.lr * scale}
+        for (scale, decay, kind), members in groups.items()
+    ]
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, optim: OptimConfig, factor: float) -> str:
+    """As in "muon lr 0.02 for 84 matrices, adamw lr 0.0003 for 63 others"; `factor` is the batch's on all rates."""
+    counts: dict[tuple[str, float], int] = {}
+    for group in optimizer.param_groups:
+        key = (group["kind"], optim.lr * group["scale"] * factor)
+        counts[key] = counts.get(key, 0) + len(group["params"])
+    written = f" ({optim.lr:g} by lr_scaling)" if factor != 1 else ""
+    if len(counts) == 1:
+        return f"{optim.name} lr {next(iter(counts))[1]:g}{written}"
+    parts = []
+    for (kind, rate), count in sorted(counts.items(), key=lambda item: item[0][0] != "muon"):
+        name = "adamw" if optim.name == "muon" and kind != "muon" else optim.name
+        what = "matrices" if kind == "muon" else "others" if parts else "tensors"
+        parts.append(f"{name} lr {rate:g} for {count:,} {what}")
+    return ", ".join(parts) + written
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get(_RATIO, 1.0)
+        group["lr"] = lr * group.get("scale", 1.0)
 
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """All state as `kind.parameter-name` -> tensor; what was never stepped is made first, as zeros."""
-    _make_state(optimizer)
+    """All state as `kind.parameter-name` -> tensor; what was never stepped is made first, as zeros.
+
+    Whole tensors, shards of them, or nothing of a matrix that another rank keeps: checkpoints put them together.
+    """
+    make_state(optimizer)
     return {
         f"{kind}.{name}": value
         for name, parameter in named.items()
@@ -55,17 +105,36 @@ def optimizer_tensors(
     }
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """A fresh AdamW has no state to load into: make it as its first step would."""
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """A fresh optimizer has no state to load into: make it as its first step would."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if optimizer.state[parameter]:
-                continue
-            if isinstance(optimizer, HostAdamW):
-                optimizer.state[parameter] = host_state(parameter)
-            else:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                }
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = _fresh_state(optimizer, group, parameter)
+
+
+def _fresh_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.nn.Parameter
+) -> dict[str, torch.Tensor]:
+    if isinstance(optimizer, HostAdamW):
+        return host_state(parameter)
+    if isinstance(optimizer, Lamb | Lars) or (isinstance(optimizer, MuonAdamW) and group["kind"] == "muon"):
+        return optimizer.fresh_state(parameter)
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return _fresh_adafactor(parameter)
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+    }
+
+
+def _fresh_adafactor(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Second moments of rows and columns; of vectors, whole."""
+    assert not isinstance(parameter, DTensor), "rules.py refuses Adafactor where weights are sharded"
+    state = {"step": torch.zeros((), dtype=torch.float32)}
+    if parameter.ndim < 2:
+        return state | {"variance": torch.zeros_like(parameter)}
+    rows, columns = list(parameter.shape), list(parameter.shape)
+    rows[-1], columns[-2] = 1, 1
+    return state | {"row_var": parameter.new_zeros(rows), "col_var": parameter.new_zeros(columns)}

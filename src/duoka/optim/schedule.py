@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from duoka.config.schema import OptimConfig
+from duoka.units import Amount, parse_amount
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
@@ -23,6 +24,15 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     falls = {
         "constant": 1.0,
         "linear": 1.0 - progress,
+        "wsd": min(1.0, (total_steps + 1 - step) / max(1.0, optim.decay * total_steps)),
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }
     return optim.lr * (optim.min_lr + (1.0 - optim.min_lr) * falls[optim.schedule])
+
+
+def batch_factor(optim: OptimConfig, global_batch: Amount) -> float:
+    """How much larger rates are than they are written, because the batch is not the one they were found for."""
+    if optim.lr_scaling == "none" or optim.lr_batch is None:
+        return 1.0
+    ratio = global_batch.count / parse_amount(optim.lr_batch).count
+    return ratio if optim.lr_scaling == "linear" else math.sqrt(ratio)

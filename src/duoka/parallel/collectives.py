@@ -100,14 +100,32 @@ def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, group: dist.Process
     return torch.sum(parts.view(size, -1), dim=0, out=shard)
 
 
-def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Part i of `sent` goes to rank i; part i of `received` comes from it."""
+def all_to_all(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    received_sizes: list[int] | None = None,
+    sent_sizes: list[int] | None = None,
+) -> torch.Tensor:
+    """Part i of `sent` goes to rank i; part i of `received` comes from it. Parts are equal unless sizes are given."""
     if num_ranks(group) == 1:
         return received.copy_(sent)
-    LEDGER.note("all-to-all", bytes_of(sent), num_ranks(group))
-    with LEDGER.waiting():
-        dist.all_to_all_single(received, sent, group=group)
+    start_all_to_all(received, sent, group, received_sizes, sent_sizes).wait()
     return received
+
+
+def start_all_to_all(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    received_sizes: list[int] | None = None,
+    sent_sizes: list[int] | None = None,
+) -> TimedWork:
+    """Begin an exchange of parts; both tensors must live until its end."""
+    size, rank = num_ranks(group), dist.get_rank(group)
+    kept = sent_sizes[rank] * sent.element_size() if sent_sizes else bytes_of(sent) // size
+    LEDGER.note("all-to-all", bytes_of(sent), size, sent_bytes=bytes_of(sent) - kept)
+    return TimedWork(dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group, async_op=True))
 
 
 def broadcast(tensor: torch.Tensor, source: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -59,8 +59,12 @@ class DryRun:
         return {**vars(self), "probed": list(self.probed), "phases": dict(self.phases), "traffic": sent}
 
 
-def dry_run(config: RunConfig, facts: Mapping[str, Any], layout: Layout, tokens: int) -> DryRun:
-    """Two steps of one micro-batch of `tokens` on rank 0; `facts` is the model's config.json.
+def dry_run(
+    config: RunConfig, facts: Mapping[str, Any], layout: Layout, tokens: int, *, accumulates: bool = False
+) -> DryRun:
+    """Two steps of a micro-batch of `tokens` on rank 0, or of two when gradients are accumulated over several.
+
+    `facts` is the model's config.json. What is exchanged is that of a step's last micro-batch.
 
     Raises ValueError for layouts that this version does not train with.
     """
@@ -70,7 +74,7 @@ def dry_run(config: RunConfig, facts: Mapping[str, Any], layout: Layout, tokens:
     layers = int(_text(facts)["num_hidden_layers"])
     # One kind of layer only: windows and experts that alternate need a whole period, as 4 and 8 have of 2 and 4.
     probed = PROBED_LAYERS if layers > PROBED_LAYERS[-1] else (layers,)
-    runs = [_probe(config, _cut(facts, number), layout, tokens) for number in probed]
+    runs = [_probe(config, _cut(facts, number), layout, tokens, 1 + accumulates) for number in probed]
     phases = {name: _line(probed, [run.phases[name] for run in runs], layers) for name in PHASES}
     kinds = dict.fromkeys(kind for run in runs for kind in run.traffic)
     carried = {
@@ -124,7 +128,7 @@ class _Probe:
     traffic: Mapping[str, Traffic]
 
 
-def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, tokens: int) -> _Probe:
+def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, tokens: int, num_passes: int) -> _Probe:
     with _fake_world(layout) as world:
         parallel = _parallelized(config, facts, layout, world)
         with FakeTensorMode(allow_non_fake_inputs=True), StoragePeak() as live:
@@ -134,8 +138,7 @@ def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, tokens: int
             live.hold(parallel.bare)
             phases: dict[str, int] = {}
             for _ in range(2):  # the optimizer's state exists from the second step on
-                LEDGER.traffic.clear()
-                phases = _step(parallel, optimizer, layout, tokens, config.optim.clip, live)
+                phases = _step(parallel, optimizer, layout, tokens, num_passes, config.optim.clip, live)
             traffic = dict(LEDGER.traffic)
             LEDGER.traffic.clear()
     return _Probe(phases, traffic)
@@ -151,6 +154,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     layout: Layout,
     tokens: int,
+    num_passes: int,
     clip: float,
     live: StoragePeak,
 ) -> dict[str, int]:
@@ -158,14 +162,16 @@ def _step(
     device = torch.device("cpu")
     ids = torch.zeros((1, tokens), dtype=torch.long)
     places = torch.zeros((1, tokens), dtype=torch.long)
-    with parallel.exchange(True):
-        live.start_phase()
-        with compute_in(layout.precision, device):
-            loss, _ = parallel.model(ids, ids, places)
-        phases["forward"] = live.start_phase()
-        loss.backward()
-        del loss
-        phases["backward"] = live.start_phase()
+    live.start_phase()
+    for number in range(num_passes):
+        LEDGER.traffic.clear()
+        with parallel.exchange(number == num_passes - 1):
+            with compute_in(layout.precision, device):
+                loss, _ = parallel.model(ids, ids, places)
+            phases["forward"] = live.start_phase()
+            loss.backward()
+            del loss
+            phases["backward"] = live.start_phase()
     clip_gradients(_trainable(parallel).values(), clip)
     optimizer.step()
     phases["optimizer step"] = live.start_phase()

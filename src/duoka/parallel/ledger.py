@@ -50,10 +50,11 @@ class Ledger:
     handed_over: float = 0.0  # when the last of several overlapped collectives was started
     came_back: float = 0.0  # and when it was done
 
-    def note(self, kind: str, buffer_bytes: int, num_ranks: int) -> None:
-        """One collective over `num_ranks`, whose whole buffer has `buffer_bytes`."""
-        sent = round(SENT_PER_BYTE[kind] * buffer_bytes * (num_ranks - 1) / num_ranks)
-        self.traffic[kind] = self.traffic.get(kind, Traffic()) + Traffic(1, buffer_bytes, sent)
+    def note(self, kind: str, buffer_bytes: int, num_ranks: int, *, sent_bytes: int | None = None) -> None:
+        """One collective over `num_ranks`, whose whole buffer has `buffer_bytes`; `sent_bytes` where parts differ."""
+        if sent_bytes is None:
+            sent_bytes = round(SENT_PER_BYTE[kind] * buffer_bytes * (num_ranks - 1) / num_ranks)
+        self.traffic[kind] = self.traffic.get(kind, Traffic()) + Traffic(1, buffer_bytes, sent_bytes)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
-from duoka.model.build import GATHERED_HEAD, LossModel, apply_head, find_core
+from duoka.model.build import GATHERED_HEAD, LossModel, apply_head, find_core, named_part
 from duoka.model.shards import WeightSource
 from duoka.parallel.fsdp_comm import count_traffic
 from duoka.parallel.world import World
@@ -70,12 +70,18 @@ class ShardedExchange:
             module.reshard()
 
 
-def apply_sharded(bare: torch.nn.Module, layout: Layout, parallel: ParallelConfig, world: World) -> ShardedExchange:
-    """Shard in place: each layer, the embedding and an untied head are units; the rest is the root's."""
+def apply_sharded(
+    bare: torch.nn.Module, layout: Layout, parallel: ParallelConfig, world: World, apart: Collection[str] = ()
+) -> ShardedExchange:
+    """Shard in place: each layer, the embedding and an untied head are units; the rest is the root's.
+
+    Parameters named in `apart` stay whole on every rank, and somebody else exchanges their gradients.
+    """
     core = find_core(bare)
     keeps_weights = layout.strategy in ("zero1", "zero2")
     # Where weights stay whole, a frozen base is never exchanged at all.
     ignored = {p for p in bare.parameters() if not p.requires_grad} if keeps_weights else set()
+    ignored |= {p for name, p in named_part(bare).named_parameters() if name in apart}
     half, reduced = HALF.get(layout.precision), HALF.get(parallel.compress, torch.float32)
     # Layers compute in half precision from half-precision copies; the residual stream that the embedding begins, and
     # what the root holds, stay as wide as in one process, whose autocast casts only inside matrix products.

@@ -148,7 +148,8 @@ def _with_strategy(
         return layout
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
     need = estimate_memory(work, smallest, largest_tokens(config, smallest)).peak_bytes
-    if need <= FITS * available_bytes:
+    # Adafactor looks at whole rows and columns: nothing may be shared out.
+    if need <= FITS * available_bytes or config.optim.name == "adafactor":
         reasons["parallel.strategy"] = f"ddp: {size} processes, each with a whole model"
         return layout
     if wishes := ddp_settings(config):

@@ -12,7 +12,6 @@ from dataclasses import asdict
 
 from duoka.data.loader import GlobalBatch
 from duoka.optim.build import set_learning_rate
-from duoka.optim.schedule import learning_rate
 from duoka.train import inject
 from duoka.train.hooks import StopSignal, Timer
 from duoka.train.job import Job
@@ -71,8 +70,8 @@ def _step(
     A batch whose numbers are not finite is left out, or undone, as `faults.nonfinite` says.
     """
     contents, settings, world = job.contents, job.settings, job.world
-    state, optim = contents.state, settings.config.optim
-    lr = learning_rate(optim, state.step + 1, settings.total_steps)
+    state = contents.state
+    lr = settings.rate_of(state.step + 1)
     set_learning_rate(contents.optimizer, lr)
 
     def wishes() -> list[float]:
@@ -81,7 +80,7 @@ def _step(
     def attempt(batch: GlobalBatch) -> StepResult:
         return optimizer_step(
             contents.parallel, contents.optimizer, batch,
-            numerics=contents.numerics, clip=optim.clip, world=world, wishes=wishes, watch=job.memory,
+            numerics=contents.numerics, clip=settings.config.optim.clip, world=world, wishes=wishes, watch=job.memory,
         )  # fmt: skip
 
     result = job.guard.until_it_fits(attempt, batch)

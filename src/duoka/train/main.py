@@ -15,16 +15,18 @@ from duoka.data.feed import Feed, build_feed, data_order
 from duoka.data.loader import eval_batches
 from duoka.data.prepare import PreparedData, find_tokenizer, prepare_data, read_tokenizer
 from duoka.errors import StoppedEarly
-from duoka.model.build import LossModel, load_model
+from duoka.model.build import LossModel, find_core, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
 from duoka.model.source import model_fingerprint, model_folder
-from duoka.optim.build import build_optimizer
+from duoka.optim.build import build_optimizer, describe_optimizer
+from duoka.optim.roles import Role, assign_roles
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
 from duoka.parallel.rank import is_restarted
+from duoka.parallel.sharded import find_layers
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
 from duoka.plan.catalogue import local_cluster
 from duoka.plan.hardware import read_machine
@@ -144,7 +146,7 @@ def _run(
         saver = Saver(store, contents, settings, record, world)
         guard = MemoryGuard(inputs.config, plan, record, feed)
         nonfinite = NonFinite(inputs.config.faults.nonfinite, saver, record)
-        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout)
+        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout, world.device)
         if is_asked(inputs.config, world):
             rehearse_largest(contents.parallel, contents.optimizer, plan, contents.numerics, world)
         stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite))
@@ -179,19 +181,17 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
 def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
-    parallel = _build_model(inputs, plan, world)
+    parallel, roles = _build_model(inputs, plan, world)
     optimizer = build_optimizer(
-        parallel.named_trainable(),
-        config.optim,
-        on_host=plan.layout.offload == "optimizer",
-        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0,
-    )
+        parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
+        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=parallel.share_matrices,
+    )  # fmt: skip
     # The same initial values everywhere, but each rank draws its own dropout.
     torch.manual_seed(config.train.seed + world.rank)
     return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())
 
 
-def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
+def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Parallelized, dict[str, Role]]:
     config = inputs.config
     # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
     frozen_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.layout.precision]
@@ -207,7 +207,11 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> Parallelized:
         lm, source = built
     else:
         lm = load_model(inputs.folder, **options)
-    return parallelize(LossModel(lm), plan.layout, config.parallel, world, source)
+    core = find_core(lm)
+    roles = assign_roles(lm, core, find_layers(core))
+    whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
+    matrices = whole if config.optim.name == "muon" else ()
+    return parallelize(LossModel(lm), plan.layout, config.parallel, world, source, matrices), roles
 
 
 def _build_evaluation(
@@ -245,7 +249,9 @@ def _announce(
 ) -> None:
     write_json_atomic(inputs.run.plan, plan.to_json())
     resumed = f"  {describe_rest(found, settings, feed, contents.state)}" if found else ""
-    lines = banner(settings, plan, inputs.prepared, inputs.run, count_parameters(contents.parallel.bare.lm), resumed)
+    parameters = count_parameters(contents.parallel.bare.lm)
+    learns = describe_optimizer(contents.optimizer, settings.config.optim, settings.batch_factor)
+    lines = banner(settings, plan, inputs.prepared, inputs.run, parameters, learns, resumed)
     print("\n".join([*lines, *(f"  note: {note}" for note in notes), ""]), flush=True)
 
 

@@ -92,8 +92,11 @@ class NoWatch:
 class MemoryWatch(NoWatch):
     """Looks at one rank's storages at the moments of a step that it is told of."""
 
-    def __init__(self, parallel: Parallelized, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+    def __init__(
+        self, parallel: Parallelized, optimizer: torch.optim.Optimizer, layout: Layout, device: torch.device
+    ) -> None:
         self._parallel = parallel
+        self._device = device
         self._optimizer = optimizer
         self._layout = layout
         # Before the first pass: this rank's own parts, frozen ones too.
@@ -108,17 +111,30 @@ class MemoryWatch(NoWatch):
     @contextlib.contextmanager
     def forward(self, num_tokens: int) -> Iterator[None]:
         """Around a forward pass whose backward comes after it."""
-        # Under torch.compile operators are not seen one by one, and a mode would make it compile again.
-        if not self.is_on or self._layout.compile:
+        if not self.is_on:
             yield
             return
-        births = _Births()
-        with births:
+        if self._device.type == "cuda":
+            before = self._loose_bytes()
             yield
-        known = {**_storages(self._all_parameters()), **_storages(self._gradients())}
-        left = sum(size for key, size in births.alive().items() if key not in known)
+            left = self._loose_bytes() - before
+        elif self._layout.compile:
+            # Operators are not seen one by one, and a mode would make them compile again.
+            yield
+            left = 0
+        else:
+            births = _Births()
+            with births:
+                yield
+            known = {**_storages(self._all_parameters()), **_storages(self._gradients())}
+            left = sum(size for key, size in births.alive().items() if key not in known)
         self._held = self._held.max(Holdings(activations_bytes=left, num_tokens=num_tokens))
         self._look()
+
+    def _loose_bytes(self) -> int:
+        """What the GPU's allocator has given out, weights (whole while they are gathered) and gradients apart."""
+        known = _storages(t for t in (*self._all_parameters(), *self._gradients()) if t.device.type == "cuda")
+        return int(torch.cuda.memory_allocated(self._device)) - sum(known.values())
 
     def after_backward(self) -> None:
         if self.is_on:
@@ -149,9 +165,11 @@ class MemoryWatch(NoWatch):
         state = {**state, **own} if masters else state
         gradients, buffers = _storages(self._gradients()), _storages(self._parallel.bare.buffers())
         on_host = 0
-        if torch.cuda.is_available():
+        if self._device.type == "cuda":
             parts = (self._parallel.named_trainable().values(), self._gradients(), self._optimizer_tensors())
-            on_host = sum(sum(_storages(t for t in part if t.device.type == "cpu").values()) for part in parts)
+            on_host = sum(
+                sum(_storages(t for t in part if t.device.type == "cpu" and t.numel() > 1).values()) for part in parts
+            )
         sizes = [sum(part.values()) for part in (weights, gradients, state)]
         self._held = self._held.max(Holdings(*sizes, 0, sum(buffers.values()), on_host))
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from duoka import __version__
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError
+from duoka.optim.schedule import batch_factor, learning_rate
 from duoka.plan.layout import Layout
 from duoka.runs.events import global_log
 from duoka.runs.manifest import read_manifest
-from duoka.units import Amount, Every, format_count, parse_every
+from duoka.units import Amount, Every, format_count, parse_amount, parse_every
 
 if TYPE_CHECKING:
     from duoka.data.feed import Feed
@@ -37,6 +38,14 @@ class RunSettings:
     save_every: Every
     eval_every: Every
     check_every: int
+
+    def rate_of(self, step: int) -> float:
+        """The learning rate of an optimizer step, the first of which is 1."""
+        return learning_rate(self.config.optim, step, self.total_steps) * self.batch_factor
+
+    @property
+    def batch_factor(self) -> float:
+        return batch_factor(self.config.optim, parse_amount(self.config.train.global_batch))
 
 
 def build_settings(config: RunConfig, feed: Feed, state: TrainState) -> RunSettings:
@@ -120,6 +129,7 @@ def banner(
     prepared: PreparedData,
     run: RunFolder,
     parameters: tuple[int, int],
+    optimizer: str,
     resumed: str,
 ) -> list[str]:
     """The run in eight lines."""
@@ -140,9 +150,8 @@ def banner(
         f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}; "
         f"{plan.reasons.get('train.precision', layout.precision)}",
         f"  memory      {plan.memory_sentence()}",
-        f"  steps       {settings.total_steps:,}{per_epoch}, {config.optim.name} "
-        f"lr {config.optim.lr:g}, {config.optim.schedule}, {warm}; saved every {settings.save_every}, "
-        f"newest {config.checkpoint.keep} kept",
+        f"  steps       {settings.total_steps:,}{per_epoch}, {optimizer}, {config.optim.schedule}, {warm}; "
+        f"saved every {settings.save_every}, newest {config.checkpoint.keep} kept",
         f"  watch       {watch}",
     ]
 

@@ -18,6 +18,7 @@ from duoka.optim.clip import clip_gradients
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.ddp import DdpExchange
 from duoka.parallel.ledger import LEDGER, Traffic
+from duoka.parallel.matrices import OwnedExchange
 from duoka.parallel.precision import compute_in
 from duoka.parallel.sharded import ShardedExchange
 from duoka.parallel.world import World
@@ -133,7 +134,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _take_part(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World) -> bool:
     """Stand in for the pass that ran out, with one token, so that the others' exchange finds this rank there."""
-    if isinstance(parallel.exchange, ShardedExchange):
+    if isinstance(parallel.exchange, ShardedExchange | OwnedExchange):
         return False  # it stopped between two gathers of layers, and nothing brings it to the others' place
     if not isinstance(parallel.exchange, DdpExchange):
         return True
@@ -204,7 +205,7 @@ def optimizer_step(
     started, waited = time.perf_counter(), LEDGER.waited_s
     if not shortage:
         scaler.unscale_(optimizer)
-    norm = float(clip_gradients(parallel.named_trainable().values(), clip))
+    norm = float(clip_gradients(parallel.named_trainable().values(), clip, parallel.spread_of))
     own = 0.0 if isinstance(outcome, Shortage) else outcome
     loss_sum, num_short, *wished = world.sum([own, float(shortage is not None), *wishes()])
     result = StepResult(loss_sum, norm, wished, times, is_short=num_short > 0, shortage=shortage)

@@ -52,7 +52,9 @@ def _figures(plan: Plan) -> list[str]:
         note = f"{costs.device_hours:,.1f} device-hours {money}"
         out.append(figure("The whole run", format_seconds(costs.total_s), note))
     else:
-        out.append(figure("Checkpoint", format_bytes(costs.checkpoint_bytes), f"{format_seconds(costs.checkpoint_s)}"))
+        out.append(
+            figure("Checkpoint", format_bytes(costs.checkpoint_bytes), f"{format_seconds(costs.checkpoint_s)} to write")
+        )
     return out
 
 

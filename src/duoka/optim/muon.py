@@ -1,0 +1,130 @@
+"""Muon for matrices and AdamW for the rest, as one optimizer.
+
+Muon moves a matrix along the orthogonal matrix nearest to its gradient's running mean (Newton-Schulz, five steps).
+That needs whole matrices: `Sharing` brings them to their owners and takes the results back (parallel/matrices.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from duoka.optim.host import local_part
+from duoka.optim.owners import Bucket, share_matrices
+
+# The quintic that pushes all singular values towards 1, fast rather than exactly.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NUM_STEPS = 5
+
+
+class Sharing(Protocol):
+    """How matrices lie over ranks. Buckets name places in the list of matrices that the optimizer was given."""
+
+    buckets: Sequence[Bucket]
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps state of the matrix, or of a part of it."""
+
+    def to_owners(self, bucket: Bucket, parts: list[torch.Tensor]) -> torch.Tensor:
+        """This rank's own matrices, whole (num_own, rows, columns), from the parts that every rank holds."""
+
+    def from_owners(self, bucket: Bucket, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The way back."""
+
+    def publish(self) -> None:
+        """After a step: give new weights to those who hold copies."""
+
+
+class WholeMatrices:
+    """Every rank has every matrix and its whole gradient: nothing travels (one process, DP, DDP)."""
+
+    def __init__(self, matrices: Sequence[torch.Tensor]) -> None:
+        self.buckets = share_matrices([(m.shape[0], m.shape[1]) for m in matrices], 1)
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        return True
+
+    def to_owners(self, bucket: Bucket, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(parts)
+
+    def from_owners(self, bucket: Bucket, whole: torch.Tensor) -> list[torch.Tensor]:
+        return list(whole.unbind())
+
+    def publish(self) -> None:
+        pass
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """Groups with `kind: muon` learn by Muon, the others by the parent class; state and groups are one."""
+
+    def __init__(self, groups: list[dict[str, Any]], sharing: Sharing, *, momentum: float, **adamw: Any) -> None:
+        super().__init__(groups, **adamw)
+        self.sharing = sharing
+        self.momentum = momentum
+        self.matrices = [p for group in self.param_groups if group["kind"] == "muon" for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        all_groups = self.param_groups
+        self.param_groups = [group for group in all_groups if group["kind"] != "muon"]
+        try:
+            super().step()
+        finally:
+            self.param_groups = all_groups
+        settings = {id(p): g for g in all_groups if g["kind"] == "muon" for p in g["params"]}
+        for bucket in self.sharing.buckets:
+            self._step_bucket(bucket, settings)
+        self.sharing.publish()
+
+    def _step_bucket(self, bucket: Bucket, settings: dict[int, dict[str, Any]]) -> None:
+        matrices = [self.matrices[place] for place in bucket.members]
+        held = [m for m in matrices if self.sharing.holds(m)]
+        if held and all(m.grad is None for m in held):
+            return  # unused, on every rank alike
+        rows, columns = bucket.shape
+        moves = self.sharing.from_owners(
+            bucket, orthogonalise(self.sharing.to_owners(bucket, [self._blend(m) for m in held]))
+        )
+        for matrix, move in zip(held, moves, strict=True):
+            if matrix.grad is None:
+                continue
+            group = settings[id(matrix)]
+            own = local_part(matrix)
+            own.mul_(1 - group["lr"] * group["weight_decay"])
+            own.add_(move.to(own.dtype), alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
+
+    def _blend(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Nesterov's look ahead: the gradient leaning towards its running mean."""
+        if not self.state[matrix]:
+            self.state[matrix] = self.fresh_state(matrix)
+        if matrix.grad is None:
+            return torch.zeros_like(local_part(matrix))
+        gradient = local_part(matrix.grad)
+        mean = local_part(self.state[matrix]["momentum"])
+        mean.lerp_(gradient, 1 - self.momentum)
+        return gradient.lerp(mean, self.momentum)
+
+    def fresh_state(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        """State of a matrix before its first step; {} on ranks that keep none of it."""
+        return {"momentum": torch.zeros_like(matrix)} if self.sharing.holds(matrix) else {}
+
+
+def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
+    """The nearest matrices with singular values about 1, of a stack (number, rows, columns).
+
+    In bf16 on a GPU, where that is fast and known to be enough; in fp32 on a CPU, so that splits agree closely.
+    """
+    if not matrices.numel():
+        return matrices
+    a, b, c = NEWTON_SCHULZ
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(NUM_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrices.dtype)

@@ -1,0 +1,44 @@
+"""What a parameter is for in a transformer, which decides its rate and, under Muon, who trains it.
+
+The roles: `matrix` (two dimensions, inside a layer), `embedding`, `head` (of its own), `vector` (norms, biases and all
+else). Found by where a parameter hangs in the model, not by its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+
+Role = Literal["matrix", "embedding", "head", "vector"]
+PLURALS = {"matrix": "matrices", "embedding": "embeddings", "head": "head", "vector": "vectors"}
+
+
+def assign_roles(model: torch.nn.Module, core: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> dict[str, Role]:
+    """The role of every parameter of `model` by name; `core` is the transformer in it, `layers` are its blocks."""
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    embedding = _parameters_of(core, "get_input_embeddings")
+    head = _parameters_of(core, "get_output_embeddings") - embedding
+    roles: dict[str, Role] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in embedding:
+            roles[name] = "embedding"
+        elif id(parameter) in head:
+            roles[name] = "head" if parameter.ndim >= 2 else "vector"
+        else:
+            roles[name] = "matrix" if parameter.ndim == 2 and id(parameter) in inside else "vector"
+    return roles
+
+
+def describe_roles(named: Mapping[str, torch.nn.Parameter], roles: Mapping[str, Role]) -> str:
+    """As in "84 matrices, 1 embedding, 61 vectors"."""
+    counts = Counter(roles[name] for name in named)
+    return ", ".join(f"{n:,} {PLURALS[role] if n > 1 else role}" for role, n in counts.most_common())
+
+
+def _parameters_of(core: torch.nn.Module, getter: str) -> set[int]:
+    find = getattr(core, getter, None)
+    module = find() if callable(find) else None
+    return {id(p) for p in module.parameters()} if isinstance(module, torch.nn.Module) else set()

@@ -1,0 +1,226 @@
+"""Every optimizer learns the same on any number of processes: against textbook forms that share no code with ours."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from textbook import textbook
+from tiny import write_conversations, write_tiny_model
+from transformers import AutoModelForCausalLM
+from worlds import run_world, train_all
+
+STEPS, LR, REST, DECAY, CLIP = 25, 0.02, 3e-3, 0.1, 0.5
+OPTIM = {
+    "muon": f"{{name: muon, lr: {LR}, adamw_lr: {REST}, embedding_lr: 0.01, weight_decay: {DECAY}, clip: {CLIP}}}",
+    "lamb": f"{{name: lamb, lr: {LR}, weight_decay: {DECAY}, clip: {CLIP}}}",
+    "lars": f"{{name: lars, lr: 2.0, momentum: 0.9, weight_decay: {DECAY}, clip: {CLIP}}}",
+    "adafactor": f"{{name: adafactor, lr: {LR}, weight_decay: {DECAY}, clip: {CLIP}}}",
+    "adamw": f"{{name: adamw, lr: {REST}, weight_decay: {DECAY}, clip: {CLIP}}}",
+}
+CASES = {
+    1: [("single", name) for name in OPTIM],
+    2: [("ddp", "muon"), ("zero1", "muon"), ("zero2", "muon"), ("fsdp", "muon"), ("fsdp", "lamb"), ("zero1", "lars"),
+        ("ddp", "adafactor")],
+    3: [("zero1", "muon"), ("fsdp", "muon")],
+    4: [("zero1", "muon"), ("zero2", "muon"), ("fsdp", "muon"), ("hsdp", "lars"), ("zero1", "adamw")],
+}  # fmt: skip
+
+pytestmark = pytest.mark.timeout(400)
+
+YAML = """
+model: {model}
+data: {{train: [{data}]}}
+optim: {optim}
+train: {{precision: fp32}}
+parallel: {{strategy: {strategy}{pairs}}}
+output: {folder}/out
+"""
+
+
+def rate(step):
+    """A rate that changes: up for five steps, down after it."""
+    return min(step / 5, (STEPS + 5 - step) / STEPS)
+
+
+def micro_batches(step):
+    """Two passes a step: what each of 12 rows of 16 tokens wants next; rank r of N learns from rows r, r + N, ..."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(3, 250, (12, 17), generator=generator) for _ in range(2)]
+
+
+def learn(model, folder, cases):
+    """Train each case in this world by duoka's own parts and leave weights, traffic and state bytes in `folder`."""
+    from duoka.config.load import load_config
+    from duoka.parallel.world import end_world, start_world
+
+    world = None
+    for strategy, name in cases:
+        config = load_config(Path(folder) / f"{strategy}-{name}.yaml").config
+        world = world or start_world(config.parallel)
+        facts, weights = learn_one(model, config, world, strategy)
+        stem = f"{folder}/{strategy}-{name}-{world.size}-{world.rank}"
+        Path(f"{stem}.json").write_text(json.dumps(facts))
+        save_file({n: w.contiguous() for n, w in weights.items()}, f"{stem}.safetensors")
+    end_world(world)
+
+
+def build(model, config, world, strategy):
+    from duoka.model.build import LossModel, find_core, load_model
+    from duoka.optim.build import build_optimizer
+    from duoka.optim.roles import assign_roles
+    from duoka.parallel.apply import parallelize
+    from duoka.parallel.sharded import find_layers
+    from duoka.plan.layout import Layout
+    from duoka.units import parse_amount
+
+    shard = {"single": 1, "ddp": 1, "hsdp": 2}.get(strategy, world.size)
+    layout = Layout(
+        dp=world.size, strategy=strategy, precision="fp32", recompute="none", micro=parse_amount("1"),
+        packing=False, shard=shard,
+    )  # fmt: skip
+    lm = load_model(Path(model), dtype=torch.float32)
+    lm.requires_grad_(True)
+    core = find_core(lm)
+    roles = assign_roles(lm, core, find_layers(core))
+    matrices = {n for n, role in roles.items() if role == "matrix"} if config.optim.name == "muon" else ()
+    parallel = parallelize(LossModel(lm), layout, config.parallel, world, None, matrices)
+    named = parallel.named_trainable()
+    return parallel, named, build_optimizer(named, config.optim, roles=roles, sharing=parallel.share_matrices)
+
+
+def learn_one(model, config, world, strategy):
+    """(facts, whole weights) after all steps of one case."""
+    from duoka.optim.build import optimizer_tensors, set_learning_rate
+    from duoka.optim.clip import clip_gradients
+    from duoka.parallel.ledger import LEDGER
+
+    parallel, named, optimizer = build(model, config, world, strategy)
+    parallel.model.train()
+    for step in range(1, STEPS + 1):
+        set_learning_rate(optimizer, config.optim.lr * rate(step))
+        LEDGER.take()
+        passes = micro_batches(step)
+        for place, rows in enumerate(passes):
+            own = rows[world.rank :: world.size]
+            positions = torch.arange(16).expand(len(own), 16)
+            with parallel.exchange(place == len(passes) - 1):
+                loss, _ = parallel.model(input_ids=own[:, :-1], labels=own[:, 1:], position_ids=positions)
+                (loss / (2 * 12 * 16)).backward()
+        clip_gradients(named.values(), config.optim.clip, parallel.spread_of)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        traffic = LEDGER.take()
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in optimizer_tensors(optimizer, named).values()]
+    weights = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in named.items()}
+    facts = {
+        "state": sum(t.numel() * t.element_size() for t in local),
+        "sent": sum(one.sent_bytes for one in traffic.values()),
+        "parameters": sum(p.numel() for p in named.values()),
+    }
+    return facts, weights
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(folder of the initial model, facts and weights by (world size, strategy, optimizer))."""
+    folder = tmp_path_factory.mktemp("optimizers")
+    # 66 wide, 3 heads, 161 in the middle: nothing divides by 4; four layers: shapes come in fours and eights.
+    model = write_tiny_model(folder / "model", odd=True, tied=False)
+    data = write_conversations(folder / "chats.jsonl", 4, seed=1)
+    for size, cases in CASES.items():
+        for strategy, name in cases:
+            pairs = ", shard_ranks: 2" if strategy == "hsdp" else ""
+            text = YAML.format(model=model, data=data, optim=OPTIM[name], strategy=strategy, pairs=pairs, folder=folder)
+            (folder / f"{strategy}-{name}.yaml").write_text(text)
+        run_world(size, learn, str(model), str(folder), cases)
+    return folder, model
+
+
+def read(folder, size, strategy, name, rank=0):
+    stem = f"{folder}/{strategy}-{name}-{size}-{rank}"
+    return json.loads(Path(f"{stem}.json").read_text()), load_file(f"{stem}.safetensors")
+
+
+@pytest.mark.parametrize("name", OPTIM)
+def test_weights_after_25_steps_are_the_textbooks_at_any_world_size(runs, name):
+    folder, model = runs
+    wanted = textbook(model, name, micro_batches, rate, steps=STEPS, lr=LR, rest=REST, decay=DECAY, clip=CLIP)
+    start = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
+    moved = max(float((wanted[k] - start[k].detach()).norm() / start[k].detach().norm()) for k in wanted)
+    assert moved > 0.01, "the test would see nothing"
+    for size, cases in CASES.items():
+        for strategy, other in cases:
+            if other == name:
+                _, found = read(folder, size, strategy, name)
+                errors = {k: float((found[k] - wanted[k]).norm() / wanted[k].norm()) for k in wanted}
+                worst = max(errors, key=errors.get)
+                assert errors[worst] < 1e-5, f"{strategy} on {size}: {worst} is off by {errors[worst]:.2g}"
+
+
+def test_ranks_end_bit_equal(runs):
+    for size, cases in CASES.items():
+        for strategy, name in cases:
+            first = read(runs[0], size, strategy, name)[1]
+            for rank in range(1, size):
+                other = read(runs[0], size, strategy, name, rank)[1]
+                assert all(torch.equal(first[k], other[k]) for k in first), f"{strategy} {name} on {size}, rank {rank}"
+
+
+def test_state_is_shared_out(runs):
+    """Of Muon whole matrices have owners: the fullest rank is within one matrix of each shape of its share."""
+    whole = read(runs[0], 1, "single", "muon")[0]["state"]
+    for size, strategy in ((2, "zero1"), (3, "zero1"), (4, "zero2"), (4, "fsdp")):
+        states = [read(runs[0], size, strategy, "muon", rank)[0]["state"] for rank in range(size)]
+        assert sum(states) == pytest.approx(whole, rel=0.02), "nothing is kept twice"
+        assert max(states) < 1.15 * whole / size
+    adamw = read(runs[0], 1, "single", "adamw")[0]["state"]
+    assert max(read(runs[0], 4, "zero1", "adamw", rank)[0]["state"] for rank in range(4)) < 1.05 * adamw / 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_on_the_wire_are_the_theory(runs, size):
+    """Two passes: zero1 moves gradients once, zero2 twice; weights come back once. P is the model's bytes."""
+    for strategy, copies in (("zero1", 2), ("zero2", 3)):
+        sent = [read(runs[0], size, strategy, "muon", rank)[0]["sent"] for rank in range(size)]
+        whole = 4 * read(runs[0], size, strategy, "muon")[0]["parameters"]
+        theory = copies * whole * (size - 1) / size
+        # FSDP pads what does not divide; the rest is exact.
+        assert sum(sent) / size == pytest.approx(theory, rel=0.04), strategy
+
+
+RUN = """
+model: {model}
+data: {{train: [{data}], max_length: 256}}
+optim: {{name: muon, lr: 0.01, adamw_lr: 1.0e-3, weight_decay: 0.1, warmup: 2, lr_scaling: sqrt, lr_batch: 4}}
+train: {{epochs: 1, global_batch: 8, micro_batch: "200 tokens", precision: fp32}}
+checkpoint: {{every: 2, keep: 10}}
+log: {{to: []}}
+output: {folder}/out
+"""
+
+
+def test_muons_state_goes_from_owners_to_rows_and_back(tmp_path):
+    """Saved by owners on 4, gone on with rows on 2; the run of one process is the measure."""
+    model = write_tiny_model(tmp_path / "model")
+    data = write_conversations(tmp_path / "chats.jsonl", 40, seed=1)
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(RUN.format(model=model, data=data, folder=tmp_path))
+
+    def job(name, *overrides):
+        return str(yaml), list(overrides), str(tmp_path / name)
+
+    train_all([job("one")], 1)
+    train_all([job("four", "parallel.strategy=zero1")], 4)
+    for name, source, strategy in (("rows", "four", "fsdp"), ("owners", "rows", "zero2")):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        step = "step-00000002" if source == "four" else "step-00000004"
+        shutil.copytree(tmp_path / source / "checkpoints" / step, tmp_path / name / "checkpoints" / step)
+        train_all([job(name, f"parallel.strategy={strategy}")], 2)
+    wanted = load_file(tmp_path / "one" / "final" / "model.safetensors")
+    for name in ("four", "rows", "owners"):
+        found = load_file(tmp_path / name / "final" / "model.safetensors")
+        worst = max(float((found[k] - wanted[k]).norm() / wanted[k].norm()) for k in wanted)
+        assert worst < 1e-5, f"{name}: {worst:.2g}"

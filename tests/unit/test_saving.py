@@ -1,0 +1,128 @@
+"""When a run saves, and what it does when it cannot: the Saver, with a store of its own and nothing trained."""
+
+from types import SimpleNamespace
+
+import pytest
+from test_checkpoint import make_contents
+
+from duoka.config.schema import CheckpointConfig
+from duoka.errors import StorageError
+from duoka.parallel.world import World
+from duoka.plan.layout import Layout
+from duoka.runs.manifest import list_checkpoints, step_of
+from duoka.train import checkpoint
+from duoka.train.checkpoint import CheckpointStore
+from duoka.train.saving import Saver
+from duoka.units import parse_every
+
+
+class Record:
+    """What a run says."""
+
+    def __init__(self):
+        self.saved_steps, self.said = [], []
+
+    def saved(self, step, *facts):
+        self.saved_steps.append(step)
+
+    def event(self, type, **values):
+        pass
+
+    def say(self, text):
+        self.said.append(text)
+
+
+@pytest.fixture
+def start(tmp_path):
+    stores = []
+
+    def begin(**settings):
+        config = CheckpointConfig(**settings)
+        store = CheckpointStore(tmp_path, World(), Layout())
+        stores.append(store)
+        run = SimpleNamespace(
+            config=SimpleNamespace(checkpoint=config), save_every=parse_every(config.every), steps_per_epoch=10
+        )
+        return Saver(store, make_contents(1), run, Record(), World())
+
+    yield begin
+    for store in stores:
+        store.close()
+
+
+def walk(saver, step, *, last=False, stop=False):
+    saver.contents.state.step = step
+    failed = saver.has_failed()
+    saver.after_step(due=False, failed=failed, last=last, stop=stop, stopping=lambda: stop)
+
+
+def steps_there(saver):
+    return sorted(step_of(folder) for folder in list_checkpoints(saver.store.folder))
+
+
+def test_the_best_step_by_evaluation_is_saved_and_stays(start):
+    saver = start(every=100, keep=1, keep_best=True)
+    for step, loss in enumerate((3.0, 2.0, float("nan"), 2.5, 4.0), 1):
+        saver.contents.state.step = step
+        saver.evaluated(loss)
+        walk(saver, step, last=step == 5)
+    assert saver.record.saved_steps == [1, 2, 5]
+    assert steps_there(saver) == [2, 5], "the better of the evaluations, and the newest"
+    assert saver.contents.state.best_step == 2
+
+
+def test_without_keep_best_an_evaluation_saves_nothing(start):
+    saver = start(every=100)
+    saver.evaluated(1.0)
+    walk(saver, 1)
+    walk(saver, 2, last=True)
+    assert steps_there(saver) == [2]
+
+
+def fail_at(monkeypatch, *steps):
+    """The disk is full at these steps, and has room again after each."""
+    real = checkpoint.write_share
+    left = list(steps)
+
+    def write(path, chunks):
+        if left and f"{left[0]:08d}" in str(path):
+            left.pop(0)
+            raise OSError(28, "No space left on device")
+        return real(path, chunks)
+
+    monkeypatch.setattr(checkpoint, "write_share", write)
+
+
+def test_a_full_disk_stops_the_run_at_the_step_that_sees_it(start, monkeypatch):
+    saver = start(every=1)
+    fail_at(monkeypatch, 2)
+    walk(saver, 1)
+    walk(saver, 2)
+    with pytest.raises(StorageError, match="step 2 could not be written"):
+        for step in range(3, 1000):
+            walk(saver, step)
+    assert steps_there(saver)[0] == 1
+
+
+def test_skip_leaves_one_out_and_saves_the_next(start, monkeypatch):
+    saver = start(every=2, keep=9, on_error="skip")
+    fail_at(monkeypatch, 4)
+    for step in range(1, 9):
+        walk(saver, step, last=step == 8)
+    assert steps_there(saver) == [2, 6, 8]
+    assert [text for text in saver.record.said if "goes on without it" in text]
+
+
+def test_skip_does_not_pretend_that_a_stopped_run_was_saved(start, monkeypatch):
+    saver = start(every=100, on_error="skip")
+    fail_at(monkeypatch, 3)
+    with pytest.raises(StorageError):
+        walk(saver, 3, stop=True)
+
+
+def test_wait_saves_the_step_at_which_it_waited(start, monkeypatch):
+    saver = start(every=100, on_error="wait")
+    fail_at(monkeypatch, 3)
+    walk(saver, 3, last=True)
+    assert steps_there(saver) == [3]
+    assert len(saver.record.said) == 2
