@@ -28,7 +28,7 @@ model: {model}
 optim: {{lr: 5e-3, warmup: 0.1}}
 log: {{to: []}}
 output: {folder}/out
-checkpoint: {{every: 5, keep: 10}}
+checkpoint: {{every: {every}, keep: 10}}
 """
 CHATS = """
 data: {{train: [{folder}/chats.jsonl], max_length: 400}}
@@ -51,6 +51,8 @@ JOBS = {
     "rows": ("rows", []),
     "stream": ("stream", []),
 }
+# Three processes share nothing evenly; how they lay a batch out is seen with two and four.
+CASES = [(name, size) for size in SIZES for name in JOBS if size != 3 or name not in ("padded", "fixed")]
 
 
 def texts_of(number, count):
@@ -82,7 +84,7 @@ def folder(tmp_path_factory, tiny_model):
             for size in groups:
                 writer.write_table(pa.table({"text": list(itertools.islice(texts, size))}, schema=schema))
     for name, text in (("chats", CHATS), ("rows", ROWS), ("stream", STREAM)):
-        yaml = (YAML + text).format(model=tiny_model, folder=folder)
+        yaml = (YAML + text).format(model=tiny_model, folder=folder, every=5 if name == "stream" else 100)
         (folder / f"{name}.yaml").write_text(yaml, encoding="utf-8")
     return folder
 
@@ -128,7 +130,7 @@ def train_and_watch(folder, jobs):
 @pytest.fixture(scope="module")
 def runs(folder):
     for size in SIZES:
-        jobs = [(*job, f"{name}-{size}", "") for name, job in JOBS.items()]
+        jobs = [(*JOBS[name], f"{name}-{size}", "") for name, own in CASES if own == size]
         # A stream saved by 2 processes goes on with 3, and one saved by 1 with 1.
         again = {1: [("stream", [], "resumed-1", "stream-1")], 3: [("stream", [], "resumed-3", "stream-2")]}
         run_world(size, train_and_watch, folder, jobs + again.get(size, []))
@@ -159,8 +161,7 @@ def pairs_of(documents):
     return Counter(pair for ids in documents for pair in itertools.pairwise(ids))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("layout", ["packed", "padded", "fixed"])
+@pytest.mark.parametrize(("layout", "size"), [case for case in CASES if JOBS[case[0]][0] == "chats"])
 def test_the_loss_saw_each_answer_once_an_epoch(runs, tiny_model, layout, size):
     samples = read_samples(runs / "chats.jsonl", tiny_model)
     once = Counter(
@@ -215,8 +216,7 @@ def test_a_stream_reads_every_document_once_to_the_token(runs, size):
     assert [one["num_targets"] for one in events_of(run, "eval")] == [pairs_of(held_out).total()] * 2
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize(("name", "size"), [case for case in CASES if case[1] > 1])
 def test_losses_and_weights_are_those_of_one_process(runs, name, size):
     ours, alone = runs / f"{name}-{size}", runs / f"{name}-1"
     assert seen_in(ours) == seen_in(alone), "the same global batches"
@@ -254,7 +254,10 @@ def test_a_checkpoint_names_the_order_of_its_samples(runs):
     from duoka.data.epoch_plan import ORDER_VERSION
     from duoka.runs.manifest import read_manifest
 
-    orders = {name: {read_manifest(runs / f"{name}-{n}" / SAVED).data for n in SIZES} for name in ("packed", "stream")}
+    orders = {
+        name: {read_manifest(runs / f"{name}-{size}" / "checkpoints" / f"step-{last:08d}").data for size in SIZES}
+        for name, last in (("packed", 8), ("stream", STREAM_STEPS))
+    }
     assert all(len(one) == 1 for one in orders.values()), "the same at any world size"
     assert all(order.startswith(f"{ORDER_VERSION}/") for one in orders.values() for order in one)
     assert orders["packed"] != orders["stream"]

@@ -42,6 +42,7 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("warmup_steps", 20, {"warmup_ratio": 0.1}, "optim.warmup", 20),
     ("weight_decay", 0.1, {}, "optim.weight_decay", 0.1),
     ("max_grad_norm", 0.5, {}, "optim.clip", 0.5),
+    ("label_smoothing_factor", 0.1, {}, "train.label_smoothing", 0.1),
     ("adam_beta1", 0.8, {}, "optim.betas", (0.8, 0.999)),
     ("adam_beta2", 0.95, {}, "optim.betas", (0.9, 0.95)),
     ("adam_epsilon", 1e-6, {}, "optim.eps", 1e-6),

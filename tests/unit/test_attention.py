@@ -87,3 +87,32 @@ def test_windows_and_softcap_equal_a_dense_mask(window, softcap):
         scores = softcap * torch.tanh(scores / softcap)
     want = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value.repeat_interleave(2, 1)
     assert torch.allclose(ours.transpose(1, 2), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 4, 40])
+def test_one_launch_for_all_documents_is_asked_for_the_same(monkeypatch, window):
+    """The GPU's kernel is stood in for by a dense mask: what is checked is how it is called."""
+    import duoka.model.attention as room
+
+    def kernel(query, key, value, from_, to, longest, longest_too, *, scale, window_size, enable_gqa):
+        assert enable_gqa and longest == longest_too == 13 and torch.equal(from_, to)
+        place = torch.arange(20)
+        document = torch.bucketize(place, from_.long(), right=True)
+        behind, ahead = window_size
+        distance = place[:, None] - place[None, :]
+        seen = (document[:, None] == document[None, :]) & (distance >= -ahead)
+        if behind >= 0:
+            seen &= distance <= behind
+        heads = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+        return F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+    torch.manual_seed(0)
+    inputs = (torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8))
+    edges = torch.tensor([0, 7, 20], dtype=torch.int32)
+    options = {"cu_seq_lens_q": edges, "sliding_window": window, "scaling": 0.3}
+    want, _ = attend(torch.nn.Module(), *inputs, None, **options)
+    monkeypatch.setattr(room, "_find_varlen", lambda: kernel)
+    monkeypatch.setattr(room, "_has_kernel_for", lambda *_: True)
+    ours, _ = attend(torch.nn.Module(), *inputs, None, **options)
+    assert ours.shape == want.shape
+    assert torch.allclose(ours, want, atol=1e-6)

@@ -57,12 +57,14 @@ def measured_peak(lora, precision, recompute):
 
     from duoka.model.attention import register_attention
     from duoka.model.build import LossModel
+    from duoka.model.fused import apply_fused
     from duoka.model.lora import apply_lora
     from duoka.parallel.recompute import apply_recompute
 
     lm = LlamaForCausalLM(LlamaConfig(**FACTS, attn_implementation=register_attention()))
     if lora is not None:
         lm = apply_lora(lm.to(torch.bfloat16 if precision == "bf16" else torch.float32), lora)
+    apply_fused(lm, adapters=recompute != "selective")
     if recompute != "none":
         apply_recompute(lm, recompute)
     model = LossModel(lm.train())

@@ -241,6 +241,7 @@ class TrainConfig(Section):
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
     )
+    label_smoothing: Share = Field(0.0, description="Share of each target that all tokens get alike, in training.")
     rehearse: bool | Literal["auto"] = Field(
         "auto", description="Try the largest micro-batch before the first step; auto: on GPUs. Changes no result."
     )

@@ -2,12 +2,14 @@
 
 Packed rows carry their document boundaries through the model's keyword arguments (`cu_seq_lens_q`); each document
 attends to itself alone. Padded rows need no mask: padding stands to the right, where causal attention never looks.
-For training only: it knows no key-value cache.
+On CUDA in half precision all documents go in one launch. For training only: it knows no key-value cache.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
+import inspect
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -49,17 +51,90 @@ def attend(
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks are not supported by duoka's attention")
 
-    def one(start: int, end: int) -> torch.Tensor:
-        part = (query[:, :, start:end], key[:, :, start:end], value[:, :, start:end])
-        return _attend_document(*part, scaling, dropout, sliding_window, softcap)
-
+    how = (scaling, dropout, sliding_window, softcap)
     if cu_seq_lens_q is None:
-        out = one(0, query.shape[2])
-    else:
-        # One call per document: a quadratic cost of each document's length instead of the whole row's.
-        edges = cu_seq_lens_q.tolist()
-        out = torch.cat([one(start, end) for start, end in itertools.pairwise(edges)], dim=2)
-    return out.transpose(1, 2), None
+        return _attend_document(query, key, value, *how).transpose(1, 2), None
+    if _has_kernel_for(query, dropout, softcap):
+        return _attend_all_documents(query, key, value, cu_seq_lens_q, scaling, sliding_window), None
+    # One call per document: a quadratic cost of each document's length instead of the whole row's. Split, not sliced:
+    # the gradient of a slice is as large as the row.
+    lengths = cu_seq_lens_q.diff().tolist()
+    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([_attend_document(*one, *how).transpose(1, 2) for one in documents], dim=1), None
+
+
+def _attend_all_documents(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    edges: torch.Tensor,  # (documents + 1,) on the host
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """One packed row in one launch: (1, heads, tokens, head_dim) in, (1, tokens, heads, head_dim) out."""
+    varlen: Any = _find_varlen()
+    longest = int(edges.diff().max())
+    places = edges.to(query.device, torch.int32, non_blocking=True)
+    dtype = _dtype_of(query)
+    flat = [tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]  # (tokens, heads, dim)
+    # A window counts the token itself; the kernel counts what lies before it.
+    behind = -1 if window is None or window > longest else window - 1
+    out: torch.Tensor = varlen(
+        *flat, places, places, longest, longest, scale=scaling, window_size=(behind, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out[None]
+
+
+@functools.cache
+def _find_varlen() -> Any:
+    """torch's flash attention over documents of any length, where this torch has it as we call it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(known) else None
+
+
+def _has_kernel_for(query: torch.Tensor, dropout: float, softcap: float | None) -> bool:
+    if not query.is_cuda or query.shape[0] != 1 or dropout or softcap is not None or _find_varlen() is None:
+        return False
+    dtype = _dtype_of(query)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return _kernel_works(query.device, dtype, query.shape[-1])
+
+
+def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
+    """What attention computes in: rotary tables widen queries and keys, and autocast narrows them again."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+@functools.cache
+def _kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Tried once beside one call per document: a GPU or a head size that the kernel does not serve goes without."""
+    # In a thread of its own: what a recomputed layer records of its operations must not hold those of a trial.
+    with ThreadPoolExecutor(1) as aside:
+        return aside.submit(_try_kernel, device, dtype, head_dim).result()
+
+
+def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 4, 24, head_dim), (1, 2, 24, head_dim), (1, 2, 24, head_dim))
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    parts = [tensor.split([7, 17], dim=2) for tensor in inputs]
+    try:
+        with torch.enable_grad():
+            ours = _attend_all_documents(*inputs, torch.tensor([0, 7, 24], dtype=torch.int32), None, None)
+            alone = [_attend_document(*one, None, 0.0, None, None).transpose(1, 2) for one in zip(*parts, strict=True)]
+            want = torch.cat(alone, dim=1)
+            pairs = [(ours, want)]
+            pairs += zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return all(torch.allclose(one.float(), two.float(), atol=0.03, rtol=0.03) for one, two in pairs)
 
 
 def _attend_document(

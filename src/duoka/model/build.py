@@ -20,8 +20,8 @@ from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.errors import ConfigError
 from duoka.model.attention import register_attention
 from duoka.model.freeze import apply_train_only
+from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
 from duoka.model.lora import apply_lora
-from duoka.model.loss import IGNORED, count_correct, sum_cross_entropy
 
 GATHERED_HEAD = "apply_gathered"
 
@@ -90,14 +90,6 @@ def load_adapter(base: torch.nn.Module, folder: Path) -> torch.nn.Module:
         return peft.PeftModel.from_pretrained(base, os.fspath(folder))
 
 
-def apply_head(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Head and loss in one: (summed loss, correct target tokens); the second is counted in eval mode only."""
-    loss = sum_cross_entropy(hidden, head.weight, labels)  # type: ignore[arg-type]
-    if head.training:
-        return loss, torch.zeros((), dtype=torch.long, device=loss.device)
-    return loss, count_correct(hidden, head.weight, labels)  # type: ignore[arg-type]
-
-
 def named_part(model: torch.nn.Module) -> torch.nn.Module:
     """The part whose names checkpoints use: the language model inside a LossModel, any other model as it is."""
     return model.lm if isinstance(model, LossModel) else model
@@ -113,10 +105,15 @@ def find_core(model: torch.nn.Module) -> torch.nn.Module:
 class LossModel(torch.nn.Module):
     """A causal language model that answers a micro-batch with the sum of its target tokens' losses."""
 
-    def __init__(self, lm: torch.nn.Module) -> None:
+    def __init__(self, lm: torch.nn.Module, smoothing: float = 0.0) -> None:
         super().__init__()
         self.lm = lm
-        self.has_plain_head = self._has_plain_head()
+        self.smoothing = smoothing
+        core: Any = self.core
+        find_head = getattr(core, "get_output_embeddings", None)
+        self.has_plain_head = find_head is not None and is_readable(find_head())
+        if self.has_plain_head:
+            self.bend = read_bend(core.config.get_text_config())
 
     def forward(
         self,
@@ -133,33 +130,18 @@ class LossModel(torch.nn.Module):
             boundaries = boundaries.cpu()
             options.update(cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries)
         if not self.has_plain_head:
-            return self._loss_from_logits(core(input_ids=input_ids, **options).logits, labels)
+            logits = core(input_ids=input_ids, **options).logits
+            return loss_from_logits(logits, labels, self.smoothing, self.training)
         hidden = core.get_decoder()(input_ids=input_ids, **options).last_hidden_state  # (rows, tokens, dim)
         head = core.get_output_embeddings()
         # A head that is sharded by itself has a form of this that gathers its weight around the call.
         gathered: Any = getattr(head, GATHERED_HEAD, None)
         answer: tuple[torch.Tensor, torch.Tensor]
-        answer = gathered(hidden, labels) if gathered else apply_head(head, hidden, labels)
+        how = (hidden, labels, self.bend, self.smoothing)
+        answer = gathered(*how) if gathered else apply_head(head, *how)
         return answer
 
     @property
     def core(self) -> torch.nn.Module:
         """The transformers model, inside its adapters when there are any."""
         return find_core(self)
-
-    def _has_plain_head(self) -> bool:
-        """True when logits = hidden @ weight.T, with nothing after it, so that the head can be fused into the loss."""
-        core: Any = self.core
-        if not hasattr(core, "get_output_embeddings"):
-            return False
-        head = core.get_output_embeddings()
-        config = core.config.get_text_config()
-        scaled = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-        bends = any(getattr(config, name, None) not in (None, 1, 1.0) for name in scaled)
-        return type(head) is torch.nn.Linear and head.bias is None and not bends
-
-    def _loss_from_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flat, targets = logits.flatten(0, -2).float(), labels.flatten()
-        loss = torch.nn.functional.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
-        correct = (flat.argmax(dim=-1) == targets).sum() if not self.training else targets.new_zeros(())
-        return loss, correct

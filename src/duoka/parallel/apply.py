@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from duoka.config.schema import ParallelConfig
 from duoka.model.build import LossModel, find_core, named_part
+from duoka.model.fused import apply_fused
 from duoka.model.shards import WeightSource
 from duoka.optim.muon import Sharing, WholeMatrices
 from duoka.optim.spread import Groups, spread_of
@@ -98,6 +99,9 @@ def parallelize(
 
     `matrices` names what the optimizer needs whole: under zero1 and zero2 each has a rank that owns it.
     """
+    if isinstance(bare, LossModel) and not layout.compile:
+        # Selective recompute keeps products as they are: adapters may not add to them in place.
+        apply_fused(bare.lm, adapters=layout.recompute != "selective")
     if layout.recompute != "none":
         apply_recompute(named_part(bare), layout.recompute)
     if layout.compile:

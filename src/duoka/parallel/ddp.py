@@ -7,6 +7,7 @@ undone here and nowhere else, by the communication hook. The hook also tells the
 # No postponed annotations here: DDP reads the hook's, and wants types, not strings.
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -74,16 +75,19 @@ def _sum_by_thin_matrices(
 
 def apply_ddp(model: torch.nn.Module, parallel: ParallelConfig, world: World) -> DistributedDataParallel:
     """Wrap the model; rank 0's weights go to all."""
-    replica = DistributedDataParallel(
-        model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        find_unused_parameters=parallel.find_unused_parameters,
-        gradient_as_bucket_view=parallel.bucket_view,
-        static_graph=parallel.static_graph,
-        bucket_cap_mb=parallel.bucket_mb,
-        # Only statistics gathered in training differ between ranks; tables of a model never do.
-        broadcast_buffers=any(isinstance(m, _NormBase) and m.track_running_stats for m in model.modules()),
-    )
+    with warnings.catch_warnings():
+        # Torch's new name for broadcast_buffers has no way yet to leave the first broadcast out.
+        warnings.simplefilter("ignore", FutureWarning)
+        replica = DistributedDataParallel(
+            model,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            find_unused_parameters=parallel.find_unused_parameters,
+            gradient_as_bucket_view=parallel.bucket_view,
+            static_graph=parallel.static_graph,
+            bucket_cap_mb=parallel.bucket_mb,
+            # Only statistics gathered in training differ between ranks; tables of a model never do.
+            broadcast_buffers=any(isinstance(m, _NormBase) and m.track_running_stats for m in model.modules()),
+        )
     power = None
     if parallel.compress == "powersgd":
         power = powerSGD_hook.PowerSGDState(

@@ -28,7 +28,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
-from duoka.model.build import GATHERED_HEAD, LossModel, apply_head, find_core, named_part
+from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part
+from duoka.model.head import apply_head
 from duoka.model.shards import WeightSource
 from duoka.parallel.fsdp_comm import count_traffic
 from duoka.parallel.world import World

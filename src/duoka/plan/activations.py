@@ -1,7 +1,7 @@
 """Bytes that a step keeps beside weights and state: activations by rule, the loss's logits, a layer's working space.
 
 Notation: h hidden size, kv key-value size, f feed-forward size, a heads, r rank of adapters, V vocabulary. The rules
-are exact counts of what autograd keeps for transformers' Llama with fused attention, measured; `memory.py` uses them.
+are exact counts of what autograd keeps for a Llama with fused parts and attention, measured; `memory.py` uses them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ActivationRule:
 
 
 _RULES: Mapping[tuple[bool, bool], ActivationRule] = {  # (adapters, half precision)
-    (False, False): ActivationRule(32, 8, 16),
-    (False, True): ActivationRule(30, 4, 8),
-    (True, False): ActivationRule(24, 8, 16, dropped_hidden=40, dropped_ffn=4, rank=4),
-    (True, True): ActivationRule(24, 4, 8, dropped_hidden=24, dropped_ffn=4, rank=2),
+    (False, False): ActivationRule(24, 8, 12),
+    (False, True): ActivationRule(22, 4, 6),
+    (True, False): ActivationRule(24, 8, 12, dropped_hidden=40, dropped_ffn=4, rank=4),
+    (True, True): ActivationRule(24, 4, 6, dropped_hidden=24, dropped_ffn=4, rank=2),
 }
 _NUM_HIDDEN_INPUTS = 6  # q, k, v, o, gate, up read a tensor of width h; down reads one of width f
 
@@ -79,8 +79,8 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, str]:
         total += size * shape.q_size  # documents' outputs are joined into one more tensor
         formula += f" + {size}h (packed)"
     if not shape.gated:
-        total -= rule.ffn / 2 * shape.intermediate_size  # one product and its activation, not two and their product
-        formula += " - half of f (no gate)"
+        total -= rule.ffn / 3 * shape.intermediate_size  # one product and its activation, not two and their product
+        formula += " - a third of f (no gate)"
     if shape.block_norms > 2 or shape.qk_norm:
         total += 12 * (shape.block_norms - 2) * shape.hidden_size
         total += 12 * (shape.q_size + shape.kv_size) * shape.qk_norm
@@ -123,15 +123,14 @@ def loss_bytes(work: Work, layout: Layout, share: Share, tokens: int) -> tuple[i
         return int(work.program.logits * tokens * shape.vocab_size / layout.tp), 0
     size = 2 if half else 4
     row_gradient = size * tokens * shape.hidden_size
-    if shape.bent_logits:
-        # The model's own logits, an fp32 copy, log-probabilities, and gradients of the two.
-        return tokens * shape.vocab_size * (size + 4 + 4 + 4), tokens * shape.vocab_size * (size + 4 + 4)
     chunk = min(4 * tokens * shape.vocab_size, LOSS_CHUNK_BYTES)
-    chunk += chunk // 2 if half else 0
+    # Beside the logits: their half-precision form, and a soft cap's slope.
+    chunk += (chunk // 2 if half else 0) + (chunk if shape.bent_logits else 0)
     if work.lora is not None:
         return chunk, 2 * row_gradient
     head = shape.vocab_size * shape.hidden_size // layout.tp
     # Untied and sharded, the head is gathered in half precision; else a half copy of fp32 weights is made.
     weight_copy = 2 * head if half and not (layout.is_sharded and not shape.tied) else 0
-    # The head's gradient is summed over chunks; each chunk's own product stands beside the sum.
-    return chunk + weight_copy + size * head, 2 * row_gradient + 4 * head
+    # The head's gradient is summed over chunks; in half precision each chunk's own product stands beside the sum.
+    product = 2 * head if half else 0
+    return chunk + weight_copy + product, 2 * row_gradient + 4 * head

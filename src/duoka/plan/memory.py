@@ -136,7 +136,7 @@ def _name_formulas(
     work: Work, layout: Layout, static: StaticMemory, activations: str, share: Share
 ) -> Mapping[str, str]:
     flight = f", {share.in_flight} micro-batches in the pipeline" if share.in_flight > 1 else ""
-    bent = work.shape.bent_logits or (work.program is not None and work.program.logits)
+    whole = work.program is not None and work.program.logits
     context = "CUDA context, NCCL" if work.device == "cuda" else "interpreter and libraries"
     return {
         "weights": static.formula,
@@ -145,7 +145,7 @@ def _name_formulas(
         "activations": f"{activations}, x {share.num_layers} layers{flight}",
         "gathered": "whole layers and ends that compute or are fetched, gradients on their way",
         "casts": "2P of the layers: autocast's half-precision copies",
-        "loss": "tokens x V: whole logits and their gradients" if bent else "logits in chunks, the head's gradient",
+        "loss": "tokens x V: whole logits and their gradients" if whole else "logits in chunks, the head's gradient",
         "working": "optimizer's temporaries" if static.host_bytes else "gradients of one layer's activations",
         "framework": f"{context}, a constant",
     }

@@ -66,7 +66,7 @@ class ModelShape:
     block_norms: int = 2
     qk_norm: bool = False
     gated: bool = True  # two products into the feed-forward layer, not one
-    bent_logits: bool = False  # scaled or soft-capped: the loss then needs all logits at once
+    bent_logits: bool = False  # scaled or soft-capped: the loss keeps a slope beside its logits
     exact: bool = True
     experts: Experts | None = None
     dense_linears: tuple[Linear, ...] = ()

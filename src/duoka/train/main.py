@@ -211,7 +211,8 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Parallelized
     roles = assign_roles(lm, core, find_layers(core))
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     matrices = whole if config.optim.name == "muon" else ()
-    return parallelize(LossModel(lm), plan.layout, config.parallel, world, source, matrices), roles
+    model = LossModel(lm, config.train.label_smoothing)
+    return parallelize(model, plan.layout, config.parallel, world, source, matrices), roles
 
 
 def _build_evaluation(

@@ -74,6 +74,7 @@ def _rows_of_training() -> list[Row]:
         *implemented("warmup_steps", "optim.warmup", to.warmup),
         *implemented("weight_decay", "optim.weight_decay"),
         *implemented("max_grad_norm", "optim.clip"),
+        *implemented("label_smoothing_factor", "train.label_smoothing"),
         *implemented("adam_beta1", "optim.betas", to.betas),
         *implemented("adam_beta2", "optim.betas", to.betas),
         *implemented("adam_epsilon", "optim.eps"),

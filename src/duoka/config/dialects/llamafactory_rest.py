@@ -137,7 +137,7 @@ def _refused_methods() -> list[Row]:
         *refused("AdamW is the optimizer that is there", "use_galore", "use_apollo", "use_badam", "use_adam_mini",
                  "use_muon", "optim_args", "adafactor"),
         *refused("the loss is plain cross-entropy", "use_dft_loss", "use_asft_loss", "use_eaft_loss",
-                 "label_smoothing_factor", "neftune_noise_alpha", "moe_aux_loss_coef", off=(0, 0.0)),
+                 "neftune_noise_alpha", "moe_aux_loss_coef", off=(0, 0.0)),
         *refused("quantised models are not trained", "quantization_bit", "export_quantization_bit", "fp8"),
         *refused("the model's architecture is taken as it is", "mixture_of_depths", "rope_scaling", "shift_attn",
                  "upcast_layernorm", "upcast_lmhead_output", "train_from_scratch", "freeze_language_model",

@@ -1,0 +1,284 @@
+"""What fine-tuning costs: duoka beside transformers' Trainer, TRL and LLaMA-Factory, on the same conversations.
+
+    python benchmarks/sft.py --out benchmarks/sft.json [--peers PYTHON] [--llamafactory PYTHON] [--cases ...]
+
+`--peers` is the interpreter of an environment with transformers, trl, peft and datasets; `--llamafactory` that of one
+with LLaMA-Factory. A tool without one is left out. All cases run in turns, one at a time; each is watched from outside:
+CPU time of its whole process tree, its largest process's peak memory, and a line per optimizer step that it writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+PEERS = Path(__file__).with_name("sft_peers.py")
+NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
+TOOLS = ("duoka", "trainer", "trl", "llamafactory")
+LOOK_EVERY_S = 0.05
+WORDS = (
+    "the of and to in is that it for as was on with his he be by at are this have from or an they which one you model "
+    "data train time people water music year city number house river story paper"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    tool: str
+    method: str  # full, lora
+    precision: str  # fp32, bf16
+    layout: str  # padded: a peer's defaults; packed: a peer tuned
+    processes: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.tool} {self.method} {self.precision} {self.layout} {self.processes}p"
+
+
+@dataclass
+class Watched:
+    """One run, from outside. Steps are (CPU seconds of the tree, wall seconds, real tokens) at each step's end."""
+
+    steps: list[tuple[float, float, int]] = field(default_factory=list)
+    peak_bytes: int = 0
+    error: str = ""
+
+    def numbers(self) -> dict[str, Any]:
+        if self.error or not self.steps:
+            return {"error": self.error or "no step"}
+        first, last = self.steps[0], self.steps[-1]
+        tokens = sum(step[2] for step in self.steps[1:])
+        return {
+            "first_step_cpu_s": round(first[0], 2), "first_step_wall_s": round(first[1], 2),
+            "num_steps_measured": len(self.steps) - 1, "num_tokens": tokens,
+            "tokens_per_cpu_s": round(tokens / (last[0] - first[0]), 2) if tokens else None,
+            "tokens_per_wall_s": round(tokens / (last[1] - first[1]), 2) if tokens else None,
+            "peak_bytes": self.peak_bytes,
+        }  # fmt: skip
+
+
+class Tree:
+    """A process and all that descends from it."""
+
+    def __init__(self, pid: int) -> None:
+        self.root = psutil.Process(pid)
+        self.cpu_s: dict[int, float] = {}
+        self.peak_bytes = 0
+
+    def look(self) -> float:
+        """CPU seconds so far, those of processes that have ended included."""
+        with contextlib.suppress(psutil.Error):
+            for process in [self.root, *self.root.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error, OSError, StopIteration):
+                    times = process.cpu_times()
+                    self.cpu_s[process.pid] = times.user + times.system
+                    status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                    high = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+                    self.peak_bytes = max(self.peak_bytes, high)
+        return sum(self.cpu_s.values())
+
+    def end(self) -> None:
+        with contextlib.suppress(psutil.Error):
+            family = [self.root, *self.root.children(recursive=True)]
+            for sign in (signal.SIGTERM, signal.SIGKILL):
+                for process in family:
+                    with contextlib.suppress(psutil.Error):
+                        process.send_signal(sign)
+                psutil.wait_procs(family, timeout=5)
+
+
+def write_chats(path: Path, seed: int = 0) -> None:
+    """Conversations like alpaca's: one to four turns, 45 to 2010 tokens, a median of about 350."""
+    dice = np.random.default_rng(seed)
+    words = WORDS.split()
+    with path.open("w", encoding="utf-8") as file:
+        for length in np.clip(dice.lognormal(5.85, 0.7, NUM_CHATS), 45, 2010).astype(int):
+            turns = int(dice.integers(1, 5)) if length > 200 else 1
+            free = max(8, int(length) - 24 - 10 * turns)  # the template's own tokens
+            messages = []
+            for _ in range(turns):
+                asked = int(dice.uniform(0.15, 0.45) * free / turns)
+                for role, count in (("user", asked), ("assistant", free // turns - asked)):
+                    messages.append({"role": role, "content": " ".join(dice.choice(words, max(2, count)))})
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def duoka_command(case: Case, folder: Path, data: Path, steps: int, accumulation: int) -> tuple[list[str], list[Path]]:
+    packed = case.layout == "packed"
+    config = {
+        "model": "demo", "stage": "sft",
+        "data": {"train": [{"name": str(data)}], "max_length": MAX_LENGTH, "packing": packed},
+        "optim": {"lr": 2e-5},
+        "train": {
+            "global_batch": ROWS * accumulation * case.processes, "precision": case.precision, "max_steps": steps + 1,
+            "micro_batch": f"{ROWS * MAX_LENGTH} tokens" if packed else ROWS, "recompute": "none", "seed": 0,
+        },
+        "output": str(folder / "run"),
+    }  # fmt: skip
+    if case.method == "lora":
+        config["lora"] = {"rank": 8, "alpha": 16, "dropout": 0}
+    (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
+    command = [sys.executable, "-m", "duoka", "train", str(folder / "run.yaml"), "--nproc", str(case.processes)]
+    return command, [folder / "run" / "events" / "run.jsonl"]
+
+
+def peer_command(
+    case: Case, python: str, folder: Path, data: Path, model: str, steps: int, accumulation: int
+) -> tuple[list[str], list[Path]]:
+    facts = {
+        "tool": case.tool, "model": model, "data": str(data), "steps": steps + 1, "method": case.method,
+        "precision": case.precision, "packed": case.layout == "packed", "max_length": MAX_LENGTH, "rows": ROWS,
+        "accumulation": accumulation, "progress": str(folder / "progress"), "work": str(folder / "work"),
+    }  # fmt: skip
+    (folder / "case.json").write_text(json.dumps(facts), encoding="utf-8")
+    start = [python]
+    if case.processes > 1:
+        start = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.processes}"]
+    logs = [folder / f"progress.{rank}" for rank in range(case.processes)]
+    return [*start, str(PEERS), str(folder / "case.json")], logs
+
+
+def read_steps(logs: list[Path]) -> list[int]:
+    """Real tokens of each step that all logs have."""
+    columns = []
+    for log in logs:
+        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+        found = []
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):  # a line that is being written
+                event = json.loads(line)
+                if event.get("type", "step") == "step":
+                    found.append(int(event["num_tokens"]))
+        columns.append(found)
+    return [sum(step) for step in zip(*columns, strict=False)]
+
+
+def watch(command: list[str], logs: list[Path], folder: Path, steps: int, limit_s: float) -> Watched:
+    """Run until `steps` steps are done, then end it: what it writes afterwards is not the question."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "DUOKA_CACHE": str(folder / "cache"), "HF_HOME": str(folder / "hf")}
+    seen, started = Watched(), time.monotonic()
+    with (folder / "out.log").open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        tree = Tree(process.pid)
+        while len(seen.steps) < steps:
+            ended = process.poll() is not None
+            cpu_s, wall_s = tree.look(), time.monotonic() - started
+            for tokens in read_steps(logs)[len(seen.steps) :]:
+                seen.steps.append((cpu_s, wall_s, tokens))
+            if ended or wall_s > limit_s:
+                break
+            time.sleep(LOOK_EVERY_S)
+        tree.end()
+    seen.peak_bytes = tree.peak_bytes
+    if len(seen.steps) < 2:
+        last = (folder / "out.log").read_text(errors="replace").strip().splitlines()
+        seen.error = f"{len(seen.steps)} steps in {limit_s:.0f} s; last line: {last[-1][:200] if last else ''}"
+    return seen
+
+
+def measure(case: Case, python: str, data: Path, model: str, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if case.tool == "duoka":
+            # The demo's weights are unpacked once by a user's first run: every peer is given a folder as well.
+            (folder / "cache").mkdir()
+            for item in Path(os.environ["DUOKA_CACHE"]).iterdir():
+                (folder / "cache" / item.name).symlink_to(item)
+            command, logs = duoka_command(case, folder, data, options.steps, options.accumulation)
+        else:
+            command, logs = peer_command(case, python, folder, data, model, options.steps, options.accumulation)
+        load = os.getloadavg()[0]
+        seen = watch(command, logs, folder, options.steps, options.limit_s)
+        return {**asdict(case), **seen.numbers(), "load_at_start": round(load, 1)}
+
+
+def choose_cases(options: argparse.Namespace) -> list[Case]:
+    """Tools innermost: cases that are compared lie beside each other in time."""
+    pythons = {"duoka": sys.executable, "trainer": options.peers, "trl": options.peers}
+    pythons["llamafactory"] = options.llamafactory
+    lists = (options.processes, options.precisions, options.methods, options.layouts, options.tools)
+    return [
+        Case(tool, method, precision, layout, processes)
+        for processes, precision, method, layout, tool in itertools.product(*lists)
+        if pythons[tool]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--peers", help="interpreter with transformers, trl, peft, datasets")
+    parser.add_argument("--llamafactory", help="interpreter with LLaMA-Factory")
+    parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
+    parser.add_argument("--methods", nargs="+", default=["full", "lora"])
+    parser.add_argument("--precisions", nargs="+", default=["fp32"])
+    parser.add_argument("--layouts", nargs="+", default=["padded", "packed"])
+    parser.add_argument("--processes", nargs="+", type=int, default=[1])
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps, the first of which is start-up")
+    parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=240.0)
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as name:
+        os.environ.setdefault("DUOKA_CACHE", str(Path(name) / "cache"))
+        Path(os.environ["DUOKA_CACHE"]).mkdir(exist_ok=True)
+        from duoka.config.schema import ModelConfig
+        from duoka.model.source import model_folder
+
+        model = str(model_folder(ModelConfig(name="demo"), Path()))
+        data = Path(name) / "chats.jsonl"
+        write_chats(data)
+        results = []
+        for case in choose_cases(options):
+            python = options.llamafactory if case.tool == "llamafactory" else options.peers
+            results.append(measure(case, python or "", data, model, options))
+            print(case.name, {k: v for k, v in results[-1].items() if k not in asdict(case)}, flush=True)
+            write(options, results)
+
+
+def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    """After every case, so that a run that is cut short leaves what it measured."""
+    machine = {
+        "processor": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)),
+        "threads_per_process": int(os.environ["OMP_NUM_THREADS"]), "python": platform.python_version(),
+    }  # fmt: skip
+    versions = {"duoka": package_versions(sys.executable, ("torch", "transformers", "peft"))}
+    if options.peers:
+        versions["trainer, trl"] = package_versions(options.peers, ("torch", "transformers", "trl", "peft"))
+    if options.llamafactory:
+        names = ("torch", "transformers", "trl", "llamafactory")
+        versions["llamafactory"] = package_versions(options.llamafactory, names)
+    work = {
+        "model": "SmolLM2-135M-Instruct", "conversations": NUM_CHATS, "max_length": MAX_LENGTH,
+        "rows_per_process": ROWS, "accumulation": options.accumulation, "steps": options.steps,
+        "measured": "CPU of the process tree from the end of the first step to the end of the last; wall likewise",
+    }  # fmt: skip
+    text = json.dumps({"machine": machine, "versions": versions, "work": work, "results": results}, indent=1)
+    options.out.write_text(text + "\n", encoding="utf-8")
+
+
+def package_versions(python: str, names: tuple[str, ...]) -> dict[str, str]:
+    if python == sys.executable:
+        return {name: version(name) for name in names}
+    code = f"import json,importlib.metadata as m;print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
+    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Parts of a transformer with fewer passes over memory, and with less kept for the backward pass, than written plainly.
+
+`apply_fused` looks for norms, gated MLPs and adapters, tries each kind beside the model's own code on random numbers,
+and replaces those that answer the same. What it does not recognise stays as it is. Not for torch.compile, which fuses.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from duoka.model.head import plain_adapter
+
+CLOSE = 1e-5
+
+
+def apply_fused(lm: torch.nn.Module, *, adapters: bool) -> int:
+    """Replace what can be replaced, in place; returns how many modules. `adapters` works in place on products."""
+    find_head = getattr(lm, "get_output_embeddings", None)
+    head = find_head() if find_head else None
+    count = 0
+    for module in lm.modules():
+        kind = None if module is head else _find_kind(module, adapters)
+        if kind is not None:
+            # A class, not a method of this object: replicas that torch makes of it must not call the original.
+            module.__class__ = _with_forward(type(module), kind)
+            count += 1
+    return count
+
+
+def _find_kind(module: torch.nn.Module, adapters: bool) -> Any:
+    if hasattr(module, "variance_epsilon") and hasattr(module, "weight"):
+        return _forward_norm if _is_rms_norm(type(module)) else None
+    if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        return _forward_gated if _is_gated_silu(type(module), type(module.act_fn)) else None
+    if adapters and hasattr(module, "lora_A"):
+        return _forward_adapted if _is_frozen_with_adapter(module) else None
+    return None
+
+
+@functools.cache
+def _with_forward(kind: type, forward: Any) -> type:
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward})
+
+
+# --- RMS norm: x * weight / rms(x) ---
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        dim = x.shape[-1]
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(dim).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, weight, inverse = ctx.saved_tensors
+        dim = x.shape[-1]
+        both = (grad * x).view(-1, dim)
+        flat = inverse.view(-1, 1)
+        weight_grad = (both.t() @ flat).squeeze(1) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, weight_grad, None
+        # d x = (g w) / rms - x * (g . x w) / (dim rms^3)
+        along = (both @ weight)[:, None].mul_(flat.pow(3)).div_(-dim).view_as(inverse)
+        x_grad = torch.mul(grad, weight).mul_(inverse).addcmul_(x, along)
+        return x_grad, weight_grad, None
+
+
+def _forward_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    weight = self.weight
+    if hidden_states.dtype != weight.dtype:
+        return super(type(self), self).forward(hidden_states)  # type: ignore[misc, no-any-return]
+    if hidden_states.is_cuda:
+        return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+    if hidden_states.dtype not in (torch.float32, torch.float64):
+        return super(type(self), self).forward(hidden_states)  # type: ignore[misc, no-any-return]
+    answer: torch.Tensor = _RmsNorm.apply(hidden_states, weight, self.variance_epsilon)
+    return answer
+
+
+@functools.cache
+def _is_rms_norm(kind: type) -> bool:
+    stub = SimpleNamespace(weight=_draw(8), variance_epsilon=1e-3)
+    return _answers_alike(kind, stub, _draw(3, 8), lambda x: _RmsNorm.apply(x, stub.weight, 1e-3))
+
+
+# --- gated MLP: down(silu(gate(x)) * up(x)) ---
+
+
+class _SiluTimes(torch.autograd.Function):
+    """silu(gate) * up, which keeps the two and computes silu again: a quarter less memory for the MLP."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        gate_grad = grad * up
+        torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
+        return gate_grad, F.silu(gate).mul_(grad)
+
+
+def _forward_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+    answer: torch.Tensor = self.down_proj(_SiluTimes.apply(self.gate_proj(x), self.up_proj(x)))
+    return answer
+
+
+@functools.cache
+def _is_gated_silu(kind: type, activation: type) -> bool:
+    gate, up, down = _draw(8, 12), _draw(8, 12), _draw(12, 8)
+    try:
+        act = activation()
+    except TypeError:
+        return False
+    stub = SimpleNamespace(
+        gate_proj=lambda x: x @ gate, up_proj=lambda x: x @ up, down_proj=lambda x: x @ down, act_fn=act
+    )
+    return _answers_alike(kind, stub, _draw(3, 8), lambda x: _forward_gated(stub, x))
+
+
+def _draw(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(*shape, generator=generator)
+
+
+def _answers_alike(kind: type, stub: Any, x: torch.Tensor, ours: Any) -> bool:
+    """Does the class's own forward, on an object with nothing but what we know of, give what ours gives?"""
+    try:
+        want = kind.forward(stub, x)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, RuntimeError):
+        return False  # it reads something that we do not know of
+    return isinstance(want, torch.Tensor) and torch.allclose(ours(x), want, rtol=CLOSE, atol=CLOSE)
+
+
+# --- adapters beside a frozen layer: x W + scale (x A) B ---
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """The small products are added inside the large ones' results: no pass over memory of their own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, down: torch.Tensor,
+        up: torch.Tensor, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        flat = x.reshape(-1, x.shape[-1])
+        with torch.autocast(x.device.type, enabled=False):
+            out = F.linear(flat, weight, bias)
+            low = flat @ down.t()
+            out.addmm_(low, up.t(), alpha=scale)
+        ctx.save_for_backward(flat, weight, down, up, low)
+        ctx.scale = scale
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        flat, weight, down, up, low = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        with torch.autocast(grad.device.type, enabled=False):
+            low_grad = (rows @ up).mul_(ctx.scale)
+            x_grad = None
+            if ctx.needs_input_grad[0]:
+                x_grad = (rows @ weight).addmm_(low_grad, down).view(*grad.shape[:-1], -1)
+            down_grad = low_grad.t() @ flat if ctx.needs_input_grad[3] else None
+            up_grad = (rows.t() @ low).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
+        return x_grad, None, None, down_grad, up_grad, None
+
+
+def _forward_adapted(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    name = self.active_adapters[0]
+    if args or kwargs or self.disable_adapters or self.merged or not isinstance(self.lora_dropout[name], _NO_DROPOUT):
+        return super(type(self), self).forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
+    base = self.base_layer
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else base.weight.dtype
+    bias = None if base.bias is None else base.bias.to(dtype)
+    answer: torch.Tensor = _AdaptedProduct.apply(
+        x.to(dtype), base.weight.to(dtype), bias, self.lora_A[name].weight.to(dtype),
+        self.lora_B[name].weight.to(dtype), self.scaling[name],
+    )  # fmt: skip
+    return answer
+
+
+_NO_DROPOUT = torch.nn.Identity
+
+
+def _is_frozen_with_adapter(module: Any) -> bool:
+    name = plain_adapter(module)
+    if name is None or type(module.base_layer) is not torch.nn.Linear:
+        return False
+    frozen = not any(p.requires_grad for p in module.base_layer.parameters())
+    return frozen and isinstance(module.lora_dropout[name], _NO_DROPOUT)

@@ -1,0 +1,73 @@
+"""Which heads the fused loss can read in place of calling them, and how it reads them.
+
+A head is readable when logits = bend(hidden @ weight.T + bias + adapter); all others answer with their own logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from duoka.model.loss import IGNORED, Bend, LowRank, sum_cross_entropy
+
+# What families call a factor on their logits, and whether it multiplies or divides.
+_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+
+
+def read_bend(config: Any) -> Bend:
+    """What a model of this config does to its logits after the head."""
+    scale = 1.0
+    for name, power in _SCALES.items():
+        value = getattr(config, name, None)
+        scale *= float(value) ** power if value is not None else 1.0
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Bend(scale, float(softcap) if softcap else None)
+
+
+def is_readable(head: torch.nn.Module | None) -> bool:
+    """True for a linear layer, bare or with one plain low-rank adapter."""
+    if head is None:
+        return False
+    base = getattr(head, "base_layer", None)
+    return type(head if base is None else base) is torch.nn.Linear and (base is None or plain_adapter(head) is not None)
+
+
+def plain_adapter(module: Any) -> str | None:
+    """The name of PEFT's one active adapter of `module` when it is nothing but B(A(dropout(x))) * scale."""
+    from peft.tuners.lora.layer import Linear
+
+    if type(module) is not Linear or module.disable_adapters or module.merged or len(module.active_adapters) != 1:
+        return None
+    (name,) = module.active_adapters
+    plain = name in module.lora_A and name not in module.lora_variant and module.lora_B[name].bias is None
+    return name if plain else None
+
+
+def apply_head(
+    head: Any, hidden: torch.Tensor, labels: torch.Tensor, bend: Bend, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Head and loss in one: (summed loss, correct target tokens); the second is counted in eval mode only."""
+    base, low = head, None
+    if hasattr(head, "base_layer"):
+        base, name = head.base_layer, plain_adapter(head)
+        rows = F.linear(head.lora_dropout[name](hidden), head.lora_A[name].weight) * head.scaling[name]
+        low = LowRank(rows, head.lora_B[name].weight)
+    return sum_cross_entropy(
+        hidden, base.weight, labels, bias=base.bias, low=low, bend=bend,
+        smoothing=smoothing if head.training else 0.0, count=not head.training,
+    )  # fmt: skip
+
+
+def loss_from_logits(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, training: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from a model's own logits, of target positions only."""
+    chosen = (labels != IGNORED).nonzero(as_tuple=True)
+    rows, targets = logits[chosen], labels[chosen]
+    if rows.dtype in (torch.bfloat16, torch.float16):
+        rows = rows.float()
+    loss = F.cross_entropy(rows, targets, reduction="sum", label_smoothing=smoothing if training else 0.0)
+    correct = targets.new_zeros(()) if training else (rows.argmax(dim=-1) == targets).sum()
+    return loss, correct

@@ -1,0 +1,91 @@
+"""Fused parts give the values and gradients of the model's own code, and what is not understood stays as it is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import GemmaConfig, GemmaForCausalLM
+
+from duoka.config.schema import LoraConfig
+from duoka.model.build import LossModel, load_model
+from duoka.model.fused import _AdaptedProduct, _RmsNorm, _SiluTimes, apply_fused
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_gradients_are_those_of_finite_differences():
+    torch.manual_seed(0)
+    assert torch.autograd.gradcheck(lambda x, w: _RmsNorm.apply(x, w, 1e-3), (draw(2, 3, 5), draw(5)))
+    assert torch.autograd.gradcheck(_SiluTimes.apply, (draw(3, 4), draw(3, 4)))
+    weight, bias = draw(6, 5).detach(), draw(6).detach()
+    adapted = (draw(2, 3, 5), draw(2, 5), draw(6, 2))
+    assert torch.autograd.gradcheck(lambda x, a, b: _AdaptedProduct.apply(x, weight, bias, a, b, 1.7), adapted)
+
+
+def learn(folder, lora, fuse, dtype=torch.float32, autocast=False):
+    lm = load_model(folder, dtype=dtype, lora=lora)
+    if lora:  # B begins as zero, which would hide A's gradient
+        torch.manual_seed(2)
+        for name, parameter in lm.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0, 0.1)
+    count = apply_fused(lm, adapters=True) if fuse else 0
+    model = LossModel(lm).train()
+    torch.manual_seed(1)
+    ids = torch.randint(3, 260, (1, 40))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss, _ = model(ids, ids.roll(-1), torch.arange(40)[None], torch.tensor([0, 11, 40], dtype=torch.int32))
+    loss.backward()
+    return count, loss.detach(), {name: p.grad for name, p in lm.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    "lora", [None, LoraConfig(rank=4, dropout=0.0), LoraConfig(rank=4, dropout=0.0, targets=["lm_head", "q_proj"])]
+)
+def test_a_whole_model_learns_the_same(tiny_model, lora):
+    count, ours, got = learn(tiny_model, lora, True)
+    _, plain, want = learn(tiny_model, lora, False)
+    # Per layer: 2 norms, an MLP, 7 adapters; and the last norm. The head's adapter is read by the loss.
+    adapters = 0 if lora is None else 4 * (7 if lora.targets == "all" else 1)
+    assert count == 4 * 3 + 1 + adapters
+    assert abs(ours.item() / plain.item() - 1) < 1e-6
+    for name, grad in want.items():
+        error = float((got[name] - grad).norm() / grad.norm())
+        assert error < 1e-5, f"{name}: gradient is off by {error}"
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.0)])
+def test_in_half_precision_it_is_as_near(tiny_model, lora):
+    dtype = torch.bfloat16 if lora else torch.float32
+    _, ours, got = learn(tiny_model, lora, True, dtype, autocast=True)
+    _, exact, want = learn(tiny_model, lora, False)
+    assert abs(ours.item() / exact.item() - 1) < 1e-2
+    for name, grad in want.items():
+        error = float((got[name].float() - grad).norm() / grad.norm())
+        assert error < 0.1, f"{name}: gradient is off by {error}"
+
+
+def test_dropout_is_never_left_out(tiny_model):
+    lm = load_model(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, dropout=0.5))
+    assert apply_fused(lm, adapters=True) == 4 * 3 + 1
+
+
+def test_what_computes_otherwise_is_left_alone():
+    config = GemmaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    assert apply_fused(GemmaForCausalLM(config), adapters=True) == 0  # norms by 1 + weight, MLPs with GELU
+
+
+def test_smoothing_is_for_training_only(tiny_model):
+    lm = load_model(tiny_model, dtype=torch.float32)
+    torch.manual_seed(1)
+    ids = torch.randint(3, 260, (1, 40))
+    labels = ids.roll(-1)
+    logits = lm(ids).logits[0]
+    for training, smoothing in ((True, 0.1), (False, 0.0)):
+        ours, _ = LossModel(lm, 0.1).train(training)(ids, labels, torch.arange(40)[None])
+        want = F.cross_entropy(logits, labels[0], reduction="sum", label_smoothing=smoothing)
+        assert abs(ours.item() / want.item() - 1) < 1e-6, f"training={training}"
