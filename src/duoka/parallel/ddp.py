@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
-from duoka.parallel.collectives import start_all_reduce
+from duoka.parallel.collectives import is_gloo, start_all_reduce
 from duoka.parallel.ledger import LEDGER
 from duoka.parallel.world import World
 from duoka.runs.heart import Heart
@@ -61,6 +61,10 @@ def _sum_by_thin_matrices(
 ) -> torch.futures.Future[torch.Tensor]:
     begins, before = power.iter < power.start_powerSGD_iter, power.total_numel_after_compression
     mean = powerSGD_hook.powerSGD_hook(power, bucket)
+    if is_gloo(None, bucket.buffer().device):
+        # Its later exchanges begin in gloo's threads when the earlier end: with several buckets under way, ranks would
+        # begin them in different orders, and abort.
+        mean.wait()
     # Torch's hook sends by itself and tells how much: before it begins to compress, the whole bucket.
     buffer = bucket.buffer()
     numel = buffer.numel() if begins else power.total_numel_after_compression - before
