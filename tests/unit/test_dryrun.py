@@ -59,11 +59,13 @@ def real_peak(lora, recompute):
 
     from duoka.model.attention import register_attention
     from duoka.model.build import LossModel
+    from duoka.model.fused import apply_fused
     from duoka.model.lora import apply_lora
 
     settings = {key: value for key, value in FACTS.items() if key != "model_type"}
     lm = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation=register_attention()))
     lm = apply_lora(lm, lora) if lora else lm
+    apply_fused(lm, adapters=True)  # the parts that parallelize puts in
     if recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = LossModel(lm.train())
