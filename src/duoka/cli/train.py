@@ -6,7 +6,6 @@ and a rank that torchrun or Slurm started (rank 0 prepares, the others wait, the
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import traceback
@@ -20,7 +19,6 @@ import click
 
 if TYPE_CHECKING:
     from duoka.cluster.blame import Verdict
-    from duoka.cluster.launch import Elastic
     from duoka.config.load import Loaded
     from duoka.parallel.environ import RankEnvironment
     from duoka.plan.hardware import Machine
@@ -116,26 +114,6 @@ def _prepare_only(loaded: Loaded) -> int:
     click.echo("\n".join(prepared.report.lines()))
     click.echo(f"tokens are ready, and nothing was trained; to train:   duoka train {loaded.path} do_train=true")
     return 0
-
-
-def start_node(config: str, overrides: tuple[str, ...], nproc: int | None, elastic: Elastic) -> int:
-    """This machine's part of an elastic world. Its ranks find out who is rank 0, and that one prepares the run."""
-    from duoka.cluster.claim import find_run_folder
-    from duoka.cluster.launch import WorldSpec, count_processes, python_module
-    from duoka.cluster.supervise import run_world
-    from duoka.plan.hardware import read_machine
-
-    machine = read_machine()
-    num_processes = count_processes(nproc, len(machine.gpus))
-    # Checked for the largest world; ranks check again for the one that they are in.
-    world_size = num_processes * elastic.max_nodes
-    run = find_run_folder(load_checked(config, overrides, machine, world_size, local_size=num_processes))
-    run.make()
-    command = python_module("duoka", "train", config, *overrides)
-    # Each rank watches itself: beats of other machines' ranks say nothing about processes here.
-    verdict = run_world(WorldSpec(command, num_processes, run, elastic=elastic, hang_after_s=math.inf))
-    print_verdict(verdict)
-    return verdict.exit_code
 
 
 def load_checked(

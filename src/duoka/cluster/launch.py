@@ -16,23 +16,12 @@ from pathlib import Path
 
 from duoka.errors import ConfigError
 from duoka.parallel.agent import AgentSpec
-from duoka.parallel.lifeline import JOINS, PARENT_PID
+from duoka.parallel.lifeline import PARENT_PID
 from duoka.parallel.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.runs.folder import RunFolder, write_json_atomic
 
 LOOPBACK = "127.0.0.1"
-_ELASTIC_RESTARTS = 100  # every departure of a machine counts as one
 TOKEN = "DUOKA_WORLD"  # the same in every process of one world, so that only these are ever ended
-
-
-@dataclass(frozen=True)
-class Elastic:
-    """A world of between `min_nodes` and `max_nodes` machines that meet at `endpoint` and may leave and come back."""
-
-    min_nodes: int
-    max_nodes: int
-    endpoint: str
-    restarts: int
 
 
 @dataclass(frozen=True)
@@ -46,23 +35,17 @@ class WorldSpec:
     stop_grace_s: float = 60.0  # from a request to stop until what is left is killed
     resumes: bool = True  # the same command goes on where this one was stopped
     hang_after_s: float | None = None  # the silence that counts as a hang; None: auto, inf: never
-    elastic: Elastic | None = None
     num_restarts: int = 0  # how many worlds of this run have failed before
     started: float = field(default_factory=time.time)
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def has_agent(self) -> bool:
-        return self.num_processes > 1 or self.elastic is not None
-
-    @property
-    def node_suffix(self) -> str:
-        """Machines of an elastic world share the folder, and keep their own papers apart."""
-        return f"-{socket.gethostname()}-{os.getpid()}" if self.elastic else ""
+        return self.num_processes > 1
 
     @property
     def report_path(self) -> Path:
-        return self.run.logs / f"world{self.node_suffix}.json"
+        return self.run.logs / "world.json"
 
 
 def count_processes(asked: int | None, num_gpus: int) -> int:
@@ -82,22 +65,6 @@ def count_processes(asked: int | None, num_gpus: int) -> int:
 def threads_per_process(num_cores: int, num_processes: int) -> int:
     """Processes that each take all cores slow each other down several times."""
     return max(1, num_cores // max(1, num_processes))
-
-
-def read_nodes(text: str, meet: str | None, restarts: int) -> Elastic:
-    """`1:2` and `HOST:PORT`, as typed on every machine of an elastic world."""
-    low, _, high = text.partition(":")
-    if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
-        raise ConfigError(
-            f"--nodes is {text!r}", fix="write the fewest and the most machines, for example: --nodes 1:2"
-        )
-    host, _, port = (meet or "").rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(
-            "--nodes needs a place where the machines meet" if not meet else f"--meet is {meet!r}",
-            fix="write the same on all machines: --meet HOST:PORT, with HOST one of them that will not leave",
-        )
-    return Elastic(int(low), int(high or low), f"{host}:{port}", restarts or _ELASTIC_RESTARTS)
 
 
 def find_free_port() -> int:
@@ -172,9 +139,7 @@ def build_environment(spec: WorldSpec, num_cores: int, env: Mapping[str, str] = 
     out[LOGS_FOLDER] = str(spec.run.logs.resolve())
     out[TOKEN] = spec.token
     out[NUM_RESTARTS] = str(spec.num_restarts)
-    if spec.elastic:
-        out[JOINS] = "1"
-    elif spec.num_processes == 1:
+    if spec.num_processes == 1:
         out |= {
             "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
             "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(spec.port or find_free_port()),
@@ -189,17 +154,14 @@ def build_child_command(spec: WorldSpec) -> tuple[str, ...]:
         return rank
     logs = spec.run.logs.resolve()
     spec.report_path.unlink(missing_ok=True)
-    elastic = spec.elastic
-    meeting = {} if elastic is None else {**asdict(elastic), "name": str(logs)}
     orders = AgentSpec(
         command=list(rank),
         num_processes=spec.num_processes,
         port=spec.port,
         report=str(spec.report_path.resolve()),
-        log=str(logs / f"agent{spec.node_suffix}.log"),
+        log=str(logs / "agent.log"),
         parent_pid=os.getpid(),
-        **meeting,
     )
-    path = logs / f"agent{spec.node_suffix}.json"
+    path = logs / "agent.json"
     write_json_atomic(path, asdict(orders))
     return python_module("duoka.parallel.agent", str(path))

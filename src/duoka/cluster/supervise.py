@@ -55,10 +55,9 @@ def run_world(spec: WorldSpec) -> Verdict:
 
 def run_once(spec: WorldSpec, request: Request) -> Verdict:
     """`run_world` for a caller that listens to signals itself, as restarts do between two worlds."""
-    if spec.elastic is None:  # else rank 0 does it, once it is known where that is
-        clear_failures(spec.run)
-        clear_beats(spec.run)
-        _note_status(spec, "starting", world_size=spec.num_processes, exit_code=None, cause="", **leader_identity())
+    clear_failures(spec.run)
+    clear_beats(spec.run)
+    _note_status(spec, "starting", world_size=spec.num_processes, exit_code=None, cause="", **leader_identity())
     _adopt_orphans()
     world = _World(spec, request)
     try:
@@ -70,9 +69,8 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
         spec, report, stopped_by=request.stop_by, left_at_once=request.leave_now, killed_late=world.killed_late,
         hang=world.hang,
     )  # fmt: skip
-    if spec.elastic is None:
-        clear_beats(spec.run)
-        _write_end(spec, verdict)
+    clear_beats(spec.run)
+    _write_end(spec, verdict)
     return verdict
 
 

@@ -3,9 +3,6 @@
 Started by cluster.supervise for worlds of more than one process; the only file that knows torch.distributed.elastic.
 It starts the ranks, sees the first one fail, gives the others a short time to say why they end too, passes one
 SIGTERM on, and writes what it saw to the report file. It prints nothing: its own log is logs/agent.log.
-
-In an elastic world there is one agent per machine. They meet at `endpoint`; when one leaves or comes (back), the
-others end their ranks in good order and begin again with whoever is there.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -27,11 +23,6 @@ from duoka.parallel.exits import DRAIN_S, DRAIN_SAVED_S, RESUME_ME, SIGTERM_S, E
 from duoka.parallel.lifeline import PARENT_PID, die_with_parent
 
 _MONITOR_EVERY_S = 0.1
-# Agents of several machines: wait long for the first, shortly for more once there are enough; a machine that has not
-# been heard of for 3 x 2 s has left.
-_MEETING = {"join_timeout": 1800, "last_call_timeout": 5, "keep_alive_interval": 2, "keep_alive_max_attempt": 3}
-# What a rank refused will be refused again: only deaths and departures are worth another world.
-_FINAL = (2, 3, 4, 6, 130)
 _ELASTIC = "torch.distributed.elastic"
 
 
@@ -45,15 +36,6 @@ class AgentSpec:
     report: str
     log: str
     parent_pid: int
-    min_nodes: int = 1
-    max_nodes: int = 1
-    endpoint: str = ""  # HOST:PORT where the agents of several machines meet; empty: this machine alone
-    name: str = ""  # of the run: agents of other runs are strangers
-    restarts: int = 0
-
-    @property
-    def is_elastic(self) -> bool:
-        return bool(self.endpoint)
 
 
 class Stop:
@@ -103,36 +85,28 @@ def run_ranks(spec: AgentSpec, stop: Stop, exits: list[RankExit]) -> None:
 
     if stop.asked:
         return
-    here = find_own_address(spec.endpoint) if spec.is_elastic else "127.0.0.1"
     rendezvous = get_rendezvous_handler(
         # Never static: a static store outlives its world, and the next one reads what the last one left.
         RendezvousParameters(
             backend="c10d",
-            endpoint=spec.endpoint or f"127.0.0.1:{spec.port}",
-            run_id=spec.name or uuid.uuid4().hex,
-            min_nodes=spec.min_nodes,
-            max_nodes=spec.max_nodes,
-            local_addr=here,
-            **(_MEETING if spec.is_elastic else {"is_host": True, "timeout": 60}),
+            endpoint=f"127.0.0.1:{spec.port}",
+            run_id=uuid.uuid4().hex,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",
+            is_host=True,
+            timeout=60,
         )
     )
     try:
         worker = WorkerSpec(
             role="duoka", local_world_size=spec.num_processes, entrypoint=spec.command[0],
-            args=tuple(spec.command[1:]), rdzv_handler=rendezvous, max_restarts=spec.restarts,
-            monitor_interval=_MONITOR_EVERY_S, local_addr=here,
+            args=tuple(spec.command[1:]), rdzv_handler=rendezvous, max_restarts=0,
+            monitor_interval=_MONITOR_EVERY_S, local_addr="127.0.0.1",
         )  # fmt: skip
         _build_agent(worker, stop, exits).run()
     finally:
         rendezvous.shutdown()
-
-
-def find_own_address(endpoint: str) -> str:
-    """The address of this machine that others reach it by: the one that leads to the meeting place."""
-    host, _, port = endpoint.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _build_agent(worker: Any, stop: Stop, exits: list[RankExit]) -> Any:
@@ -155,9 +129,8 @@ def _build_agent(worker: Any, stop: Stop, exits: list[RankExit]) -> Any:
         """Torch's agent, that lets ranks end by themselves before it ends them, and notes who went first."""
 
         def _monitor_workers(self, group: WorkerGroup) -> RunResult:
-            pids = {one.global_rank: one.id for one in group.workers}
-            if stop.watch is None or stop.watch.pids != pids:  # the first world, or the next one
-                stop.watch = ExitWatch(pids)
+            if stop.watch is None:
+                stop.watch = ExitWatch({one.global_rank: one.id for one in group.workers})
                 if stop.asked:
                     stop.watch.send(signal.SIGTERM)
             watch = stop.watch
@@ -168,13 +141,9 @@ def _build_agent(worker: Any, stop: Stop, exits: list[RankExit]) -> Any:
                 exits[:] = watch.exits
             elif watch.running:
                 return RunResult(state=WorkerState.HEALTHY)
-            if stop.asked or any(one.code in _FINAL for one in watch.exits):
-                self._remaining_restarts = 0
             return super()._monitor_workers(group)
 
-    # When another machine comes, ranks get one SIGTERM: they save, and leave.
-    patience_s = 60 if worker.max_restarts else 5
-    return Agent(worker, InheritedOutput(), start_method="spawn", exit_barrier_timeout=5, shutdown_timeout=patience_s)
+    return Agent(worker, InheritedOutput(), start_method="spawn", exit_barrier_timeout=5, shutdown_timeout=5)
 
 
 def must_end(watch: ExitWatch, stopping: bool) -> bool:
