@@ -11,6 +11,7 @@ import threading
 import psutil
 import pytest
 from struck import STEPS, WITHIN_S, finish, make_case, same_weights, start, wait_for_step
+from worlds import train_all
 
 from duoka.cluster.blows import living_ranks, strike, wait_for_ranks
 from duoka.runs.events import read_steps
@@ -156,3 +157,19 @@ def test_twenty_of_twenty_restarts_are_clean(tmp_path, monkeypatch):
         code, output = finish(launch(folder, CRASH_ONCE, "--nproc", "3", "--restarts", "3"))
         clean += code == 0 and "restart 2" not in output and output.count("sum ") == 1
     assert clean == 20
+
+
+def test_memory_short_in_a_sharded_step_begins_a_world_with_less_at_once(case):
+    """The step cannot be done again in place: a fresh world takes half, without being told to, to the same numbers."""
+    folder, yaml = case
+    settings = ["parallel.strategy=fsdp", "lora.dropout=0", "train.max_steps=8"]
+    train_all([(str(yaml), settings, str(folder / "roomy"))], 2)
+    code, output = finish(start(yaml, folder / "short", *settings, DUOKA_INJECT="oom step=7 rank=1"))
+    assert code == 0, output
+    assert "out of memory: a micro-batch of" in output and "going on from step-00000004" in output, output
+    roomy, short = (read_steps(RunFolder(folder / name)) for name in ("roomy", "short"))
+    assert [step["step"] for step in short] == list(range(1, 9))
+    for mine, theirs in zip(short, roomy, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and mine["num_targets"] == theirs["num_targets"]
+    most = json.loads((folder / "short" / "memory.json").read_text(encoding="utf-8"))["most_tokens_at_once"]
+    assert f"-> {most} tokens" in output

@@ -297,6 +297,7 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
         from duoka.train.main import run_worker
 
         return run_worker(load(), run, None if supervised else end_hanging)
+    # A rank's outermost frame: whatever it was must be in the run folder before the process ends.
     except Exception as error:
         from duoka.cli import find_known_fault
 

@@ -45,7 +45,7 @@ def lead(run: RunFolder) -> Iterator[Leader]:
     leader.start()
     try:
         yield leader
-    except BaseException as error:
+    except BaseException as error:  # whatever it was: the ranks that wait hear of it, then it goes on upwards
         code = error.exit_code if isinstance(error, DuokaError) else 1
         leader.say({"state": "refused", "exit_code": code, "what": str(error).split("\n")[0]})
         time.sleep(_REFUSED_S)

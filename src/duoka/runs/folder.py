@@ -110,7 +110,7 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
                 os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too must leave no half-written file behind; it goes on upwards
         Path(name).unlink(missing_ok=True)
         raise
 
