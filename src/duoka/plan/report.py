@@ -19,12 +19,14 @@ from duoka.plan.choose import Choice, check_machine, choose_layout
 from duoka.plan.costs import Costs, estimate_costs
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
-from duoka.plan.memory import FITS, TIGHT, Memory, estimate_memory
+from duoka.plan.lengths import Lengths
+from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.recipe import StaticMemory, Work, static_table
-from duoka.plan.search import Ranking, Task, load_of, search, why_not
+from duoka.plan.search import Ranking, search, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, estimate_speed
-from duoka.units import format_bytes, parse_amount
+from duoka.plan.task import Task, load_of, memory_of, task_of
+from duoka.units import format_bytes
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -40,6 +42,7 @@ class Plan:
     machine: Machine
     available_bytes: int  # per rank
     memory: Memory
+    at_most_bytes: int  # the peak if all samples were as long as they may be
     table: tuple[StaticMemory, ...]
     batch: BatchArithmetic
     epochs: float
@@ -53,6 +56,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # what guides get wrong, where it shows
     ranking: Ranking | None = None  # of all layouts; only when asked for
     changes: tuple[Change, ...] = ()
+    lengths: Lengths | None = None  # what is known of the samples
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only; what a run keeps as plan.json."""
@@ -79,6 +83,9 @@ class Plan:
                 "low_bytes": memory.low_bytes,
                 "high_bytes": memory.high_bytes,
                 "available_bytes": self.available_bytes,
+                "at_most_bytes": self.at_most_bytes,
+                "tokens_at_once": memory.tokens,
+                "basis": self.lengths.basis if self.lengths else "max_length",
                 "peak_moment": memory.peak_moment,
                 "parts": dict(memory.parts),
                 "moments": dict(memory.moments),
@@ -102,7 +109,8 @@ class Plan:
         spread = f"{format_bytes(memory.low_bytes)} to {format_bytes(memory.high_bytes)}"
         have = format_bytes(self.available_bytes)
         relation = {"fits": "fits in", "tight": "tight in", "does not fit": "does not fit in"}[self.verdict]
-        return f"{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
+        bound = "" if self.lengths and self.lengths.batch else "at most "
+        return f"{bound}{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
 
     def refusal(self) -> ConfigError | DoesNotFit | None:
         """The error to end with when it does not fit, or is planned only; None when it may be tried."""
@@ -128,10 +136,8 @@ def make_plan(
     machine: Machine,
     world_size: int,
     *,
-    num_samples: int | None = None,
-    mean_length: float | None = None,
+    lengths: Lengths | None = None,
     local_size: int | None = None,
-    is_data_measured: bool = True,
     cluster: Cluster | None = None,
     layout: Layout | None = None,
     price: float | None = None,
@@ -139,9 +145,9 @@ def make_plan(
 ) -> Plan:
     """Plan a run of `world_size` ranks, `local_size` of them on this machine (all, when left out).
 
-    `num_samples` and `mean_length` are those of the tokenised training data, or guesses (`is_data_measured=False`).
-    `cluster` are the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings
-    that the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
+    `lengths` is what is known of the training data; without it samples count as long as they may be. `cluster` are
+    the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
+    the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
     faults = check_machine(config, machine, world_size, local_size)
     if faults:
@@ -150,13 +156,16 @@ def make_plan(
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
     available = machine.available_per_rank(local)
     work = _work(config, shape, machine)
-    choice = choose_layout(config, work, machine, world_size, available, local_size, layout)
+    task = task_of(config, work, lengths)
+    choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
     layout = choice.layout
-    steps = _steps(config, num_samples, mean_length, is_data_measured)
-    batch = spread_batch(config.train, layout.micro, layout.dp, config.data.max_length, mean_length)
-    memory = _memory(work, layout, batch)
+    steps = count_steps(config.train, lengths)
+    batch = spread_batch(config.train, layout.micro, layout.dp, task.rows(layout), lengths)
+    memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
     verdict = judge(memory, available)
-    task = _task(config, work, mean_length)
+    if verdict == "fits" and lengths and lengths.basis == "sampled":
+        longer = memory_of(replace(task, lengths=lengths.doubled(config.data.max_length)), layout)
+        verdict = "tight" if judge(longer, available) == "does not fit" else "fits"
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
     return Plan(
         layout=layout,
@@ -166,6 +175,8 @@ def make_plan(
         machine=machine,
         available_bytes=available,
         memory=memory,
+        at_most_bytes=at_most.peak_bytes,
+        lengths=lengths,
         table=static_table(work, layout),
         batch=batch,
         epochs=config.train.epochs,
@@ -175,10 +186,10 @@ def make_plan(
         task=task,
         speed=speed,
         costs=estimate_costs(work, cluster, speed.step_s, steps.total if steps else None, price),
-        smaller=smaller_changes(config, work, layout, available) if verdict == "does not fit" else (),
+        smaller=smaller_changes(task, layout, available) if verdict == "does not fit" else (),
         notes=advice(work, layout, cluster, memory, speed.exchanges, batch.accumulation),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
-        changes=tuple(single_changes(config, task, layout, cluster, available)) if is_ranked else (),
+        changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
     )
 
 
@@ -188,26 +199,6 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
         saves_beside=config.checkpoint.is_async,
     )  # fmt: skip
-
-
-def _steps(
-    config: RunConfig, num_samples: int | None, mean_length: float | None, is_data_measured: bool
-) -> Steps | None:
-    steps = count_steps(config.train, num_samples, mean_length)
-    return steps if steps is None or is_data_measured else replace(steps, is_exact=False)
-
-
-def _memory(work: Work, layout: Layout, batch: BatchArithmetic) -> Memory:
-    tokens, accumulation = batch.tokens_per_micro_batch, batch.accumulation
-    return estimate_memory(work, layout, tokens, accumulates=accumulation > 1, accumulation=accumulation)
-
-
-def _task(config: RunConfig, work: Work, mean_length: float | None) -> Task:
-    """Samples are as long as the data's mean, or, before it is known, as the longest that is allowed."""
-    step, longest = parse_amount(config.train.global_batch), config.data.max_length
-    length = mean_length or float(longest)
-    tokens = float(step.count) if step.unit == "tokens" else step.count * length
-    return Task(work, tokens, longest, length)
 
 
 def _speed_json(speed: Speed) -> dict[str, Any]:
