@@ -52,9 +52,7 @@ class Validation:
             if row.rows == "all" and row.quantity in PROMISED:
                 found += _too_far(row.quantity, row.median, row.p90, row.quantity)
         for quantity in dict.fromkeys(fold.quantity for fold in self.folds):
-            found += _too_far(
-                f"{quantity}, each source foretold without itself", *pooled(self.folds, quantity), quantity
-            )
+            found += _too_far(f"{quantity} foretold without its source", *pooled(self.folds, quantity), quantity)
         if self.num_right < PROMISED_RIGHT * self.num_judged:
             found.append(f"fits or not: {self.num_right} of {self.num_judged} right")
         return found
