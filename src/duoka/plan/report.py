@@ -162,10 +162,7 @@ def make_plan(
     steps = count_steps(config.train, lengths)
     batch = spread_batch(config.train, layout.micro, layout.dp, task.rows(layout), lengths)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
-    verdict = judge(memory, available)
-    if verdict == "fits" and lengths and lengths.basis == "sampled":
-        longer = memory_of(replace(task, lengths=lengths.doubled(config.data.max_length)), layout)
-        verdict = "tight" if judge(longer, available) == "does not fit" else "fits"
+    verdict = _judge_task(task, layout, memory, available)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
     return Plan(
         layout=layout,
@@ -255,6 +252,15 @@ def judge(memory: Memory, available_bytes: int) -> Verdict:
     if memory.peak_bytes > FITS * available_bytes or memory.high_bytes > available_bytes:
         return "tight"
     return "fits"
+
+
+def _judge_task(task: Task, layout: Layout, memory: Memory, available_bytes: int) -> Verdict:
+    """As `judge`; what was only looked at may be wrong by a factor of two, and is not called safe then."""
+    verdict, known = judge(memory, available_bytes), task.lengths
+    if verdict == "fits" and known and known.basis == "sampled":
+        longer = memory_of(replace(task, lengths=known.doubled(task.max_length)), layout)
+        return "tight" if judge(longer, available_bytes) == "does not fit" else verdict
+    return verdict
 
 
 def _all_warnings(choice: Choice, shape: ModelShape, senseless: str | None) -> tuple[str, ...]:
