@@ -11,6 +11,7 @@ import pytest
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.batch import count_steps, spread_batch
+from duoka.plan.costs import most_checkpoints
 from duoka.plan.hardware import Gpu, Machine
 from duoka.plan.layout import Layout
 from duoka.plan.lengths import Lengths, Rows
@@ -106,6 +107,30 @@ def test_offloading_moves_bytes_off_the_gpu_and_none_on_a_cpu():
     host = parts(gpus(H100, 2), strategy="fsdp", offload="params")
     assert host.get("weights", 0) == host.get("optimizer", 0) == 0 < host["gathered"]
     assert parts(CPU, strategy="ddp", offload="optimizer") == parts(CPU, strategy="ddp")
+
+
+def test_what_is_offloaded_must_fit_in_the_host():
+    asked = config(parallel={"strategy": "fsdp", "offload": "params"}, checkpoint={"async": False})
+    for host, verdict in ((300, "fits"), (132, "tight"), (100, "does not fit")):
+        machine = Machine(16, 512 * GIB, host * GIB, gpus=(H100,) * 8)
+        plan = make_plan(asked, LLAMA_8B, machine, 8)
+        assert (plan.verdict, plan.host.verdict) == (verdict, verdict)
+        assert plan.host.needed_bytes == pytest.approx(16 * LLAMA_8B.num_parameters, rel=1e-6)
+    refusal = plan.refusal()
+    assert isinstance(refusal, DoesNotFit) and "host memory, which does not fit in 100 GiB" in refusal.what
+    assert "120 GiB in a node's host memory" in "\n".join(plan_lines(plan))
+
+
+def test_checkpoints_have_a_size_a_rate_and_an_interval():
+    run = config(checkpoint={"every": 10, "keep": 3})
+    costs = make_plan(run, demo_shape(), CPU, 2, lengths=known(1600)).costs
+    assert costs.checkpoint_bytes == 12 * demo_shape().num_parameters and not costs.is_disk_measured
+    assert costs.checkpoint_s == costs.checkpoint_bytes / 1e9 > costs.blocked_s
+    assert costs.interval_s == pytest.approx(math.sqrt(2 * costs.blocked_s * costs.between_failures_s))
+    assert costs.disk_bytes == 4 * costs.checkpoint_bytes + 4 * demo_shape().num_parameters
+    waits = make_plan(config(checkpoint={"async": False}), demo_shape(), CPU, 2).costs
+    assert waits.blocked_s == waits.checkpoint_s and waits.disk_bytes is None and waits.interval_s > costs.interval_s
+    assert most_checkpoints(run.checkpoint, steps_left=5) == 1 and most_checkpoints(run.checkpoint, 500, 2) == 4
 
 
 @pytest.mark.parametrize(
@@ -298,6 +323,7 @@ import sys
 for name in ("torch", "transformers", "peft", "accelerate"):
     sys.modules[name] = None
 from duoka.config.schema import RunConfig
+from duoka.plan.costs import most_checkpoints
 from duoka.plan.hardware import read_machine
 from duoka.plan.picture import plan_lines
 from duoka.plan.report import make_plan

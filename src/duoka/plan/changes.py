@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from duoka.config.schema import LoraConfig
 from duoka.plan.catalogue import Cluster
 from duoka.plan.layout import Layout
-from duoka.plan.memory import FITS, TIGHT
+from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.speed import estimate_speed
 from duoka.plan.task import Task, load_of, memory_of
 from duoka.units import Amount, format_bytes
@@ -77,7 +77,13 @@ def _measure(words: str, task: Task, layout: Layout, cluster: Cluster, available
     load = load_of(task, layout)
     memory = memory_of(task, layout)
     speed = estimate_speed(task.work, layout, cluster, load)
-    return Change(words, memory.peak_bytes, speed.tokens_per_s, memory.peak_bytes <= FITS * available_bytes)
+    return Change(words, memory.peak_bytes, speed.tokens_per_s, fits(memory, cluster, available_bytes))
+
+
+def fits(memory: Memory, cluster: Cluster, available_bytes: int) -> bool:
+    """On the device, and what is offloaded in the memory of its node."""
+    on_host = memory.host_bytes * cluster.per_node <= FITS * cluster.host_room_bytes
+    return memory.peak_bytes <= FITS * available_bytes and on_host
 
 
 def smaller_changes(task: Task, layout: Layout, available_bytes: int) -> tuple[str, ...]:

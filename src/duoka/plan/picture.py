@@ -100,8 +100,8 @@ def peak_lines(plan: Plan) -> list[str]:
     for name, _ in memory.largest_parts(len(memory.parts)):
         by_formula.setdefault(memory.formulas.get(name, ""), []).append(name)
     out += [f"         {', '.join(names)}: {formula}" for formula, names in by_formula.items() if formula]
-    if memory.host_bytes:
-        out.append(f"         and {format_bytes(memory.host_bytes)} per rank in host memory")
+    if plan.host.needed_bytes:
+        out.append(f"         and {plan.host.sentence()}")
     out += [f"         it would fit with {change}" for change in plan.smaller]
     return out
 

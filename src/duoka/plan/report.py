@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
@@ -29,6 +29,26 @@ from duoka.plan.task import Task, load_of, memory_of, task_of
 from duoka.units import format_bytes
 
 Verdict = Literal["fits", "tight", "does not fit"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """What the ranks of a node keep in its host memory beside what their GPUs hold, and what is free there."""
+
+    needed_bytes: int
+    available_bytes: int
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.needed_bytes > TIGHT * self.available_bytes:
+            return "does not fit"
+        return "tight" if self.needed_bytes > FITS * self.available_bytes else "fits"
+
+    def sentence(self) -> str:
+        have = format_bytes(self.available_bytes)
+        relation = {"fits": "of", "tight": "tight in", "does not fit": "which does not fit in"}[self.verdict]
+        return f"{format_bytes(self.needed_bytes)} in a node's host memory, {relation} {have}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +75,7 @@ class Plan:
     smaller: tuple[str, ...] = ()  # changes that would make it fit, the smallest first
     notes: tuple[str, ...] = ()  # what guides get wrong, where it shows
     ranking: Ranking | None = None  # of all layouts; only when asked for
+    host: HostRoom = field(default_factory=lambda: HostRoom(0, 0))
     changes: tuple[Change, ...] = ()
     lengths: Lengths | None = None  # what is known of the samples
 
@@ -83,6 +104,8 @@ class Plan:
                 "low_bytes": memory.low_bytes,
                 "high_bytes": memory.high_bytes,
                 "available_bytes": self.available_bytes,
+                "host_needed_bytes": self.host.needed_bytes,
+                "host_available_bytes": self.host.available_bytes,
                 "at_most_bytes": self.at_most_bytes,
                 "tokens_at_once": memory.tokens,
                 "basis": self.lengths.basis if self.lengths else "max_length",
@@ -121,6 +144,12 @@ class Plan:
             )
         if self.verdict != "does not fit":
             return None
+        if self.host.verdict == "does not fit":
+            return DoesNotFit(
+                f"this run needs {self.host.sentence()}",
+                where="what is offloaded, and the copy that checkpoints are written from, of all ranks of a node",
+                fix="parallel.offload: none, checkpoint.async: false, or more nodes",
+            )
         need, have = format_bytes(self.memory.peak_bytes), format_bytes(self.available_bytes)
         biggest = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.memory.largest_parts())
         return DoesNotFit(
@@ -162,7 +191,8 @@ def make_plan(
     steps = count_steps(config.train, lengths)
     batch = spread_batch(config.train, layout.micro, layout.dp, task.rows(layout), lengths)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
-    verdict = _judge_task(task, layout, memory, available)
+    host = HostRoom(memory.host_bytes * local, machine.available_bytes)
+    verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
     return Plan(
         layout=layout,
@@ -179,12 +209,15 @@ def make_plan(
         epochs=config.train.epochs,
         steps=steps,
         verdict=verdict,
+        host=host,
         cluster=cluster,
         task=task,
         speed=speed,
-        costs=estimate_costs(work, cluster, speed.step_s, steps.total if steps else None, price),
+        costs=estimate_costs(
+            work, layout, cluster, speed.step_s, steps.total if steps else None, config.checkpoint, price
+        ),
         smaller=smaller_changes(task, layout, available) if verdict == "does not fit" else (),
-        notes=advice(work, layout, cluster, memory, speed.exchanges, batch.accumulation),
+        notes=advice(work, layout, cluster, speed.exchanges, batch.accumulation),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
     )
