@@ -53,13 +53,19 @@ def live_bytes():
     return sum(storages.values())
 
 
+def planned_sends(plan, per_node):
+    from duoka.plan.traffic import traffic
+
+    exchanges = traffic(plan.work, plan.layout, per_node, accumulation=MICRO_BATCHES)
+    return [(one.kind, one.sent_bytes) for one in exchanges]
+
+
 def look_at(yaml, strategies, folder):
     """For each strategy: collectives by kind of one step of three micro-batches, bytes held in it, its gradients."""
     from duoka.optim.build import optimizer_tensors
     from duoka.parallel.ledger import LEDGER
     from duoka.parallel.world import end_world
     from duoka.plan.recipe import static_memory
-    from duoka.plan.traffic import traffic as plan_traffic
     from duoka.train.step import StepTimes, forward_backward, model_inputs
 
     world = None
@@ -104,10 +110,7 @@ def look_at(yaml, strategies, folder):
             # The first shape of each is the whole buffer, of fp32; lists of tensors (all-reduce) show none.
             "traced": {name: sum(4 * e.input_shapes[0][0] for e in events if e.name == name) for name in WHOLE},
             "ledger": {kind: asdict(one) for kind, one in traffic.items()},
-            "plan_sends": [
-                (one.kind, one.sent_bytes)
-                for one in plan_traffic(plan.work, plan.layout, world.size, accumulation=MICRO_BATCHES)
-            ],
+            "plan_sends": planned_sends(plan, world.size),
             "num_parameters": sum(p.numel() for p in parallel.named_trainable().values()),
             "times": asdict(times),
         }

@@ -77,7 +77,11 @@ class Plan:
     ranking: Ranking | None = None  # of all layouts; only when asked for
     host: HostRoom = field(default_factory=lambda: HostRoom(0, 0))
     changes: tuple[Change, ...] = ()
-    lengths: Lengths | None = None  # what is known of the samples
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """What is known of the samples."""
+        return self.task.lengths
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only; what a run keeps as plan.json."""
@@ -178,8 +182,7 @@ def make_plan(
     the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
     the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
-    faults = check_machine(config, machine, world_size, local_size)
-    if faults:
+    if faults := check_machine(config, machine, world_size, local_size):
         raise Faults(faults)
     local = local_size or world_size
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
@@ -194,6 +197,9 @@ def make_plan(
     host = HostRoom(memory.host_bytes * local, machine.available_bytes)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
+    costs = estimate_costs(
+        work, layout, cluster, speed.step_s, steps.total if steps else None, config.checkpoint, price
+    )
     return Plan(
         layout=layout,
         reasons=choice.reasons,
@@ -203,7 +209,6 @@ def make_plan(
         available_bytes=available,
         memory=memory,
         at_most_bytes=at_most.peak_bytes,
-        lengths=lengths,
         table=static_table(work, layout),
         batch=batch,
         epochs=config.train.epochs,
@@ -213,9 +218,7 @@ def make_plan(
         cluster=cluster,
         task=task,
         speed=speed,
-        costs=estimate_costs(
-            work, layout, cluster, speed.step_s, steps.total if steps else None, config.checkpoint, price
-        ),
+        costs=costs,
         smaller=smaller_changes(task, layout, available) if verdict == "does not fit" else (),
         notes=advice(work, layout, cluster, speed.exchanges, batch.accumulation),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
