@@ -197,9 +197,8 @@ def make_plan(
     host = HostRoom(memory.host_bytes * local, machine.available_bytes)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
-    costs = estimate_costs(
-        work, layout, cluster, speed.step_s, steps.total if steps else None, config.checkpoint, price
-    )
+    num_steps = steps.total if steps else None
+    costs = estimate_costs(work, layout, cluster, speed.step_s, num_steps, config.checkpoint, price)
     return Plan(
         layout=layout,
         reasons=choice.reasons,
