@@ -172,7 +172,7 @@ def prepare_run(
     )  # fmt: skip
     _refuse_what_does_not_fit(plan)
     if loaded.path.resolve() != run.config.resolve():
-        write_text_atomic(run.config, resolved_yaml(loaded))
+        write_text_atomic(run.config, resolved_yaml(loaded, plan.reasons))
     write_json_atomic(run.plan, plan.to_json())
     write_data_report(prepared.report, run.path)
     write_json_atomic(run.env, read_environment_facts(Path.cwd(), sys.argv))
