@@ -34,7 +34,8 @@ def take_known_keys(tree: Tree, faults: list[Fault], broken: set[KeyPath]) -> Tr
     found = _Found(faults, set())
     kept = _known_part(tree, RunConfig, "", "", found)
     for key in known_keys().values():
-        if key.is_required and any(f"{name}.".startswith(f"{key.name}.") for name in found.meant):
+        is_needed = key.is_required or key.name == "model.name"  # which model.depth may stand for
+        if is_needed and any(f"{name}.".startswith(f"{key.name}.") for name in found.meant):
             path = tuple(key.name.split("."))
             if kept.at(path) is None:
                 broken.add(path)

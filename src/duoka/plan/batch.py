@@ -9,8 +9,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from duoka.config.schema import TrainConfig
-from duoka.units import Amount, parse_amount
+from duoka.config.derive import count_batch_tokens
+from duoka.config.schema import RunConfig, TrainConfig
+from duoka.plan.flops import products
+from duoka.plan.sizes import ModelShape
+from duoka.units import Amount, format_count, parse_amount, parse_budget
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,43 @@ class Steps:
     total: int
     is_exact: bool
 
-    def sentence(self, epochs: float) -> str:
+    def sentence(self, epochs: float | None) -> str:
         about = "" if self.is_exact else "about "
+        if epochs is None:
+            epochs = round(self.total / self.per_epoch, 2)
+            return f"{self.total:,} optimizer steps ({about}{epochs:g} epochs of {about}{self.per_epoch:,})"
         return f"{about}{self.total:,} optimizer steps ({epochs:g} epochs of {about}{self.per_epoch:,})"
 
 
-def count_steps(train: TrainConfig, num_samples: int | None, mean_length: float | None = None) -> Steps | None:
+@dataclass(frozen=True)
+class Horizon:
+    """What `train.tokens` comes to: so much text, in so many steps."""
+
+    tokens: int
+    steps: int
+    per_parameter: float  # of those that multiply: all but the input embedding
+    tokens_per_step: int
+
+    def sentence(self) -> str:
+        return (
+            f"{format_count(self.tokens)} tokens ({self.per_parameter:.3g} per parameter that multiplies) "
+            f"/ {self.tokens_per_step:,} a step = {self.steps:,} steps"
+        )
+
+
+def find_horizon(config: RunConfig, shape: ModelShape) -> Horizon | None:
+    """The budget in steps; None without `train.tokens`."""
+    if config.train.tokens is None:
+        return None
+    per_step = count_batch_tokens(config)
+    number = products(shape)
+    tokens = parse_budget(config.train.tokens).tokens(number)
+    return Horizon(tokens, max(1, round(tokens / per_step)), tokens / number, per_step)
+
+
+def count_steps(
+    train: TrainConfig, num_samples: int | None, mean_length: float | None = None, horizon: Horizon | None = None
+) -> Steps | None:
     """Optimizer steps, or None while the data is unknown. The short last batch of an epoch is a step of its own."""
     step = parse_amount(train.global_batch)
     if num_samples is None or (step.unit == "tokens" and mean_length is None):
@@ -121,8 +155,9 @@ def count_steps(train: TrainConfig, num_samples: int | None, mean_length: float 
         per_epoch = math.ceil(num_samples / step.count)
     else:
         per_epoch = math.ceil(num_samples * (mean_length or 0.0) / step.count)
-    whole, part = divmod(train.epochs, 1.0)
-    total = max(1, int(whole) * per_epoch + math.ceil(part * per_epoch - 1e-9))
-    if train.max_steps is not None:
-        total = min(total, train.max_steps)
+    ends = [steps for steps in (train.max_steps, horizon.steps if horizon else None) if steps is not None]
+    if train.epochs is not None:
+        whole, part = divmod(train.epochs, 1.0)
+        ends.append(max(1, int(whole) * per_epoch + math.ceil(part * per_epoch - 1e-9)))
+    total = min(ends)
     return Steps(per_epoch, total, is_exact=step.unit == "samples")

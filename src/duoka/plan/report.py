@@ -12,7 +12,7 @@ from typing import Any, Literal
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.advice import advice
-from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
+from duoka.plan.batch import BatchArithmetic, Horizon, Steps, count_steps, find_horizon, spread_batch
 from duoka.plan.catalogue import Cluster, cluster_of
 from duoka.plan.changes import Change, single_changes, smaller_changes
 from duoka.plan.choose import Choice, check_machine, choose_layout
@@ -42,7 +42,7 @@ class Plan:
     memory: Memory
     table: tuple[StaticMemory, ...]
     batch: BatchArithmetic
-    epochs: float
+    epochs: float | None
     steps: Steps | None
     verdict: Verdict
     cluster: Cluster
@@ -53,6 +53,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # what guides get wrong, where it shows
     ranking: Ranking | None = None  # of all layouts; only when asked for
     changes: tuple[Change, ...] = ()
+    horizon: Horizon | None = None  # what train.tokens comes to
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only; what a run keeps as plan.json."""
@@ -74,6 +75,7 @@ class Plan:
             },
             "batch": self.batch.to_json(),
             "steps": asdict(self.steps) if self.steps else None,
+            "horizon": asdict(self.horizon) if self.horizon else None,
             "memory": {
                 "peak_bytes": memory.peak_bytes,
                 "low_bytes": memory.low_bytes,
@@ -152,7 +154,8 @@ def make_plan(
     work = _work(config, shape, machine)
     choice = choose_layout(config, work, machine, world_size, available, local_size, layout)
     layout = choice.layout
-    steps = _steps(config, num_samples, mean_length, is_data_measured)
+    horizon = find_horizon(config, shape)
+    steps = _steps(config, num_samples, mean_length, is_data_measured, horizon)
     batch = spread_batch(config.train, layout.micro, layout.dp, config.data.max_length, mean_length)
     memory = _memory(work, layout, batch)
     verdict = judge(memory, available)
@@ -174,11 +177,12 @@ def make_plan(
         cluster=cluster,
         task=task,
         speed=speed,
-        costs=estimate_costs(work, cluster, speed.step_s, steps.total if steps else None, price),
+        costs=estimate_costs(work, cluster, speed.step_s, _last_step(steps, horizon), price),
         smaller=smaller_changes(config, work, layout, available) if verdict == "does not fit" else (),
         notes=advice(work, layout, cluster, memory, speed.exchanges, batch.accumulation),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(config, task, layout, cluster, available)) if is_ranked else (),
+        horizon=horizon,
     )
 
 
@@ -191,10 +195,20 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
 
 
 def _steps(
-    config: RunConfig, num_samples: int | None, mean_length: float | None, is_data_measured: bool
+    config: RunConfig,
+    num_samples: int | None,
+    mean_length: float | None,
+    is_data_measured: bool,
+    horizon: Horizon | None,
 ) -> Steps | None:
-    steps = count_steps(config.train, num_samples, mean_length)
+    steps = count_steps(config.train, num_samples, mean_length, horizon)
     return steps if steps is None or is_data_measured else replace(steps, is_exact=False)
+
+
+def _last_step(steps: Steps | None, horizon: Horizon | None) -> int | None:
+    if steps is not None:
+        return steps.total
+    return horizon.steps if horizon else None
 
 
 def _memory(work: Work, layout: Layout, batch: BatchArithmetic) -> Memory:
