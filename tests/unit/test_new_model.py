@@ -11,7 +11,7 @@ from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError
 from duoka.model.draw import DrawnWeights
 from duoka.model.new import MARK, is_new, new_model_folder
-from duoka.plan.batch import find_horizon
+from duoka.plan.horizon import find_horizon
 from duoka.plan.shape import shape_from_depth
 
 
@@ -84,7 +84,8 @@ def test_the_horizon_counts_parameters_that_multiply(tmp_path):
 
 
 NAMES = {
-    "model.embed_tokens.weight": (700, 96), "lm_head.weight": (130, 8), "model.layers.0.self_attn.q_proj.weight": (9, 5),
+    "model.embed_tokens.weight": (700, 96), "lm_head.weight": (130, 8),
+    "model.layers.0.self_attn.q_proj.weight": (9, 5),
     "model.layers.1.mlp.down_proj.weight": (7, 3), "model.norm.weight": (11,),
 }  # fmt: skip
 
@@ -115,6 +116,6 @@ def test_a_new_folder_is_a_config_and_a_tokenizer(tiny_model):
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     model = ModelConfig(depth=2, tokenizer="x", width=64, head_dim=16, kv_heads=4, mlp_width=192, context=128)
-    with pytest.raises(ConfigError, match="tokenizer.json cannot be read") as caught:
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
         new_model_folder(model, tmp_path, print)
     assert "duoka data tokenizer" in caught.value.fix

@@ -97,7 +97,11 @@ _FROM_DEPTH: tuple[Derived, ...] = (
     Derived("data.max_length", _always(ROW_TOKENS)),
     Derived("model.context", lambda c: c.data.max_length),
     Derived("train.global_batch", _batch),
-    Derived("train.tokens", _always(TOKENS_PER_PARAMETER), unless=("train.max_steps", "train.epochs")),
+    Derived(
+        "train.tokens",
+        lambda c: TOKENS_PER_PARAMETER if c.stage == "pretrain" else None,
+        unless=("train.max_steps", "train.epochs"),
+    ),
     Derived("optim.name", _always("muon")),
     Derived("optim.lr", _rate),
     Derived("optim.adamw_lr", _with_muon(_by_width(VECTOR_LR))),

@@ -40,7 +40,7 @@ def _heads_do_not_fit(c: RunConfig) -> bool:
 NEW_MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "model-of-no-name",
-        ("model.name",),
+        ("model.name", "model"),
         lambda c: not c.model.name and c.model.depth is None,
         "model.name is missing",
         "add for example under model:   name: demo   or, for a new model from nothing,   depth: 12",

@@ -97,6 +97,7 @@ def _unknown(word: str, value: Tree, name: str, shown: str) -> Fault:
     if is_secret(word):
         # A password in a config is refused like any key, but it must not reach a log on the way.
         place = replace(place, source=f"{word}=..." if place.file == COMMAND_LINE else f"{word}: ...")
+        value = replace(value, value=None, written="")  # nor with the advice
     what, fix = _advice(word, value, name, shown)
     return Fault(
         f"unknown key {shown}{word}{what}",
@@ -136,7 +137,7 @@ def _advice(word: str, value: Tree, name: str, shown: str) -> tuple[str, str]:
     for guess in difflib.get_close_matches(low, long, n=1, cutoff=0.85):
         return _foreign_advice(foreign_names()[guess], value, name)
     every = {_last(key.name): key for key in reversed(keys.values()) if key.name.count(".") <= 1}
-    guess = nearest(low, every)
+    guess = None if is_secret(word) else nearest(low, every)
     if guess:
         return f"; did you mean {every[guess].name}?", _fix(every[guess], value, name)
     names = ", ".join(_last(key.name) for key in here)

@@ -194,15 +194,13 @@ def make_plan(
     task = task_of(config, work, lengths)
     choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
     layout = choice.layout
-    horizon = find_horizon(config, shape)
-    steps = count_steps(config.train, lengths, horizon)
+    horizon, steps = _length_of_run(config, shape, lengths)
     batch = spread_batch(config.train, layout.micro, layout.dp, task.rows(layout), lengths)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
     host = HostRoom(memory.host_bytes * local, machine.available_bytes)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
-    num_steps = steps.total if steps else horizon.steps if horizon else None
-    costs = estimate_costs(work, layout, cluster, speed.step_s, num_steps, config.checkpoint, price)
+    costs = estimate_costs(work, layout, cluster, speed.step_s, _last(steps or horizon), config.checkpoint, price)
     return Plan(
         layout=layout,
         reasons=choice.reasons,
@@ -228,6 +226,17 @@ def make_plan(
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
     )
+
+
+def _length_of_run(
+    config: RunConfig, shape: ModelShape, lengths: Lengths | None
+) -> tuple[Horizon | None, Steps | None]:
+    horizon = find_horizon(config, shape)
+    return horizon, count_steps(config.train, lengths, horizon)
+
+
+def _last(length: Steps | Horizon | None) -> int | None:
+    return length.total if isinstance(length, Steps) else length.steps if length else None
 
 
 def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
