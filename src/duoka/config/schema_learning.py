@@ -133,9 +133,10 @@ class TrainOnlyConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its schedule, in optimizer steps."""
 
-    name: Literal["adamw", "muon", "lamb", "lars", "adafactor"] = Field(
+    name: Literal["adamw", "muon", "lamb", "lars", "adafactor", "adamw8bit"] = Field(
         "adamw",
-        description="muon: Muon for the layers' matrices, AdamW for the rest; lamb, lars: for large batches.",
+        description="muon: Muon for the layers' matrices, AdamW for the rest; lamb, lars: for large batches; "
+        "adamw8bit: AdamW with a quarter of its state (needs bitsandbytes: the extra `gpu`).",
     )
     lr: Annotated[Number, Field(gt=0.0)] = Field(2e-5, description="Peak learning rate; of matrices, with muon.")
     adamw_lr: Annotated[Number, Field(gt=0.0)] | None = Field(

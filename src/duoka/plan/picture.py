@@ -93,11 +93,11 @@ def peak_lines(plan: Plan) -> list[str]:
         start, end = round(_BAR * before / scale), round(_BAR * (before + size) / scale)
         before += size
         bar = " " * start + "█" * (end - start)
-        out.append(f"           {name:<12}{format_bytes(size):>10} {bar}".rstrip())
+        out.append(f"           {name:<16}{format_bytes(size):>10} {bar}".rstrip())
     mark = min(_BAR, round(_BAR * available / scale))
     full = round(_BAR * memory.peak_bytes / scale)
     gauge = "".join("█" if i < min(full, mark) else "▒" if i < full else "·" if i < mark else " " for i in range(_BAR))
-    out.append(f"           {'in all':<12}{format_bytes(memory.peak_bytes):>10} {gauge}| of {format_bytes(available)}")
+    out.append(f"           {'in all':<16}{format_bytes(memory.peak_bytes):>10} {gauge}| of {format_bytes(available)}")
     by_formula: dict[str, list[str]] = {}
     for name, _ in memory.largest_parts(len(memory.parts)):
         by_formula.setdefault(memory.formulas.get(name, ""), []).append(name)

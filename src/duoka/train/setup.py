@@ -165,6 +165,7 @@ def banner(
     kind = "from nothing" if config.model.depth else kind
     board = "tensorboard" in config.log.to
     watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
+    recompute = f"; recompute {plan.reasons.get('train.recompute', layout.recompute)}"
     per_epoch = f" ({settings.steps_per_epoch:,} an epoch)" if settings.steps_per_epoch else ""
     rates = f"{optimizer}, {config.optim.schedule}, {settings.warmup_sentence()}"
     return [
@@ -173,10 +174,10 @@ def banner(
         f"{format_count(trainable)} trained ({kind})",
         *_from_depth(config),
         f"  data        {prepared.report.sentence()}",
-        f"  batch       {plan.batch.sentence()}",
+        f"  batch       {plan.batch.sentence()}{_why(plan, 'train.micro_batch')}",
         f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}; "
         f"{plan.reasons.get('train.precision', layout.precision)}",
-        f"  memory      {plan.memory_sentence()}",
+        f"  memory      {plan.memory_sentence()}{recompute}",
         f"  steps       {settings.total_steps:,}{per_epoch}, {rates}; "
         f"saved every {settings.save_every}, newest {config.checkpoint.keep} kept",
         *([f"  tokens      {plan.horizon.sentence()}"] if plan.horizon else []),
@@ -200,6 +201,12 @@ def _from_depth(config: RunConfig) -> list[str]:
         words = [text.format(found[key]) for key, text in _SHOWN_OF_DEPTH.items() if key in found]
         lines += [f"  {head:<10}  {', '.join(words)}"] if words else []
     return lines
+
+
+def _why(plan: Plan, key: str) -> str:
+    """The reason of a choice whose value stands in the same line."""
+    reason = plan.reasons.get(key, "")
+    return f" (auto: {reason.split(': ', 1)[-1]})" if reason else ""
 
 
 def _shown(path: Path) -> str:
