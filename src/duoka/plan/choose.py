@@ -5,10 +5,12 @@ Deterministic: the same config, model, machine and world give the same layout.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES, WHOLE_WEIGHT_OPTIMIZERS
 from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import RunConfig
 from duoka.errors import Fault
@@ -60,6 +62,13 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
         what = f"{here} processes are asked for on this machine, and it has {len(machine.gpus)} GPUs"
         faults.append(Fault(what, fix=f"start one process per GPU: --nproc {len(machine.gpus)}"))
     return faults
+
+
+def check_packages(config: RunConfig) -> list[Fault]:
+    """Packages beside duoka's own that the config needs, and that are not installed here."""
+    if config.optim.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        return [Fault(NO_BITSANDBYTES, key="optim.name", fix=GET_BITSANDBYTES)]
+    return []
 
 
 def _check_sharding(config: RunConfig, world_size: int, local_size: int) -> list[Fault]:
@@ -152,8 +161,7 @@ def _with_strategy(
         return layout
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
     need = memory_of(task, smallest).peak_bytes
-    # Adafactor looks at whole rows and columns: nothing may be shared out.
-    if need <= FITS * available_bytes or config.optim.name == "adafactor":
+    if need <= FITS * available_bytes or config.optim.name in WHOLE_WEIGHT_OPTIMIZERS:
         reasons["parallel.strategy"] = f"ddp: {size} processes, each with a whole model"
         return layout
     if wishes := ddp_settings(config):
