@@ -82,9 +82,13 @@ def test_without_text_or_tokenizer_it_says_how_to_make_them(tmp_path, monkeypatc
     assert "--data texts/" in capsys.readouterr().err
 
 
-def test_a_guides_torchrun_line_is_duoka_pretrain():
+def test_a_guides_torchrun_line_is_duoka_pretrain(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words = ["--standalone", "--nproc_per_node=8", "-m", "scripts.base_train", "--depth=12", "--run=x"]
     assert meaning_of_torchrun(words).words == ("pretrain", "--nproc", "8", "--depth=12", "--run=x")
     with pytest.raises(ConfigError, match="stage of its own") as caught:
         meaning_of_torchrun(["--nproc_per_node=8", "-m", "scripts.chat_sft", "--source=mid"])
     assert "stage: sft" in caught.value.fix
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "base_train.py").write_text("", encoding="utf-8")  # the guide's own code is here
+    assert meaning_of_torchrun(words).words[:4] == ("launch", "--nproc", "8", "--module")

@@ -221,10 +221,11 @@ def _meaning(
     line: Line, count: str, nodes: str, rank: str, address: str, port: str, restarts: str, settings: Sequence[str],
     notes: Sequence[str],
 ) -> Meaning:  # fmt: skip
-    if line.is_module and line.program in PRETRAIN_MODULES and nodes == "1":
+    is_theirs = Path(*line.program.split(".")).with_suffix(".py").is_file()  # the guide's own code is here: run that
+    if line.is_module and line.program in PRETRAIN_MODULES and nodes == "1" and not is_theirs:
         words = ["pretrain", *(["--nproc", count] if count else []), *(["--port", port] if port else [])]
         return Meaning((*words, *line.arguments), {}, tuple(notes))
-    if line.is_module and line.program in LATER_MODULES:
+    if line.is_module and line.program in LATER_MODULES and not is_theirs:
         raise ConfigError(f"{line.program} is a stage of its own here", fix=LATER_MODULES[line.program])
     config = _config_of(line)
     if config is None and not line.is_module and not Path(line.program).is_file():
