@@ -130,6 +130,21 @@ class Plan:
             "changes": [asdict(change) for change in self.changes],
         }
 
+    def samples_sentence(self) -> str:
+        """Whether the tokens at once are expected or a bound, and what that rests on."""
+        batch, known = self.batch, self.lengths
+        if known is None:
+            return f"at most: as if every sample had data.max_length, {batch.max_length:,} tokens"
+        if not known.batch:
+            return f"for full rows of {batch.max_length:,} tokens"
+        text = f"expected from {known.sentence()}"
+        if batch.tokens_at_most > batch.tokens_at_once:
+            text += (
+                f"; at most {format_bytes(self.at_most_bytes)}, with {batch.tokens_at_most:,} tokens at once, were all "
+                f"samples {batch.max_length:,} long"
+            )
+        return text
+
     def memory_sentence(self) -> str:
         """One line for a banner: `1.35 GiB per rank (1.2 to 1.7), fits in 11.4 GiB`."""
         memory = self.memory
@@ -198,7 +213,7 @@ def make_plan(
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
     num_steps = steps.total if steps else None
-    costs = estimate_costs(work, layout, cluster, speed.step_s, num_steps, config.checkpoint, price)
+    costs = estimate_costs(work, layout, cluster, speed, num_steps, config.checkpoint, price)
     return Plan(
         layout=layout,
         reasons=choice.reasons,
