@@ -180,7 +180,7 @@ def test_bf16_without_native_support_is_allowed_with_a_warning():
 
 def test_auto_micro_batch_stops_where_more_brings_nothing():
     on_cpu = make_plan(config(lora={"dropout": 0.0}), demo_shape(), CPU, 1)
-    assert on_cpu.layout.micro == Amount(4096, "tokens")
+    assert on_cpu.layout.micro == Amount(2048, "tokens")
     on_gpu = make_plan(config(lora={}), demo_shape(), gpus(H100, 1), 1)
     assert on_gpu.layout.micro == Amount(16384, "tokens")
     long = make_plan(config(data={"max_length": 8192}, lora={"dropout": 0.0}), demo_shape(), CPU, 1)
@@ -193,7 +193,7 @@ def test_less_memory_means_smaller_micro_batches_and_then_recompute():
         return make_plan(config(lora={}, train=train), demo_shape(), machine, 1)
 
     tokens = [plan(gib).layout.micro.count for gib in (60, 8, 4.5, 2.5)]
-    assert tokens == sorted(tokens, reverse=True) and tokens[0] == 4096 and tokens[-1] == 512, tokens
+    assert tokens == sorted(tokens, reverse=True) and tokens[0] == 2048 and tokens[-1] == 512, tokens
     assert {1024, 2048} & set(tokens), f"no rung between: {tokens}"
     assert plan(2.5).layout.recompute == "none"
     starved = plan(1.4)

@@ -123,10 +123,11 @@ def load_checked(
     from duoka.config.load import Start, load_config
     from duoka.data.registry import check_data
     from duoka.model.source import check_model
-    from duoka.plan.choose import check_machine
+    from duoka.plan.choose import check_machine, check_packages
 
     def check_here(config: object, base: Path) -> list[object]:
-        return check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type,return-value]
+        found = check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type]
+        return [*found, *check_packages(config)]  # type: ignore[arg-type]
 
     checks = (check_model, check_data, check_here)
     start = Start(world_size, bool(machine.gpus))

@@ -58,6 +58,8 @@ def layout_lines(plan: Plan) -> list[str]:
     out.append(f"batch    {plan.batch.sentence()}")
     if plan.steps is not None:
         out.append(f"steps    {plan.steps.sentence(plan.epochs)}")
+    if plan.horizon is not None:
+        out.append(f"tokens   {plan.horizon.sentence()}")
     return out
 
 
