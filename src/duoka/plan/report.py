@@ -154,7 +154,7 @@ class Plan:
         spread = f"{format_bytes(memory.low_bytes)} to {format_bytes(memory.high_bytes)}"
         have = format_bytes(self.available_bytes)
         relation = {"fits": "fits in", "tight": "tight in", "does not fit": "does not fit in"}[self.verdict]
-        bound = "" if self.lengths and self.lengths.batch else "at most "
+        bound = "at most " if self.lengths is None else ""
         return f"{bound}{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
 
     def refusal(self) -> ConfigError | DoesNotFit | None:
@@ -210,7 +210,7 @@ def make_plan(
     choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
     layout = choice.layout
     horizon, steps = _length_of_run(config, shape, lengths)
-    batch = spread_batch(config.train, layout.micro, layout.dp, task.rows(layout), lengths)
+    batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), lengths)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
     host = HostRoom(memory.host_bytes * local, machine.available_bytes)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
