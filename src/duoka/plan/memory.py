@@ -95,7 +95,7 @@ def _estimate(
         | before
         | {"casts": casts, "activations": kept + again, "loss": head_gradient, "working": working},
         "end of the backward pass": base | gradients | {"casts": casts, "activations": one_layer, "working": working},
-        "optimizer step": base | gradients | {"working": _optimizer_bytes(work, layout, share)},
+        "optimizer step": base | gradients | {"temporaries": _optimizer_bytes(work, layout, share)},
     }
     if eval_tokens:
         # Nothing is kept for a backward pass: one layer's tensors, and a chunk of logits.
@@ -163,7 +163,8 @@ def _name_formulas(
         "gathered": "whole layers and ends that compute or are fetched, gradients on their way",
         "casts": "2P of the layers: autocast's half-precision copies",
         "loss": "tokens x V: whole logits and their gradients" if whole else "logits in chunks, the head's gradient",
-        "working": "optimizer's temporaries" if static.host_bytes else "gradients of one layer's activations",
+        "working": "gradients of one layer's activations",
+        "temporaries": "of the optimizer's step",
         "framework": f"{context}, a constant",
     }
 
@@ -218,9 +219,9 @@ def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
 
 
 def _optimizer_bytes(work: Work, layout: Layout, share: Share) -> int:
-    """Temporaries of AdamW: of one tensor at a time on CPU, of all tensors at once on CUDA (foreach)."""
-    if work.program is not None:
-        return 0  # fused
+    """Temporaries of an optimizer that is not fused: of one tensor at a time on CPU, of all at once on CUDA."""
+    if work.program is not None or work.optimizer == "adamw":
+        return 0
     if work.device == "cuda":
         return 4 * share.trainable // layout.shard
     return 8 * (share.embedding if work.lora is None else 0) // layout.shard
