@@ -242,7 +242,7 @@ def make_plan(
         task=task,
         speed=speed,
         costs=costs,
-        smaller=smaller_changes(task, layout, available) if verdict == "does not fit" else (),
+        smaller=smaller_changes(task, layout, cluster, available) if verdict == "does not fit" else (),
         notes=advice(work, layout, cluster, speed.exchanges, batch.accumulation),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
