@@ -27,7 +27,8 @@ BASE = {"model_name_or_path": "some/model", "dataset": "identity", "template": "
 LOADS_TODAY = {
     "train_lora/qwen3_lora_sft", "extras/loraplus/llama3_lora_sft", "train_lora/qwen3_preprocess",
     "train_lora/qwen3_lora_pretrain",
-    "extras/llama_pro/llama3_freeze_sft",
+    "extras/llama_pro/llama3_freeze_sft", "extras/dft/qwen2_full_sft", "extras/muon/qwen2_full_sft",
+    "extras/pissa/llama3_lora_sft",
     "ascend/qwen3_full_sft_fsdp2", "ascend/qwen3_5_full_sft_fsdp2",
     "ascend/qwen3moe_full_sft_fsdp", "ascend/qwen3_5moe_lora_sft_fsdp2", "megatron_bridge/llama3_sft",
     # Plain files; that their models are quantised is the model room's to refuse.
@@ -208,7 +209,9 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
         ({"template": "qwen9"}, ("no template qwen9", "did you mean qwen")),
         ({"stage": "ppo"}, ("stage ppo", "does not have yet")),
         ({"stage": "stf"}, ("did you mean sft",)),
-        ({"use_muon": True}, ("use_muon true is refused",)),
+        ({"use_adam_mini": True}, ("use_adam_mini true is refused",)),
+        ({"use_dft_loss": True, "label_smoothing_factor": 0.1}, ("train.loss is dft",)),
+        ({"pissa_init": True, "pissa_iter": -2}, ("pissa_iter must be a whole number",)),
         ({"quantization_bit": 4}, ("quantization_bit 4 is refused",)),
         ({"finetuning_type": "oft"}, ("oft is not there yet",)),
         ({"freeze_trainable_layers": 0, "finetuning_type": "freeze"}, ("other than 0",)),

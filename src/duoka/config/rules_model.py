@@ -59,6 +59,13 @@ MODEL_RULES: tuple[Rule, ...] = (
         "alpha is usually one or two times the rank:   alpha: 16",
     ),
     Rule(
+        "pissa-iterations-without-pissa",
+        ("lora.pissa_iterations", "lora.init"),
+        lambda c: c.lora is not None and c.lora.init != "pissa" and c.lora.pissa_iterations != 16,
+        "lora.pissa_iterations is {c.lora.pissa_iterations}, but lora.init is {c.lora.init}: nothing is searched",
+        "write   init: pissa   or delete pissa_iterations",
+    ),
+    Rule(
         "lora-and-train-only",
         ("train_only", "lora"),
         lambda c: c.train_only is not None and c.lora is not None,

@@ -189,21 +189,22 @@ def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: d
     from duoka.model.build import load_model
     from duoka.train.reader import CheckpointReader
 
-    lm = load_model(base, dtype=torch.float32, lora=config.lora, train_only=config.train_only, **options)
+    what: dict[str, Any] = {"lora": config.lora, "train_only": config.train_only, "seed": config.train.seed}
+    lm = load_model(base, dtype=torch.float32, **what, **options)
     tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
     dcp.load(tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True)
     return lm
 
 
-def load_for_chat(trained: Trained, *, base_only: bool = False) -> torch.nn.Module:
-    """The model on this machine's fastest device, in the type that it computes natively."""
+def load_for_chat(trained: Trained, *, base_only: bool = False, device: torch.device | None = None) -> torch.nn.Module:
+    """The model on `device`, by default this machine's fastest, in the type that it computes natively."""
     import torch
 
     from duoka.parallel.world import pick_device
     from duoka.plan.hardware import read_machine
 
     dtype = torch.bfloat16 if read_machine().has_native_bf16 else torch.float32
-    return load_trained(trained, dtype=dtype, base_only=base_only).to(pick_device(0))
+    return load_trained(trained, dtype=dtype, base_only=base_only).to(device or pick_device(0))
 
 
 def load_chat_tokenizer(trained: Trained) -> ChatTokenizer:

@@ -115,7 +115,8 @@ def _of_stages_reported() -> list[Row]:
         *reported("of PPO, which sft does not read", "ppo_buffer_size", "ppo_epochs", "ppo_score_norm", "ppo_target",
                   "ppo_whiten_rewards", "reward_model", "reward_model_adapters", "reward_model_quantization_bit",
                   "reward_model_type"),
-        *reported("of a method that is not on", "pissa_iter", "pissa_convert", "loraplus_lr_embedding",
+        *reported("a trained adapter is always written as a plain one, for the base as it came", "pissa_convert"),
+        *reported("of a method that is not on", "loraplus_lr_embedding",
                   "oft_rank", "oft_block_size", "oft_target", "module_dropout", "galore_target", "galore_rank",
                   "galore_update_interval", "galore_scale", "galore_proj_type", "galore_layerwise", "apollo_target",
                   "apollo_rank", "apollo_update_interval", "apollo_scale", "apollo_proj", "apollo_proj_type",
@@ -131,12 +132,13 @@ def _of_stages_reported() -> list[Row]:
 
 def _refused_methods() -> list[Row]:
     return [
-        *refused("of LoRA's variants duoka has the plain one", "use_dora", "pissa_init", "additional_target"),
+        *refused("of LoRA's variants duoka has the plain one, LoRA+, rank-stabilised and PiSSA", "use_dora",
+                 "additional_target"),
         *refused("training an adapter further is not there yet (duoka export, chat and eval FILE read it)",
                  "adapter_name_or_path", "adapter_folder", "create_new_adapter"),
-        *refused("AdamW is the optimizer that is there", "use_galore", "use_apollo", "use_badam", "use_adam_mini",
-                 "use_muon", "optim_args", "adafactor"),
-        *refused("the loss is plain cross-entropy", "use_dft_loss", "use_asft_loss", "use_eaft_loss",
+        *refused("of these optimizers duoka has AdamW and Muon; its own optim.name has more", "use_galore",
+                 "use_apollo", "use_badam", "use_adam_mini", "optim_args", "adafactor"),
+        *refused("the loss is plain cross-entropy, or DFT's", "use_asft_loss", "use_eaft_loss",
                  "neftune_noise_alpha", "moe_aux_loss_coef", off=(0, 0.0)),
         *refused("quantised models are not trained", "quantization_bit", "export_quantization_bit", "fp8"),
         *refused("the model's architecture is taken as it is", "mixture_of_depths", "rope_scaling", "shift_attn",
