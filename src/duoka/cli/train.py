@@ -150,6 +150,7 @@ def prepare_run(
     """Everything that is done once before ranks start: the model's folder, tokens, plan, and the run's own files."""
     from duoka.cluster.probe import read_environment_facts
     from duoka.config.load import resolved_yaml
+    from duoka.data.known import lengths_of, remember_lengths
     from duoka.data.prepare import prepare_data
     from duoka.data.report import write_data_report
     from duoka.model.source import model_folder
@@ -163,9 +164,11 @@ def prepare_run(
     prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
     prepared.check_world(world_size)
     local = local_size or world_size
+    lengths = lengths_of(prepared, loaded.config)
+    remember_lengths(lengths, loaded.config, loaded.base)
     plan = make_plan(
-        loaded.config, read_shape(folder), machine, world_size, num_samples=prepared.num_samples,
-        mean_length=prepared.mean_length, local_size=local, cluster=local_cluster(machine, world_size, local),
+        loaded.config, read_shape(folder), machine, world_size, lengths=lengths, local_size=local,
+        cluster=local_cluster(machine, world_size, local),
     )  # fmt: skip
     _refuse_what_does_not_fit(plan)
     if loaded.path.resolve() != run.config.resolve():

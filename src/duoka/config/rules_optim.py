@@ -7,26 +7,34 @@ from __future__ import annotations
 
 from duoka.config.rule import Rule
 from duoka.config.schema import RunConfig
-from duoka.units import parse_amount
+from duoka.units import Amount, parse_amount, parse_warmup
 
 
 def _betas_diverge(c: RunConfig) -> bool:
     return c.optim.betas[0] > 0 and c.optim.betas[0] ** 2 >= c.optim.betas[1]
 
 
+def _warmup_steps(c: RunConfig) -> float:
+    """Steps that are written, or that follow from tokens of both; 0 for shares, which always fit."""
+    warm, batch = parse_warmup(c.optim.warmup), parse_amount(c.train.global_batch)
+    if isinstance(warm, Amount):
+        return warm.count / batch.count if batch.unit == "tokens" else 0.0
+    return warm if warm >= 1 else 0.0
+
+
 OPTIM_RULES: tuple[Rule, ...] = (
     Rule(
         "warmup-eats-the-run",
         ("optim.warmup", "train.max_steps"),
-        lambda c: c.train.max_steps is not None and 1 <= c.train.max_steps <= c.optim.warmup,
-        "optim.warmup is {c.optim.warmup:g} steps, but train.max_steps ends the run after {c.train.max_steps}: "
+        lambda c: c.train.max_steps is not None and 1 <= c.train.max_steps <= _warmup_steps(c),
+        "optim.warmup is {c.optim.warmup}, but train.max_steps ends the run after {c.train.max_steps}: "
         "the learning rate would never come down from its climb",
         "write a share, such as   warmup: 0.03   or fewer steps than max_steps",
     ),
     Rule(
         "warmup-is-not-whole",
         ("optim.warmup",),
-        lambda c: c.optim.warmup > 1 and c.optim.warmup != int(c.optim.warmup),
+        lambda c: not isinstance(c.optim.warmup, str) and c.optim.warmup > 1 and c.optim.warmup % 1 != 0,
         "optim.warmup is {c.optim.warmup:g}: from 1 on it counts steps, and a step is whole",
         "write whole steps, such as   warmup: 100   or a share below 1, such as   warmup: 0.03",
     ),

@@ -84,7 +84,13 @@ class Cluster:
     num_nics: int = 1
     host_bytes_per_node: int = 0
     is_measured: bool = False
+    disk_bytes_per_s: float = 0.0  # 0: not measured
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def host_room_bytes(self) -> int:
+        """A node's host memory, when it stands empty; where only GPUs are named, what cloud nodes have beside them."""
+        return int(0.95 * (self.host_bytes_per_node or HOST_BYTES_PER_GPU * self.per_node))
 
     @property
     def num_devices(self) -> int:
@@ -102,8 +108,8 @@ class Cluster:
         if device.kind == "cpu":
             raise ValueError("a CPU is planned for as the machine that we are on")
         card = Gpu(device.name, device.memory_bytes, int(device.memory_bytes * 0.99), device.capability)
-        host = self.host_bytes_per_node or HOST_BYTES_PER_GPU * self.per_node
-        return Machine(16 * self.per_node, host, int(0.95 * host), gpus=(card,) * self.per_node)
+        host = self.host_room_bytes
+        return Machine(16 * self.per_node, int(host / 0.95), host, gpus=(card,) * self.per_node)
 
 
 @functools.cache
@@ -306,7 +312,8 @@ def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
         if own.get("link_bytes_per_s"):
             latency = float(own.get("link_latency_s") or link.latency_s)
             link = Network("measured", float(own["link_bytes_per_s"]), latency, "measured by duoka bench hardware")
+        disk = float(own.get("disk_bytes_per_s") or 0.0)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"hardware.json: {error}", fix="measure again: duoka bench hardware") from None
     notes = () if own.get("half_flops") or own.get("fp32_flops") else cluster.notes
-    return replace(cluster, device=device, link=link, is_measured=True, notes=notes)
+    return replace(cluster, device=device, link=link, is_measured=True, disk_bytes_per_s=disk, notes=notes)
