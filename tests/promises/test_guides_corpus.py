@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from tiny import write_conversations, write_tiny_model
 from worlds import train_all
 
+from duoka.model.source import can_pack
+
 CORPUS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "unit/llamafactory_corpus.json").read_text("utf-8"))
 # What is swapped beside model and data: the small model has four layers.
 FILES: dict[str, dict[str, Any]] = {
@@ -23,6 +25,11 @@ FILES: dict[str, dict[str, Any]] = {
     "ascend/qwen3_full_sft_fsdp2": {}, "ascend/qwen3_5_full_sft_fsdp2": {}, "ascend/qwen3moe_full_sft_fsdp": {},
     "ascend/qwen3_5moe_lora_sft_fsdp2": {},
 }  # fmt: skip
+if can_pack():
+    FILES |= {
+        "extras/fsdp_qlora/llama3_lora_sft": {}, "train_qlora/qwen3_lora_sft_otfq": {},
+        "train_qlora/qwen3_lora_sft_bnb_npu": {},
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

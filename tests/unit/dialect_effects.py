@@ -4,6 +4,70 @@ from __future__ import annotations
 
 from typing import Any
 
+# The same for files beside the config, each at 4 ranks: dotted keys and values -> our key and its value.
+DEEPSPEED: list[tuple[str, Any, dict[str, Any], str, Any]] = [
+    ("train_batch_size", 24, {}, "train.global_batch", 24),
+    ("train_micro_batch_size_per_gpu", 3, {}, "train.global_batch", 12),
+    ("train_micro_batch_size_per_gpu", 3, {"train_batch_size": 24}, "train.micro_batch", 3),
+    ("gradient_accumulation_steps", 2, {"train_micro_batch_size_per_gpu": 3}, "train.global_batch", 24),
+    ("gradient_clipping", 0.5, {}, "optim.clip", 0.5),
+    ("bf16.enabled", True, {}, "train.precision", "bf16"),
+    ("bfloat16.enabled", True, {}, "train.precision", "bf16"),
+    ("fp16.enabled", True, {}, "train.precision", "fp16"),
+    ("zero_optimization.stage", 2, {}, "parallel.strategy", "zero2"),
+    ("zero_optimization.offload_optimizer", {"device": "cpu"}, {"zero_optimization.stage": 2}, "parallel.offload",
+     "optimizer"),
+    ("zero_optimization.offload_param", {"device": "cpu"}, {"zero_optimization.stage": 3}, "parallel.offload",
+     "params"),
+    ("zero_optimization.cpu_offload", True, {"zero_optimization.stage": 1}, "parallel.offload", "optimizer"),
+    ("zero_optimization.cpu_offload_params", True, {"zero_optimization.stage": 3}, "parallel.offload", "params"),
+    ("zero_optimization.mics_shard_size", 2, {"zero_optimization.stage": 3}, "parallel.shard_ranks", 2),
+    ("optimizer.type", "AdamW", {}, "optim.name", "adamw"),
+    ("optimizer.params.lr", 3e-4, {}, "optim.lr", 3e-4),
+    ("optimizer.params.betas", [0.8, 0.99], {}, "optim.betas", (0.8, 0.99)),
+    ("optimizer.params.eps", 1e-6, {}, "optim.eps", 1e-6),
+    ("optimizer.params.weight_decay", 0.1, {}, "optim.weight_decay", 0.1),
+    ("scheduler.type", "WarmupCosineLR", {}, "optim.schedule", "cosine"),
+    ("scheduler.params.warmup_num_steps", 20, {}, "optim.warmup", 20),
+    ("scheduler.params.warmup_max_lr", 3e-4, {}, "optim.lr", 3e-4),
+]  # fmt: skip
+_FSDP, _DEEP = {"distributed_type": "FSDP"}, {"distributed_type": "DEEPSPEED"}
+ACCELERATE: list[tuple[str, Any, dict[str, Any], str, Any]] = [
+    ("distributed_type", "FSDP", {}, "parallel.strategy", "fsdp"),
+    ("mixed_precision", "bf16", {}, "train.precision", "bf16"),
+    ("fsdp_config.fsdp_activation_checkpointing", True, _FSDP, "train.recompute", "full"),
+    ("fsdp_config.fsdp_sharding_strategy", "SHARD_GRAD_OP", _FSDP, "parallel.strategy", "zero2"),
+    ("fsdp_config.fsdp_reshard_after_forward", False, _FSDP, "parallel.reshard", False),
+    ("fsdp_config.fsdp_offload_params", True, _FSDP, "parallel.offload", "params"),
+    ("deepspeed_config.zero_stage", 2, _DEEP, "parallel.strategy", "zero2"),
+    ("deepspeed_config.gradient_clipping", 0.5, _DEEP, "optim.clip", 0.5),
+    ("deepspeed_config.offload_optimizer_device", "cpu", {**_DEEP, "deepspeed_config.zero_stage": 2},
+     "parallel.offload", "optimizer"),
+    ("deepspeed_config.offload_param_device", "cpu", {**_DEEP, "deepspeed_config.zero_stage": 3}, "parallel.offload",
+     "params"),
+    ("deepspeed_config.deepspeed_config_file", "ds.json", _DEEP, "parallel.strategy", "zero1"),
+    ("dynamo_config.dynamo_backend", "INDUCTOR", {}, "train.compile", True),
+]  # fmt: skip
+# Our keys that those become, and the test that shows in a run what the key does.
+SHOWN_BY = {
+    "train.global_batch": "promises/test_any_split.py::global_batch",
+    "train.micro_batch": "promises/test_any_split.py::micro_batch",
+    "optim.clip": "promises/test_guides_keys.py::max_grad_norm",
+    "train.precision": "promises/test_guides_keys.py::bf16",
+    "parallel.strategy": "promises/test_any_split.py::strategy",
+    "parallel.offload": "promises/test_any_split.py::parallel.offload",
+    "parallel.shard_ranks": "promises/test_sharded.py::shard_ranks",
+    "parallel.reshard": "promises/test_sharded.py::reshard",
+    "optim.name": "promises/test_optimizers.py::adamw",
+    "optim.lr": "promises/test_guides_keys.py::learning_rate",
+    "optim.betas": "promises/test_guides_keys.py::adam_beta1",
+    "optim.eps": "promises/test_guides_keys.py::adam_epsilon",
+    "optim.weight_decay": "promises/test_guides_keys.py::weight_decay",
+    "optim.schedule": "promises/test_guides_keys.py::lr_scheduler_type",
+    "optim.warmup": "promises/test_guides_keys.py::warmup_steps",
+    "train.recompute": "promises/test_guides_keys.py::gradient_checkpointing",
+    "train.compile": "promises/test_any_split.py::compile",
+}
 # key, a value, what else must stand there -> our key and its value. One row per implemented key.
 EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("model_name_or_path", "other/model", {}, "model.name", "other/model"),
@@ -21,6 +85,9 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("use_rslora", True, {"lora_rank": 4, "lora_alpha": 5}, "lora.alpha", 10.0),
     ("use_rslora", True, {"lora_rank": 4}, "lora.alpha", 16.0),
     ("loraplus_lr_ratio", 16, {}, "lora.b_lr_ratio", 16.0),
+    ("quantization_bit", 4, {}, "model.quantization", "nf4"),
+    ("quantization_type", "fp4", {"quantization_bit": 4}, "model.quantization", "fp4"),
+    ("double_quantization", False, {"quantization_bit": 4}, "model.double_quantization", False),
     ("pissa_init", True, {}, "lora.init", "pissa"),
     ("pissa_iter", 4, {"pissa_init": True}, "lora.pissa_iterations", 4),
     ("pissa_iter", -1, {"pissa_init": True}, "lora.pissa_iterations", 0),

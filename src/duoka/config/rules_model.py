@@ -66,6 +66,38 @@ MODEL_RULES: tuple[Rule, ...] = (
         "write   init: pissa   or delete pissa_iterations",
     ),
     Rule(
+        "quantized-base-is-frozen",
+        ("model.quantization", "lora"),
+        lambda c: c.model.quantization != "none" and c.lora is None,
+        "model.quantization is {c.model.quantization}, and there is no lora block: packed weights cannot be trained, "
+        "only adapters beside them",
+        "write for example:   lora: {{rank: 8}}   or delete quantization",
+    ),
+    Rule(
+        "quantized-base-is-whole",
+        ("model.quantization", "parallel.strategy"),
+        lambda c: c.model.quantization != "none" and c.parallel.strategy not in ("auto", "single", "ddp"),
+        "model.quantization is {c.model.quantization}, and parallel.strategy {c.parallel.strategy} would cut or copy "
+        "packed weights, which duoka does not do",
+        "write   strategy: ddp   (a packed 7B model is about 4 GB in each process)",
+    ),
+    Rule(
+        "quantized-base-as-it-is",
+        ("model.quantization", "lora.init", "train.compile"),
+        lambda c: (
+            c.model.quantization != "none" and (c.train.compile or (c.lora is not None and c.lora.init != "random"))
+        ),
+        "model.quantization packs the base, and lora.init pissa would take parts out of it, train.compile look into it",
+        "write   init: random   and   compile: false   or delete quantization",
+    ),
+    Rule(
+        "double-quantization-of-nothing",
+        ("model.double_quantization", "model.quantization"),
+        lambda c: c.model.quantization == "none" and not c.model.double_quantization,
+        "model.double_quantization is about packed weights, and model.quantization is none",
+        "write   quantization: nf4   or delete double_quantization",
+    ),
+    Rule(
         "lora-and-train-only",
         ("train_only", "lora"),
         lambda c: c.train_only is not None and c.lora is not None,

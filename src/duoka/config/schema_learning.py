@@ -19,6 +19,11 @@ class ModelConfig(Section):
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
     tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer, when it is not the model's.")
     template: str = Field("auto", description="Chat template: auto (the model's own), or a name such as chatml.")
+    quantization: Literal["none", "nf4", "fp4"] = Field(
+        "none",
+        description="The frozen base under adapters, packed into 4 bits while it is loaded (QLoRA; duoka[quant]).",
+    )
+    double_quantization: bool = Field(True, description="The packed weights' scales are packed too.")
     trust_remote_code: bool = Field(False, description="Run Python code that the model's repository ships.")
 
 

@@ -23,6 +23,7 @@ from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
 from duoka.model.lora import apply_lora
 from duoka.model.loss import LIKELIHOOD, Goal
+from duoka.model.packed import Packing, unpack
 
 GATHERED_HEAD = "apply_gathered"
 
@@ -54,10 +55,11 @@ def load_model(
     seed: int = 0,
     attention: str = "duoka",
     trust_remote_code: bool = False,
+    packing: Packing | None = None,
 ) -> torch.nn.Module:
     """The transformers model in `folder` with weights of `dtype`; with `lora`, adapters that begin from `seed`.
 
-    With `train_only`, all but the weights that it names are frozen.
+    With `train_only`, all but the weights that it names are frozen; with `packing`, the layers' matrices are packed.
     """
     from transformers import AutoModelForCausalLM
 
@@ -72,7 +74,10 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
+                **({} if packing is None else {"quantization_config": packing.settings(dtype)}),
             )
+            if packing is not None and packing.unpacked:
+                unpack(model, dtype)
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error

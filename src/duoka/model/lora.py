@@ -109,4 +109,5 @@ def _check_targets(model: torch.nn.Module, targets: tuple[str, ...]) -> None:
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     """(all, trainable) parameters; shared ones count once."""
     parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    sizes = [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
+    return sum(sizes), sum(p.numel() for p in parameters if p.requires_grad)

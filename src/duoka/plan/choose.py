@@ -152,8 +152,9 @@ def _with_strategy(
         return layout
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
     need = memory_of(task, smallest).peak_bytes
-    # Adafactor looks at whole rows and columns: nothing may be shared out.
-    if need <= FITS * available_bytes or config.optim.name == "adafactor":
+    # Adafactor looks at whole rows and columns, packed weights are not cut: nothing may be shared out.
+    is_whole = config.optim.name == "adafactor" or config.model.quantization != "none"
+    if need <= FITS * available_bytes or is_whole:
         reasons["parallel.strategy"] = f"ddp: {size} processes, each with a whole model"
         return layout
     if wishes := ddp_settings(config):

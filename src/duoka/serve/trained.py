@@ -163,12 +163,23 @@ def _list_runs() -> str:
 
 
 def load_trained(
-    trained: Trained, *, dtype: torch.dtype, attention: str = "sdpa", base_only: bool = False
+    trained: Trained,
+    *,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    base_only: bool = False,
+    unpacked: bool = False,
 ) -> torch.nn.Module:
-    """The model, in eval mode, adapters apart from the base; `base_only`: as it was before training."""
+    """The model, in eval mode, adapters apart from the base; `base_only`: as it was before training.
+
+    A base that was packed in training is packed here, or with `unpacked` has the same values in plain matrices.
+    """
     from duoka.model.build import load_adapter, load_model
+    from duoka.model.packed import Packing
 
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trained.trust_remote_code}
+    if trained.config is not None and trained.full is None:
+        options["packing"] = Packing.of(trained.config.model, unpacked=unpacked)
     if base_only:
         lm = load_model(trained.base, dtype=dtype, **options)
     elif trained.adapter is not None:

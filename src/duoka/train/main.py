@@ -19,6 +19,7 @@ from duoka.errors import StoppedEarly
 from duoka.model.build import LossModel, find_core, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.loss import Goal
+from duoka.model.packed import Packing
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
 from duoka.model.source import model_fingerprint, model_folder
@@ -207,7 +208,7 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Parallelized
     if plan.layout.is_sharded and (built := build_without_memory(inputs.folder, **options)):
         lm, source = built
     else:
-        lm = load_model(inputs.folder, **options)
+        lm = load_model(inputs.folder, packing=Packing.of(config.model), **options)
     core = find_core(lm)
     roles = assign_roles(lm, core, find_layers(core))
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}

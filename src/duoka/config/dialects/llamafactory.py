@@ -51,6 +51,12 @@ def _rows_of_model_and_data() -> list[Row]:
         *implemented("loraplus_lr_ratio", "lora.b_lr_ratio", to.of_lora(), "LoRA+"),
         *implemented("pissa_init", "lora.init", to.of_lora(only_if_on("lora.init", "pissa"))),
         *implemented("pissa_iter", "lora.pissa_iterations", to.of_lora(to.pissa_rounds), "-1: the whole decomposition"),
+        *implemented(
+            "quantization_bit", "model.quantization", to.bits, "4 with bnb, under adapters; others are refused"
+        ),
+        *implemented("quantization_type", "model.quantization", to.of_bits(to.packed_kind)),
+        *implemented("quantization_method", "", to.of_bits(to.packer), "bnb; other packers are refused"),
+        *implemented("double_quantization", "model.double_quantization", to.of_bits(None)),
         *implemented("lora_dropout", "lora.dropout", to.of_lora()),
         *implemented("lora_target", "lora.targets", to.of_lora(to.modules)),
         *implemented("dataset", "data.train", to.data_sets),

@@ -106,6 +106,40 @@ def modules(value: Any, asked: Asked) -> Any:
     return "all" if value in ("all", ["all"]) else comma_list(value, asked)
 
 
+def bits(value: Any, asked: Asked) -> Any:
+    """4 bits while loading, as theirs by bitsandbytes."""
+    if asks_for_nothing(value, ()):
+        return Answer()
+    if number(value, "quantization_bit") != 4:
+        raise Refusal(f"quantization_bit {value} is not there: duoka packs into 4 bits", "write:   quantization_bit: 4")
+    if not is_lora(asked):
+        raise Refusal("quantization_bit packs the frozen base under adapters", "write:   finetuning_type: lora")
+    return packed_kind(asked.get("quantization_type", "nf4"), asked)
+
+
+def packed_kind(value: Any, asked: Asked) -> Any:
+    return words("quantization_type", {"nf4": "nf4", "fp4": "fp4"})(value, asked)
+
+
+def packer(value: Any, asked: Asked) -> Any:
+    if str(value).lower() in ("bnb", "bitsandbytes"):
+        return Answer()
+    raise Refusal(f"quantization_method {value} is another packer, and duoka has bitsandbytes' 4 bits", "write:   bnb")
+
+
+def of_bits(convert: Any) -> Any:
+    """Keys that have a meaning beside quantization_bit only."""
+
+    def run(value: Any, asked: Asked) -> Any:
+        if is_none(value):
+            return Answer()
+        if asks_for_nothing(asked.get("quantization_bit"), ()):
+            return Answer(note="of a packed base, and quantization_bit is not there")
+        return convert(value, asked) if convert else value
+
+    return run
+
+
 def pissa_rounds(value: Any, asked: Asked) -> Any:
     if not asked.is_on("pissa_init"):
         return Answer(note="of PiSSA, which is not on")
