@@ -57,7 +57,7 @@ SHOWN_BY = {
     "parallel.strategy": "promises/test_any_split.py::strategy",
     "parallel.offload": "promises/test_any_split.py::parallel.offload",
     "parallel.shard_ranks": "promises/test_sharded.py::shard_ranks",
-    "parallel.reshard": "promises/test_sharded.py::reshard",
+    "parallel.reshard": "promises/test_any_split.py::reshard",
     "optim.name": "promises/test_optimizers.py::adamw",
     "optim.lr": "promises/test_guides_keys.py::learning_rate",
     "optim.betas": "promises/test_guides_keys.py::adam_beta1",
@@ -66,7 +66,7 @@ SHOWN_BY = {
     "optim.schedule": "promises/test_guides_keys.py::lr_scheduler_type",
     "optim.warmup": "promises/test_guides_keys.py::warmup_steps",
     "train.recompute": "promises/test_guides_keys.py::gradient_checkpointing",
-    "train.compile": "promises/test_any_split.py::compile",
+    "train.compile": "promises/test_ddp_options.py::compile",
 }
 # key, a value, what else must stand there -> our key and its value. One row per implemented key.
 EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [

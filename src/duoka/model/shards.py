@@ -55,8 +55,9 @@ class WeightSource:
     def read(self, name: str, shape: torch.Size, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows `start` to `stop` of the first dimension; of a file, only these bytes are read."""
         if is_adapter(name):
-            begun = draw_adapter(name, shape, self.seed) if self.starts is None else self.starts.values(name)
-            return begun[start:stop]
+            if self.starts is not None:
+                return self.starts.values(name)[start:stop].clone()  # training works in place, and starts must stay
+            return draw_adapter(name, shape, self.seed)[start:stop]
         stored = stored_name(name)
         values: torch.Tensor = self._file(stored).get_slice(stored)[start:stop]
         if self.starts is not None and self.starts.owns(name):

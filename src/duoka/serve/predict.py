@@ -115,7 +115,7 @@ def write_predictions(predictions: Sequence[Prediction], scores: dict[str, float
 
 def score(predictions: Sequence[Prediction]) -> dict[str, float]:
     """Means over the answers, in percent: how many are right to the letter, BLEU-4 of characters, ROUGE F of words."""
-    sums: Counter[str] = Counter()
+    sums = dict.fromkeys(("exact", "bleu-4", "rouge-1", "rouge-2", "rouge-l"), 0.0)
     for one in predictions:
         said, wanted = _WORD.findall(one.predict.lower()), _WORD.findall(one.label.lower())
         sums["exact"] += one.predict.strip() == one.label.strip()

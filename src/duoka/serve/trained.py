@@ -203,7 +203,9 @@ def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: d
     what: dict[str, Any] = {"lora": config.lora, "train_only": config.train_only, "seed": config.train.seed}
     lm = load_model(base, dtype=torch.float32, **what, **options)
     tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
-    dcp.load(tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True)
+    dcp.load(  # type: ignore[attr-defined]
+        tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True
+    )
     return lm
 
 
