@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from safetensors.torch import load_file
 from tiny import write_conversations, write_tiny_model
 from worlds import train_all
 
-from duoka.model.source import can_pack
 from duoka.serve.trained import find_trained, load_trained
 
 CORPUS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "unit/llamafactory_corpus.json").read_text("utf-8"))
@@ -26,7 +26,7 @@ FILES: dict[str, dict[str, Any]] = {
     "ascend/qwen3_full_sft_fsdp2": {}, "ascend/qwen3_5_full_sft_fsdp2": {}, "ascend/qwen3moe_full_sft_fsdp": {},
     "ascend/qwen3_5moe_lora_sft_fsdp2": {},
 }  # fmt: skip
-if can_pack():
+if importlib.util.find_spec("bitsandbytes"):
     FILES |= {
         "extras/fsdp_qlora/llama3_lora_sft": {}, "train_qlora/qwen3_lora_sft_otfq": {},
         "train_qlora/qwen3_lora_sft_bnb_npu": {},

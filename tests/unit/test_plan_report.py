@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from duoka.config.load import load_config, resolved_yaml
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.batch import count_steps, spread_batch
@@ -179,7 +180,7 @@ def test_bf16_without_native_support_is_allowed_with_a_warning():
 
 def test_auto_micro_batch_stops_where_more_brings_nothing():
     on_cpu = make_plan(config(lora={"dropout": 0.0}), demo_shape(), CPU, 1)
-    assert on_cpu.layout.micro == Amount(4096, "tokens")
+    assert on_cpu.layout.micro == Amount(2048, "tokens")
     on_gpu = make_plan(config(lora={}), demo_shape(), gpus(H100, 1), 1)
     assert on_gpu.layout.micro == Amount(16384, "tokens")
     long = make_plan(config(data={"max_length": 8192}, lora={"dropout": 0.0}), demo_shape(), CPU, 1)
@@ -192,7 +193,7 @@ def test_less_memory_means_smaller_micro_batches_and_then_recompute():
         return make_plan(config(lora={}, train=train), demo_shape(), machine, 1)
 
     tokens = [plan(gib).layout.micro.count for gib in (60, 8, 4.5, 2.5)]
-    assert tokens == sorted(tokens, reverse=True) and tokens[0] == 4096 and tokens[-1] == 512, tokens
+    assert tokens == sorted(tokens, reverse=True) and tokens[0] == 2048 and tokens[-1] == 512, tokens
     assert {1024, 2048} & set(tokens), f"no rung between: {tokens}"
     assert plan(2.5).layout.recompute == "none"
     starved = plan(1.4)
@@ -322,6 +323,7 @@ def test_planning_needs_no_torch():
 import sys
 for name in ("torch", "transformers", "peft", "accelerate"):
     sys.modules[name] = None
+from duoka.config.load import load_config, resolved_yaml
 from duoka.config.schema import RunConfig
 from duoka.plan.costs import most_checkpoints
 from duoka.plan.hardware import read_machine
@@ -365,3 +367,16 @@ def test_a_mixture_of_experts_is_planned_and_said_not_to_be_trained_yet():
     plan = make_plan(config(), shape, CPU, 1)
     assert plan.verdict == "fits"
     assert "doesn't train them yet" in str(plan.refusal())
+
+
+def test_what_auto_became_is_written_beside_it_and_auto_stays(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: demo\ndata: {train: [identity]}\n", encoding="utf-8")
+    reasons = make_plan(load_config(str(path)).config, demo_shape(), CPU, 2).reasons
+    text = resolved_yaml(load_config(str(path)), reasons)
+    for key in ("strategy", "precision", "recompute", "micro_batch"):
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"{key}: auto"))
+        assert "; here " in line, line
+    assert "strategy: auto" in text and "; here ddp: 2 processes, each with a whole model" in text
+    path.write_text(text, encoding="utf-8")
+    assert load_config(str(path)).config.train.micro_batch == "auto"

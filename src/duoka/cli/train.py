@@ -123,10 +123,11 @@ def load_checked(
     from duoka.config.load import Start, load_config
     from duoka.data.registry import check_data
     from duoka.model.source import check_model
-    from duoka.plan.choose import check_machine
+    from duoka.plan.choose import check_machine, check_packages
 
     def check_here(config: object, base: Path) -> list[object]:
-        return check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type,return-value]
+        found = check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type]
+        return [*found, *check_packages(config)]  # type: ignore[arg-type]
 
     checks = (check_model, check_data, check_here)
     start = Start(world_size, bool(machine.gpus))
@@ -172,7 +173,7 @@ def prepare_run(
     )  # fmt: skip
     _refuse_what_does_not_fit(plan)
     if loaded.path.resolve() != run.config.resolve():
-        write_text_atomic(run.config, resolved_yaml(loaded))
+        write_text_atomic(run.config, resolved_yaml(loaded, plan.reasons))
     write_json_atomic(run.plan, plan.to_json())
     write_data_report(prepared.report, run.path)
     write_json_atomic(run.env, read_environment_facts(Path.cwd(), sys.argv))

@@ -5,14 +5,15 @@ build.py calls this while it loads a model. Packing is deterministic: a resumed 
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError
-from duoka.model.source import GET_PACKER, PACKER, can_pack
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Packing:
 
     def settings(self, dtype: torch.dtype) -> Any:
         """What transformers needs to pack while it loads; products are computed in `dtype`."""
-        if not can_pack():
-            raise ConfigError(f"model.quantization needs the package {PACKER}, which is not installed", fix=GET_PACKER)
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ConfigError(NO_PACKER, fix=GET_PACKER)
         from transformers import BitsAndBytesConfig
 
         return BitsAndBytesConfig(

@@ -22,9 +22,9 @@ from duoka.plan.hardware import Gpu, Machine
 from duoka.registry import nearest
 
 GIB = 2**30
-# A core that multiplies fp32 matrices with AVX2 (2 fused operations of 8 numbers a cycle at 2.5 GHz), when nothing
-# was measured; a wide guess, and the plan says so.
-CPU_CORE_TFLOPS = 0.04
+# A core that multiplies fp32 matrices with AVX2: 2 fused operations of 8 numbers a cycle at 2.5 GHz are 0.08, and less
+# where two "cores" are threads of one. Used when nothing was measured; a wide guess, and the plan says so.
+CPU_CORE_TFLOPS = 0.06
 # What a node has beside its GPUs, when only GPUs are named: about what cloud nodes have for each.
 HOST_BYTES_PER_GPU = 128 * GIB
 
@@ -242,7 +242,20 @@ def cluster_of(machine: Machine, num_nodes: int, per_node: int, own: Mapping[str
         device = _cpu(machine)
         link, network, nics = networks()["memory"], networks()["10GbE"], 1
     cluster = Cluster(device, num_nodes, per_node, link, network, nics, machine.memory_bytes, notes=notes)
-    return _overlay(cluster, own) if own and own.get("device") == hardware_key(machine) else cluster
+    if own and own.get("device") == hardware_key(machine):
+        cluster = _overlay(cluster, own)
+    return cluster if machine.gpus else _on_some_cores(cluster, machine, per_node)
+
+
+def _on_some_cores(cluster: Cluster, machine: Machine, per_node: int) -> Cluster:
+    """Peaks are those of all cores; with OMP_NUM_THREADS, ranks may leave some idle."""
+    used = machine.cores_used(per_node)
+    if used >= machine.num_cores:
+        return cluster
+    device, share = cluster.device, used / machine.num_cores
+    note = f"OMP_NUM_THREADS={machine.threads_per_rank}: {used} of {machine.num_cores} cores compute"
+    slower = replace(device, fp32_flops=share * device.fp32_flops, half_flops=share * device.half_flops)
+    return replace(cluster, device=slower, notes=(*cluster.notes, note))
 
 
 def local_cluster(machine: Machine, world_size: int, local_size: int) -> Cluster:

@@ -118,7 +118,7 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     try:
         if found is not None:
             store.load(found, contents)
-        settings = build_settings(config, feed, contents.state, inputs.prepared.mean_length)
+        settings = build_settings(config, feed, contents.state, inputs.prepared.mean_length, plan.horizon)
         notes += check_room(store, contents, settings)
         if world.is_main:
             _announce(inputs, settings, plan, contents, feed, found, notes)
