@@ -43,7 +43,11 @@ def best_topic(question: str, topics: Mapping[str, Mapping[str, Any]]) -> str | 
                  if len(word) > 2 and _CHINESE.fullmatch(word) and word in question]  # fmt: skip
     if called_so:  # Chinese has no spaces to find a name between
         return max(called_so)[1]
-    weights = {word: math.log(1 + len(bags) / (0.5 + sum(word in bag for bag in bags.values()))) for word in asked}
+    num_with = {word: sum(word in bag for bag in bags.values()) for word in asked}
+    weights = {word: math.log(1 + len(bags) / (0.5 + count)) for word, count in num_with.items()}
+    for word in asked:
+        if not num_with[word] and _CHINESE.fullmatch(word):
+            weights[word] /= 4  # most neighbours that stand nowhere are the end of one word and the start of another
 
     def share(name: str) -> float:
         # What a topic is called says more than what it mentions.

@@ -130,7 +130,7 @@ def build_without_memory(
         aliases.setdefault(id(parameter), []).append(name)
     shapes = {id(parameter): parameter.shape for parameter in lm.parameters()}
     known = all(any(source.knows(name, shapes[one]) for name in names) for one, names in aliases.items())
-    if known and lora is not None and lora.init == "pissa":
+    if known and lora is not None and lora.init == "pissa" and isinstance(source, WeightSource):
         source.start_with_principal_parts(lm, lora, dtype)
     return (lm, source) if known else None
 
