@@ -73,6 +73,8 @@ YAML_ITSELF = [
 ]
 
 UNKNOWN_KEYS = [
+    bad("a pipeline", HEAD + "pipeline: {base: {}, sft: {}}\n", (3, "chained in one YAML are not there yet", "delete")),
+    bad("a list of stages", HEAD + "pipeline: [base, sft]\n", (3, "begin with model: runs/NAME/final", "delete")),
     bad("misspelt", HEAD + "lora: {rnak: 8}\n", (3, "unknown key lora.rnak; did you mean rank?", "write:   rank: 8")),
     bad("letters swapped", HEAD + "optim: {rl: 1e-4}\n", (3, "unknown key optim.rl; did you mean lr?", "lr: 0.0001")),
     bad("capitals", HEAD + "optim: {LR: 1e-4}\n", (3, "unknown key optim.LR; did you mean lr?", "lr: 0.0001")),
@@ -89,7 +91,7 @@ UNKNOWN_KEYS = [
         (3, "it belongs to the top of the file", "at the top:   output"),
     ),
     bad("dots in a file", HEAD + "optim.lr: 1e-4\n", (3, "dots do not open blocks", "under optim:   lr: 0.0001")),
-    bad("nothing near", HEAD + "log: {zzz: 1}\n", (3, "unknown key log.zzz", "known in log: every, to")),
+    bad("nothing near", HEAD + "log: {zzz: 1}\n", (3, "unknown key log.zzz", "known in log: every, samples, to")),
     bad(
         "in a data set",
         "model: demo\ndata:\n  train:\n  - nme: identity\n",
@@ -284,6 +286,7 @@ CONTRADICTIONS = {
     "adapters-on-noise": "model: {depth: 4, tokenizer: t}\ndata: {train: [a]}\nlora: {}\n",
     "new-model-learns-text-first": "model: {depth: 4, tokenizer: t}\ndata: {train: [a]}\nstage: sft\n",
     "tokens-of-no-text": HEAD + "train: {tokens: 20x}\n",
+    "samples-of-no-text": HEAD + "log: {samples: 2}\n",
     "nothing-ends-the-run": HEAD + "train: {epochs: null}\n",
     "fixed-rows-are-packed": "model: demo\n\ndata: {train: [a], fixed_rows: true, packing: false}\n",
     "pretrain-rows-are-packed": TEXT + "data: {train: [a], packing: false}\n",

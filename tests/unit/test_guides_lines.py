@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--standalone --nproc-per-node 2 -m duoka train x.yaml optim.lr=1e-4", "train x.yaml optim.lr=1e-4 --nproc 2"),
         ("--nproc_per_node=2 ddp.py --epochs 3", "launch --nproc 2 ddp.py --epochs 3"),
         ("--standalone --nproc_per_node=8 -m scripts.base_train --depth=12",
-         "launch --nproc 8 --module scripts.base_train --depth=12"),
+         "pretrain --nproc 8 --depth=12"),
         ("--nproc_per_node=gpu --max_restarts=3 train.py x.yaml --learning-rate 1e-4",
          "train x.yaml learning_rate=1e-4 --restarts 3"),
     ],

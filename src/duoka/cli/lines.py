@@ -59,6 +59,14 @@ ACCELERATE_VALUES = (
 _OF_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
                  "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile",
                  "deepspeed_multinode_launcher")  # fmt: skip
+# A guide's modules: the first stage, and those that begin from the result of one before.
+PRETRAIN_MODULES = ("scripts.base_train", "duoka.pretrain")
+_FROM = "with   model: runs/NAME/final   (the result of the stage before)"
+LATER_MODULES = {
+    "scripts.mid_train": f"write a YAML {_FROM}:   duoka train mid.yaml",
+    "scripts.chat_sft": f"write a YAML with   stage: sft   and {_FROM}:   duoka train sft.yaml",
+    "scripts.chat_rl": "stage rl is not there yet",
+}
 _RDZV = ("rdzv_backend", "rdzv_id", "rdzv_conf")
 
 
@@ -243,6 +251,12 @@ def _meaning(
     line: Line, count: str, nodes: str, rank: str, address: str, port: str, restarts: str, settings: Sequence[str],
     notes: Sequence[str],
 ) -> Meaning:  # fmt: skip
+    is_theirs = Path(*line.program.split(".")).with_suffix(".py").is_file()  # the guide's own code is here: run that
+    if line.is_module and line.program in PRETRAIN_MODULES and nodes == "1" and not is_theirs:
+        words = ["pretrain", *(["--nproc", count] if count else []), *(["--port", port] if port else [])]
+        return Meaning((*words, *line.arguments), {}, tuple(notes))
+    if line.is_module and line.program in LATER_MODULES and not is_theirs:
+        raise ConfigError(f"{line.program} is a stage of its own here", fix=LATER_MODULES[line.program])
     config = _config_of(line)
     if config is None and not line.is_module and not Path(line.program).is_file():
         raise ConfigError(

@@ -46,6 +46,11 @@ _ALWAYS_SAFE = Foreign((), "a run folder is never overwritten: it is resumed, or
 
 # Names that no dialect's table has, and those whose advice needs a value that is not the user's own.
 _SPECIAL: dict[str, Foreign] = {
+    "pipeline": Foreign(
+        (),
+        "stages chained in one YAML are not there yet: give each a YAML of its own, and let the next begin with "
+        "model: runs/NAME/final",
+    ),
     **_same("model.name", "model_name", "model_path", "base_model", "model_id", "pretrained_model"),
     **_same("model.tokenizer", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
     **_same("model.template", "chat_template"),

@@ -165,6 +165,19 @@ class LossModel(torch.nn.Module):
         answer = gathered(*how) if gathered else apply_head(head, *how)
         return answer
 
+    def next_token(self, input_ids: torch.Tensor) -> int:
+        """The likeliest token after one row (1, tokens). Under FSDP all ranks call it: weights are gathered for it."""
+        core: Any = self.core
+        length = input_ids.shape[1]
+        positions = torch.arange(length, device=input_ids.device)[None]
+        if not self.has_plain_head:
+            return int(core(input_ids=input_ids, position_ids=positions, use_cache=False).logits[0, -1].argmax())
+        ends = torch.tensor([0, length], dtype=torch.int32)
+        hidden = core.get_decoder()(
+            input_ids=input_ids, position_ids=positions, use_cache=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends
+        ).last_hidden_state
+        return int(core.get_output_embeddings()(hidden[:, -1:])[0, -1].argmax())  # (1, 1, vocab)
+
     @property
     def core(self) -> torch.nn.Module:
         """The transformers model, inside its adapters when there are any."""
