@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEAD = "model: demo\ndata: {train: [identity]}\n"  # lines 1 and 2 of most cases
+_PACKED = "data: {train: [identity]}\nstage: sft\nmodel: {name: demo, quantization: nf4}\n"
 
 
 @dataclass(frozen=True)
@@ -305,6 +306,13 @@ CONTRADICTIONS = {
     "lr-batch-in-another-unit": HEAD + "optim: {lr_scaling: sqrt, lr_batch: 64k tokens}\n",
     "muon-knows-no-rate-for-the-rest": HEAD + "optim: {name: muon, lr: 0.02}\n",
     "adamw-lr-without-muon": HEAD + "optim: {adamw_lr: 3e-4}\n",
+    "muon-scale-without-muon": HEAD + "optim: {muon_scale: adamw}\n",
+    "dft-with-smoothing": HEAD + "train: {loss: dft, label_smoothing: 0.1}\n",
+    "pissa-iterations-without-pissa": HEAD + "lora: {pissa_iterations: 4}\n",
+    "quantized-base-is-frozen": _PACKED,
+    "quantized-base-is-whole": f"{_PACKED}lora: {{rank: 4}}\nparallel: {{strategy: fsdp}}\n",
+    "quantized-base-as-it-is": f"{_PACKED}lora: {{init: pissa}}\n",
+    "double-quantization-of-nothing": _PACKED.replace("quantization: nf4", "double_quantization: false"),
     "muon-in-fp16": HEAD + "optim: {name: muon, adamw_lr: 3e-4}\ntrain: {precision: fp16}\n",
     "optimizer-is-not-offloaded": HEAD + "optim: {name: lamb}\nparallel: {offload: optimizer}\n",
     "optimizer-needs-whole-weights": HEAD + "optim: {name: adamw8bit}\nparallel: {strategy: fsdp}\n",

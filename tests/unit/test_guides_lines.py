@@ -75,6 +75,14 @@ def test_an_accelerate_line_and_its_config_file_mean() -> None:
     settings = "train.precision=bf16 parallel.strategy=fsdp parallel.offload=params"
     assert meaning.words[:4] == ("train", "x.yaml", "--nproc", "2")
     assert set(meaning.words[4:]) == set(settings.split())
+    Path("x.yaml").write_text(
+        "model: demo\ndata: {train: [identity]}\ntrain: {precision: fp32}\nparallel:\n  strategy: zero3\n"
+    )
+    with pytest.raises(Faults) as caught:
+        meaning_of_accelerate(["launch", "--config_file", "a.yaml", "train.py", "x.yaml"])
+    said = str(caught.value)
+    assert "train.precision is fp32 (x.yaml:3) and bf16 for accelerate launch" in said and "strategy" not in said
+    Path("x.yaml").unlink()
     script = meaning_of_accelerate(
         ["launch", "--mixed_precision", "bf16", "--num_processes", "2", "ddp.py", "--x", "1"]
     )

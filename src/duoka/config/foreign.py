@@ -40,7 +40,7 @@ _ACCUMULATION = Foreign(
 _ADAPTERS = Foreign(("lora",), "with a lora block adapters are trained, without one all weights", "{rank: 8}")
 _RANKS = Foreign((), "the number of processes is no part of the config: duoka train CONFIG --nproc N")
 _SHARDED = Foreign(("parallel.strategy",), "duoka chooses its own strategies", write="auto")
-_QUANTISED = Foreign((), "duoka does not train quantised models")
+_QUANTISED = Foreign(("model.quantization",), "the frozen base under adapters can be packed into 4 bits", write="nf4")
 _NEEDLESS = Foreign((), "duoka needs no such key")
 _ALWAYS_SAFE = Foreign((), "a run folder is never overwritten: it is resumed, or another output is given")
 

@@ -171,10 +171,11 @@ def static_memory(work: Work, layout: Layout, share: Share | None = None) -> Sta
         return _static_of_program(work.program, layout, share)
     # Weights that train_only leaves alone stay fp32, as those beside them; a base under adapters is only read.
     frozen_size: float = 4 if layout.precision == "fp32" or work.train_only is not None else 2
-    frozen_size = QUANTIZED_BYTES.get(work.frozen_bits, frozen_size)
+    packed_size = QUANTIZED_BYTES.get(work.frozen_bits, frozen_size)
     train, ranks, state = share.trainable, layout.shard, work.state_bytes
-    frozen = int(share.frozen * frozen_size)
-    note = f" + {frozen_size:g}(P-Pt)" if frozen else ""
+    packed = min(share.block_linear, share.frozen)  # embedding, head and norms stay as they are
+    frozen = int(packed * packed_size + (share.frozen - packed) * frozen_size)
+    note = f" + {packed_size:g}(P-Pt)" if frozen else ""
     axes = "" if layout.tp * layout.pp == 1 else f", P of a rank's 1/{layout.tp * layout.pp}"
     if layout.strategy in ("zero1", "zero2"):
         gathered, formula = _gathered_whole(work, layout.precision, share)

@@ -265,6 +265,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
     view, optimizer = config.parallel.bucket_view, config.optim.name
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
+        frozen_bits=0 if config.model.quantization == "none" else 4,
         saves_beside=config.checkpoint.is_async,
     )  # fmt: skip
 

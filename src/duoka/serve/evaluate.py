@@ -120,12 +120,16 @@ def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Ev
 
     world = start_world(data.config.parallel)
     try:
-        layout = world.agree(choose_layout(data.config, trained.base, world.size))
-        measured = measure(trained, data, layout, world, base_only=base_only)
+        found = evaluate_in(world, trained, data, base_only=base_only)
     finally:
         end_world(world)
-    if not world.is_main:
-        return None
+    return found if world.is_main else None
+
+
+def evaluate_in(world: World, trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation:
+    """The same in a world that stands already; the answer on every rank."""
+    layout = world.agree(choose_layout(data.config, trained.base, world.size))
+    measured = measure(trained, data, layout, world, base_only=base_only)
     label = f"{trained.name} before training" if base_only else trained.name
     return Evaluation(label, data.label, layout.precision, world.size, measured)
 

@@ -19,6 +19,8 @@ from duoka.data.tokenizer import ChatTokenizer
 from duoka.errors import StoppedEarly
 from duoka.model.build import LossModel, find_core, load_model
 from duoka.model.lora import count_parameters
+from duoka.model.loss import Goal
+from duoka.model.packed import Packing
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
 from duoka.model.source import model_fingerprint, model_folder
@@ -213,12 +215,13 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Parallelized
     if plan.layout.is_sharded and (built := build_without_memory(inputs.folder, **options)):
         lm, source = built
     else:
-        lm = load_model(inputs.folder, **options)
+        lm = load_model(inputs.folder, packing=Packing.of(config.model), **options)
     core = find_core(lm)
     roles = assign_roles(lm, core, find_layers(core))
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     matrices = whole if config.optim.name == "muon" else ()
-    model = LossModel(lm, config.train.label_smoothing)
+    goal = Goal(config.train.label_smoothing, by_probability=config.train.loss == "dft")
+    model = LossModel(lm, goal)
     return parallelize(model, plan.layout, config.parallel, world, source, matrices), roles
 
 
