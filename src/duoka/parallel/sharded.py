@@ -114,6 +114,8 @@ def apply_sharded(
         _gather_head_for_loss(bare)
     # The root is needed again at once when the backward pass begins: None keeps it gathered until its end.
     shard(bare, wide, None if reshard else False)
+    if isinstance(bare, LossModel):
+        register_fsdp_forward_method(bare, "next_token")
     for module in _units(bare):
         # The one place where the mean over ranks is undone: the loss is divided by the global count already.
         # Summed by force, because gloo has no scaled sum and NCCL's would only multiply by one.
