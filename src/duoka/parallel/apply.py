@@ -115,10 +115,10 @@ def parallelize(
     if layout.strategy == "dp":
         assert isinstance(bare, LossModel)
         return Parallelized(apply_dp(bare, layout.precision), bare)
-    model = apply_ddp(bare, parallel, world)
+    model, power = apply_ddp(bare, parallel, world)
     # With a static graph DDP has learnt by itself which parameters are never used.
     looks = parallel.find_unused_parameters or parallel.static_graph
-    return Parallelized(model, bare, DdpExchange(model, looks, needs_rehearsal=parallel.static_graph))
+    return Parallelized(model, bare, DdpExchange(model, looks, parallel.static_graph, power))
 
 
 def _apply_sharing(
