@@ -58,6 +58,11 @@ class Parallelized:
         """What the optimizer changes, by the names that checkpoints use; shards where weights are sharded."""
         return self._trainable
 
+    def go_on(self) -> None:
+        """Weights and state came from a checkpoint: the first step must add as the later ones of that run did."""
+        if isinstance(self.exchange, DdpExchange):
+            self.exchange.go_on()
+
     @contextlib.contextmanager
     def for_evaluation(self) -> Iterator[torch.nn.Module]:
         """The model for passes without a backward: bare, but under dp on all GPUs, copied to them once."""

@@ -88,9 +88,26 @@ class DdpExchange:
 
     model: DistributedDataParallel
     looks_for_unused: bool = False  # by itself, or somebody else calls check_all_used
-    # A static graph is learnt in a first pass that exchanges; DDP breaks when that pass is one without.
+    # A static graph is learnt in a first pass that exchanges; DDP breaks when that pass is one without. And its first
+    # pass forms the buckets of all later ones: a run that goes on must have these before its first sum.
     needs_rehearsal: bool = False
     power: PowerSGD | None = None
+
+    def go_on(self) -> None:
+        """Of a run that a checkpoint continues. Where a gradient lies in its bucket says in which order gloo adds more
+        than two of them, and so what the last bit is."""
+        self.needs_rehearsal = self.needs_rehearsal or dist.get_world_size() > 2
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Around one pass with an exchange whose sums are thrown away."""
+        if self.power is not None:
+            self.power.is_rehearsing = True
+        with self(True):
+            yield
+        self.needs_rehearsal = False
+        if self.power is not None:
+            self.power.is_rehearsing = False
 
     @contextlib.contextmanager
     def __call__(self, last: bool) -> Iterator[None]:

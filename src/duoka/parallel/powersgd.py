@@ -7,7 +7,7 @@ checkpoints save and fill `tensors`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,28 +89,52 @@ class PowerSGD:
 
     # --- for checkpoints ---
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps: factors and the count once, what is owed under each rank's own name."""
-        named = {f"{PREFIX}.steps": self.num_steps}
-        for name, kept in self.kept.items():
+    def tensors(self, model: str = "") -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps: factors and the count once, what is owed under each rank's own name.
+
+        `model` stands before the names where there are several.
+        """
+        named = {f"{PREFIX}.steps.{model}": self.num_steps}
+        for name, kept in ((model + name, kept) for name, kept in self.kept.items()):
             named[f"{PREFIX}.factor.{name}"] = kept.factor
             named[_owed_name(self.rank, name)] = kept.owed
         return named
 
-    def owed_by_others(self, saved: Iterable[str], num_ranks: int) -> dict[str, list[str]]:
-        """Names in a checkpoint of more ranks than there are now, whose debts fall to this one, by parameter."""
-        saved = set(saved)
-        heirs: dict[str, list[str]] = {}
-        for name in self.kept:
-            other = self.rank + num_ranks
-            while _owed_name(other, name) in saved:
-                heirs.setdefault(name, []).append(_owed_name(other, name))
-                other += num_ranks
-        return heirs
+
+def is_ranks_own(name: str) -> bool:
+    """Whether each rank saves a tensor of its own under such a name."""
+    return name.startswith(f"{PREFIX}.owed.")
 
 
 def _owed_name(rank: int, name: str) -> str:
     return f"{PREFIX}.owed.{rank}.{name}"
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """What to read of a checkpoint, by name, and which of it is added to what after that."""
+
+    named: dict[str, torch.Tensor]
+    debts: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def settle(self) -> None:
+        for mine, others in self.debts:
+            mine.add_(others)
+
+
+def inherit(named: Mapping[str, torch.Tensor], saved: Collection[str], rank: int, num_ranks: int) -> Inheritance:
+    """Fit `named` to a checkpoint of any number of ranks: each debt in it falls to one of those that there are now.
+
+    Their sum over ranks stays what it was. Ranks that are new owe nothing; a checkpoint without debts leaves them all.
+    """
+    found = Inheritance({name: t for name, t in named.items() if name in saved or not name.startswith(PREFIX)}, [])
+    for name, mine in named.items():
+        other = rank + num_ranks
+        while is_ranks_own(name) and (theirs := _owed_name(other, name.split(".", 3)[3])) in saved:
+            found.named[theirs] = torch.empty_like(mine)
+            found.debts.append((mine, found.named[theirs]))
+            other += num_ranks
+    return found
 
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -186,7 +186,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
     view, optimizer = config.parallel.bucket_view, config.optim.name
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
-        saves_beside=config.checkpoint.is_async,
+        saves_beside=config.checkpoint.is_async, thin_gradients=config.parallel.compress == "powersgd",
     )  # fmt: skip
 
 

@@ -115,6 +115,7 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     try:
         if found is not None:
             store.load(found, contents)
+            contents.parallel.go_on()
         settings = build_settings(config, feed, contents.state)
         notes += check_room(store, contents, settings)
         if world.is_main:
