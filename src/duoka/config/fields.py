@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from duoka.units import parse_amount, parse_every, parse_seconds
+from duoka.units import parse_amount, parse_every, parse_seconds, parse_warmup
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,20 @@ MicroBatch = Annotated[
 LayerChoice = Annotated[
     Whole | tuple[Annotated[Whole, Field(ge=0)], ...],
     Means("a number of layers, or a list of layer numbers such as [0, 5]"),
+]
+
+
+def _warmup_of(value: Any) -> Any:
+    """A number however YAML reads it; an amount of tokens as it is written."""
+    number = parse_warmup(value)
+    return number if isinstance(number, float) else value
+
+
+Warmup = Annotated[
+    float | str,
+    BeforeValidator(_warmup_of),
+    Means('a share below 1, a number of steps, or of tokens such as "2M tokens"'),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "examples": ["2M tokens"]}]}),
 ]
 Often = Annotated[
     int | str,

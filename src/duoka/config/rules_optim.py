@@ -7,26 +7,40 @@ from __future__ import annotations
 
 from duoka.config.rule import Rule
 from duoka.config.schema import RunConfig
-from duoka.units import parse_amount
+from duoka.units import Amount, parse_amount, parse_warmup
 
 
 def _betas_diverge(c: RunConfig) -> bool:
     return c.optim.betas[0] > 0 and c.optim.betas[0] ** 2 >= c.optim.betas[1]
 
 
+def _warmup_steps(c: RunConfig) -> float:
+    """Steps that are written, or that follow from tokens of both; 0 for shares, which always fit."""
+    warm, batch = parse_warmup(c.optim.warmup), parse_amount(c.train.global_batch)
+    if isinstance(warm, Amount):
+        return warm.count / batch.count if batch.unit == "tokens" else 0.0
+    return warm if warm >= 1 else 0.0
+
+
+# Adafactor looks at whole rows and columns; bitsandbytes knows no shards.
+WHOLE_WEIGHT_OPTIMIZERS = ("adafactor", "adamw8bit")
+NO_BITSANDBYTES = "optim.name is adamw8bit, which bitsandbytes computes, and it is not installed here"
+GET_BITSANDBYTES = "pip install 'duoka[gpu]'   or write:   name: adamw"
+
+
 OPTIM_RULES: tuple[Rule, ...] = (
     Rule(
         "warmup-eats-the-run",
         ("optim.warmup", "train.max_steps"),
-        lambda c: c.train.max_steps is not None and 1 <= c.train.max_steps <= c.optim.warmup,
-        "optim.warmup is {c.optim.warmup:g} steps, but train.max_steps ends the run after {c.train.max_steps}: "
+        lambda c: c.train.max_steps is not None and 1 <= c.train.max_steps <= _warmup_steps(c),
+        "optim.warmup is {c.optim.warmup}, but train.max_steps ends the run after {c.train.max_steps}: "
         "the learning rate would never come down from its climb",
         "write a share, such as   warmup: 0.03   or fewer steps than max_steps",
     ),
     Rule(
         "warmup-is-not-whole",
         ("optim.warmup",),
-        lambda c: c.optim.warmup > 1 and c.optim.warmup != int(c.optim.warmup),
+        lambda c: not isinstance(c.optim.warmup, str) and c.optim.warmup > 1 and c.optim.warmup % 1 != 0,
         "optim.warmup is {c.optim.warmup:g}: from 1 on it counts steps, and a step is whole",
         "write whole steps, such as   warmup: 100   or a share below 1, such as   warmup: 0.03",
     ),
@@ -86,11 +100,14 @@ OPTIM_RULES: tuple[Rule, ...] = (
         "write   name: adamw   or   offload: none",
     ),
     Rule(
-        "adafactor-needs-whole-weights",
+        "optimizer-needs-whole-weights",
         ("optim.name", "parallel.strategy"),
-        lambda c: c.optim.name == "adafactor" and c.parallel.strategy not in ("auto", "single", "dp", "ddp"),
-        "optim.name is adafactor, which looks at whole rows and columns, and {c.parallel.strategy} shares matrices out",
-        "write   strategy: ddp   (Adafactor's own state is small), or another optimizer",
+        lambda c: (
+            c.optim.name in WHOLE_WEIGHT_OPTIMIZERS and c.parallel.strategy not in ("auto", "single", "dp", "ddp")
+        ),
+        "optim.name is {c.optim.name}, which works on whole tensors, and parallel.strategy {c.parallel.strategy} "
+        "shares them out",
+        "write   strategy: ddp   (its own state is small), or another optimizer",
     ),
     Rule(
         "lr-is-no-rate",

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from duoka.config.fields import BatchSize, LayerChoice, MicroBatch, Number, Often, Section, Share, Whole
+from duoka.config.fields import BatchSize, LayerChoice, MicroBatch, Number, Often, Section, Share, Warmup, Whole
 
 
 class ModelConfig(Section):
@@ -97,9 +97,10 @@ class TrainOnlyConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its schedule, in optimizer steps."""
 
-    name: Literal["adamw", "muon", "lamb", "lars", "adafactor"] = Field(
+    name: Literal["adamw", "muon", "lamb", "lars", "adafactor", "adamw8bit"] = Field(
         "adamw",
-        description="muon: Muon for the layers' matrices, AdamW for the rest; lamb, lars: for large batches.",
+        description="muon: Muon for the layers' matrices, AdamW for the rest; lamb, lars: for large batches; "
+        "adamw8bit: AdamW with a quarter of its state (needs bitsandbytes: the extra `gpu`).",
     )
     lr: Annotated[Number, Field(gt=0.0)] = Field(2e-5, description="Peak learning rate; of matrices, with muon.")
     adamw_lr: Annotated[Number, Field(gt=0.0)] | None = Field(
@@ -121,8 +122,9 @@ class OptimConfig(Section):
     decay: Annotated[Share, Field(gt=0.0)] = Field(
         0.2, description="WSD: the share of all steps in which the rate falls."
     )
-    warmup: Annotated[Number, Field(ge=0.0)] = Field(
-        0.03, description="Below 1: share of all optimizer steps; 1 or more: that many steps."
+    warmup: Warmup = Field(
+        0.03,
+        description='Below 1: share of all optimizer steps; 1 or more: that many steps; or tokens, as "2M tokens".',
     )
     min_lr: Share = Field(0.0, description="Where the schedule ends, as a share of lr.")
     clip: Annotated[Number, Field(ge=0.0)] = Field(1.0, description="Longest gradient (global norm); 0: no clipping.")

@@ -48,21 +48,31 @@ class Memory:
 
 
 def estimate_memory(
-    work: Work, layout: Layout, tokens: int, *, accumulates: bool = True, accumulation: int = 1, length: int = 0
+    work: Work,
+    layout: Layout,
+    tokens: int,
+    *,
+    accumulates: bool = True,
+    accumulation: int = 1,
+    length: int = 0,
+    eval_tokens: int = 0,
 ) -> Memory:
     """The peak of one rank that computes `tokens` at once, and `accumulates` gradients over micro-batches or not.
 
     Of a pipeline, the fullest stage; `accumulation` micro-batches feed it. `length` is the longest sequence, which
-    matters only where attention keeps its scores.
+    matters only where attention keeps its scores. Evaluations measure up to `eval_tokens` at once.
     """
     tokens = -(-tokens // layout.sp)
     stages = [
-        _estimate(work, layout, share, tokens, accumulates, length) for share in shares(work, layout, accumulation)
+        _estimate(work, layout, share, tokens, accumulates, length, eval_tokens)
+        for share in shares(work, layout, accumulation)
     ]
     return max(stages, key=lambda memory: memory.peak_bytes)
 
 
-def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates: bool, length: int) -> Memory:
+def _estimate(
+    work: Work, layout: Layout, share: Share, tokens: int, accumulates: bool, length: int, eval_tokens: int
+) -> Memory:
     static = static_memory(work, layout, share)
     one_layer, kept, formula = _activations(work, layout, share, tokens, length)
     low, framework, high = _framework_bytes(work, layout)
@@ -87,6 +97,13 @@ def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates
         "end of the backward pass": base | gradients | {"casts": casts, "activations": one_layer, "working": working},
         "optimizer step": base | gradients | {"working": _optimizer_bytes(work, layout, share)},
     }
+    if eval_tokens:
+        # Nothing is kept for a backward pass: one layer's tensors, and a chunk of logits.
+        passing = one_layer * eval_tokens // max(1, tokens)
+        buckets = gradients if layout.strategy == "ddp" else {}
+        moments["evaluation"] = (
+            base | buckets | {"activations": passing, "loss": loss_bytes(work, layout, share, eval_tokens)[0]}
+        )
     for moment, size in gathered.items():
         moments[moment] = moments[moment] | {"gathered": size}
     sums = {name: sum(parts.values()) for name, parts in moments.items()}

@@ -82,6 +82,7 @@ def peak_lines(plan: Plan) -> list[str]:
     memory, available = plan.memory, plan.available_bytes
     out = [
         f"peak     {plan.memory_sentence()}",
+        *lengths_lines(plan),
         f"         at the {memory.peak_moment}, with {memory.tokens:,} tokens at once:",
     ]
     scale = max(available, memory.peak_bytes, 1)
@@ -90,17 +91,17 @@ def peak_lines(plan: Plan) -> list[str]:
         start, end = round(_BAR * before / scale), round(_BAR * (before + size) / scale)
         before += size
         bar = " " * start + "█" * (end - start)
-        out.append(f"           {name:<12}{format_bytes(size):>10} {bar}".rstrip())
+        out.append(f"           {name:<16}{format_bytes(size):>10} {bar}".rstrip())
     mark = min(_BAR, round(_BAR * available / scale))
     full = round(_BAR * memory.peak_bytes / scale)
     gauge = "".join("█" if i < min(full, mark) else "▒" if i < full else "·" if i < mark else " " for i in range(_BAR))
-    out.append(f"           {'in all':<12}{format_bytes(memory.peak_bytes):>10} {gauge}| of {format_bytes(available)}")
+    out.append(f"           {'in all':<16}{format_bytes(memory.peak_bytes):>10} {gauge}| of {format_bytes(available)}")
     by_formula: dict[str, list[str]] = {}
     for name, _ in memory.largest_parts(len(memory.parts)):
         by_formula.setdefault(memory.formulas.get(name, ""), []).append(name)
     out += [f"         {', '.join(names)}: {formula}" for formula, names in by_formula.items() if formula]
-    if memory.host_bytes:
-        out.append(f"         and {format_bytes(memory.host_bytes)} per rank in host memory")
+    if plan.host.needed_bytes:
+        out.append(f"         and {plan.host.sentence()}")
     out += [f"         it would fit with {change}" for change in plan.smaller]
     return out
 
@@ -140,6 +141,22 @@ def ranking_lines(plan: Plan) -> list[str]:
         out.append("     none is left")
     shown = {one.reason: one for one in reversed(plan.ranking.rejected)}
     out += [f"     not {one.layout}: {one.reason}" for one in list(shown.values())[::-1][:4]]
+    return out
+
+
+def lengths_lines(plan: Plan) -> list[str]:
+    """Whether the tokens are expected or a bound, and from what."""
+    batch, known = plan.batch, plan.lengths
+    if known is None:
+        return [f"         at most: as if every sample had data.max_length, {batch.max_length:,} tokens"]
+    if not known.batch:
+        return [f"         for full rows of {batch.max_length:,} tokens"]
+    out = [f"         expected from {known.sentence()}"]
+    if batch.tokens_at_most > batch.tokens_at_once:
+        out.append(
+            f"         at most {format_bytes(plan.at_most_bytes)}, with {batch.tokens_at_most:,} tokens at once, were "
+            f"all samples {batch.max_length:,} long"
+        )
     return out
 
 
