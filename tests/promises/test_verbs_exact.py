@@ -117,6 +117,6 @@ def test_fp16_steps_as_fp32_does_and_leaves_out_an_overflow(seen, strategy):
     lost = [at == LOST for at in range(6)]
     assert half["skipped"] == other["skipped"] == half["unchanged"] == lost
     del half["norms"][LOST], whole["norms"][LOST]
-    assert max(whole["norms"]) > 1.0 and half["norms"] == pytest.approx(whole["norms"], rel=3e-2)
-    assert error(half["state"], whole["state"]) < 3e-2
+    assert max(whole["norms"]) > 0.8 and half["norms"] == pytest.approx(whole["norms"], rel=3e-2)
+    assert error(half["state"], {name: torch.tensor(value) for name, value in whole["state"].items()}) < 3e-2
     assert half["lr"] == pytest.approx(whole["lr"]) and half["scale"] == 256.0 * 2**3

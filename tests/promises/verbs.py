@@ -157,7 +157,7 @@ def train_with_scaler(strategy, precision):
                 accelerator.scaler._scale.fill_(1e38)
             loss, count = count_over(model(batch["ids"]), batch["labels"]), (batch["labels"] != -100).sum()
             accelerator.backward(loss, sum_over=count)
-            seen["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            seen["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.8)))
             before = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
             for optimizer in optimizers if at != LOST or scaler.is_enabled() else ():
                 optimizer.step()
