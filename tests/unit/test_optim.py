@@ -160,6 +160,27 @@ def test_owners_share_the_work_of_whole_matrices_evenly():
         assert [b.members[-1] for b in buckets] == sorted(b.members[-1] for b in buckets)
 
 
+@pytest.mark.parametrize("shape", [(12, 48), (48, 12)])
+def test_muon_at_adamws_scale_moves_as_torchs_own(shape):
+    torch.manual_seed(0)
+    start, gradients = torch.randn(shape), torch.randn(3, *shape)
+    moved = []
+    for name in ("torch", "adamw", "shape"):
+        p = torch.nn.Parameter(start.clone())
+        options = {"lr": 0.1, "weight_decay": 0.2}
+        if name == "torch":
+            optimizer = torch.optim.Muon([p], adjust_lr_fn="match_rms_adamw", **options)
+        else:
+            optim = OptimConfig(name="muon", adamw_lr=0.1, muon_scale=name, **options)
+            optimizer = build_optimizer({"p": p}, optim, roles={"p": "matrix"})
+        for gradient in gradients:
+            p.grad = gradient.clone()
+            optimizer.step()
+        moved.append(p.detach() - start)
+    assert (moved[1] - moved[0]).norm() < 0.02 * moved[0].norm()  # torch iterates in bf16
+    assert (moved[2] - moved[0]).norm() > 0.1 * moved[0].norm()
+
+
 def test_muon_and_the_rest_are_said_apart():
     model = small_model()
     optim = OptimConfig(name="muon", lr=0.02, adamw_lr=3e-4)

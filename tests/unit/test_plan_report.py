@@ -19,7 +19,7 @@ from duoka.plan.lengths import Lengths, Rows
 from duoka.plan.picture import plan_lines
 from duoka.plan.report import make_plan
 from duoka.plan.shape import demo_shape, shape_from_config
-from duoka.units import Amount
+from duoka.units import Amount, parse_amount
 
 GIB = 2**30
 CPU = Machine(num_cores=8, memory_bytes=64 * GIB, available_bytes=60 * GIB)
@@ -180,7 +180,7 @@ def test_bf16_without_native_support_is_allowed_with_a_warning():
 
 def test_auto_micro_batch_stops_where_more_brings_nothing():
     on_cpu = make_plan(config(lora={"dropout": 0.0}), demo_shape(), CPU, 1)
-    assert on_cpu.layout.micro == Amount(4096, "tokens")
+    assert on_cpu.layout.micro == Amount(2048, "tokens")
     on_gpu = make_plan(config(lora={}), demo_shape(), gpus(H100, 1), 1)
     assert on_gpu.layout.micro == Amount(16384, "tokens")
     long = make_plan(config(data={"max_length": 8192}, lora={"dropout": 0.0}), demo_shape(), CPU, 1)
@@ -193,7 +193,7 @@ def test_less_memory_means_smaller_micro_batches_and_then_recompute():
         return make_plan(config(lora={}, train=train), demo_shape(), machine, 1)
 
     tokens = [plan(gib).layout.micro.count for gib in (60, 8, 4.5, 2.5)]
-    assert tokens == sorted(tokens, reverse=True) and tokens[0] == 4096 and tokens[-1] == 512, tokens
+    assert tokens == sorted(tokens, reverse=True) and tokens[0] == 2048 and tokens[-1] == 512, tokens
     assert {1024, 2048} & set(tokens), f"no rung between: {tokens}"
     assert plan(2.5).layout.recompute == "none"
     starved = plan(1.4)
@@ -259,14 +259,15 @@ def test_tight_lies_between_fits_and_does_not_fit():
     ],
 )
 def test_batch_arithmetic_is_written_out(global_batch, micro, ranks, accumulation, sentence):
-    batch = spread_batch(config(train={"global_batch": global_batch}).train, micro, ranks, Rows(512))
+    batch = spread_batch(parse_amount(global_batch), micro, ranks, Rows(512))
     assert batch.accumulation == accumulation
     assert sentence in batch.sentence(), batch.sentence()
 
 
 def test_a_known_mean_length_gives_the_likely_accumulation_beside_the_most():
-    train = config(train={"global_batch": 16}).train
-    batch = spread_batch(train, Amount(1024, "tokens"), 1, Rows(512), Lengths("tokenised", 99, 64.0, 80, (64,) * 16))
+    batch = spread_batch(
+        Amount(16, "samples"), Amount(1024, "tokens"), 1, Rows(512), Lengths("tokenised", 99, 64.0, 80, (64,) * 16)
+    )
     assert (batch.accumulation, batch.accumulation_likely) == (8, 1)
     assert "about 1 (at most 8) micro-batches" in batch.sentence()
 

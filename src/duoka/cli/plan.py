@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from duoka.plan.shape import ModelShape
 
 # What --params and --depth are asked about, where nothing else is said.
-_QUESTION = "model: demo\ndata: {train: [identity], max_length: 2048}\ntrain: {global_batch: 512k tokens}\n"
+_QUESTION = "model: {%s}\ndata: {train: [identity], max_length: 2048}\n"
 _DEPTH_VOCABULARY = 65536
 
 
@@ -147,7 +147,7 @@ def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str |
     import tempfile
 
     from duoka.config.load import load_config
-    from duoka.plan.shape import ASSUMED, facts_from_depth, facts_from_parameters, shape_from_config
+    from duoka.plan.shape import ASSUMED, facts_from_parameters, facts_of_new, shape_from_config
     from duoka.units import parse_amount
 
     if (params is None) == (depth is None):
@@ -160,9 +160,11 @@ def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str |
         raise click.UsageError(f"--params: {error}; write for example --params 7e9 or --params 7B") from None
     with tempfile.TemporaryDirectory() as folder:
         made_up = Path(folder) / "question.yaml"
-        made_up.write_text(_QUESTION, encoding="utf-8")
+        asked = "name: demo" if depth is None else f"depth: {depth}, tokenizer: demo"
+        batch = "train: {global_batch: 512k tokens}\n" if depth is None else ""
+        made_up.write_text(_QUESTION % asked + batch, encoding="utf-8")
         config = load_config(str(made_up), overrides).config
-    facts = facts_from_parameters(count) if count is not None else facts_from_depth(depth or 1, _DEPTH_VOCABULARY)
+    facts = facts_from_parameters(count) if count is not None else facts_of_new(config.model, _DEPTH_VOCABULARY)
     shape = shape_from_config(facts)
     return _Subject(config, replace(shape, exact=False, model_type=ASSUMED) if count else shape, None, facts)
 
@@ -220,16 +222,20 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
 def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
     from duoka.plan.shape import shape_from_config
 
-    return shape_from_config(_read_facts(model, base), where=model.name)
+    return shape_from_config(_read_facts(model, base), where=model.title)
 
 
 def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
-    from duoka.model.source import fetch_config, find_model
-    from duoka.plan.shape import DEMO_FACTS, read_facts
+    from duoka.model.new import read_vocabulary
+    from duoka.model.source import fetch_config, find_model, find_tokenizer_folder
+    from duoka.plan.shape import DEMO_FACTS, facts_of_new, read_facts
 
     source = find_model(model, base)
     if source.is_demo:
         return dict(DEMO_FACTS)
+    if source.is_new:
+        folder = find_tokenizer_folder(model, base)
+        return facts_of_new(model, _DEPTH_VOCABULARY if folder is None else read_vocabulary(folder))
     if source.folder is not None:
         return read_facts(source.folder)
     assert source.hub_id is not None

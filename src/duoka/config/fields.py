@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from duoka.units import parse_amount, parse_every, parse_seconds, parse_warmup
+from duoka.units import parse_amount, parse_budget, parse_every, parse_seconds, parse_warmup
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,14 @@ MicroBatch = Annotated[
         {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["auto", "2048 tokens"]}]}
     ),
 ]
+TokenBudget = Annotated[
+    int | str,
+    _checked_by(parse_budget),
+    Means('a number of tokens such as "2B tokens", or of tokens per parameter such as "20x"'),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["20x", "2B tokens"]}]}
+    ),
+]
 LayerChoice = Annotated[
     Whole | tuple[Annotated[Whole, Field(ge=0)], ...],
     Means("a number of layers, or a list of layer numbers such as [0, 5]"),
@@ -84,6 +92,10 @@ Warmup = Annotated[
     BeforeValidator(_warmup_of),
     Means('a share below 1, a number of steps, or of tokens such as "2M tokens"'),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "examples": ["2M tokens"]}]}),
+]
+SampleChoice = Annotated[
+    Annotated[Whole, Field(ge=0)] | tuple[str, ...],
+    Means("a number of beginnings, or a list of them such as [Once upon a time]"),
 ]
 Often = Annotated[
     int | str,

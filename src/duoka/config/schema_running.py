@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from duoka.config.fields import Number, Often, Patience, Seconds, Section, Whole, step_as_text
+from duoka.config.fields import Number, Often, Patience, SampleChoice, Seconds, Section, Whole, step_as_text
 from duoka.units import parse_seconds
 
 
@@ -108,4 +108,9 @@ class LogConfig(Section):
     """What is printed, and who else gets the numbers."""
 
     every: Annotated[Whole, Field(ge=1)] = Field(10, description="Print a line every so many steps (all are recorded).")
+    samples: SampleChoice = Field(
+        0,
+        description="Texts that the model continues after each evaluation, by the likeliest tokens: beginnings, or how "
+        "many of the evaluation data's (stage pretrain).",
+    )
     to: tuple[Literal["tensorboard"], ...] = Field(("tensorboard",), description="Trackers beside the event log.")

@@ -62,7 +62,8 @@ def lengths_of(prepared: PreparedData, config: RunConfig) -> Lengths:
 def _fullest(plan: EpochPlan, train: TrainConfig) -> np.ndarray:
     """The ids of the samples of the global batch with most tokens."""
     per_epoch = plan.num_batches()
-    num_steps = min(plan.num_steps(train.epochs), train.max_steps or math.inf)
+    asked = plan.num_steps(1.0 if train.epochs is None else train.epochs)
+    num_steps = min(asked, train.max_steps or math.inf)
     best, most = (0, 0), -1
     for epoch in range(min(math.ceil(num_steps / per_epoch), max(1, _MOST_SAMPLES // plan.num_samples))):
         tokens = plan.batch_tokens(epoch)[: int(min(per_epoch, num_steps - epoch * per_epoch))]

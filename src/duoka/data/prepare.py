@@ -31,6 +31,7 @@ from duoka.data.template import Sample
 from duoka.data.tokenise import Counts, Job, PieceResult, read_arrays, tokenise_pieces
 from duoka.data.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import DataError, Fault, Faults, StorageError
+from duoka.model.source import find_tokenizer_folder
 from duoka.runs.cache import cache_folder, hold_lock, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds, parse_amount
@@ -51,6 +52,7 @@ class PreparedData:
     eval: TokenStore | TextRows | None
     report: DataReport
     pad_id: int
+    text_bytes: np.ndarray | None = None  # of each token, in plain text of a byte-level tokenizer
 
     @property
     def num_samples(self) -> int | None:
@@ -91,13 +93,17 @@ def prepare_data(
     parts = [(found, part) for found, (part, _) in zip(kept, prepared, strict=True)]
     notes = tuple(note for found in sets for note in found.notes)
     if streamed:
-        return _with_stream(build_source(streamed, config, tokenizer), parts, reports, notes, config, tokenizer.pad_id)
+        return _with_stream(build_source(streamed, config, tokenizer), parts, reports, notes, config, tokenizer)
     mixture = mix_parts(parts, config)
     train = as_samples(mixture.train, [found for found in kept if found.split == "train"], config.data.max_length)
     held_out = [found for found in kept if found.split == "eval"] or kept
     evaluation = as_samples(mixture.eval, held_out, config.data.max_length) if mixture.eval else None
     report = _build_report(mixture, train, evaluation, reports, notes, tokenizer, config)
-    return PreparedData(train, evaluation, report, tokenizer.pad_id)
+    return PreparedData(train, evaluation, report, tokenizer.pad_id, _text_bytes(config, tokenizer))
+
+
+def _text_bytes(config: RunConfig, tokenizer: ChatTokenizer) -> np.ndarray | None:
+    return tokenizer.text_bytes if config.stage == "pretrain" else None
 
 
 def _with_stream(
@@ -106,7 +112,7 @@ def _with_stream(
     reports: list[SetReport],
     notes: tuple[str, ...],
     config: RunConfig,
-    pad_id: int,
+    tokenizer: ChatTokenizer,
 ) -> PreparedData:
     """Only what is measured on is tokenised ahead."""
     evaluation = None
@@ -122,7 +128,7 @@ def _with_stream(
         row_tokens=config.data.max_length,
         notes=notes,
     )
-    return PreparedData(source, evaluation, report, pad_id)
+    return PreparedData(source, evaluation, report, tokenizer.pad_id, _text_bytes(config, tokenizer))
 
 
 def read_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> ChatTokenizer:
@@ -133,10 +139,9 @@ def read_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> ChatTok
 
 def find_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> Path | str:
     """The folder, or the Hub id, of the run's tokenizer."""
-    if config.model.tokenizer is None:
-        return model_folder
-    given = Path(config.model.tokenizer).expanduser()
-    return next((place for place in (given, base / given) if place.is_dir()), config.model.tokenizer)
+    if config.model.tokenizer is None or config.model.depth is not None:
+        return model_folder  # a new model's folder begins with its tokenizer
+    return find_tokenizer_folder(config.model, base) or config.model.tokenizer
 
 
 def _build_report(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -17,8 +17,11 @@ from safetensors import safe_open
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.model.attention import register_attention
 from duoka.model.build import quiet_loading
+from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
-from duoka.model.lora import apply_lora, draw_adapter, is_adapter
+from duoka.model.lora import adapted_modules, apply_lora, draw_adapter, is_adapter, keep_starts
+from duoka.model.new import is_new
+from duoka.model.pissa import PissaStarts
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -30,6 +33,8 @@ class WeightSource:
     folder: Path
     seed: int
     files: dict[str, str]  # name in the folder -> file
+    starts: PissaStarts | None = None
+    dtype: torch.dtype | None = None  # of the frozen base, when adapters begin with parts of it
     _open: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -52,10 +57,23 @@ class WeightSource:
     def read(self, name: str, shape: torch.Size, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows `start` to `stop` of the first dimension; of a file, only these bytes are read."""
         if is_adapter(name):
+            if self.starts is not None:
+                return self.starts.values(name)[start:stop].clone()  # training works in place, and starts must stay
             return draw_adapter(name, shape, self.seed)[start:stop]
         stored = stored_name(name)
         values: torch.Tensor = self._file(stored).get_slice(stored)[start:stop]
+        if self.starts is not None and self.starts.owns(name):
+            return self.starts.rest_of(name, values.to(self.dtype), start)
         return values.clone()  # the slice is a view of the whole file in memory, which would never be let go
+
+    def start_with_principal_parts(self, lm: torch.nn.Module, lora: LoraConfig, dtype: torch.dtype) -> None:
+        """Adapters begin with the strongest directions of the base, whole weights of which are read once for it."""
+        starts = PissaStarts(lora, self.seed)
+        for module in adapted_modules(lm):
+            stored = stored_name(f"{module}.base_layer.weight")
+            starts.add(module, self._file(stored).get_tensor(stored).to(dtype))
+        self.starts, self.dtype = starts, dtype
+        keep_starts(lm, starts)
 
     def _file(self, stored: str) -> Any:
         name = self.files[stored]
@@ -65,6 +83,9 @@ class WeightSource:
 
     def close(self) -> None:
         self._open.clear()
+
+
+Weights: TypeAlias = WeightSource | DrawnWeights
 
 
 def stored_name(name: str) -> str:
@@ -80,11 +101,11 @@ def build_without_memory(
     seed: int,
     train_only: TrainOnlyConfig | None = None,
     trust_remote_code: bool = False,
-) -> tuple[torch.nn.Module, WeightSource] | None:
+) -> tuple[torch.nn.Module, Weights] | None:
     """The model of `folder` on the meta device, buffers filled, and where its weights are; None: load it whole."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    source = WeightSource.of(folder, seed)
+    source: Weights | None = DrawnWeights(seed) if is_new(folder) else WeightSource.of(folder, seed)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     if source is None or getattr(config, "quantization_config", None) is not None:
         return None
@@ -109,6 +130,8 @@ def build_without_memory(
         aliases.setdefault(id(parameter), []).append(name)
     shapes = {id(parameter): parameter.shape for parameter in lm.parameters()}
     known = all(any(source.knows(name, shapes[one]) for name in names) for one, names in aliases.items())
+    if known and lora is not None and lora.init == "pissa" and isinstance(source, WeightSource):
+        source.start_with_principal_parts(lm, lora, dtype)
     return (lm, source) if known else None
 
 

@@ -60,10 +60,13 @@ class WholeMatrices:
 class MuonAdamW(torch.optim.AdamW):
     """Groups with `kind: muon` learn by Muon, the others by the parent class; state and groups are one."""
 
-    def __init__(self, groups: list[dict[str, Any]], sharing: Sharing, *, momentum: float, **adamw: Any) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], sharing: Sharing, *, momentum: float, scale: str = "shape", **adamw: Any
+    ) -> None:
         super().__init__(groups, **adamw)
         self.sharing = sharing
         self.momentum = momentum
+        self.scale = scale
         self.matrices = [p for group in self.param_groups if group["kind"] == "muon" for p in group["params"]]
 
     @torch.no_grad()
@@ -84,7 +87,7 @@ class MuonAdamW(torch.optim.AdamW):
         held = [m for m in matrices if self.sharing.holds(m)]
         if held and all(m.grad is None for m in held):
             return  # unused, on every rank alike
-        rows, columns = bucket.shape
+        length = step_length(*bucket.shape, self.scale)
         moves = self.sharing.from_owners(
             bucket, orthogonalise(self.sharing.to_owners(bucket, [self._blend(m) for m in held]))
         )
@@ -94,7 +97,7 @@ class MuonAdamW(torch.optim.AdamW):
             group = settings[id(matrix)]
             own = local_part(matrix)
             own.mul_(1 - group["lr"] * group["weight_decay"])
-            own.add_(move.to(own.dtype), alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
+            own.add_(move.to(own.dtype), alpha=-group["lr"] * length)
 
     def _blend(self, matrix: torch.Tensor) -> torch.Tensor:
         """Nesterov's look ahead: the gradient leaning towards its running mean."""
@@ -110,6 +113,11 @@ class MuonAdamW(torch.optim.AdamW):
     def fresh_state(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         """State of a matrix before its first step; {} on ranks that keep none of it."""
         return {"momentum": torch.zeros_like(matrix)} if self.sharing.holds(matrix) else {}
+
+
+def step_length(rows: int, columns: int, scale: str) -> float:
+    """What an orthogonal move is multiplied with. `adamw`: entries of about 0.2, as AdamW's are."""
+    return 0.2 * math.sqrt(max(rows, columns)) if scale == "adamw" else math.sqrt(max(1.0, rows / columns))
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part
 from duoka.model.head import apply_head
-from duoka.model.shards import WeightSource
+from duoka.model.shards import Weights
 from duoka.parallel.fsdp_comm import LayerBuffers, count_traffic
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
@@ -114,6 +114,8 @@ def apply_sharded(
         _gather_head_for_loss(bare)
     # The root is needed again at once when the backward pass begins: None keeps it gathered until its end.
     shard(bare, wide, None if reshard else False)
+    if isinstance(bare, LossModel):
+        register_fsdp_forward_method(bare, "next_token")
     buffers = LayerBuffers()
     for module in _units(bare):
         # The one place where the mean over ranks is undone: the loss is divided by the global count already.
@@ -185,7 +187,7 @@ def find_layers(core: torch.nn.Module) -> list[torch.nn.Module]:
     )
 
 
-def fill_shards(lm: torch.nn.Module, source: WeightSource, device: torch.device) -> None:
+def fill_shards(lm: torch.nn.Module, source: Weights, device: torch.device) -> None:
     """Give a sharded model on the meta device its weights: each rank reads the rows that it keeps, and no others."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in lm.named_parameters(remove_duplicate=False):
@@ -201,7 +203,7 @@ def fill_shards(lm: torch.nn.Module, source: WeightSource, device: torch.device)
     source.close()
 
 
-def _read(name: str, parameter: torch.Tensor, source: WeightSource, device: torch.device) -> torch.Tensor:
+def _read(name: str, parameter: torch.Tensor, source: Weights, device: torch.device) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return source.read(name, parameter.shape).to(device, parameter.dtype)
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from duoka.config.schema import TrainConfig
+from duoka.plan.horizon import Horizon
 from duoka.plan.lengths import Lengths, Rows, tokens_at_once
 from duoka.units import Amount, parse_amount
 
@@ -62,10 +63,9 @@ def _share_in_words(step: Amount, ranks: int) -> str:
 
 
 def spread_batch(
-    train: TrainConfig, micro: Amount, num_ranks: int, rows: Rows, lengths: Lengths | None = None
+    step: Amount, micro: Amount, num_ranks: int, rows: Rows, lengths: Lengths | None = None
 ) -> BatchArithmetic:
     """How `num_ranks` get through one global batch."""
-    step = parse_amount(train.global_batch)
     most = _accumulation(step, num_ranks, micro, rows.max_length)
     likely = None
     if lengths is not None and not (micro.unit == step.unit == "samples"):
@@ -100,12 +100,15 @@ class Steps:
     total: int
     is_exact: bool
 
-    def sentence(self, epochs: float) -> str:
+    def sentence(self, epochs: float | None) -> str:
         about = "" if self.is_exact else "about "
-        return f"{about}{self.total:,} optimizer steps ({epochs:g} epochs of {about}{self.per_epoch:,})"
+        if epochs is None:
+            epochs = round(self.total / self.per_epoch, 2)
+            return f"{self.total:,} optimizer steps ({about}{epochs:,.4g} epochs of {about}{self.per_epoch:,})"
+        return f"{about}{self.total:,} optimizer steps ({epochs:,.4g} epochs of {about}{self.per_epoch:,})"
 
 
-def count_steps(train: TrainConfig, lengths: Lengths | None) -> Steps | None:
+def count_steps(train: TrainConfig, lengths: Lengths | None, horizon: Horizon | None = None) -> Steps | None:
     """Optimizer steps, or None while the data is unknown. The short last batch of an epoch is a step of its own."""
     step = parse_amount(train.global_batch)
     if lengths is None or lengths.num_samples is None:
@@ -114,7 +117,7 @@ def count_steps(train: TrainConfig, lengths: Lengths | None) -> Steps | None:
         per_epoch = math.ceil(lengths.num_samples / step.count)
     else:  # windows of about as many tokens, as the epoch plan cuts them
         per_epoch = min(lengths.num_samples, max(1, round(lengths.num_samples * lengths.mean / step.count)))
-    total = max(1, round(train.epochs * per_epoch))
-    if train.max_steps is not None:
-        total = min(total, train.max_steps)
-    return Steps(per_epoch, total, is_exact=lengths.basis == "tokenised")
+    ends = [steps for steps in (train.max_steps, horizon.steps if horizon else None) if steps is not None]
+    if train.epochs is not None:
+        ends.append(max(1, round(train.epochs * per_epoch)))
+    return Steps(per_epoch, min(ends), is_exact=lengths.basis == "tokenised")

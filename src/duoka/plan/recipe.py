@@ -175,27 +175,28 @@ def static_memory(work: Work, layout: Layout, share: Share | None = None) -> Sta
         return _static_of_program(work.program, layout, share)
     # Weights that train_only leaves alone stay fp32, as those beside them; a base under adapters is only read.
     frozen_size: float = 4 if layout.precision == "fp32" or work.train_only is not None else 2
-    frozen_size = QUANTIZED_BYTES.get(work.frozen_bits, frozen_size)
+    packed_size = QUANTIZED_BYTES.get(work.frozen_bits, frozen_size)
     train, ranks, state = share.trainable, layout.shard, work.state_bytes
-    frozen = int(share.frozen * frozen_size)
-    note = f" + {frozen_size:g}(P-Pt)" if frozen else ""
+    packed = min(share.block_linear, share.frozen)  # embedding, head and norms stay as they are
+    frozen = int(packed * packed_size + (share.frozen - packed) * frozen_size)
+    note = f" + {packed_size:g}(P-Pt)" if frozen else ""
     axes = "" if layout.tp * layout.pp == 1 else f", P of a rank's 1/{layout.tp * layout.pp}"
     if layout.strategy in ("zero1", "zero2"):
         gathered, formula = _gathered_whole(work, layout.precision, share)
         first = layout.strategy == "zero1"
         gradients = 4 * train if first else 4 * train // ranks
-        formula += f" + {'4Pt' if first else '4Pt/N'} + {4 + state:g}Pt/N{note}{axes}"
+        formula += f" + {'4Pt' if first else '4Pt/N'} + {4 + state:.3g}Pt/N{note}{axes}"
         own = (gathered + frozen, gradients, int((4 + state) * train) // ranks)
         host = own[2] + 4 * train // ranks if layout.offload == "params" else 0
     elif layout.strategy in ("fsdp", "hsdp"):
         divisor = "N" if layout.strategy == "fsdp" else "S"
         note_sharded = f" + {frozen_size:g}(P-Pt)/{divisor}" if frozen else ""
-        formula = f"(4Pt + 4Pt + {state:g}Pt)/{divisor}{note_sharded}{axes}"
+        formula = f"(4Pt + 4Pt + {state:.3g}Pt)/{divisor}{note_sharded}{axes}"
         own = ((4 * train + frozen) // ranks, 4 * train // ranks, int(state * train) // ranks)
         host = sum(own) if layout.offload == "params" else 0
     else:
         copies = 1 + (not work.bucket_view) + work.thin_gradients if layout.strategy == "ddp" else 1
-        formula = f"4Pt + {4 * copies}Pt + {state:g}Pt{note}{axes}"
+        formula = f"4Pt + {4 * copies}Pt + {state:.3g}Pt{note}{axes}"
         own = (4 * train + frozen, 4 * copies * train, int(state * train))
         host = 0
     if layout.offload == "optimizer":

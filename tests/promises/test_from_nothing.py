@@ -1,0 +1,178 @@
+"""A model from nothing is the same model, and learns the same, whoever draws how much of it."""
+
+import json
+import math
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import build_tiny_tokenizer, write_conversations
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds import train_all
+
+from duoka.cli import run
+from duoka.config.load import load_config
+from duoka.model.build import load_model
+from duoka.model.source import model_folder
+
+TOLERANCE = 1e-5
+STEPS = 24
+
+YAML = """
+model: {{depth: 2, tokenizer: {tokenizer}, width: 64, head_dim: 16, kv_heads: 2}}
+data: {{train: [{text}], eval: [{held_out}], max_length: 64}}
+optim: {{lr: 0.02, adamw_lr: 0.02, embedding_lr: 0.1, head_lr: 0.02}}
+train: {{global_batch: 1024 tokens, max_steps: {steps}, precision: fp32, seed: 5, eval_every: 100}}
+checkpoint: {{every: 100}}
+log: {{to: [], samples: [import, "def f("]}}
+"""
+# The same run in a guide's words.
+FLAGS = (
+    "--depth=2", "--head_dim=16", "--max-seq-len=64", "--total_batch_size=1024", f"--num_iterations={STEPS}",
+    "--matrix-lr=0.02", "--scalar_lr=0.02", "--embedding_lr=0.1", "--unembedding-lr=0.02", "--eval-every=100",
+    "--seed=5", "--save_every=100", "--device_batch_size=4", "model.width=64", "model.kv_heads=2",
+    "train.precision=fp32", "log.to=[]",
+)  # fmt: skip
+SFT = """
+model: {{name: "{model}"}}
+data: {{train: [{data}], max_length: 128}}
+lora: {{rank: 2}}
+train: {{max_steps: 2, global_batch: 4, precision: fp32}}
+log: {{to: []}}
+"""
+CUT = "train.micro_batch=200 tokens"
+SPLITS = {
+    "1 process": (1, []),
+    "1 process, accumulating": (1, [CUT]),
+    "2 processes, ddp": (2, ["parallel.strategy=ddp"]),
+    "2 processes, zero1": (2, ["parallel.strategy=zero1", CUT]),
+    "2 processes, fsdp": (2, ["parallel.strategy=fsdp"]),
+}
+
+
+def write_text(path, first, last):
+    """Files of Python's own library as text."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    texts = [file.read_text(encoding="utf-8")[:6000] for file in sorted(folder.glob("*.py"))[first:last]]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip()), encoding="utf-8")
+    return texts
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Every split trained, and a twin: the same model begun from a standard folder of its weights."""
+    folder = tmp_path_factory.mktemp("nothing")
+    build_tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    write_text(folder / "text.jsonl", 0, 12)
+    write_text(folder / "held_out.jsonl", 12, 13)
+    yaml = folder / "new.yaml"
+    paths = {"tokenizer": folder / "tokenizer", "text": folder / "text.jsonl", "held_out": folder / "held_out.jsonl"}
+    yaml.write_text(YAML.format(steps=STEPS, **paths), encoding="utf-8")
+    loaded = load_config(yaml)
+    begun = load_model(model_folder(loaded.config.model, folder), dtype=torch.float32, seed=5, attention="sdpa")
+    begun.save_pretrained(folder / "begun")
+    build_tiny_tokenizer().save_pretrained(folder / "begun")
+    text = yaml.read_text(encoding="utf-8").replace(f"depth: 2, tokenizer: {paths['tokenizer']}", "name: begun")
+    text = text.replace(", width: 64, head_dim: 16, kv_heads: 2", "")
+    settings = "name: muon, betas: [0.8, 0.95], eps: 1.0e-10, schedule: wsd, decay: 0.5, warmup: 0.01, "
+    twin = folder / "twin.yaml"
+    twin.write_text(text.replace("optim: {", "optim: {" + settings) + "stage: pretrain\n", encoding="utf-8")
+
+    for size in (1, 2):
+        jobs = [(yaml, more, folder / name) for name, (number, more) in SPLITS.items() if number == size]
+        train_all(jobs + ([(twin, [], folder / "twin")] if size == 1 else []), size)
+    return folder
+
+
+def events(folder, kind):
+    lines = (folder / "events" / "run.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if line["type"] == kind]
+
+
+@pytest.mark.parametrize("name", [*list(SPLITS)[1:], "twin"])
+def test_any_split_begins_and_learns_the_same(runs, name):
+    """The twin knows nothing of depth: its settings are written, its weights are read from a folder."""
+    ours, one = events(runs / name, "step"), events(runs / "1 process", "step")
+    assert len(ours) == len(one) == STEPS
+    for key in ("loss", "grad_norm"):
+        error = max(abs(a[key] / b[key] - 1) for a, b in zip(ours, one, strict=True))
+        assert error < TOLERANCE, f"{key} is off by {error}"
+    weights, wanted = (load_file(runs / run / "final" / "model.safetensors") for run in (name, "1 process"))
+    assert weights.keys() == wanted.keys()
+    for key, value in wanted.items():
+        error = float((weights[key] - value).norm() / value.norm())
+        assert error < 20 * TOLERANCE, f"{key} is off by {error}"
+
+
+def test_it_begins_knowing_nothing_and_learns_more_than_how_often_bytes_are(runs):
+    """A loss below the entropy of single bytes needs more than counting them: what stands before is used."""
+    steps = events(runs / "1 process", "step")
+    assert steps[0]["loss"] == pytest.approx(math.log(320), abs=0.01)  # 259 tokens, in rows up to a multiple of 64
+    texts = (json.loads(line)["text"] for line in (runs / "text.jsonl").read_text(encoding="utf-8").splitlines())
+    counts = Counter(byte for text in texts for byte in text.encode())
+    total = sum(counts.values())
+    unigram = -sum(count / total * math.log(count / total) for count in counts.values())
+    assert steps[-1]["loss"] < unigram, f"{steps[-1]['loss']} after {STEPS} steps; counting bytes alone gives {unigram}"
+
+
+def test_bits_per_byte_are_the_loss_over_the_bytes_of_the_text(runs):
+    """Counted anew: by transformers, window by window, and from the file."""
+    model = AutoModelForCausalLM.from_pretrained(runs / "1 process" / "final")
+    tokenizer = AutoTokenizer.from_pretrained(runs / "1 process" / "final")
+    text = json.loads((runs / "held_out.jsonl").read_text(encoding="utf-8"))["text"]
+    ids = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    nats = 0.0
+    for start in range(0, len(ids) - 1, 63):
+        window = torch.tensor([ids[start : start + 64]])
+        with torch.no_grad():
+            logits = model(window).logits[0, :-1]
+        nats += float(torch.nn.functional.cross_entropy(logits.double(), window[0, 1:], reduction="sum"))
+    bits = nats / len(text.encode()) / math.log(2)
+    for name in SPLITS:
+        found = events(runs / name, "eval")[-1]
+        assert found["num_bytes"] == len(text.encode()) and found["num_targets"] == len(ids) - 1, name
+        assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-4), name
+
+
+def test_samples_are_what_the_model_goes_on_with(runs):
+    model = AutoModelForCausalLM.from_pretrained(runs / "1 process" / "final")
+    tokenizer = AutoTokenizer.from_pretrained(runs / "1 process" / "final")
+    for name in SPLITS:
+        (found,) = events(runs / name, "samples")
+        for sample, prompt in zip(found["samples"], ("import", "def f("), strict=True):
+            ids = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+            said = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :].tolist()
+            said = said[: said.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in said else said
+            assert sample == {"prompt": prompt, "text": tokenizer.decode(said)}, name
+
+
+def test_a_guides_line_under_torchrun_is_the_same_run(runs):
+    out = runs / "guide"
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "duoka.pretrain"]
+    more = [
+        f"--tokenizer={runs / 'tokenizer'}",
+        f"--data={runs / 'text.jsonl'}",
+        f"data.eval=[{runs / 'held_out.jsonl'}]",
+    ]
+    done = subprocess.run([*line, *FLAGS, *more, f"output={out}"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("means:   duoka train") == 1, "said once, not once per rank"
+    ours, one = events(out, "step"), events(runs / "1 process", "step")
+    assert max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(ours, one, strict=True)) < TOLERANCE
+
+
+def test_its_result_is_a_model_like_any_other(runs, capsys):
+    """Chat, adapters on top, and their export: all from the folder that pretraining left."""
+    data = write_conversations(runs / "chats.jsonl", 6)
+    (runs / "sft.yaml").write_text(SFT.format(model=runs / "1 process" / "final", data=data), encoding="utf-8")
+    train_all([(runs / "sft.yaml", [], runs / "sft")], 1)
+    assert run(["chat", str(runs / "1 process"), "--prompt", "hi", "--max-new-tokens", "4"]) == 0
+    assert run(["export", str(runs / "sft"), "-o", str(runs / "merged")]) == 0
+    capsys.readouterr()
+    merged = AutoModelForCausalLM.from_pretrained(runs / "merged")
+    assert merged.config.model_type == "qwen3" and merged.config.num_hidden_layers == 2
