@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import build_tiny_tokenizer, write_conversations
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from worlds import train_all
+from worlds import run_world, train_all
 
 from duoka.cli import run
 from duoka.config.load import load_config
@@ -176,3 +176,25 @@ def test_its_result_is_a_model_like_any_other(runs, capsys):
     capsys.readouterr()
     merged = AutoModelForCausalLM.from_pretrained(runs / "merged")
     assert merged.config.model_type == "qwen3" and merged.config.num_hidden_layers == 2
+
+
+def greet(folder):
+    """What a guide's script does first. On CPUs too there is a group afterwards: nobody trains alone unawares."""
+    import torch.distributed as dist
+
+    import duoka
+
+    is_distributed, rank, local_rank, size, device = duoka.compute_init("cpu")
+    assert (is_distributed, size, device.type) == (True, 2, "cpu")
+    assert duoka.get_dist_info() == (True, rank, local_rank, size)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == 3.0
+    with (folder / f"{rank}.txt").open("w", encoding="utf-8") as file:
+        duoka.print0("once", file=file, flush=True)
+    dist.destroy_process_group()
+
+
+def test_compute_init_makes_a_group_on_cpus_and_print0_prints_once(tmp_path):
+    run_world(2, greet, tmp_path)
+    assert [(tmp_path / f"{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)] == ["once\n", ""]
