@@ -10,6 +10,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCau
 from duoka.config.schema import LoraConfig
 from duoka.model.build import LossModel, load_model
 from duoka.model.fused import _AdaptedProduct, _RmsNorm, _SiluTimes, _SiluTimesDown, apply_fused
+from duoka.model.loss import Goal
 
 
 def draw(*shape):
@@ -105,6 +106,6 @@ def test_smoothing_is_for_training_only(tiny_model):
     labels = ids.roll(-1)
     logits = lm(ids).logits[0]
     for training, smoothing in ((True, 0.1), (False, 0.0)):
-        ours, _ = LossModel(lm, 0.1).train(training)(ids, labels, torch.arange(40)[None])
+        ours, _ = LossModel(lm, Goal(0.1)).train(training)(ids, labels, torch.arange(40)[None])
         want = F.cross_entropy(logits, labels[0], reduction="sum", label_smoothing=smoothing)
         assert abs(ours.item() / want.item() - 1) < 1e-6, f"training={training}"

@@ -4,11 +4,15 @@ import bisect
 
 import pytest
 
-from duoka.plan.correct import Shortfall, correct_plan, counted_bytes
+from duoka.config.schema import RunConfig
+from duoka.plan.correct import Shortfall, correct_plan, counted_bytes, plan_with_less
+from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
 from duoka.plan.memory import estimate_memory
 from duoka.plan.recipe import Work
+from duoka.plan.report import make_plan
 from duoka.plan.shape import demo_shape
+from duoka.units import Amount
 
 GIB = 2**30
 WORK, LAYOUT = Work(demo_shape(), None, "cuda"), Layout(precision="bf16")
@@ -50,3 +54,13 @@ def test_a_near_miss_takes_half_and_counts_more_from_then_on():
 
 def test_nothing_fits_and_the_smallest_is_tried():
     assert correct_plan(WORK, LAYOUT, Shortfall(4096, GIB)).tokens == 128
+
+
+def test_a_plan_that_memory_proved_wrong_is_the_same_run_with_less_at_once():
+    config = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"], "max_length": 512}})
+    before = make_plan(config, demo_shape(), Machine(2, 64 * GIB, 60 * GIB), 1)
+    after = plan_with_less(before, 1024, ran_out_at=before.memory.tokens)
+    assert after.layout.micro == Amount(1024, "tokens") and after.memory.tokens == after.batch.tokens_at_once == 1024
+    assert after.memory.peak_bytes < before.memory.peak_bytes and after.batch.accumulation > before.batch.accumulation
+    assert "memory ran out with" in after.warnings[-1] and "were not enough" in after.warnings[-1]
+    assert plan_with_less(before, 1024).warnings == before.warnings

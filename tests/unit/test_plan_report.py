@@ -19,7 +19,7 @@ from duoka.plan.lengths import Lengths, Rows
 from duoka.plan.picture import plan_lines
 from duoka.plan.report import make_plan
 from duoka.plan.shape import demo_shape, shape_from_config
-from duoka.units import Amount
+from duoka.units import Amount, parse_amount
 
 GIB = 2**30
 CPU = Machine(num_cores=8, memory_bytes=64 * GIB, available_bytes=60 * GIB)
@@ -259,14 +259,15 @@ def test_tight_lies_between_fits_and_does_not_fit():
     ],
 )
 def test_batch_arithmetic_is_written_out(global_batch, micro, ranks, accumulation, sentence):
-    batch = spread_batch(config(train={"global_batch": global_batch}).train, micro, ranks, Rows(512))
+    batch = spread_batch(parse_amount(global_batch), micro, ranks, Rows(512))
     assert batch.accumulation == accumulation
     assert sentence in batch.sentence(), batch.sentence()
 
 
 def test_a_known_mean_length_gives_the_likely_accumulation_beside_the_most():
-    train = config(train={"global_batch": 16}).train
-    batch = spread_batch(train, Amount(1024, "tokens"), 1, Rows(512), Lengths("tokenised", 99, 64.0, 80, (64,) * 16))
+    batch = spread_batch(
+        Amount(16, "samples"), Amount(1024, "tokens"), 1, Rows(512), Lengths("tokenised", 99, 64.0, 80, (64,) * 16)
+    )
     assert (batch.accumulation, batch.accumulation_likely) == (8, 1)
     assert "about 1 (at most 8) micro-batches" in batch.sentence()
 

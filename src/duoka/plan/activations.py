@@ -15,6 +15,7 @@ from duoka.plan.shape import adapted_linears
 
 # Logits of one chunk of the loss in fp32. model/loss.py works in the same chunks; a test holds the two together.
 LOSS_CHUNK_BYTES = 64 * 2**20
+LOSS_CHUNK_ROWS = 512  # on a CPU
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def loss_bytes(work: Work, layout: Layout, share: Share, tokens: int) -> tuple[i
         return int(work.program.logits * tokens * shape.vocab_size / layout.tp), 0
     size = 2 if half else 4
     row_gradient = size * tokens * shape.hidden_size
-    chunk = min(4 * tokens * shape.vocab_size, LOSS_CHUNK_BYTES)
+    rows = min(tokens, LOSS_CHUNK_ROWS) if work.device == "cpu" else tokens
+    chunk = min(4 * rows * shape.vocab_size, LOSS_CHUNK_BYTES)
     # Beside the logits: their half-precision form, and a soft cap's slope.
     chunk += (chunk // 2 if half else 0) + (chunk if shape.bent_logits else 0)
     if work.lora is not None:

@@ -37,6 +37,11 @@ def advice(
             f"with {accumulation} micro-batches a step {layout.strategy} exchanges {times[layout.strategy]} times the "
             "parameters, against 2 of DDP; the known 1 : 1 : 1.5 holds for one micro-batch only"
         )
+    if work.device == "cpu" and (layout.is_sharded or layout.recompute == "full"):
+        found.append(
+            "on a CPU freed tensors below 32 MiB may stay resident: MALLOC_MMAP_THRESHOLD_=1048576 "
+            "THP_MEM_ALLOC_ENABLE=1 gives them back at once, for 4 to 9% more CPU time"
+        )
     if layout.axes:
         one_copy = layout.tp * layout.pp * layout.sp
         nodes = -(-one_copy // cluster.per_node)

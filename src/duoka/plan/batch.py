@@ -63,10 +63,9 @@ def _share_in_words(step: Amount, ranks: int) -> str:
 
 
 def spread_batch(
-    train: TrainConfig, micro: Amount, num_ranks: int, rows: Rows, lengths: Lengths | None = None
+    step: Amount, micro: Amount, num_ranks: int, rows: Rows, lengths: Lengths | None = None
 ) -> BatchArithmetic:
     """How `num_ranks` get through one global batch."""
-    step = parse_amount(train.global_batch)
     most = _accumulation(step, num_ranks, micro, rows.max_length)
     likely = None
     if lengths is not None and not (micro.unit == step.unit == "samples"):
@@ -105,8 +104,8 @@ class Steps:
         about = "" if self.is_exact else "about "
         if epochs is None:
             epochs = round(self.total / self.per_epoch, 2)
-            return f"{self.total:,} optimizer steps ({about}{epochs:g} epochs of {about}{self.per_epoch:,})"
-        return f"{about}{self.total:,} optimizer steps ({epochs:g} epochs of {about}{self.per_epoch:,})"
+            return f"{self.total:,} optimizer steps ({about}{epochs:,.4g} epochs of {about}{self.per_epoch:,})"
+        return f"{about}{self.total:,} optimizer steps ({epochs:,.4g} epochs of {about}{self.per_epoch:,})"
 
 
 def count_steps(train: TrainConfig, lengths: Lengths | None, horizon: Horizon | None = None) -> Steps | None:

@@ -80,13 +80,13 @@ def _measure(words: str, task: Task, layout: Layout, cluster: Cluster, available
     return Change(words, memory.peak_bytes, speed.tokens_per_s, fits(memory, cluster, available_bytes))
 
 
-def fits(memory: Memory, cluster: Cluster, available_bytes: int) -> bool:
+def fits(memory: Memory, cluster: Cluster, available_bytes: int, share: float = FITS) -> bool:
     """On the device, and what is offloaded in the memory of its node."""
-    on_host = memory.host_bytes * cluster.per_node <= FITS * cluster.host_room_bytes
-    return memory.peak_bytes <= FITS * available_bytes and on_host
+    on_host = memory.host_bytes * cluster.per_node <= share * cluster.host_room_bytes
+    return memory.peak_bytes <= share * available_bytes and on_host
 
 
-def smaller_changes(task: Task, layout: Layout, available_bytes: int) -> tuple[str, ...]:
+def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> tuple[str, ...]:
     """Changes that would make it fit, in the order in which they cost the user something."""
     length = task.max_length
     smallest = replace(layout, micro=Amount(length, "tokens"))
@@ -103,6 +103,10 @@ def smaller_changes(task: Task, layout: Layout, available_bytes: int) -> tuple[s
         tries.append(
             ("strategy: fsdp and recompute: full", task, replace(fsdp, micro=smallest.micro, recompute="full"))
         )
+    if layout.offload == "none" and task.work.device == "cuda" and not layout.axes:
+        tries.append(("parallel.offload: optimizer", task, replace(layout, offload="optimizer")))
+        if layout.is_sharded:
+            tries.append(("parallel.offload: params", task, replace(layout, offload="params")))
     half = replace(shared, micro=Amount(length // 2, "tokens"))
     tries.append((f"data.max_length: {length // 2}", _shorter(task, length // 2), half))
     if task.work.lora is None:
@@ -111,6 +115,6 @@ def smaller_changes(task: Task, layout: Layout, available_bytes: int) -> tuple[s
     for words, changed, how in tries:
         if changed == task and how == layout:
             continue
-        if memory_of(changed, how).peak_bytes <= TIGHT * available_bytes:
+        if fits(memory_of(changed, how), cluster, available_bytes, TIGHT):
             found.append(words)
     return tuple(found[:3])

@@ -6,12 +6,15 @@ weights, gradients and state take is counted and stands; what is scaled is the e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from duoka.plan.batch import spread_batch
 from duoka.plan.layout import Layout
 from duoka.plan.memory import TIGHT, Memory, estimate_memory
 from duoka.plan.recipe import Work
-from duoka.units import format_bytes
+from duoka.plan.report import Plan, judge
+from duoka.plan.task import memory_of
+from duoka.units import Amount, format_bytes
 
 # What failed needed more than there was, and how much more nobody knows: at least so much is assumed.
 AT_LEAST_MORE = 1.1
@@ -67,6 +70,27 @@ def correct_plan(work: Work, layout: Layout, seen: Shortfall, *, accumulates: bo
         if tried[1] <= TIGHT * seen.room_bytes:
             break
     return Correction(*tried[:1], factor, tried[1], counted + loose, seen.room_bytes)
+
+
+def plan_with_less(plan: Plan, most_tokens: int, ran_out_at: int | None = None) -> Plan:
+    """The same run with at most `most_tokens` at once, since `ran_out_at` did not fit into what was available."""
+    layout = replace(plan.layout, micro=Amount(most_tokens, "tokens"))
+    memory, warnings = memory_of(plan.task, layout), plan.warnings
+    if ran_out_at is not None:
+        found = correct_plan(plan.work, plan.layout, Shortfall(ran_out_at, plan.available_bytes))
+        fixed = counted_bytes(memory)
+        seen = round(fixed + found.factor * (memory.peak_bytes - fixed))
+        memory = replace(memory, high_bytes=max(memory.high_bytes, seen))
+        warnings += (f"memory ran out with {ran_out_at:,} tokens at once: {found.sentence()}",)
+    return replace(
+        plan,
+        layout=layout,
+        memory=memory,
+        batch=spread_batch(plan.task.step, layout.micro, layout.dp, plan.task.rows(layout), plan.lengths),
+        warnings=warnings,
+        verdict=judge(memory, plan.available_bytes),
+        reasons={**plan.reasons, "train.micro_batch": f"{most_tokens:,} tokens: memory was short with more"},
+    )
 
 
 def counted_bytes(memory: Memory) -> int:

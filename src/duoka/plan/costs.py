@@ -13,6 +13,7 @@ from duoka.config.schema import CheckpointConfig
 from duoka.plan.catalogue import Cluster
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Work
+from duoka.plan.speed import Speed
 from duoka.units import format_bytes, format_seconds, parse_every
 
 # How fast a node writes to storage that was not measured. Shared storage: more than a few nodes write no faster.
@@ -29,6 +30,7 @@ class Costs:
     num_steps: int | None
     total_s: float | None
     device_hours: float | None
+    price_per_hour: float | None
     price: float | None
     checkpoint_bytes: int
     checkpoint_s: float  # to write one
@@ -39,6 +41,8 @@ class Costs:
     interval_s: float
     disk_bytes: int | None  # of all checkpoints that are there at once, and the result
     step_s: float
+    billion_tokens_s: float
+    billion_tokens_hours: float  # of all devices
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -49,6 +53,14 @@ class Costs:
             money = "" if self.price is None else f", {self.price:,.2f} at the price given"
             out.append(f"{self.num_steps:,} steps take {format_seconds(self.total_s)}: "
                        f"{self.device_hours:,.1f} device-hours{money}")  # fmt: skip
+        else:
+            money = (
+                ""
+                if self.price_per_hour is None
+                else (f", {self.price_per_hour * self.billion_tokens_hours:,.2f} at the price given")
+            )
+            out.append(f"a billion tokens take {format_seconds(self.billion_tokens_s)}: "
+                       f"{self.billion_tokens_hours:,.1f} device-hours{money}")  # fmt: skip
         basis = "measured here" if self.is_disk_measured else "assumed"
         out.append(
             f"a checkpoint is {format_bytes(self.checkpoint_bytes)}: {format_seconds(self.checkpoint_s)} to write at "
@@ -77,7 +89,7 @@ def estimate_costs(
     work: Work,
     layout: Layout,
     cluster: Cluster,
-    step_s: float,
+    speed: Speed,
     num_steps: int | None,
     config: CheckpointConfig,
     price_per_hour: float | None = None,
@@ -93,14 +105,16 @@ def estimate_costs(
     blocked_s = min(write_s, size / layout.world_size / copy) if config.is_async else write_s
     machines = cluster.num_nodes * GPUS_PER_MACHINE if is_cpu else cluster.num_devices
     between_s = GPU_HOURS_BETWEEN_FAILURES / machines * 3600
-    total = None if num_steps is None else num_steps * step_s
+    total = None if num_steps is None else num_steps * speed.step_s
     devices = cluster.num_nodes if is_cpu else cluster.num_devices
     hours = None if total is None else total / 3600 * devices
+    billion_s = 1e9 / speed.tokens_per_s
     kept = None if num_steps is None else most_checkpoints(config, num_steps)
     return Costs(
         num_steps=num_steps,
         total_s=total,
         device_hours=hours,
+        price_per_hour=price_per_hour,
         price=None if hours is None or price_per_hour is None else hours * price_per_hour,
         checkpoint_bytes=size,
         checkpoint_s=write_s,
@@ -109,7 +123,9 @@ def estimate_costs(
         is_disk_measured=bool(measured),
         between_failures_s=between_s,
         # One is written at a time.
-        interval_s=max(write_s, step_s, math.sqrt(2 * blocked_s * between_s)),
+        interval_s=max(write_s, speed.step_s, math.sqrt(2 * blocked_s * between_s)),
         disk_bytes=None if kept is None else kept * size + 4 * work.num_trainable,
-        step_s=step_s,
+        step_s=speed.step_s,
+        billion_tokens_s=billion_s,
+        billion_tokens_hours=billion_s / 3600 * devices,
     )

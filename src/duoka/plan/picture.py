@@ -84,7 +84,7 @@ def peak_lines(plan: Plan) -> list[str]:
     memory, available = plan.memory, plan.available_bytes
     out = [
         f"peak     {plan.memory_sentence()}",
-        *lengths_lines(plan),
+        f"         {plan.samples_sentence()}",
         f"         at the {memory.peak_moment}, with {memory.tokens:,} tokens at once:",
     ]
     scale = max(available, memory.peak_bytes, 1)
@@ -143,22 +143,6 @@ def ranking_lines(plan: Plan) -> list[str]:
         out.append("     none is left")
     shown = {one.reason: one for one in reversed(plan.ranking.rejected)}
     out += [f"     not {one.layout}: {one.reason}" for one in list(shown.values())[::-1][:4]]
-    return out
-
-
-def lengths_lines(plan: Plan) -> list[str]:
-    """Whether the tokens are expected or a bound, and from what."""
-    batch, known = plan.batch, plan.lengths
-    if known is None:
-        return [f"         at most: as if every sample had data.max_length, {batch.max_length:,} tokens"]
-    if not known.batch:
-        return [f"         for full rows of {batch.max_length:,} tokens"]
-    out = [f"         expected from {known.sentence()}"]
-    if batch.tokens_at_most > batch.tokens_at_once:
-        out.append(
-            f"         at most {format_bytes(plan.at_most_bytes)}, with {batch.tokens_at_most:,} tokens at once, were "
-            f"all samples {batch.max_length:,} long"
-        )
     return out
 
 

@@ -27,6 +27,7 @@ from duoka.plan.search import Ranking, search, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, estimate_speed
 from duoka.plan.task import Task, load_of, memory_of, task_of
+from duoka.plan.yardstick import Yardstick, yardstick_of
 from duoka.units import format_bytes
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -81,6 +82,11 @@ class Plan:
     horizon: Horizon | None = None  # what train.tokens comes to
 
     @property
+    def yardstick(self) -> Yardstick:
+        """What the speed of the run is held against."""
+        return yardstick_of(self.task, self.layout, self.cluster)
+
+    @property
     def lengths(self) -> Lengths | None:
         """What is known of the samples."""
         return self.task.lengths
@@ -126,6 +132,7 @@ class Plan:
             "machine": self.machine.to_json(),
             "smaller": list(self.smaller),
             "speed": _speed_json(self.speed),
+            "compute": asdict(self.yardstick),
             "costs": self.costs.to_json(),
             "cluster": {"name": self.cluster.name, "device_source": self.cluster.device.source},
             "notes": list(self.notes),
@@ -133,13 +140,28 @@ class Plan:
             "changes": [asdict(change) for change in self.changes],
         }
 
+    def samples_sentence(self) -> str:
+        """Whether the tokens at once are expected or a bound, and what that rests on."""
+        batch, known = self.batch, self.lengths
+        if known is None:
+            return f"at most: as if every sample had data.max_length, {batch.max_length:,} tokens"
+        if not known.batch:
+            return f"for full rows of {batch.max_length:,} tokens"
+        text = f"expected from {known.sentence()}"
+        if batch.tokens_at_most > batch.tokens_at_once:
+            text += (
+                f"; at most {format_bytes(self.at_most_bytes)}, with {batch.tokens_at_most:,} tokens at once, were all "
+                f"samples {batch.max_length:,} long"
+            )
+        return text
+
     def memory_sentence(self) -> str:
         """One line for a banner: `1.35 GiB per rank (1.2 to 1.7), fits in 11.4 GiB`."""
         memory = self.memory
         spread = f"{format_bytes(memory.low_bytes)} to {format_bytes(memory.high_bytes)}"
         have = format_bytes(self.available_bytes)
         relation = {"fits": "fits in", "tight": "tight in", "does not fit": "does not fit in"}[self.verdict]
-        bound = "" if self.lengths and self.lengths.batch else "at most "
+        bound = "at most " if self.lengths is None else ""
         return f"{bound}{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
 
     def refusal(self) -> ConfigError | DoesNotFit | None:
@@ -195,12 +217,12 @@ def make_plan(
     choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
     layout = choice.layout
     horizon, steps = _length_of_run(config, shape, lengths)
-    batch = spread_batch(config.train, layout.micro, layout.dp, task.rows(layout), lengths)
+    batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), lengths)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
     host = HostRoom(memory.host_bytes * local, machine.available_bytes)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
-    costs = estimate_costs(work, layout, cluster, speed.step_s, _last(steps or horizon), config.checkpoint, price)
+    costs = estimate_costs(work, layout, cluster, speed, _last(steps or horizon), config.checkpoint, price)
     return Plan(
         layout=layout,
         reasons=choice.reasons,
@@ -220,7 +242,7 @@ def make_plan(
         task=task,
         speed=speed,
         costs=costs,
-        smaller=smaller_changes(task, layout, available) if verdict == "does not fit" else (),
+        smaller=smaller_changes(task, layout, cluster, available) if verdict == "does not fit" else (),
         notes=advice(work, layout, cluster, speed.exchanges, batch.accumulation),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
@@ -243,7 +265,8 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
     view, optimizer = config.parallel.bucket_view, config.optim.name
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
-        saves_beside=config.checkpoint.is_async,
+        frozen_bits=0 if config.model.quantization == "none" else 4,
+        saves_beside=config.checkpoint.is_async, thin_gradients=config.parallel.compress == "powersgd",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Out of memory in the middle of a step: give back what it took, halve the micro-batch on all ranks, do it again.
+"""Out of memory in the middle of a step: give back what it took, and do it again with less at once on all ranks.
 
 How a batch is laid out changes no result, so the step that is done again gives the same numbers. A rank that ran out
 still takes part in its step's exchange, with the smallest possible pass, so that nobody waits for it. Where that
@@ -16,6 +16,7 @@ from duoka.config.schema import RunConfig
 from duoka.data.feed import Feed
 from duoka.data.loader import GlobalBatch, Loader
 from duoka.errors import DoesNotFit
+from duoka.plan.correct import Correction, Shortfall, correct_plan
 from duoka.plan.memory import estimate_memory
 from duoka.plan.report import Plan
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
@@ -79,12 +80,15 @@ class MemoryGuard:
         num_samples, tokens, text = min(sizes)
         if not self.may_shrink or num_samples < 2:
             raise self._refusal(tokens, num_samples, text)
-        half = min(size for _, size, _ in sizes) // 2
+        less = self._less_than(min(size for _, size, _ in sizes))
         assert isinstance(self.feed, Loader)
-        self.feed.micro = Amount(half, "tokens")
+        self.feed.micro = Amount(less.tokens, "tokens")
         if self.world.is_main:
-            _remember(self.run, half)
-        text = f"memory was short for {tokens:,} tokens at once; the step is done again with at most {half:,}"
+            _remember(self.run, less.tokens)
+        text = (
+            f"memory was short for {tokens:,} tokens at once; the step is done again with at most {less.tokens:,} "
+            f"({less.sentence()})"
+        )
         self.record.event("warning", step=self.world.heart.beat.step + 1, text=text)
         self.record.say(text)
 
@@ -93,12 +97,18 @@ class MemoryGuard:
         num_samples, tokens, text = shortage.size
         if not self.may_shrink or num_samples < 2:
             raise self._refusal(tokens, num_samples, text)
-        _remember(self.run, tokens // 2)
+        less = self._less_than(tokens)
+        _remember(self.run, less.tokens)
         raise SmallerMicroBatch(
             f"a micro-batch of {tokens:,} tokens, in its {shortage.phase} pass ({text})",
-            fix=f"the same command goes on from the newest checkpoint with at most {tokens // 2:,} at once, which "
+            where=less.sentence(),
+            fix=f"the same command goes on from the newest checkpoint with at most {less.tokens:,} at once, which "
             "changes no result",
         )
+
+    def _less_than(self, tokens: int) -> Correction:
+        """What to try after so many tokens did not fit: the plan, corrected by that. The same on every rank."""
+        return correct_plan(self.plan.work, self.plan.layout, Shortfall(tokens, self.plan.available_bytes))
 
     def _refusal(self, tokens: int, num_samples: int, text: str) -> OutOfMemory:
         memory = estimate_memory(self.plan.work, self.plan.layout, tokens)
