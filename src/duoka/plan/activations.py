@@ -31,8 +31,8 @@ class ActivationRule:
 
 
 _RULES: Mapping[tuple[bool, bool], ActivationRule] = {  # (adapters, half precision)
-    (False, False): ActivationRule(24, 8, 12),
-    (False, True): ActivationRule(22, 4, 6),
+    (False, False): ActivationRule(24, 8, 8),
+    (False, True): ActivationRule(22, 4, 4),
     (True, False): ActivationRule(24, 8, 12, dropped_hidden=40, dropped_ffn=4, rank=4),
     (True, True): ActivationRule(24, 4, 6, dropped_hidden=24, dropped_ffn=4, rank=2),
 }
@@ -80,8 +80,8 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, str]:
         total += size * shape.q_size  # documents' outputs are joined into one more tensor
         formula += f" + {size}h (packed)"
     if not shape.gated:
-        total -= rule.ffn / 3 * shape.intermediate_size  # one product and its activation, not two and their product
-        formula += " - a third of f (no gate)"
+        total += (2 * size - rule.ffn) * shape.intermediate_size  # one product and its activation
+        formula += " (2 tensors of width f: no gate)"
     if shape.block_norms > 2 or shape.qk_norm:
         total += 12 * (shape.block_norms - 2) * shape.hidden_size
         total += 12 * (shape.q_size + shape.kv_size) * shape.qk_norm
