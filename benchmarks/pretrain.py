@@ -279,7 +279,8 @@ def write(options: argparse.Namespace, facts: dict[str, Any], results: list[dict
 
 
 def page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    characters, parameters = facts["characters"] / 1e6, facts["parameters"]
+    characters = facts["characters"] / 1e6
+    parameters = ", ".join(f"{tool} {count:,}" for tool, count in facts["parameters"].items())
     return f"""# Pretraining from nothing, beside nanochat
 
 `benchmarks/pretrain.py`; all numbers are in pretrain.json. {LAYERS} layers of width {WIDTH} with {HEADS} heads and a

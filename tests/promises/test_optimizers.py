@@ -86,6 +86,7 @@ def use_apart(world):
 
 def build(model, config, world, strategy):
     from duoka.model.build import LossModel, find_core, load_model
+    from duoka.model.loss import Goal
     from duoka.optim.build import build_optimizer
     from duoka.optim.roles import assign_roles
     from duoka.parallel.apply import parallelize
@@ -105,7 +106,7 @@ def build(model, config, world, strategy):
     roles = assign_roles(lm, core, find_layers(core))
     trained = {n for n, p in lm.named_parameters() if p.requires_grad}
     matrices = {n for n in trained if roles[n] == "matrix"} if config.optim.name == "muon" else ()
-    smooth = LossModel(lm, config.train.label_smoothing)
+    smooth = LossModel(lm, Goal(smoothing=config.train.label_smoothing))
     parallel = parallelize(smooth, layout, config.parallel, world, None, matrices)
     named = parallel.named_trainable()
     return parallel, named, build_optimizer(named, config.optim, roles=roles, sharing=parallel.share_matrices)
