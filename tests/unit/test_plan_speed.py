@@ -171,7 +171,7 @@ def test_a_load_is_at_least_one_micro_batch_and_never_more_tokens_than_there_are
 
 
 def test_mfu_is_held_against_all_devices_and_a_cpu_nobody_measured_has_none():
-    """By hand: 6 per weight that multiplies, and per layer 6 x width x half the length, for tokens that see backwards."""
+    """By hand: 6 per weight that multiplies, and per layer 12 x width x half the length: tokens see backwards only."""
     layout, length = replace(HALF, strategy="ddp", dp=16), 2048
     task = Task(Work(LLAMA_8B, None, "cuda"), Amount(2**19, "tokens"), length)
     found = yardstick_of(task, layout, NODES)
