@@ -172,7 +172,7 @@ def test_its_result_is_a_model_like_any_other(runs, capsys):
     (runs / "sft.yaml").write_text(SFT.format(model=runs / "1 process" / "final", data=data), encoding="utf-8")
     train_all([(runs / "sft.yaml", [], runs / "sft")], 1)
     assert run(["chat", str(runs / "1 process"), "--prompt", "hi", "--max-new-tokens", "4"]) == 0
-    assert run(["export", str(runs / "sft"), "-o", str(runs / "merged")]) == 0
+    assert run(["export", str(runs / "sft" / "final"), "-o", str(runs / "merged")]) == 0
     capsys.readouterr()
     merged = AutoModelForCausalLM.from_pretrained(runs / "merged")
     assert merged.config.model_type == "qwen3" and merged.config.num_hidden_layers == 2
