@@ -26,6 +26,7 @@ from duoka.errors import WorkerFailed
 from duoka.parallel.exits import RankExit, WorldReport, read_report
 from duoka.parallel.rank import log_name, start_mark
 from duoka.runs.failure import clear_failures
+from duoka.runs.folder import RunFolder
 from duoka.runs.heart import clear_beats
 from duoka.runs.status import State, leader_identity, update_status
 
@@ -57,7 +58,7 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
     """`run_world` for a caller that listens to signals itself, as restarts do between two worlds."""
     clear_failures(spec.run)
     clear_beats(spec.run)
-    _note_status(spec, "starting", world_size=spec.num_processes, exit_code=None, cause="", **leader_identity())
+    _note_status(spec.run, "starting", world_size=spec.num_processes, exit_code=None, cause="", **leader_identity())
     _adopt_orphans()
     world = _World(spec, request)
     try:
@@ -70,7 +71,7 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
         hang=world.hang,
     )  # fmt: skip
     clear_beats(spec.run)
-    _write_end(spec, verdict)
+    write_end(spec.run, verdict)
     return verdict
 
 
@@ -271,19 +272,19 @@ def listen_to_signals(request: Request) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def _write_end(spec: WorldSpec, verdict: Verdict) -> None:
+def write_end(run: RunFolder, verdict: Verdict) -> None:
     state: State = "done" if verdict.exit_code == 0 else "stopped" if verdict.stopped else "failed"
     cause = verdict.lines[0] if verdict.lines else ""
-    _note_status(spec, state, exit_code=verdict.exit_code, cause=cause)
+    _note_status(run, state, exit_code=verdict.exit_code, cause=cause)
 
 
-def _note_status(spec: WorldSpec, state: State, **changes: Any) -> None:
+def _note_status(run: RunFolder, state: State, **changes: Any) -> None:
     try:
-        update_status(spec.run, state=state, **changes)
+        update_status(run, state=state, **changes)
     except OSError as error:
         if state == "starting":
             raise WorkerFailed(
-                f"cannot write {spec.run.status}: {error.strerror or error}", fix="check the output folder"
+                f"cannot write {run.status}: {error.strerror or error}", fix="check the output folder"
             ) from None
         # At the end the run's own outcome matters more than a note that cannot be written.
-        print(f"could not write {spec.run.status}: {error.strerror or error}", file=sys.stderr)
+        print(f"could not write {run.status}: {error.strerror or error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 PARENT_PID = "DUOKA_PARENT_PID"  # who started this process; set by the supervisor and by the agent
 JOINS = "DUOKA_JOINS"  # set for a rank that nobody prepares: it joins its world as one that torchrun started
+QUIET = "quiet"  # a value of it: whoever started the rank says what was the matter, once for all machines
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 1.0
 
@@ -23,6 +24,11 @@ def parent_pid(env: Mapping[str, str] = os.environ) -> int | None:
     """The pid of the supervising process, or None when nobody supervises us."""
     text = env.get(PARENT_PID, "")
     return int(text) if text.isdigit() else None
+
+
+def launcher_speaks(env: Mapping[str, str] = os.environ) -> bool:
+    """True in a rank of an elastic world: one launcher says for all machines how it ended."""
+    return env.get(JOINS) == QUIET
 
 
 def die_with_parent(pid: int) -> None:

@@ -25,6 +25,7 @@ from duoka.optim.roles import Role, assign_roles
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
+from duoka.parallel.lifeline import launcher_speaks
 from duoka.parallel.rank import is_restarted
 from duoka.parallel.sharded import find_layers
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
@@ -260,7 +261,9 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
     step = contents.state.step
     if stopped_by:
         record.event("end", step=step, reason=stopped_by)
-        record.say(f"stopped by {stopped_by} after step {step}; saved. The same command goes on.")
+        # In an elastic world it may be only the world that ends, not the run: its launcher says which.
+        goes_on = "" if launcher_speaks() else ". The same command goes on."
+        record.say(f"stopped by {stopped_by} after step {step}; saved{goes_on}")
         if world.is_main:
             update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=stopped_by)
         return StoppedEarly.exit_code
