@@ -49,6 +49,21 @@ def parse_amount(value: int | float | str) -> Amount:
     return Amount(int(count), "tokens" if unit.startswith("token") else "samples")
 
 
+def parse_warmup(value: int | float | str) -> float | Amount:
+    """0.03 -> a share, 100 -> steps, "2M tokens" -> 2,000,000 tokens. Raises ValueError with the reason."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            amount = parse_amount(str(value))
+            if amount.unit != "tokens":
+                raise ValueError(f"{value!r} counts no tokens; a bare number is a share or steps") from None
+            return amount
+    if isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r} must be a number of at least 0")
+    return float(value)
+
+
 @dataclass(frozen=True)
 class Every:
     """How often something happens: every so many steps, seconds, or epochs."""

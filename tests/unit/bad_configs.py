@@ -135,6 +135,11 @@ UNKNOWN_KEYS = [
 ]
 
 VALUES = [
+    bad(
+        "warm-up in samples",
+        HEAD + "optim: {warmup: 300 samples}\n",
+        (3, 'must be a share below 1, a number of steps, or of tokens such as "2M tokens"', ""),
+    ),
     bad("no model", "data: {train: [identity]}\n", (0, "model is missing", "add for example   model: demo")),
     bad(
         "no data set",
@@ -279,7 +284,7 @@ CONTRADICTIONS = {
     "stream-is-not-split": TEXT + "data: {train: [a], stream: true, eval: 0.1}\ntrain: {max_steps: 5, eval_every: 5}\n",
     "last-file-of-no-stream": TEXT + "data: {train: [a], eval: last_file}\n",
     "stream-takes-all": TEXT + "data: {train: [{name: a, max_samples: 3}], stream: true}\ntrain: {max_steps: 5}\n",
-    "warmup-eats-the-run": HEAD + "optim: {warmup: 100}\ntrain: {max_steps: 100}\n",
+    "warmup-eats-the-run": HEAD + "optim: {warmup: 9k tokens}\ntrain: {max_steps: 4, global_batch: 2048 tokens}\n",
     "warmup-is-not-whole": HEAD + "optim: {warmup: 2.5}\n",
     "min-lr-without-decay": HEAD + "optim: {schedule: constant, min_lr: 0.1}\n",
     "lr-scaling-without-a-batch": HEAD + "optim: {lr_scaling: sqrt}\n",

@@ -1,9 +1,11 @@
 """Fused parts give the values and gradients of the model's own code, and what is not understood stays as it is."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GemmaConfig, GemmaForCausalLM
+from transformers import GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from duoka.config.schema import LoraConfig
 from duoka.model.build import LossModel, load_model
@@ -69,6 +71,22 @@ def test_in_half_precision_it_is_as_near(tiny_model, lora):
 def test_dropout_is_never_left_out(tiny_model):
     lm = load_model(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, dropout=0.5))
     assert apply_fused(lm, adapters=True) == 4 * 3 + 1
+
+
+def test_norms_of_queries_and_keys_learn_the_same():
+    """Qwen3's: their gradients come with heads and tokens swapped."""
+    config = Qwen3Config(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    plain = Qwen3ForCausalLM(config)
+    fused = copy.deepcopy(plain)
+    assert apply_fused(fused, adapters=True) == 6
+    ids = torch.arange(14).view(2, 7)
+    for model in (plain, fused):
+        model(input_ids=ids, labels=ids).loss.backward()
+    for (name, want), got in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        assert torch.allclose(got.grad, want.grad, rtol=1e-4, atol=1e-7), name
 
 
 def test_what_computes_otherwise_is_left_alone():

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from duoka.config.schema import OptimConfig
+from duoka.errors import ConfigError
 from duoka.optim.build import build_optimizer, describe_optimizer, optimizer_tensors, set_learning_rate
 from duoka.optim.clip import clip_gradients
 from duoka.optim.owners import share_matrices, work_of
-from duoka.optim.schedule import batch_factor, learning_rate, warmup_steps
+from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.units import parse_amount
 
 
@@ -24,6 +25,15 @@ def test_warmup_as_a_share_and_as_steps():
     assert warmup_steps(OptimConfig(warmup=7), 100) == 7
     assert warmup_steps(OptimConfig(warmup=200), 100) == 100
     assert warmup_steps(OptimConfig(warmup=0), 100) == 0
+
+
+def test_warmup_in_tokens_is_the_steps_that_hold_them():
+    samples, tokens = parse_amount(16), parse_amount("2048 tokens")
+    assert warmup_steps(OptimConfig(warmup="1M tokens"), 1000, tokens_per_step(tokens, 99.0)) == 489  # 488.28
+    assert warmup_steps(OptimConfig(warmup="32k tokens"), 1000, tokens_per_step(samples, 200.0)) == 10
+    assert warmup_steps(OptimConfig(warmup="1B tokens"), 1000, tokens_per_step(tokens, 99.0)) == 1000
+    with pytest.raises(ConfigError, match="how many tokens a step has"):
+        warmup_steps(OptimConfig(warmup="1M tokens"), 1000)
 
 
 def test_the_first_step_learns_and_the_peak_is_reached():

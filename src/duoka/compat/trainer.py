@@ -21,9 +21,12 @@ def load_optimizer(model: torch.nn.Module, trainer: Part) -> torch.optim.Optimiz
 class ScheduleLR(torch.optim.lr_scheduler.LRScheduler):
     """duoka's schedule as torch has schedulers: exactly the rates of `duoka train`, one for each optimizer step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int, tokens_per_step: float | None
+    ) -> None:
         self.optim = optim
         self.total_steps = total_steps
+        self.tokens_per_step = tokens_per_step
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
@@ -31,7 +34,7 @@ class ScheduleLR(torch.optim.lr_scheduler.LRScheduler):
 
         # After the last step there is no next one: its rate stays.
         step = min(self.last_epoch + 1, self.total_steps)
-        return [learning_rate(self.optim, step, self.total_steps) for _ in self.base_lrs]
+        return [learning_rate(self.optim, step, self.total_steps, self.tokens_per_step) for _ in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in super().state_dict().items() if name != "optim"}
@@ -48,4 +51,5 @@ def load_scheduler(optimizer: torch.optim.Optimizer, trainer: Part, num_samples:
     batch = parse_amount(config.train.global_batch)
     per_batch = batch.count if batch.unit == "samples" else max(1, batch.count // config.data.max_length)
     steps = math.ceil(math.ceil(total / per_batch) * config.train.epochs)
-    return ScheduleLR(optimizer, config.optim, min(steps, config.train.max_steps or steps))
+    tokens = float(batch.count) if batch.unit == "tokens" else None  # how long samples are, the loop knows alone
+    return ScheduleLR(optimizer, config.optim, min(steps, config.train.max_steps or steps), tokens)

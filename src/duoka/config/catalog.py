@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Len, Lt, MinLen
 from pydantic.fields import FieldInfo
 
-from duoka.config.schema import DataSource, Means, RunConfig, Section
+from duoka.config.fields import Means, Section
+from duoka.config.schema import DataSource, RunConfig
 from duoka.config.yaml_text import yaml_text
 
 # Keys that change speed, memory, printing or places, and never a loss or a weight. `section.*` means all of it.

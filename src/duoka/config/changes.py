@@ -49,7 +49,7 @@ def _is_allowed(key: str, old: RunConfig, new: RunConfig) -> bool:
         return True
     # More epochs of a rate that knows no end: the steps done so far would have been the same.
     optim = new.optim
-    endless = optim.schedule == "constant" and (optim.warmup == 0 or optim.warmup >= 1)
+    endless = optim.schedule == "constant" and (isinstance(optim.warmup, str) or optim.warmup == 0 or optim.warmup >= 1)
     return key in LENGTH_KEYS and endless and old.optim == new.optim
 
 

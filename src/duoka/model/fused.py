@@ -62,14 +62,15 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, weight, inverse = ctx.saved_tensors
         dim = x.shape[-1]
-        both = (grad * x).view(-1, dim)
-        flat = inverse.view(-1, 1)
+        # Norms of queries and keys get a gradient whose heads and tokens are swapped: what follows lies in x's order.
+        both = torch.mul(grad, x, out=torch.empty(x.shape, dtype=x.dtype)).view(-1, dim)
+        flat = inverse.reshape(-1, 1)
         weight_grad = (both.t() @ flat).squeeze(1) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, weight_grad, None
         # d x = (g w) / rms - x * (g . x w) / (dim rms^3)
-        along = (both @ weight)[:, None].mul_(flat.pow(3)).div_(-dim).view_as(inverse)
-        x_grad = torch.mul(grad, weight).mul_(inverse).addcmul_(x, along)
+        along = (both @ weight)[:, None].mul_(flat.pow(3)).div_(-dim).view(inverse.shape)
+        x_grad = torch.mul(grad, weight, out=torch.empty(x.shape, dtype=x.dtype)).mul_(inverse).addcmul_(x, along)
         return x_grad, weight_grad, None
 
 

@@ -5,18 +5,33 @@ from __future__ import annotations
 import math
 
 from duoka.config.schema import OptimConfig
-from duoka.units import Amount, parse_amount
+from duoka.errors import ConfigError
+from duoka.units import Amount, parse_amount, parse_warmup
 
 
-def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Below 1 the warm-up is a share of all steps, from 1 on it is a number of steps."""
-    steps = optim.warmup * total_steps if optim.warmup < 1 else optim.warmup
+def warmup_steps(optim: OptimConfig, total_steps: int, tokens_per_step: float | None = None) -> int:
+    """Below 1 the warm-up is a share of all steps, from 1 on a number of steps; of tokens, the steps that hold them."""
+    warm = parse_warmup(optim.warmup)
+    if isinstance(warm, Amount):
+        if tokens_per_step is None:
+            raise ConfigError(
+                f"optim.warmup is {optim.warmup}, and nobody knows how many tokens a step has",
+                fix='write train.global_batch in tokens, such as "64k tokens", or the warm-up in steps',
+            )
+        steps = warm.count / tokens_per_step
+    else:
+        steps = warm * total_steps if warm < 1 else warm
     return min(math.ceil(steps - 1e-9), total_steps)
 
 
-def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
+def tokens_per_step(global_batch: Amount, mean_length: float) -> float:
+    """What an optimizer step learns from on average, when samples (or rows) have `mean_length` tokens."""
+    return global_batch.count * (mean_length if global_batch.unit == "samples" else 1.0)
+
+
+def learning_rate(optim: OptimConfig, step: int, total_steps: int, tokens_per_step: float | None = None) -> float:
     """The rate of optimizer step `step` (the first is 1) of `total_steps`."""
-    warm = warmup_steps(optim, total_steps)
+    warm = warmup_steps(optim, total_steps, tokens_per_step)
     if step <= warm:
         return optim.lr * step / warm
     # The last step still learns: the fall ends one step after it, at min_lr.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from duoka.config.rules import ddp_settings
+from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import RunConfig
 from duoka.errors import Fault
 from duoka.plan.batch import tokens_in_micro_batch

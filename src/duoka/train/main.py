@@ -116,7 +116,7 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     try:
         if found is not None:
             store.load(found, contents)
-        settings = build_settings(config, feed, contents.state)
+        settings = build_settings(config, feed, contents.state, inputs.prepared.mean_length)
         notes += check_room(store, contents, settings)
         if world.is_main:
             _announce(inputs, settings, plan, contents, feed, found, notes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from duoka import __version__
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError
-from duoka.optim.schedule import batch_factor, learning_rate
+from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.plan.layout import Layout
 from duoka.runs.events import global_log
 from duoka.runs.manifest import read_manifest
@@ -38,18 +38,30 @@ class RunSettings:
     save_every: Every
     eval_every: Every
     check_every: int
+    tokens_per_step: float  # on average
 
     def rate_of(self, step: int) -> float:
         """The learning rate of an optimizer step, the first of which is 1."""
-        return learning_rate(self.config.optim, step, self.total_steps) * self.batch_factor
+        rate = learning_rate(self.config.optim, step, self.total_steps, self.tokens_per_step)
+        return rate * self.batch_factor
+
+    def warmup_sentence(self) -> str:
+        """As in "warm-up 0.03", "warm-up 2M tokens (977 steps)"."""
+        warm = self.config.optim.warmup
+        if isinstance(warm, str):
+            return f"warm-up {warm} ({warmup_steps(self.config.optim, self.total_steps, self.tokens_per_step):,} steps)"
+        return f"warm-up {warm:g}" if warm else "no warm-up"
 
     @property
     def batch_factor(self) -> float:
         return batch_factor(self.config.optim, parse_amount(self.config.train.global_batch))
 
 
-def build_settings(config: RunConfig, feed: Feed, state: TrainState) -> RunSettings:
-    """The numbers of a run that stands at `state`; refuses to end before the steps that it has done."""
+def build_settings(config: RunConfig, feed: Feed, state: TrainState, mean_length: float) -> RunSettings:
+    """The numbers of a run that stands at `state`; refuses to end before the steps that it has done.
+
+    Samples have `mean_length` tokens on average.
+    """
     num_epochs = float(config.train.epochs)
     all_steps, per_epoch = feed.num_steps(num_epochs), feed.steps_per_epoch
     ends = [config.train.max_steps] if config.train.max_steps else []
@@ -73,6 +85,7 @@ def build_settings(config: RunConfig, feed: Feed, state: TrainState) -> RunSetti
         save_every=parse_every(config.checkpoint.every),
         eval_every=parse_every(config.train.eval_every),
         check_every=config.parallel.check_replicas,
+        tokens_per_step=tokens_per_step(parse_amount(config.train.global_batch), mean_length),
     )
 
 
@@ -137,10 +150,10 @@ def banner(
     total, trainable = parameters
     kind = f"LoRA rank {config.lora.rank}" if config.lora else "full fine-tuning"
     kind = "some layers only" if config.train_only else kind
-    warm = f"warm-up {config.optim.warmup:g}" if config.optim.warmup else "no warm-up"
     board = "tensorboard" in config.log.to
     watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
     per_epoch = f" ({settings.steps_per_epoch:,} an epoch)" if settings.steps_per_epoch else ""
+    rates = f"{optimizer}, {config.optim.schedule}, {settings.warmup_sentence()}"
     return [
         f"duoka {__version__}  {config.stage}  {_shown(run.path)}{resumed}",
         f"  model       {config.model.name}: {format_count(total)} parameters, "
@@ -150,7 +163,7 @@ def banner(
         f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}; "
         f"{plan.reasons.get('train.precision', layout.precision)}",
         f"  memory      {plan.memory_sentence()}",
-        f"  steps       {settings.total_steps:,}{per_epoch}, {optimizer}, {config.optim.schedule}, {warm}; "
+        f"  steps       {settings.total_steps:,}{per_epoch}, {rates}; "
         f"saved every {settings.save_every}, newest {config.checkpoint.keep} kept",
         f"  watch       {watch}",
     ]

@@ -1,0 +1,117 @@
+"""Contradictions between the optimizer's settings: rates, warm-up, schedules, what can be offloaded or shared out.
+
+A part of the table in rules.py, which evaluates it.
+"""
+
+from __future__ import annotations
+
+from duoka.config.rule import Rule
+from duoka.config.schema import RunConfig
+from duoka.units import Amount, parse_amount, parse_warmup
+
+
+def _betas_diverge(c: RunConfig) -> bool:
+    return c.optim.betas[0] > 0 and c.optim.betas[0] ** 2 >= c.optim.betas[1]
+
+
+def _warmup_steps(c: RunConfig) -> float:
+    """Steps that are written, or that follow from tokens of both; 0 for shares, which always fit."""
+    warm, batch = parse_warmup(c.optim.warmup), parse_amount(c.train.global_batch)
+    if isinstance(warm, Amount):
+        return warm.count / batch.count if batch.unit == "tokens" else 0.0
+    return warm if warm >= 1 else 0.0
+
+
+OPTIM_RULES: tuple[Rule, ...] = (
+    Rule(
+        "warmup-eats-the-run",
+        ("optim.warmup", "train.max_steps"),
+        lambda c: c.train.max_steps is not None and 1 <= c.train.max_steps <= _warmup_steps(c),
+        "optim.warmup is {c.optim.warmup}, but train.max_steps ends the run after {c.train.max_steps}: "
+        "the learning rate would never come down from its climb",
+        "write a share, such as   warmup: 0.03   or fewer steps than max_steps",
+    ),
+    Rule(
+        "warmup-is-not-whole",
+        ("optim.warmup",),
+        lambda c: not isinstance(c.optim.warmup, str) and c.optim.warmup > 1 and c.optim.warmup % 1 != 0,
+        "optim.warmup is {c.optim.warmup:g}: from 1 on it counts steps, and a step is whole",
+        "write whole steps, such as   warmup: 100   or a share below 1, such as   warmup: 0.03",
+    ),
+    Rule(
+        "min-lr-without-decay",
+        ("optim.min_lr", "optim.schedule"),
+        lambda c: c.optim.schedule == "constant" and c.optim.min_lr > 0,
+        "optim.min_lr is {c.optim.min_lr:g}, but a constant schedule never goes down to it",
+        "delete min_lr, or write:   schedule: cosine",
+    ),
+    Rule(
+        "lr-scaling-without-a-batch",
+        ("optim.lr_scaling", "optim.lr_batch"),
+        lambda c: (c.optim.lr_scaling == "none") != (c.optim.lr_batch is None),
+        "optim.lr_scaling is {c.optim.lr_scaling} and optim.lr_batch is {c.optim.lr_batch}: the two belong together, "
+        "the rule and the batch that lr was found for",
+        "write both, for example   lr_scaling: sqrt   and   lr_batch: 64   or neither",
+    ),
+    Rule(
+        "lr-batch-in-another-unit",
+        ("optim.lr_batch", "train.global_batch"),
+        lambda c: (
+            c.optim.lr_batch is not None
+            and parse_amount(c.optim.lr_batch).unit != parse_amount(c.train.global_batch).unit
+        ),
+        "optim.lr_batch is {c.optim.lr_batch} and train.global_batch is {c.train.global_batch}: "
+        "samples and tokens can't be compared",
+        "write both in samples, or both in tokens",
+    ),
+    Rule(
+        "muon-knows-no-rate-for-the-rest",
+        ("optim.name",),
+        lambda c: c.optim.name == "muon" and c.optim.adamw_lr is None and c.lora is None,
+        "optim.name is muon, and optim.lr ({c.optim.lr:g}) is the rate of the layers' matrices only: embedding, head, "
+        "norms and biases learn by AdamW, at a rate of their own",
+        "write it too, for example:   lr: 0.02   and   adamw_lr: 3.0e-4",
+    ),
+    Rule(
+        "adamw-lr-without-muon",
+        ("optim.adamw_lr", "optim.name"),
+        lambda c: c.optim.name != "muon" and c.optim.adamw_lr is not None,
+        "optim.adamw_lr is the rate of what AdamW trains beside Muon, but optim.name is {c.optim.name}",
+        "write   name: muon   or delete adamw_lr (lr is the rate)",
+    ),
+    Rule(
+        "muon-in-fp16",
+        ("optim.name", "train.precision"),
+        lambda c: c.optim.name == "muon" and c.train.precision == "fp16",
+        "optim.name is muon and train.precision is fp16: what overflows there is seen by the owner of a matrix only",
+        "write   precision: bf16   or fp32",
+    ),
+    Rule(
+        "optimizer-is-not-offloaded",
+        ("optim.name", "parallel.offload"),
+        lambda c: c.optim.name != "adamw" and c.parallel.offload != "none",
+        "parallel.offload is {c.parallel.offload}, which AdamW's state only can follow; optim.name is {c.optim.name}",
+        "write   name: adamw   or   offload: none",
+    ),
+    Rule(
+        "adafactor-needs-whole-weights",
+        ("optim.name", "parallel.strategy"),
+        lambda c: c.optim.name == "adafactor" and c.parallel.strategy not in ("auto", "single", "dp", "ddp"),
+        "optim.name is adafactor, which looks at whole rows and columns, and {c.parallel.strategy} shares matrices out",
+        "write   strategy: ddp   (Adafactor's own state is small), or another optimizer",
+    ),
+    Rule(
+        "lr-is-no-rate",
+        ("optim.lr",),
+        lambda c: c.optim.lr > 1 and c.optim.name != "lars",
+        "optim.lr is {c.optim.lr:g}: {c.optim.name} moves each weight by about lr at every step",
+        "write for example:   lr: 2.0e-5",
+    ),
+    Rule(
+        "betas-diverge",
+        ("optim.betas",),
+        _betas_diverge,
+        "optim.betas are {c.optim.betas}: AdamW diverges when the first, squared, is not below the second",
+        "write for example:   betas: [0.9, 0.999]   (the second is the slower average)",
+    ),
+)

@@ -1,0 +1,95 @@
+"""Contradictions between a strategy and its settings: what only ddp, fsdp or hsdp know.
+
+A part of the table in rules.py, which evaluates it; the planner asks `ddp_settings` what was wished for.
+"""
+
+from __future__ import annotations
+
+from duoka.config.rule import Rule
+from duoka.config.schema import RunConfig
+from duoka.units import parse_seconds
+
+DAY_S = 86_400.0
+_DDP_DEFAULTS = {"find_unused_parameters": False, "bucket_view": True, "static_graph": False, "bucket_mb": 25.0}
+
+
+def ddp_settings(c: RunConfig) -> list[str]:
+    """Keys that were set and that only ddp knows: with `strategy: auto` they are a wish for ddp."""
+    found = [f"parallel.{name}" for name, value in _DDP_DEFAULTS.items() if getattr(c.parallel, name) != value]
+    return found + (["parallel.compress"] if c.parallel.compress in ("fp16", "powersgd") else [])
+
+
+PARALLEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "ddp-settings-without-ddp",
+        ("parallel.strategy", *(f"parallel.{name}" for name in _DDP_DEFAULTS)),
+        lambda c: (
+            c.parallel.strategy not in ("auto", "ddp")
+            and any(getattr(c.parallel, name) != value for name, value in _DDP_DEFAULTS.items())
+        ),
+        "parallel.strategy is {c.parallel.strategy}, but find_unused_parameters, static_graph, bucket_mb and "
+        "bucket_view are settings of ddp",
+        "delete them, or write:   strategy: ddp",
+    ),
+    Rule(
+        "static-graph-looks-for-unused",
+        ("parallel.find_unused_parameters", "parallel.static_graph"),
+        lambda c: c.parallel.static_graph and c.parallel.find_unused_parameters,
+        "parallel.static_graph and find_unused_parameters are both on: one says that nothing changes, "
+        "the other looks at every step for what changed",
+        "keep one of them",
+    ),
+    Rule(
+        "shard-ranks-without-hsdp",
+        ("parallel.shard_ranks", "parallel.strategy"),
+        lambda c: c.parallel.shard_ranks is not None and c.parallel.strategy != "hsdp",
+        "parallel.shard_ranks is {c.parallel.shard_ranks}, which only hsdp knows; strategy is {c.parallel.strategy}",
+        "delete it, or write:   strategy: hsdp",
+    ),
+    Rule(
+        "reshard-without-fsdp",
+        ("parallel.reshard", "parallel.strategy"),
+        lambda c: not c.parallel.reshard and c.parallel.strategy not in ("zero3", "fsdp", "hsdp"),
+        "parallel.reshard is false, which only fsdp and hsdp know; strategy is {c.parallel.strategy}",
+        "delete it, or write:   strategy: fsdp",
+    ),
+    Rule(
+        "offload-params-of-whole-models",
+        ("parallel.offload", "parallel.strategy"),
+        lambda c: (
+            c.parallel.offload == "params" and c.parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp")
+        ),
+        "parallel.offload is params, which needs a strategy that gathers weights when they are used; "
+        "strategy is {c.parallel.strategy}",
+        "write:   strategy: fsdp   (on one process too), or   offload: optimizer",
+    ),
+    Rule(
+        "compress-without-exchange",
+        ("parallel.compress", "parallel.strategy"),
+        lambda c: c.parallel.compress != "none" and c.parallel.strategy in ("single", "dp"),
+        "parallel.compress is {c.parallel.compress}, but strategy {c.parallel.strategy} exchanges no gradients",
+        "delete it, or write:   strategy: ddp",
+    ),
+    Rule(
+        "compress-of-ddp-only",
+        ("parallel.compress", "parallel.strategy"),
+        lambda c: c.parallel.compress in ("fp16", "powersgd") and c.parallel.strategy not in ("single", "dp", "ddp"),
+        "parallel.compress is {c.parallel.compress}, which only ddp knows; strategy is {c.parallel.strategy}",
+        "write:   compress: bf16   or   strategy: ddp",
+    ),
+    Rule(
+        "single-with-backend",
+        ("parallel.backend", "parallel.strategy"),
+        lambda c: c.parallel.strategy == "single" and c.parallel.backend != "auto",
+        "parallel.backend is {c.parallel.backend}, but parallel.strategy single has nobody to talk to",
+        "delete backend, or write:   strategy: auto",
+    ),
+    Rule(
+        "timeout-is-forever",
+        ("parallel.timeout",),
+        lambda c: parse_seconds(c.parallel.timeout) > DAY_S,
+        "parallel.timeout is {c.parallel.timeout}, more than a day: a hanging run would hold its machines that long",
+        'write for example:   timeout: "10min"',
+        is_note=True,
+    ),
+)

