@@ -59,7 +59,8 @@ class Table:
         return next((one[word] for one in reversed(self.heard[name]) if word in one), None)
 
     def ended(self, name, code, first, world):
-        exits = [dict(rank=first + local, pid=1, code=code, time=1.0 + first, by_us=False) for local in (0, 1)]
+        same = {"pid": 1, "code": code, "time": 1.0 + first, "by_us": False}
+        exits = [{"rank": first + local, **same} for local in (0, 1)]
         self.members[name].send(ended=world, exits=exits)
         self.tend()
 
