@@ -61,7 +61,9 @@ def test_the_largest_micro_batch_is_as_large_as_the_plan_says(packing):
     assert batch.boundaries is None or batch.boundaries.tolist() == [0, 64, 128, 150]
 
 
-def test_too_little_memory_is_said_in_second_one(monkeypatch):
+def test_state_that_does_not_fit_is_said_in_second_one(monkeypatch):
+    from types import SimpleNamespace
+
     from duoka.config.schema import RunConfig
     from duoka.parallel.world import World
     from duoka.plan.hardware import Machine
@@ -74,13 +76,28 @@ def test_too_little_memory_is_said_in_second_one(monkeypatch):
     monkeypatch.setattr(rehearse, "optimizer_tensors", out_of_memory)
     config = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}})
     plan = make_plan(config, demo_shape(), Machine(2, 2**34, 2**33), 1)
-
-    class Parallel:
-        @staticmethod
-        def named_trainable():
-            return {}
-
-    with pytest.raises(DoesNotFit, match="largest micro-batch") as caught:
-        rehearse.rehearse_largest(Parallel, None, plan, None, World())
-    assert "micro_batch" in str(caught.value) and caught.value.exit_code == 4
+    parallel, guard = SimpleNamespace(named_trainable=dict), SimpleNamespace(world=World(), plan=plan)
+    with pytest.raises(DoesNotFit, match="optimizer's state do not fit") as caught:
+        rehearse.rehearse_largest(parallel, None, None, guard)
+    assert "lora" in str(caught.value) and caught.value.exit_code == 4
     assert not rehearse.is_asked(config, World())
+
+
+def test_a_plan_that_memory_proved_wrong_holds_what_was_seen():
+    from duoka.config.schema import RunConfig
+    from duoka.plan.hardware import Machine
+    from duoka.plan.report import make_plan
+    from duoka.plan.seen import plan_with_less
+    from duoka.plan.shape import demo_shape
+
+    config = RunConfig.model_validate(
+        {"model": "demo", "data": {"train": ["x"], "max_length": 512}, "train": {"global_batch": 64}}
+    )
+    plan = make_plan(config, demo_shape(), Machine(2, 2**36, 2**36), 1)
+    before = plan.batch.tokens_per_micro_batch
+    less = plan_with_less(plan, config, before // 2, before)
+    assert less.batch.tokens_per_micro_batch == before // 2 and less.memory.tokens == before // 2
+    assert less.memory.peak_bytes < plan.memory.peak_bytes, "fewer tokens take less"
+    # All that was there was not enough for so many: half of it is likely to be needed for half of them.
+    assert plan.available_bytes * 0.45 < less.memory.high_bytes < plan.available_bytes
+    assert f"{before:,} tokens at once" in less.warnings[-1]

@@ -49,7 +49,7 @@ from duoka.train.resume import check_changes, choose_checkpoint
 from duoka.train.retention import clean_drafts
 from duoka.train.saving import Saver, check_room
 from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices, library_versions
-from duoka.train.shortage import MemoryGuard, most_tokens_at_once
+from duoka.train.shortage import MemoryGuard, read_shortage
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
 
@@ -149,7 +149,7 @@ def _run(
         nonfinite = NonFinite(inputs.config.faults.nonfinite, saver, record)
         watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout, world.device)
         if is_asked(inputs.config, world):
-            rehearse_largest(contents.parallel, contents.optimizer, plan, contents.numerics, world)
+            rehearse_largest(contents.parallel, contents.optimizer, contents.numerics, guard)
         stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite))
         if feed.summary():
             record.say(f"data since this start: {feed.summary()}")
@@ -176,7 +176,7 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
     refusal = plan.refusal()
     if refusal:
         raise refusal
-    return keep_choices(plan, inputs.config, found, world.agree(most_tokens_at_once(inputs.run)))
+    return keep_choices(plan, inputs.config, found, world.agree(read_shortage(inputs.run)))
 
 
 def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
