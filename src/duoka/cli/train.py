@@ -249,7 +249,7 @@ def _print_dry_run(config: str, overrides: tuple[str, ...], run: RunFolder, kind
 
 
 def _is_supervised() -> bool:
-    """True for a rank whose parent is duoka's supervisor or agent, not for what such a rank starts."""
+    """True for a rank whose parent is duoka's supervisor, not for what such a rank starts."""
     from duoka.parallel.lifeline import JOINS, parent_pid
 
     return parent_pid() == os.getppid() and JOINS not in os.environ

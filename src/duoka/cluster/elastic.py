@@ -17,7 +17,7 @@ from typing import Any
 
 from duoka.cluster.blame import Verdict
 from duoka.cluster.meeting import Meeting, Rules
-from duoka.cluster.ranks import Place, Ranks
+from duoka.cluster.ranks import Place, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals
 from duoka.cluster.wire import Wire
 from duoka.errors import ConfigError, StoppedEarly, WorkerFailed
@@ -198,10 +198,10 @@ class _Machine:
             int(message["node"]), int(message["num_nodes"]), self.num_processes, self.rules.host, int(message["port"])
         )
         # Ranks write their failures down for the meeting, which says one cause for all.
-        env = {
+        env = node_environment(self.num_processes) | {
             LOGS_FOLDER: str(self.run.logs.resolve()), NUM_RESTARTS: str(self.world - 1), JOINS: QUIET,
         }  # fmt: skip
-        self.ranks = Ranks(place, self.command, env, _GRACE_S)
+        self.ranks = Ranks(place, self.command, env, grace_s=_GRACE_S)
         if self.request.stop_by:
             self.ranks.ask()
 

@@ -22,7 +22,7 @@ from duoka.cluster.restart import FIRST_WAIT_S, LONGEST_WAIT_S, failure_kind, no
 from duoka.cluster.supervise import write_end
 from duoka.cluster.wire import Wire
 from duoka.errors import StoppedEarly, WorkerFailed
-from duoka.parallel.exits import RankExit, WorldReport
+from duoka.parallel.exits import RankExit
 from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import clear_beats
@@ -203,8 +203,7 @@ class Meeting(threading.Thread):
         self._world, self._gathers_since = None, time.monotonic()
         exits = sorted((one for member in world.members for one in member.exits or ()), key=lambda one: one.time)
         by = self._stop_by or ("SIGTERM" if world.asked else "")
-        report = WorldReport(tuple(exits))
-        verdict = judge_world(world.spec, report, stopped_by=by, left_at_once=False, killed_late=False)
+        verdict = judge_world(world.spec, exits, stopped_by=by, left_at_once=False, killed_late=False)
         if any(one.rank == 0 and one.code == 0 for one in exits):
             return self._finish(Verdict(0))  # the result is whole; who ended badly after that changes nothing
         if self._stop_by and verdict.stopped:

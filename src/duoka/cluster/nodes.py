@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from duoka.cluster.launch import check_port
 from duoka.cluster.meeting import Rules
-from duoka.cluster.ranks import START_NAMES, Place, Ranks
+from duoka.cluster.ranks import START_NAMES, Place, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals
 from duoka.errors import Fault, Faults, WorkerFailed
 from duoka.units import parse_seconds
@@ -196,7 +196,7 @@ def run_node(start: NodeStart, num_processes: int, command: Sequence[str], say: 
     say(str(place))
     request = Request()
     with listen_to_signals(request):
-        ranks = Ranks(place, command)
+        ranks = Ranks(place, command, node_environment(num_processes))
         try:
             while ranks.look() and not request.leave_now:
                 if request.stop_by:

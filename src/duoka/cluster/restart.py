@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -51,7 +50,7 @@ def run_with_restarts(spec: WorldSpec, most: int, say: Callable[[str], None]) ->
                 text = f"stopped by {request.stop_by} between two worlds; the same command goes on"
                 return _stopped(spec, text, request)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-            spec = replace(spec, started=time.time(), token=uuid.uuid4().hex, num_restarts=spec.num_restarts + 1)
+            spec = replace(spec, started=time.time(), num_restarts=spec.num_restarts + 1)
     raise AssertionError("every way through the loop returns")
 
 
@@ -63,7 +62,7 @@ def _run_until_it_fits(spec: WorldSpec, request: Request, say: Callable[[str], N
             break
         say("\n".join(verdict.lines))
         note_in_log(spec.run, verdict.lines[0], verdict.step)
-        spec = replace(spec, started=time.time(), token=uuid.uuid4().hex, num_restarts=spec.num_restarts + 1)
+        spec = replace(spec, started=time.time(), num_restarts=spec.num_restarts + 1)
     return verdict
 
 
