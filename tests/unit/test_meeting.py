@@ -214,6 +214,23 @@ def test_a_machine_whose_meeting_is_gone_waits_a_while_and_says_why_it_ends(tmp_
         fresh.look()
 
 
+def test_somebody_else_behind_the_address_is_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(wire, "SILENT_S", 0.0)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        one, said = machine(Rules(1, 2, *listener.getsockname(), wait_s=0.1), tmp_path)
+        for _ in range(5):
+            one.look()
+            time.sleep(0.01)
+        listener.close()
+        time.sleep(0.1)
+        with pytest.raises(WorkerFailed, match="nobody answers"):
+            one.look()
+            one.look()
+    assert not said
+
+
 def test_a_refused_machine_is_a_config_error(tmp_path):
     one, _ = machine(Rules(1, 2, "127.0.0.1", 1), tmp_path)
     with pytest.raises(ConfigError, match="refused this machine"):

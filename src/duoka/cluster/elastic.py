@@ -166,7 +166,8 @@ class _Machine:
         if self.was_there:
             text = f"the meeting at {self.rules.host}:{self.rules.port} is gone: ending the ranks here, and"
             self.say(f"{text} trying to come back for {format_seconds(RETURN_S)}")
-        self.wire, self.apart_since = None, time.monotonic()
+            self.apart_since = time.monotonic()
+        self.wire = None
         self._end_ranks()
 
     def _hear(self, message: dict[str, Any]) -> Verdict | None:

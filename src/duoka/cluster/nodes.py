@@ -89,7 +89,7 @@ class _Reader:
         self.notes: list[str] = []
 
     def refuse(self, what: str, fix: str) -> None:
-        self.faults.append(Fault(what, file="environment", fix=fix))
+        self.faults.append(Fault(what, file="command line" if what.startswith("--") else "environment", fix=fix))
 
     def whole(self, name: str, default: int, least: int = 0) -> int:
         text = self.given.get(name)
