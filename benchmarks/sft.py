@@ -10,28 +10,21 @@ CPU time of its whole process tree, its largest process's peak memory, and a lin
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
-import platform
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
+from watching import describe_machine, package_versions, watch
 
 PEERS = Path(__file__).with_name("sft_peers.py")
 NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
 TOOLS = ("duoka", "trainer", "trl", "llamafactory")
-LOOK_EVERY_S = 0.05
 WORDS = (
     "the of and to in is that it for as was on with his he be by at are this have from or an they which one you model "
     "data train time people water music year city number house river story paper"
@@ -49,58 +42,6 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.tool} {self.method} {self.precision} {self.layout} {self.processes}p"
-
-
-@dataclass
-class Watched:
-    """One run, from outside. Steps are (CPU seconds of the tree, wall seconds, real tokens) at each step's end."""
-
-    steps: list[tuple[float, float, int]] = field(default_factory=list)
-    peak_bytes: int = 0
-    error: str = ""
-
-    def numbers(self) -> dict[str, Any]:
-        if self.error or not self.steps:
-            return {"error": self.error or "no step"}
-        first, last = self.steps[0], self.steps[-1]
-        tokens = sum(step[2] for step in self.steps[1:])
-        return {
-            "first_step_cpu_s": round(first[0], 2), "first_step_wall_s": round(first[1], 2),
-            "num_steps_measured": len(self.steps) - 1, "num_tokens": tokens,
-            "tokens_per_cpu_s": round(tokens / (last[0] - first[0]), 2) if tokens else None,
-            "tokens_per_wall_s": round(tokens / (last[1] - first[1]), 2) if tokens else None,
-            "peak_bytes": self.peak_bytes,
-        }  # fmt: skip
-
-
-class Tree:
-    """A process and all that descends from it."""
-
-    def __init__(self, pid: int) -> None:
-        self.root = psutil.Process(pid)
-        self.cpu_s: dict[int, float] = {}
-        self.peak_bytes = 0
-
-    def look(self) -> float:
-        """CPU seconds so far, those of processes that have ended included."""
-        with contextlib.suppress(psutil.Error):
-            for process in [self.root, *self.root.children(recursive=True)]:
-                with contextlib.suppress(psutil.Error, OSError, StopIteration):
-                    times = process.cpu_times()
-                    self.cpu_s[process.pid] = times.user + times.system
-                    status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-                    high = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-                    self.peak_bytes = max(self.peak_bytes, high)
-        return sum(self.cpu_s.values())
-
-    def end(self) -> None:
-        with contextlib.suppress(psutil.Error):
-            family = [self.root, *self.root.children(recursive=True)]
-            for sign in (signal.SIGTERM, signal.SIGKILL):
-                for process in family:
-                    with contextlib.suppress(psutil.Error):
-                        process.send_signal(sign)
-                psutil.wait_procs(family, timeout=5)
 
 
 def write_chats(path: Path, seed: int = 0) -> None:
@@ -152,44 +93,6 @@ def peer_command(
         start = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.processes}"]
     logs = [folder / f"progress.{rank}" for rank in range(case.processes)]
     return [*start, str(PEERS), str(folder / "case.json")], logs
-
-
-def read_steps(logs: list[Path]) -> list[int]:
-    """Real tokens of each step that all logs have."""
-    columns = []
-    for log in logs:
-        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-        found = []
-        for line in lines:
-            with contextlib.suppress(json.JSONDecodeError):  # a line that is being written
-                event = json.loads(line)
-                if event.get("type", "step") == "step":
-                    found.append(int(event["num_tokens"]))
-        columns.append(found)
-    return [sum(step) for step in zip(*columns, strict=False)]
-
-
-def watch(command: list[str], logs: list[Path], folder: Path, steps: int, limit_s: float) -> Watched:
-    """Run until `steps` steps are done, then end it: what it writes afterwards is not the question."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "DUOKA_CACHE": str(folder / "cache"), "HF_HOME": str(folder / "hf")}
-    seen, started = Watched(), time.monotonic()
-    with (folder / "out.log").open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-        tree = Tree(process.pid)
-        while len(seen.steps) < steps:
-            ended = process.poll() is not None
-            cpu_s, wall_s = tree.look(), time.monotonic() - started
-            for tokens in read_steps(logs)[len(seen.steps) :]:
-                seen.steps.append((cpu_s, wall_s, tokens))
-            if ended or wall_s > limit_s:
-                break
-            time.sleep(LOOK_EVERY_S)
-        tree.end()
-    seen.peak_bytes = tree.peak_bytes
-    if len(seen.steps) < 2:
-        last = (folder / "out.log").read_text(errors="replace").strip().splitlines()
-        seen.error = f"{len(seen.steps)} steps in {limit_s:.0f} s; last line: {last[-1][:200] if last else ''}"
-    return seen
 
 
 def measure(case: Case, python: str, data: Path, model: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -254,10 +157,6 @@ def main() -> None:
 
 def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """After every case, so that a run that is cut short leaves what it measured."""
-    machine = {
-        "processor": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)),
-        "threads_per_process": int(os.environ["OMP_NUM_THREADS"]), "python": platform.python_version(),
-    }  # fmt: skip
     versions = {"duoka": package_versions(sys.executable, ("torch", "transformers", "peft"))}
     if options.peers:
         versions["trainer, trl"] = package_versions(options.peers, ("torch", "transformers", "trl", "peft"))
@@ -269,15 +168,8 @@ def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
         "rows_per_process": ROWS, "accumulation": options.accumulation, "steps": options.steps,
         "measured": "CPU of the process tree from the end of the first step to the end of the last; wall likewise",
     }  # fmt: skip
-    text = json.dumps({"machine": machine, "versions": versions, "work": work, "results": results}, indent=1)
+    text = json.dumps({"machine": describe_machine(), "versions": versions, "work": work, "results": results}, indent=1)
     options.out.write_text(text + "\n", encoding="utf-8")
-
-
-def package_versions(python: str, names: tuple[str, ...]) -> dict[str, str]:
-    if python == sys.executable:
-        return {name: version(name) for name in names}
-    code = f"import json,importlib.metadata as m;print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
-    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,29 @@ def parse_warmup(value: int | float | str) -> float | Amount:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """How much text to learn from: tokens, or tokens per parameter."""
+
+    count: float
+    is_per_parameter: bool
+
+    def tokens(self, num_parameters: int) -> int:
+        return math.ceil(self.count * (num_parameters if self.is_per_parameter else 1))
+
+
+def parse_budget(value: int | float | str) -> Budget:
+    """ "20x" -> 20 tokens per parameter; "2B tokens", "2B" and 2000000000 -> so many. Raises ValueError."""
+    found = re.match(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*[x×]\s*$", value) if isinstance(value, str) else None
+    if found:
+        if not float(found.group(1)):
+            raise ValueError(f"{value!r} is no text at all")
+        return Budget(float(found.group(1)), is_per_parameter=True)
+    if isinstance(value, str) and "sample" in value.lower():
+        raise ValueError(f"{value!r} counts samples, and tokens are meant")
+    return Budget(parse_amount(value).count, is_per_parameter=False)
+
+
+@dataclass(frozen=True)
 class Every:
     """How often something happens: every so many steps, seconds, or epochs."""
 

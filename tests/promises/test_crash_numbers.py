@@ -107,7 +107,7 @@ def test_short_memory_halves_the_micro_batch_on_all_ranks_and_changes_no_result(
     assert events.count("the step is done again with at most") == 1
     known = json.loads((folder / "memory.json").read_text(encoding="utf-8"))
     most, ran_out_at = known["most_tokens_at_once"], known["ran_out_at_tokens"]
-    assert 20 < most < 2000 and most == ran_out_at // 2, f"half of a share of the batch, got {known}"
+    assert 20 < most < 1000 and most <= ran_out_at // 2, f"half of a share of the batch at most, got {known}"
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     assert plan["batch"]["micro"] == f"{most} tokens", "the plan is that of the smaller micro-batch"
     assert f"memory ran out with {ran_out_at:,} tokens at once" in plan["warnings"][-1]

@@ -81,23 +81,3 @@ def test_state_that_does_not_fit_is_said_in_second_one(monkeypatch):
         rehearse.rehearse_largest(parallel, None, None, guard)
     assert "lora" in str(caught.value) and caught.value.exit_code == 4
     assert not rehearse.is_asked(config, World())
-
-
-def test_a_plan_that_memory_proved_wrong_holds_what_was_seen():
-    from duoka.config.schema import RunConfig
-    from duoka.plan.hardware import Machine
-    from duoka.plan.report import make_plan
-    from duoka.plan.seen import plan_with_less
-    from duoka.plan.shape import demo_shape
-
-    config = RunConfig.model_validate(
-        {"model": "demo", "data": {"train": ["x"], "max_length": 512}, "train": {"global_batch": 64}}
-    )
-    plan = make_plan(config, demo_shape(), Machine(2, 2**36, 2**36), 1)
-    before = plan.batch.tokens_per_micro_batch
-    less = plan_with_less(plan, config, before // 2, before)
-    assert less.batch.tokens_per_micro_batch == before // 2 and less.memory.tokens == before // 2
-    assert less.memory.peak_bytes < plan.memory.peak_bytes, "fewer tokens take less"
-    # All that was there was not enough for so many: half of it is likely to be needed for half of them.
-    assert plan.available_bytes * 0.45 < less.memory.high_bytes < plan.available_bytes
-    assert f"{before:,} tokens at once" in less.warnings[-1]

@@ -53,6 +53,13 @@ def live_bytes():
     return sum(storages.values())
 
 
+def planned_sends(plan, per_node):
+    from duoka.plan.traffic import traffic
+
+    exchanges = traffic(plan.work, plan.layout, per_node, accumulation=MICRO_BATCHES)
+    return [(one.kind, one.sent_bytes) for one in exchanges]
+
+
 def look_at(yaml, strategies, folder):
     """For each strategy: collectives by kind of one step of three micro-batches, bytes held in it, its gradients."""
     from duoka.optim.build import optimizer_tensors
@@ -103,6 +110,7 @@ def look_at(yaml, strategies, folder):
             # The first shape of each is the whole buffer, of fp32; lists of tensors (all-reduce) show none.
             "traced": {name: sum(4 * e.input_shapes[0][0] for e in events if e.name == name) for name in WHOLE},
             "ledger": {kind: asdict(one) for kind, one in traffic.items()},
+            "plan_sends": planned_sends(plan, world.size),
             "num_parameters": sum(p.numel() for p in parallel.named_trainable().values()),
             "times": asdict(times),
         }
@@ -183,6 +191,18 @@ def test_bytes_sent_are_the_theory_s(seen):
         theory += 2 * whole / sharing * 0.5 if strategy == "hsdp" else 0
         sent = sum(one["sent_bytes"] for one in facts["ledger"].values())
         assert abs(sent / theory - 1) < 0.02, f"{strategy} on {size} sent {sent}, {theory} in theory"
+
+
+def test_the_plan_sends_what_the_ledger_counts(seen):
+    """By kind of collective. benchmarks/traffic.py has the theory a third time, by hand, and the network's counters."""
+    for (size, strategy), facts in seen.items():
+        planned = Counter()
+        for kind, sent in facts["plan_sends"]:
+            planned[kind] += sent
+        counted = {kind: one["sent_bytes"] for kind, one in facts["ledger"].items() if one["sent_bytes"]}
+        assert planned.keys() == counted.keys(), f"{strategy} on {size}"
+        for kind, sent in counted.items():
+            assert abs(planned[kind] / sent - 1) < 0.02, f"{kind} under {strategy} on {size}: {planned[kind]}, {sent}"
 
 
 def test_waiting_is_seen_under_sharded_strategies(seen):

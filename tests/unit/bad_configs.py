@@ -272,7 +272,18 @@ OVERRIDES = [
 ]
 
 TEXT = "model: demo\nstage: pretrain\n"
+NEW = "data: {train: [a]}\n\nmodel: {depth: 4, tokenizer: t"
 CONTRADICTIONS = {
+    "model-of-no-name": "data: {train: [a]}\n\nmodel: {template: chatml}\n",
+    "model-named-and-new": NEW + ", name: demo}\n",
+    "new-model-without-tokenizer": "data: {train: [a]}\n\nmodel: {depth: 4}\n",
+    "sizes-of-no-new-model": "data: {train: [a]}\n\nmodel: {name: demo, width: 64}\n",
+    "odd-heads": NEW + ", head_dim: 33}\n",
+    "heads-do-not-fit": NEW + ", width: 200}\n",
+    "adapters-on-noise": "model: {depth: 4, tokenizer: t}\ndata: {train: [a]}\nlora: {}\n",
+    "new-model-learns-text-first": "model: {depth: 4, tokenizer: t}\ndata: {train: [a]}\nstage: sft\n",
+    "tokens-of-no-text": HEAD + "train: {tokens: 20x}\n",
+    "nothing-ends-the-run": HEAD + "train: {epochs: null}\n",
     "fixed-rows-are-packed": "model: demo\n\ndata: {train: [a], fixed_rows: true, packing: false}\n",
     "pretrain-rows-are-packed": TEXT + "data: {train: [a], packing: false}\n",
     "pretrain-learns-every-token": TEXT + "data: {train: [a], on_long: drop}\n",
@@ -293,7 +304,7 @@ CONTRADICTIONS = {
     "adamw-lr-without-muon": HEAD + "optim: {adamw_lr: 3e-4}\n",
     "muon-in-fp16": HEAD + "optim: {name: muon, adamw_lr: 3e-4}\ntrain: {precision: fp16}\n",
     "optimizer-is-not-offloaded": HEAD + "optim: {name: lamb}\nparallel: {offload: optimizer}\n",
-    "adafactor-needs-whole-weights": HEAD + "optim: {name: adafactor}\nparallel: {strategy: fsdp}\n",
+    "optimizer-needs-whole-weights": HEAD + "optim: {name: adamw8bit}\nparallel: {strategy: fsdp}\n",
     "lr-is-no-rate": HEAD + "optim: {lr: 2}\n",
     "betas-diverge": HEAD + "optim: {betas: [0.999, 0.9]}\n",
     "batch-below-one-sample": HEAD + "train: {global_batch: 512 tokens}\n",

@@ -12,9 +12,11 @@ from duoka.plan.hardware import read_machine
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware_bench, "SIZES", (64, 128))
     monkeypatch.setattr(hardware_bench, "TOUCHED_BYTES", 2**20)
+    monkeypatch.setattr(hardware_bench, "WRITTEN_BYTES", 2**20)
+    monkeypatch.chdir(tmp_path)
 
 
 def test_what_is_measured_is_what_the_plan_takes(tmp_path, monkeypatch):
@@ -28,6 +30,8 @@ def test_what_is_measured_is_what_the_plan_takes(tmp_path, monkeypatch):
     cluster = catalogue.local_cluster(machine, 1, 1)
     assert cluster.is_measured and cluster.device.fp32_flops == facts["fp32_flops"]
     assert cluster.device.memory_bytes_per_s == facts["memory_bytes_per_s"]
+    assert cluster.disk_bytes_per_s == facts["disk_bytes_per_s"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["own"], "the disk's trial file is left behind"
     assert "guess" not in " ".join(cluster.notes)
 
 

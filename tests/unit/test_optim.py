@@ -164,7 +164,53 @@ def test_muon_and_the_rest_are_said_apart():
     model = small_model()
     optim = OptimConfig(name="muon", lr=0.02, adamw_lr=3e-4)
     optimizer = build_optimizer(dict(model.named_parameters()), optim)
-    assert describe_optimizer(optimizer, optim, 1.0) == "muon lr 0.02 for 2 matrices, adamw lr 0.0003 for 4 others"
-    assert describe_optimizer(optimizer, optim, 2.0).endswith("adamw lr 0.0006 for 4 others (0.02 by lr_scaling)")
+    assert (
+        describe_optimizer(optimizer, optim, 1.0)
+        == "muon lr 0.02 for 2 matrices, adamw lr 0.0003 for 4 others (AdamW fused)"
+    )
+    assert describe_optimizer(optimizer, optim, 2.0).endswith("0.0006 for 4 others (0.02 by lr_scaling) (AdamW fused)")
     set_learning_rate(optimizer, 0.01)
     assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([1.5e-4, 0.01])
+
+
+def test_adamw8bit_learns_as_adamw_does_goes_on_bit_for_bit_and_keeps_two_bytes():
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    start = {"large": torch.randn(64, 128), "small": torch.randn(40)}  # small ones keep 32 bits
+    gradients = [{name: torch.randn_like(value) for name, value in start.items()} for _ in range(8)]
+    optim = OptimConfig(name="adamw8bit", lr=0.01, weight_decay=0.1)
+
+    def learn(optimizer, named, steps):
+        for gradient in gradients[steps]:
+            for name, parameter in named.items():
+                parameter.grad = gradient[name].clone()
+            optimizer.step()
+
+    def fresh(values, optim=optim):
+        named = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+        return build_optimizer(named, optim), named
+
+    ours, named = fresh(start)
+    learn(ours, named, slice(0, 5))
+    saved = {name: value.clone() for name, value in optimizer_tensors(ours, named).items()}
+    weights = {name: p.detach().clone() for name, p in named.items()}
+    learn(ours, named, slice(5, 8))
+    exact, wanted = fresh(start, optim.model_copy(update={"name": "adamw"}))
+    learn(exact, wanted, slice(0, 8))
+    moved = {name: (p - start[name]).norm() for name, p in wanted.items()}
+    assert (named["large"] - wanted["large"]).norm() < 0.03 * moved["large"]
+    assert (named["small"] - wanted["small"]).norm() < 1e-5 * moved["small"]
+
+    again, others = fresh(weights)
+    for name, value in optimizer_tensors(again, others).items():
+        value.copy_(saved[name])
+    learn(again, others, slice(5, 8))
+    assert all(torch.equal(others[name], p) for name, p in named.items())
+    large = [value for name, value in saved.items() if name.endswith(".large")]
+    assert sum(value.numel() * value.element_size() for value in large) < 2.05 * start["large"].numel()
+
+
+def test_adamw8bit_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="bitsandbytes computes, and it is not installed"):
+        build_optimizer({"w": torch.nn.Parameter(torch.zeros(3))}, OptimConfig(name="adamw8bit"))

@@ -1,8 +1,11 @@
 """Reading a machine: made-up files of the operating system in, facts out."""
 
+from dataclasses import replace
+
 import pytest
 
-from duoka.plan.hardware import parse_gpus, read_cgroup_limit, read_cpu, read_machine
+from duoka.plan.catalogue import cluster_of
+from duoka.plan.hardware import Machine, parse_gpus, read_cgroup_limit, read_cpu, read_machine
 
 MIB = 2**20
 SMI = """0, GPU-aaaa-1, NVIDIA A100-SXM4-80GB, 81920, 81000, 8.0
@@ -79,3 +82,12 @@ def test_limits_of_the_older_kind_of_groups_are_read_and_none_is_none(tmp_path):
     write(own, "0::/\n")
     assert read_cgroup_limit(root, own) is None
     assert read_cgroup_limit(root, tmp_path / "missing") is None
+
+
+def test_idle_cores_do_not_count_when_the_user_sets_threads():
+    machine = Machine(8, 64 << 30, 60 << 30)
+    whole = cluster_of(machine, 1, 2)
+    some = cluster_of(replace(machine, threads_per_rank=1), 1, 2)
+    assert some.device.fp32_flops == whole.device.fp32_flops / 4 and "2 of 8 cores compute" in some.notes[-1]
+    assert cluster_of(replace(machine, threads_per_rank=4), 1, 2).device == whole.device
+    assert read_machine(env={"OMP_NUM_THREADS": "3"}).threads_per_rank == 3

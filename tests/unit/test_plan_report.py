@@ -4,18 +4,22 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from duoka.config.load import load_config, resolved_yaml
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.batch import count_steps, spread_batch
+from duoka.plan.costs import most_checkpoints
 from duoka.plan.hardware import Gpu, Machine
 from duoka.plan.layout import Layout
+from duoka.plan.lengths import Lengths, Rows
 from duoka.plan.picture import plan_lines
 from duoka.plan.report import make_plan
 from duoka.plan.shape import demo_shape, shape_from_config
-from duoka.units import Amount
+from duoka.units import Amount, parse_amount
 
 GIB = 2**30
 CPU = Machine(num_cores=8, memory_bytes=64 * GIB, available_bytes=60 * GIB)
@@ -28,6 +32,11 @@ LLAMA_8B = shape_from_config(
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     }
 )  # fmt: skip
+
+
+def known(num_samples, batch=(90, 80, 70, 60, 60, 50, 40, 30)):
+    """Of tokenised data."""
+    return Lengths("tokenised", num_samples, sum(batch) / len(batch), max(batch), batch)
 
 
 def gpus(gpu, count):
@@ -101,6 +110,30 @@ def test_offloading_moves_bytes_off_the_gpu_and_none_on_a_cpu():
     assert parts(CPU, strategy="ddp", offload="optimizer") == parts(CPU, strategy="ddp")
 
 
+def test_what_is_offloaded_must_fit_in_the_host():
+    asked = config(parallel={"strategy": "fsdp", "offload": "params"}, checkpoint={"async": False})
+    for host, verdict in ((300, "fits"), (132, "tight"), (100, "does not fit")):
+        machine = Machine(16, 512 * GIB, host * GIB, gpus=(H100,) * 8)
+        plan = make_plan(asked, LLAMA_8B, machine, 8)
+        assert (plan.verdict, plan.host.verdict) == (verdict, verdict)
+        assert plan.host.needed_bytes == pytest.approx(16 * LLAMA_8B.num_parameters, rel=1e-6)
+    refusal = plan.refusal()
+    assert isinstance(refusal, DoesNotFit) and "host memory, which does not fit in 100 GiB" in refusal.what
+    assert "120 GiB in a node's host memory" in "\n".join(plan_lines(plan))
+
+
+def test_checkpoints_have_a_size_a_rate_and_an_interval():
+    run = config(checkpoint={"every": 10, "keep": 3})
+    costs = make_plan(run, demo_shape(), CPU, 2, lengths=known(1600)).costs
+    assert costs.checkpoint_bytes == 12 * demo_shape().num_parameters and not costs.is_disk_measured
+    assert costs.checkpoint_s == costs.checkpoint_bytes / 1e9 > costs.blocked_s
+    assert costs.interval_s == pytest.approx(math.sqrt(2 * costs.blocked_s * costs.between_failures_s))
+    assert costs.disk_bytes == 4 * costs.checkpoint_bytes + 4 * demo_shape().num_parameters
+    waits = make_plan(config(checkpoint={"async": False}), demo_shape(), CPU, 2).costs
+    assert waits.blocked_s == waits.checkpoint_s and waits.disk_bytes is None and waits.interval_s > costs.interval_s
+    assert most_checkpoints(run.checkpoint, steps_left=5) == 1 and most_checkpoints(run.checkpoint, 500, 2) == 4
+
+
 @pytest.mark.parametrize(
     ("machine", "precision", "word"),
     [
@@ -147,7 +180,7 @@ def test_bf16_without_native_support_is_allowed_with_a_warning():
 
 def test_auto_micro_batch_stops_where_more_brings_nothing():
     on_cpu = make_plan(config(lora={"dropout": 0.0}), demo_shape(), CPU, 1)
-    assert on_cpu.layout.micro == Amount(4096, "tokens")
+    assert on_cpu.layout.micro == Amount(2048, "tokens")
     on_gpu = make_plan(config(lora={}), demo_shape(), gpus(H100, 1), 1)
     assert on_gpu.layout.micro == Amount(16384, "tokens")
     long = make_plan(config(data={"max_length": 8192}, lora={"dropout": 0.0}), demo_shape(), CPU, 1)
@@ -160,7 +193,7 @@ def test_less_memory_means_smaller_micro_batches_and_then_recompute():
         return make_plan(config(lora={}, train=train), demo_shape(), machine, 1)
 
     tokens = [plan(gib).layout.micro.count for gib in (60, 8, 4.5, 2.5)]
-    assert tokens == sorted(tokens, reverse=True) and tokens[0] == 4096 and tokens[-1] == 512, tokens
+    assert tokens == sorted(tokens, reverse=True) and tokens[0] == 2048 and tokens[-1] == 512, tokens
     assert {1024, 2048} & set(tokens), f"no rung between: {tokens}"
     assert plan(2.5).layout.recompute == "none"
     starved = plan(1.4)
@@ -226,14 +259,15 @@ def test_tight_lies_between_fits_and_does_not_fit():
     ],
 )
 def test_batch_arithmetic_is_written_out(global_batch, micro, ranks, accumulation, sentence):
-    batch = spread_batch(config(train={"global_batch": global_batch}).train, micro, ranks, 512)
+    batch = spread_batch(parse_amount(global_batch), micro, ranks, Rows(512))
     assert batch.accumulation == accumulation
     assert sentence in batch.sentence(), batch.sentence()
 
 
 def test_a_known_mean_length_gives_the_likely_accumulation_beside_the_most():
-    train = config(train={"global_batch": 16}).train
-    batch = spread_batch(train, Amount(1024, "tokens"), 1, 512, mean_length=64.0)
+    batch = spread_batch(
+        Amount(16, "samples"), Amount(1024, "tokens"), 1, Rows(512), Lengths("tokenised", 99, 64.0, 80, (64,) * 16)
+    )
     assert (batch.accumulation, batch.accumulation_likely) == (8, 1)
     assert "about 1 (at most 8) micro-batches" in batch.sentence()
 
@@ -250,19 +284,20 @@ def test_a_known_mean_length_gives_the_likely_accumulation_beside_the_most():
     ],
 )
 def test_steps_count_the_short_last_batch_and_end_at_max_steps(train, samples, total):
-    steps = count_steps(config(train=train).train, samples)
+    steps = count_steps(config(train=train).train, known(samples))
     assert steps is not None and (steps.total, steps.is_exact) == (total, True)
 
 
-def test_steps_of_token_batches_need_the_mean_length_and_are_marked_as_about():
+def test_steps_of_token_batches_come_from_tokens_and_are_about_what_a_look_says():
     train = config(train={"global_batch": "8k tokens", "epochs": 1}).train
-    assert count_steps(train, 1000) is None and count_steps(train, None) is None
-    steps = count_steps(train, 1000, 100.0)
-    assert steps is not None and (steps.total, steps.is_exact) == (13, False)
+    assert count_steps(train, None) is None
+    for basis in ("tokenised", "sampled"):
+        steps = count_steps(train, replace(known(1000), basis=basis, mean=100.0))
+        assert steps is not None and (steps.total, steps.is_exact) == (12, basis == "tokenised")
 
 
 def test_the_plan_is_plain_json_and_its_layout_comes_back():
-    plan = make_plan(config(lora={}), demo_shape(), CPU, 2, num_samples=181, mean_length=60.0)
+    plan = make_plan(config(lora={}), demo_shape(), CPU, 2, lengths=known(181))
     raw = json.loads(json.dumps(plan.to_json(), allow_nan=False))
     assert Layout.from_json(raw["layout"]) == plan.layout
     memory = raw["memory"]
@@ -277,7 +312,7 @@ def test_the_same_question_has_the_same_answer():
 
 
 def test_the_printed_plan_names_what_people_ask_and_stays_narrow():
-    text = plan_lines(make_plan(config(lora={}), demo_shape(), CPU, 2, num_samples=181))
+    text = plan_lines(make_plan(config(lora={}), demo_shape(), CPU, 2, lengths=known(181)))
     whole = "\n".join(text)
     for word in ("134,515,008", "2,442,240", "zero3=fsdp", "16 samples per step", "36 optimizer steps", "fits in"):
         assert word in whole, whole
@@ -289,7 +324,9 @@ def test_planning_needs_no_torch():
 import sys
 for name in ("torch", "transformers", "peft", "accelerate"):
     sys.modules[name] = None
+from duoka.config.load import load_config, resolved_yaml
 from duoka.config.schema import RunConfig
+from duoka.plan.costs import most_checkpoints
 from duoka.plan.hardware import read_machine
 from duoka.plan.picture import plan_lines
 from duoka.plan.report import make_plan
@@ -331,3 +368,16 @@ def test_a_mixture_of_experts_is_planned_and_said_not_to_be_trained_yet():
     plan = make_plan(config(), shape, CPU, 1)
     assert plan.verdict == "fits"
     assert "doesn't train them yet" in str(plan.refusal())
+
+
+def test_what_auto_became_is_written_beside_it_and_auto_stays(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: demo\ndata: {train: [identity]}\n", encoding="utf-8")
+    reasons = make_plan(load_config(str(path)).config, demo_shape(), CPU, 2).reasons
+    text = resolved_yaml(load_config(str(path)), reasons)
+    for key in ("strategy", "precision", "recompute", "micro_batch"):
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"{key}: auto"))
+        assert "; here " in line, line
+    assert "strategy: auto" in text and "; here ddp: 2 processes, each with a whole model" in text
+    path.write_text(text, encoding="utf-8")
+    assert load_config(str(path)).config.train.micro_batch == "auto"

@@ -5,11 +5,15 @@ from dataclasses import replace
 import pytest
 
 from duoka.plan.catalogue import parse_cluster
+from duoka.plan.crossval import cross_validate
 from duoka.plan.layout import Layout, parse_layout
+from duoka.plan.lengths import Lengths
+from duoka.plan.published import read_points
 from duoka.plan.recipe import Work
-from duoka.plan.search import Task, layouts_of, load_of, search, why_not
+from duoka.plan.search import layouts_of, search, why_not
 from duoka.plan.shape import shape_from_config, shape_from_parameters
 from duoka.plan.speed import Load, estimate_speed
+from duoka.plan.task import Task, load_of
 from duoka.plan.traffic import Exchange, Group, place_group, traffic
 from duoka.units import Amount
 
@@ -102,7 +106,7 @@ def test_the_bubble_is_that_of_the_formula():
 
 def ranked(params, on, tokens, length=4096):
     cluster = parse_cluster(on)
-    task = Task(Work(shape_from_parameters(params), None, "cuda"), tokens, length, length)
+    task = Task(Work(shape_from_parameters(params), None, "cuda"), Amount(int(tokens), "tokens"), length)
     return search(task, cluster, HALF, int(0.99 * cluster.device.memory_bytes))
 
 
@@ -142,12 +146,24 @@ def test_every_layout_fills_the_devices_and_every_rejection_has_a_reason():
     ],
 )
 def test_layouts_that_make_no_sense_say_why(name, word):
-    task = Task(Work(LLAMA_8B, None, "cuda"), 8 * 4096 if word and "fewer" in word else 1e6, 4096, 4096)
+    step = Amount(8 * 4096 if word and "fewer" in word else 1_000_000, "tokens")
+    task = Task(Work(LLAMA_8B, None, "cuda"), step, 4096)
     reason = why_not(replace(HALF, **vars_of(name)), task, NODES)
     assert (reason is None) == (word is None) and (word is None or word in reason), reason
 
 
+def test_a_source_that_is_left_out_has_no_say_in_the_constants_that_foretell_it():
+    points = [point for point in read_points()[0] if point.step_s and point.ran]
+    some = [point for name in ("Megatron-LM", "torchtune") for point in points if point.project == name]
+    honest = {fold.source: fold for fold in cross_validate(some) if fold.quantity == "step time"}
+    lying = [replace(point, step_s=2 * point.step_s) if point.project == "torchtune" else point for point in some]
+    told = {fold.source: fold for fold in cross_validate(lying) if fold.quantity == "step time"}
+    assert told["torchtune"].constants == honest["torchtune"].constants
+    assert told["torchtune"].bias == pytest.approx((1 + honest["torchtune"].bias) / 2 - 1)
+    assert told["Megatron-LM"].constants != honest["Megatron-LM"].constants
+
+
 def test_a_load_is_at_least_one_micro_batch_and_never_more_tokens_than_there_are():
-    task = Task(Work(LLAMA_8B, None, "cuda"), 32768, 4096, 100.0)
+    task = Task(Work(LLAMA_8B, None, "cuda"), Amount(32768, "tokens"), 4096, Lengths("sampled", None, 100.0, 100))
     load = load_of(task, replace(HALF, **vars_of("ddp16")))
     assert (load.accumulation, load.tokens) == (1, 2048)

@@ -30,11 +30,11 @@ def command() -> None:
 @click.option("--output", type=click.Path(dir_okay=False), help="Where to write; default: where duoka plan looks.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def hardware(nproc: int | None, output: str | None, as_json: bool) -> int:
-    """Matrix products, memory bandwidth and all-reduces of this machine, written to hardware.json.
+    """Matrix products, memory and disk bandwidth and all-reduces of this machine, written to hardware.json.
 
-    Takes about half a minute. Let nothing else run beside it.
+    Takes about a minute. Let nothing else run beside it. The disk is the one of this folder.
     """
-    from duoka.parallel.hardware_bench import measure_device
+    from duoka.parallel.hardware_bench import measure_device, measure_disk
     from duoka.parallel.world import pick_device
     from duoka.plan.catalogue import hardware_file
     from duoka.plan.hardware import read_machine
@@ -48,7 +48,7 @@ def hardware(nproc: int | None, output: str | None, as_json: bool) -> int:
     _use_all_cores(machine)
     found = measure_device(pick_device(0), say=say)
     ranks = nproc or len(machine.gpus) or min(2, machine.num_cores)
-    facts = _facts(machine, found)
+    facts = _facts(machine, found) | _disk(measure_disk, say)
     link = _link(ranks, say) if ranks > 1 else {}
     facts |= link
     if link:
@@ -78,6 +78,16 @@ def _facts(machine: Machine, found: HardwareBench) -> dict[str, Any]:
         "memory_bytes_per_s": found.memory_bytes_per_s,
         "products": [vars(one) for one in found.products],
     }
+
+
+def _disk(measure: Callable[[Path], float], say: Callable[[str], None]) -> dict[str, float]:
+    try:
+        speed = measure(Path.cwd())
+    except OSError as error:
+        say(f"the disk was not measured, plans keep their guess: {error.strerror or error}")
+        return {}
+    say(f"disk: {speed / 1e9:.3g} GB/s written in {Path.cwd()}")
+    return {"disk_bytes_per_s": speed}
 
 
 def _link(num_processes: int, say: Callable[[str], None]) -> dict[str, float]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from duoka.data.tokenizer import ChatTokenizer
 
 
-@click.group(name="data", help="Look at the data of a config, or list the data sets that have names.")
+@click.group(name="data", help="Look at data, list the data sets that have names, or make a tokenizer.")
 def command() -> None:
     pass
 
@@ -109,6 +109,35 @@ def list_sets(config: str | None, as_json: bool) -> None:
     width = max(map(len, names), default=0)
     for name, where in names.items():
         click.echo(f"{name:<{width}}  {where}")
+
+
+@command.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILES...")
+@click.option("--out", default="tokenizer", show_default=True, type=click.Path(), help="The folder to write.")
+@click.option("--vocab-size", default=32768, show_default=True, type=int, help="Tokens, with bytes and marks.")
+@click.option("--max-bytes", default="1 GB", show_default=True, help="Read no more text than this.")
+@click.option("--column", help="The column of the text; default: text, or what a chat format says.")
+@click.option("--skip-bad", is_flag=True, help="Leave wrong records out and count them, rather than refuse.")
+def tokenizer(
+    files: tuple[str, ...], out: str, vocab_size: int, max_bytes: str, column: str | None, skip_bad: bool
+) -> None:
+    """Make a tokenizer from the text in FILES (or folders): byte-level BPE, ready for model.tokenizer.
+
+    It knows the marks of chats and tools, and a chat template. The same files give the same tokenizer.
+    """
+    from duoka.data.train_tokenizer import train_tokenizer
+    from duoka.errors import ConfigError
+    from duoka.units import parse_bytes
+
+    try:
+        limit = parse_bytes(max_bytes)
+    except ValueError as error:
+        raise ConfigError(f"--max-bytes: {error}") from None
+    learned = train_tokenizer(
+        files, Path(out), vocab_size=vocab_size, max_bytes=limit, column=column, skip_bad=skip_bad
+    )
+    click.echo("\n".join(learned.lines()))
+    click.echo(f"written to {out}; use it:   model: {{depth: 12, tokenizer: {out}}}")
 
 
 def _say(text: str) -> None:

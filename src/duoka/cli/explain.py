@@ -102,4 +102,4 @@ def _read_own(config: str, nproc: int | None, language: Language) -> Own:
     ranks = nproc or max(1, len(machine.gpus))
     loaded = load_config(config, start=Start(ranks, bool(machine.gpus)))
     shape = read_model_shape(loaded.config.model, loaded.base)
-    return Own(loaded, make_plan(loaded.config, shape, machine, ranks, is_data_measured=False), ranks, language)
+    return Own(loaded, make_plan(loaded.config, shape, machine, ranks), ranks, language)

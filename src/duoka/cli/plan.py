@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from duoka.plan.catalogue import Cluster
     from duoka.plan.hardware import Machine
     from duoka.plan.layout import Layout
+    from duoka.plan.lengths import Lengths
     from duoka.plan.report import Plan
     from duoka.plan.shape import ModelShape
 
-# Enough for a good guess at the number of steps, little enough to read in a fraction of a second.
-_READ_BYTES = 16 * 2**20
 # What --params and --depth are asked about, where nothing else is said.
-_QUESTION = "model: demo\ndata: {train: [identity], max_length: 2048}\ntrain: {global_batch: 512k tokens}\n"
+_QUESTION = "model: {%s}\ndata: {train: [identity], max_length: 2048}\n"
 _DEPTH_VOCABULARY = 65536
 
 
@@ -90,11 +89,11 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What to plan: a config, its model's shape and config.json, and how many samples its data seems to have."""
+    """What to plan: a config, its model's shape and config.json, and what is known of its samples."""
 
     config: RunConfig
     shape: ModelShape
-    num_samples: int | None
+    lengths: Lengths | None
     facts: dict[str, Any]
 
 
@@ -128,6 +127,7 @@ def _find_subject(
     if path is None or params is not None or depth is not None:
         return _made_up_subject(path, overrides, params, depth)
     from duoka.config.load import Start, load_config
+    from duoka.data.known import find_lengths
     from duoka.plan.choose import check_machine
     from duoka.plan.shape import shape_from_config
 
@@ -139,7 +139,7 @@ def _find_subject(
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
     facts = _read_facts(loaded.config.model, loaded.base)
-    return _Subject(loaded.config, shape_from_config(facts), _count_samples(loaded.config, loaded.base), facts)
+    return _Subject(loaded.config, shape_from_config(facts), find_lengths(loaded.config, loaded.base), facts)
 
 
 def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str | None, depth: int | None) -> _Subject:
@@ -147,7 +147,7 @@ def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str |
     import tempfile
 
     from duoka.config.load import load_config
-    from duoka.plan.shape import ASSUMED, facts_from_depth, facts_from_parameters, shape_from_config
+    from duoka.plan.shape import ASSUMED, facts_from_parameters, facts_of_new, shape_from_config
     from duoka.units import parse_amount
 
     if (params is None) == (depth is None):
@@ -160,9 +160,11 @@ def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str |
         raise click.UsageError(f"--params: {error}; write for example --params 7e9 or --params 7B") from None
     with tempfile.TemporaryDirectory() as folder:
         made_up = Path(folder) / "question.yaml"
-        made_up.write_text(_QUESTION, encoding="utf-8")
+        asked = "name: demo" if depth is None else f"depth: {depth}, tokenizer: demo"
+        batch = "train: {global_batch: 512k tokens}\n" if depth is None else ""
+        made_up.write_text(_QUESTION % asked + batch, encoding="utf-8")
         config = load_config(str(made_up), overrides).config
-    facts = facts_from_parameters(count) if count is not None else facts_from_depth(depth or 1, _DEPTH_VOCABULARY)
+    facts = facts_from_parameters(count) if count is not None else facts_of_new(config.model, _DEPTH_VOCABULARY)
     shape = shape_from_config(facts)
     return _Subject(config, replace(shape, exact=False, model_type=ASSUMED) if count else shape, None, facts)
 
@@ -179,9 +181,8 @@ def _make_plan(subject: _Subject, place: _Place, layout_name: str | None, price:
 
     layout = None if layout_name is None else _find_layout(layout_name, place.world_size)
     return make_plan(
-        subject.config, subject.shape, place.machine, place.world_size, num_samples=subject.num_samples,
-        is_data_measured=False, local_size=place.local_size, cluster=place.cluster, layout=layout, price=price,
-        is_ranked=True,
+        subject.config, subject.shape, place.machine, place.world_size, lengths=subject.lengths,
+        local_size=place.local_size, cluster=place.cluster, layout=layout, price=price, is_ranked=True,
     )  # fmt: skip
 
 
@@ -221,16 +222,20 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
 def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
     from duoka.plan.shape import shape_from_config
 
-    return shape_from_config(_read_facts(model, base), where=model.name)
+    return shape_from_config(_read_facts(model, base), where=model.title)
 
 
 def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
-    from duoka.model.source import fetch_config, find_model
-    from duoka.plan.shape import DEMO_FACTS, read_facts
+    from duoka.model.new import read_vocabulary
+    from duoka.model.source import fetch_config, find_model, find_tokenizer_folder
+    from duoka.plan.shape import DEMO_FACTS, facts_of_new, read_facts
 
     source = find_model(model, base)
     if source.is_demo:
         return dict(DEMO_FACTS)
+    if source.is_new:
+        folder = find_tokenizer_folder(model, base)
+        return facts_of_new(model, _DEPTH_VOCABULARY if folder is None else read_vocabulary(folder))
     if source.folder is not None:
         return read_facts(source.folder)
     assert source.hub_id is not None
@@ -268,29 +273,3 @@ def _dry_run_lines(plan: Plan, found: DryRun) -> list[str]:
         for kind, one in found.traffic.items()
     ]
     return out + ([f"         {found.note}"] if found.note else [])
-
-
-def _count_samples(config: RunConfig, base: Path) -> int | None:
-    """About how many samples there are to train on, or None where that is not quick to know."""
-    from duoka.data.records import find_pieces, read_piece
-    from duoka.data.registry import find_sets
-    from duoka.errors import Fault, Faults
-
-    if config.stage == "pretrain":
-        return None  # rows, whose number the tokenizer decides
-    try:
-        sets = [found for found in find_sets(config, base) if found.split == "train"]
-    except Faults:
-        return None  # the data may lie on another machine; the plan needs only their number
-    files = [path for found in sets for path in found.files]
-    if any(found.weight is not None for found in sets) or sum(path.stat().st_size for path in files) > _READ_BYTES:
-        return None
-    total = 0
-    for found in sets:
-        pieces = (piece for path in found.files for piece in find_pieces(path, _READ_BYTES))
-        records = (record for piece in pieces if not isinstance(piece, Fault) for record in read_piece(piece))
-        count = sum(not isinstance(record, Fault) for record in records)
-        total += min(count, found.max_samples or count)
-    if isinstance(config.data.eval, float):
-        total -= round(config.data.eval * total)
-    return total or None

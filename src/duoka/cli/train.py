@@ -147,10 +147,11 @@ def load_checked(
     from duoka.config.load import Start, load_config
     from duoka.data.registry import check_data
     from duoka.model.source import check_model
-    from duoka.plan.choose import check_machine
+    from duoka.plan.choose import check_machine, check_packages
 
     def check_here(config: object, base: Path) -> list[object]:
-        return check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type,return-value]
+        found = check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type]
+        return [*found, *check_packages(config)]  # type: ignore[arg-type]
 
     checks = (check_model, check_data, check_here)
     start = Start(world_size, bool(machine.gpus))
@@ -174,6 +175,7 @@ def prepare_run(
     """Everything that is done once before ranks start: the model's folder, tokens, plan, and the run's own files."""
     from duoka.cluster.probe import read_environment_facts
     from duoka.config.load import resolved_yaml
+    from duoka.data.known import lengths_of, remember_lengths
     from duoka.data.prepare import prepare_data
     from duoka.data.report import write_data_report
     from duoka.model.source import model_folder
@@ -187,13 +189,15 @@ def prepare_run(
     prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
     prepared.check_world(world_size)
     local = local_size or world_size
+    lengths = lengths_of(prepared, loaded.config)
+    remember_lengths(lengths, loaded.config, loaded.base)
     plan = make_plan(
-        loaded.config, read_shape(folder), machine, world_size, num_samples=prepared.num_samples,
-        mean_length=prepared.mean_length, local_size=local, cluster=local_cluster(machine, world_size, local),
+        loaded.config, read_shape(folder), machine, world_size, lengths=lengths, local_size=local,
+        cluster=local_cluster(machine, world_size, local),
     )  # fmt: skip
     _refuse_what_does_not_fit(plan)
     if loaded.path.resolve() != run.config.resolve():
-        write_text_atomic(run.config, resolved_yaml(loaded))
+        write_text_atomic(run.config, resolved_yaml(loaded, plan.reasons))
     write_json_atomic(run.plan, plan.to_json())
     write_data_report(prepared.report, run.path)
     write_json_atomic(run.env, read_environment_facts(Path.cwd(), sys.argv))

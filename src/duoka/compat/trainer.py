@@ -9,6 +9,7 @@ import torch
 
 from duoka.compat.config import Part
 from duoka.config.schema import OptimConfig
+from duoka.errors import ConfigError
 
 
 def load_optimizer(model: torch.nn.Module, trainer: Part) -> torch.optim.Optimizer:
@@ -50,6 +51,10 @@ def load_scheduler(optimizer: torch.optim.Optimizer, trainer: Part, num_samples:
     total = int(world.sum([float(num_samples)])[0])
     batch = parse_amount(config.train.global_batch)
     per_batch = batch.count if batch.unit == "samples" else max(1, batch.count // config.data.max_length)
-    steps = math.ceil(math.ceil(total / per_batch) * config.train.epochs)
+    ends = [config.train.max_steps] if config.train.max_steps else []
+    if config.train.epochs is not None:
+        ends.append(math.ceil(math.ceil(total / per_batch) * config.train.epochs))
+    if not ends:
+        raise ConfigError("train.tokens counts text for duoka train, not for a loop of one's own", fix="set max_steps")
     tokens = float(batch.count) if batch.unit == "tokens" else None  # how long samples are, the loop knows alone
-    return ScheduleLR(optimizer, config.optim, min(steps, config.train.max_steps or steps), tokens)
+    return ScheduleLR(optimizer, config.optim, min(ends), tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from duoka.config.schema import RunConfig
 from duoka.config.write import Difference, leaves, result_differences
 
-LENGTH_KEYS = ("train.epochs", "train.max_steps")
+LENGTH_KEYS = ("train.epochs", "train.max_steps", "train.tokens")
 # The order of samples depends on these, and on what the samples are.
 ORDER_KEYS = ("train.global_batch", "train.seed")
 SAMPLE_KEYS = ("data.", "model.", "train.seed")

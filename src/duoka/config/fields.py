@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from duoka.units import parse_amount, parse_every, parse_seconds, parse_warmup
+from duoka.units import parse_amount, parse_budget, parse_every, parse_seconds, parse_warmup
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,14 @@ MicroBatch = Annotated[
     Means('auto, a number of samples, or of tokens such as "2048 tokens"'),
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["auto", "2048 tokens"]}]}
+    ),
+]
+TokenBudget = Annotated[
+    int | str,
+    _checked_by(parse_budget),
+    Means('a number of tokens such as "2B tokens", or of tokens per parameter such as "20x"'),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["20x", "2B tokens"]}]}
     ),
 ]
 LayerChoice = Annotated[

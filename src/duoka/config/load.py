@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from duoka.config.derive import derive
 from duoka.config.dialects.rows import Start
 from duoka.config.layers import (
     COMMAND_LINE,
@@ -84,8 +85,9 @@ def load_config(
     config, bad = build_config(tree, layers.broken, layers.faults)
     base = Path(layers.base).expanduser() if layers.base else path.parent
     notes = layers.notes
+    derived: dict[str, str] = {}
     if config is not None:
-        config = _with_output(config, path)
+        config, derived = derive(_with_output(config, path), _written_keys(tree))
         notes = notes + _apply_rules(config, bad, tree, layers)
         for check in checks:
             layers.faults.extend(_placed(fault, tree) for fault in check(config, base) if not _is_about(fault, bad))
@@ -94,7 +96,7 @@ def load_config(
     return Loaded(
         config=config,
         path=path,
-        origins=_origins(config, tree),
+        origins=_origins(config, tree) | derived,
         notes=tuple(notes),
         base=base,
         task=layers.task,
@@ -155,6 +157,16 @@ def read_side_file(path: str | Path, start: Start) -> SideFile | None:
 def _with_output(config: RunConfig, path: Path) -> RunConfig:
     """A left out `output` is runs/ and the YAML's name; filled in here, so that a resolved config keeps it."""
     return config if config.output else config.model_copy(update={"output": f"runs/{path.stem}"})
+
+
+def _written_keys(tree: Tree) -> set[str]:
+    """Dotted names of all keys that have a value in the files or on the command line."""
+    keys: set[str] = set()
+    for name, sub in tree.value.items():
+        inner = sub.value.items() if isinstance(sub.value, dict) else ()
+        keys |= {f"{name}.{key}" for key, value in inner if not value.is_bare}
+        keys |= set() if sub.is_bare else {name}
+    return keys
 
 
 def _apply_rules(config: RunConfig, bad: set[KeyPath], tree: Tree, layers: Layers) -> list[str]:

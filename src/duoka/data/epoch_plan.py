@@ -10,10 +10,12 @@ import hashlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from duoka.units import Amount
+from duoka.config.schema import TrainConfig
+from duoka.units import Amount, parse_amount
 
 ORDER_VERSION = 2  # raise it when the same data, seed and batch would give another order: old checkpoints are refused
 # A sample of so many tokens spends as much on attention's square as on everything that grows with its length.
@@ -75,6 +77,12 @@ class EpochPlan:
             raise IndexError(f"batch {index} of {self.num_batches(epoch)} in epoch {epoch}")
         return self._order[self._starts[index] : self._starts[index + 1]].astype(np.int64)
 
+    def batch_tokens(self, epoch: int) -> np.ndarray:
+        """How many tokens each global batch of an epoch holds."""
+        self._plan(epoch)
+        tokens: np.ndarray = np.add.reduceat(self.lengths[self._order].astype(np.int64), self._starts[:-1])
+        return tokens
+
     def global_targets(self, epoch: int, index: int) -> int:
         """Target tokens of one global batch, over all ranks."""
         return int(self.num_targets[self.batch(epoch, index)].sum(dtype=np.int64))
@@ -104,6 +112,24 @@ class EpochPlan:
         starts = np.maximum.accumulate(starts - places) + places
         starts = np.minimum(starts, self.num_samples - num_batches + places)
         return np.append(starts, self.num_samples)
+
+
+class Sized(Protocol):
+    """A TokenStore, or rows.TextRows."""
+
+    lengths: np.ndarray
+    num_targets: np.ndarray
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def plan_epochs(samples: Sized, train: TrainConfig, some: slice = slice(None)) -> EpochPlan:
+    """The epoch plan of a run; of `some` samples only, batches like those of the run."""
+    return EpochPlan(
+        samples.lengths[some], samples.num_targets[some], fingerprint=samples.fingerprint, seed=train.seed,
+        global_batch=parse_amount(train.global_batch),
+    )  # fmt: skip
 
 
 def shuffled(count: int, name: str) -> np.ndarray:

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from duoka.config.schema import RunConfig
-from duoka.data.epoch_plan import ORDER_VERSION, EpochPlan
+from duoka.data.epoch_plan import ORDER_VERSION, plan_epochs
 from duoka.data.loader import GlobalBatch, Loader, Place
 from duoka.data.prepare import PreparedData
 from duoka.data.stream_feed import StreamFeed
 from duoka.data.stream_source import StreamSource
 from duoka.plan.layout import Layout
-from duoka.units import parse_amount
 
 
 class Feed(Protocol):
@@ -55,13 +54,10 @@ def build_feed(
             train, rank=rank, num_ranks=layout.dp, micro=layout.micro, pad_id=prepared.pad_id,
             sum_over_ranks=sum_over_ranks,
         )  # fmt: skip
-    plan = EpochPlan(
-        train.lengths, train.num_targets, fingerprint=train.fingerprint, seed=config.train.seed,
-        global_batch=parse_amount(config.train.global_batch),
-    )  # fmt: skip
     return Loader(
-        train, plan, rank=rank, num_ranks=layout.dp, micro=layout.micro, packing=layout.packing,
-        max_length=config.data.max_length, pad_id=prepared.pad_id, fixed_rows=config.data.fixed_rows,
+        train, plan_epochs(train, config.train), rank=rank, num_ranks=layout.dp, micro=layout.micro,
+        packing=layout.packing, max_length=config.data.max_length, pad_id=prepared.pad_id,
+        fixed_rows=config.data.fixed_rows,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from duoka.data.template import Sample
 from duoka.data.tokenise import Counts, Job, PieceResult, read_arrays, tokenise_pieces
 from duoka.data.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import DataError, Fault, Faults, StorageError
+from duoka.model.source import find_tokenizer_folder
 from duoka.runs.cache import cache_folder, hold_lock, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds, parse_amount
@@ -133,10 +134,9 @@ def read_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> ChatTok
 
 def find_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> Path | str:
     """The folder, or the Hub id, of the run's tokenizer."""
-    if config.model.tokenizer is None:
-        return model_folder
-    given = Path(config.model.tokenizer).expanduser()
-    return next((place for place in (given, base / given) if place.is_dir()), config.model.tokenizer)
+    if config.model.tokenizer is None or config.model.depth is not None:
+        return model_folder  # a new model's folder begins with its tokenizer
+    return find_tokenizer_folder(config.model, base) or config.model.tokenizer
 
 
 def _build_report(

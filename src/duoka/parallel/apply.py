@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from duoka.config.schema import ParallelConfig
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.fused import apply_fused
-from duoka.model.shards import WeightSource
+from duoka.model.shards import Weights
 from duoka.optim.muon import Sharing, WholeMatrices
 from duoka.optim.spread import Groups, spread_of
 from duoka.parallel.ddp import DdpExchange, apply_ddp
@@ -92,7 +92,7 @@ def parallelize(
     layout: Layout,
     parallel: ParallelConfig,
     world: World,
-    source: WeightSource | None = None,
+    source: Weights | None = None,
     matrices: Collection[str] = (),
 ) -> Parallelized:
     """Apply the layout. With `source` the model is on the meta device still, and is filled once it is sharded.
@@ -126,7 +126,7 @@ def _apply_sharing(
     layout: Layout,
     parallel: ParallelConfig,
     world: World,
-    source: WeightSource | None,
+    source: Weights | None,
     matrices: Collection[str],
 ) -> Parallelized:
     apart = matrices if layout.strategy in ("zero1", "zero2") else ()

@@ -1,13 +1,15 @@
-"""What this machine's device really reaches: matrix products by size and type, and memory bandwidth.
+"""What this machine really reaches: matrix products by size and type, memory's and the disk's bandwidth.
 
 `duoka bench hardware` calls it in one process and adds collectives; the plan takes the figures instead of a table's.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch
 SIZES = (512, 1024, 2048, 4096)
 ROUNDS = 4
 TOUCHED_BYTES = 256 * 2**20
+WRITTEN_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def measure_device(device: torch.device, limit_s: float = 20.0, say: Callable[[s
         for size in SIZES if device.type == "cpu" else (*SIZES, 8192):
             found = Product(precision, size, _product_flops(size, dtype, device))
             products.append(found)
-            say(f"{precision} product of {size} x {size}: {found.flops / 1e12:.3g} TFLOP/s")
+            say(f"{precision} product of {size} x {size}: {_in_words(found.flops)}")
             next_s = 8 * ROUNDS * 2 * size**3 / found.flops
             if time.perf_counter() - began + next_s > limit_s / 2:
                 break
@@ -60,6 +63,25 @@ def _memory_bytes_per_s(device: torch.device) -> float:
     count = TOUCHED_BYTES // 4 if device.type == "cpu" else TOUCHED_BYTES
     source, target = torch.ones(count, device=device), torch.empty(count, device=device)
     return 8 * count / _best_s(lambda: torch.add(source, 1.0, out=target), device)
+
+
+def measure_disk(folder: Path) -> float:
+    """Bytes per second that reach the disk under `folder`, written as checkpoints are: in order, and forced out."""
+    path = folder / f".duoka-disk-{os.getpid()}"
+    block = os.urandom(min(WRITTEN_BYTES, 16 * 2**20))  # some disks write zeros faster
+    try:
+        with path.open("wb", buffering=0) as file:
+            started = time.perf_counter()
+            for _ in range(WRITTEN_BYTES // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+            return WRITTEN_BYTES / (time.perf_counter() - started)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _in_words(flops: float) -> str:
+    return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
 
 
 def _best_s(run: Callable[[], Any], device: torch.device) -> float:

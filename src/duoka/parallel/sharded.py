@@ -30,7 +30,7 @@ from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part
 from duoka.model.head import apply_head
-from duoka.model.shards import WeightSource
+from duoka.model.shards import Weights
 from duoka.parallel.fsdp_comm import count_traffic
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
@@ -183,7 +183,7 @@ def find_layers(core: torch.nn.Module) -> list[torch.nn.Module]:
     )
 
 
-def fill_shards(lm: torch.nn.Module, source: WeightSource, device: torch.device) -> None:
+def fill_shards(lm: torch.nn.Module, source: Weights, device: torch.device) -> None:
     """Give a sharded model on the meta device its weights: each rank reads the rows that it keeps, and no others."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in lm.named_parameters(remove_duplicate=False):
@@ -199,7 +199,7 @@ def fill_shards(lm: torch.nn.Module, source: WeightSource, device: torch.device)
     source.close()
 
 
-def _read(name: str, parameter: torch.Tensor, source: WeightSource, device: torch.device) -> torch.Tensor:
+def _read(name: str, parameter: torch.Tensor, source: Weights, device: torch.device) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return source.read(name, parameter.shape).to(device, parameter.dtype)
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from duoka.plan.catalogue import Cluster
 from duoka.plan.layout import Layout
-from duoka.plan.memory import Memory
 from duoka.plan.recipe import Work, static_memory
 from duoka.plan.traffic import Exchange
 from duoka.units import format_bytes
 
 
 def advice(
-    work: Work, layout: Layout, cluster: Cluster, memory: Memory, exchanges: tuple[Exchange, ...], accumulation: int
+    work: Work, layout: Layout, cluster: Cluster, exchanges: tuple[Exchange, ...], accumulation: int
 ) -> tuple[str, ...]:
     """Notes for the end of a plan, the most surprising first."""
     found: list[str] = []
@@ -38,17 +37,17 @@ def advice(
             f"with {accumulation} micro-batches a step {layout.strategy} exchanges {times[layout.strategy]} times the "
             "parameters, against 2 of DDP; the known 1 : 1 : 1.5 holds for one micro-batch only"
         )
+    if work.device == "cpu" and (layout.is_sharded or layout.recompute == "full"):
+        found.append(
+            "on a CPU freed tensors below 32 MiB may stay resident: MALLOC_MMAP_THRESHOLD_=1048576 "
+            "THP_MEM_ALLOC_ENABLE=1 gives them back at once, for 4 to 9% more CPU time"
+        )
     if layout.axes:
         one_copy = layout.tp * layout.pp * layout.sp
         nodes = -(-one_copy // cluster.per_node)
         product = " x ".join(f"{axis} {size}" for axis, size in {"dp": layout.dp, **layout.axes}.items())
         spans = f", {nodes} nodes" if nodes > 1 else ""
         found.append(f"{layout.world_size} devices = {product}: one copy of the model spans {one_copy}{spans}")
-    if memory.host_bytes and memory.host_bytes * cluster.per_node > cluster.host_bytes_per_node > 0:
-        found.append(
-            f"{format_bytes(memory.host_bytes * cluster.per_node)} would lie in a node's host memory, which has "
-            f"{format_bytes(cluster.host_bytes_per_node)}"
-        )
     return tuple(found)
 
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from duoka.config.schema import TrainConfig
+from duoka.plan.horizon import Horizon
+from duoka.plan.lengths import Lengths, Rows, tokens_at_once
 from duoka.units import Amount, parse_amount
 
 
@@ -23,7 +25,8 @@ class BatchArithmetic:
     max_length: int
     accumulation: int
     accumulation_likely: int | None = None  # from the mean length, when that is known
-    tokens_per_micro_batch: int = 0  # the most that one micro-batch holds
+    tokens_at_once: int = 0  # in the fullest micro-batch: expected where lengths are known, else as `tokens_at_most`
+    tokens_at_most: int = 0  # if all samples were as long as they may be
 
     def sentence(self) -> str:
         """`16 samples per step = 2 ranks x 8 samples, in 1 micro-batch of up to 4,096 tokens`."""
@@ -60,22 +63,22 @@ def _share_in_words(step: Amount, ranks: int) -> str:
 
 
 def spread_batch(
-    train: TrainConfig, micro: Amount, num_ranks: int, max_length: int, mean_length: float | None = None
+    step: Amount, micro: Amount, num_ranks: int, rows: Rows, lengths: Lengths | None = None
 ) -> BatchArithmetic:
     """How `num_ranks` get through one global batch."""
-    step = parse_amount(train.global_batch)
-    most = _accumulation(step, num_ranks, micro, max_length)
+    most = _accumulation(step, num_ranks, micro, rows.max_length)
     likely = None
-    if mean_length is not None and not (micro.unit == step.unit == "samples"):
-        likely = min(most, _accumulation(step, num_ranks, micro, max(1.0, mean_length)))
+    if lengths is not None and not (micro.unit == step.unit == "samples"):
+        likely = min(most, _accumulation(step, num_ranks, micro, max(1.0, lengths.mean)))
     return BatchArithmetic(
         global_batch=step,
         num_ranks=num_ranks,
         micro=micro,
-        max_length=max_length,
+        max_length=rows.max_length,
         accumulation=most,
         accumulation_likely=likely,
-        tokens_per_micro_batch=tokens_in_micro_batch(step, num_ranks, micro, max_length),
+        tokens_at_once=tokens_at_once(step, num_ranks, micro, rows, lengths),
+        tokens_at_most=tokens_at_once(step, num_ranks, micro, rows),
     )
 
 
@@ -89,16 +92,6 @@ def _accumulation(step: Amount, num_ranks: int, micro: Amount, length: float) ->
     return max(1, math.ceil(samples / per_micro))
 
 
-def tokens_in_micro_batch(step: Amount, num_ranks: int, micro: Amount, max_length: int) -> int:
-    """The most tokens that one micro-batch can hold: its own limit, or the rank's whole share when that is less."""
-    if step.unit == "samples":
-        share = math.ceil(step.count / num_ranks) * max_length
-    else:
-        share = max(max_length, math.ceil(step.count / num_ranks))
-    limit = micro.count * max_length if micro.unit == "samples" else max(micro.count, max_length)
-    return min(limit, share)
-
-
 @dataclass(frozen=True)
 class Steps:
     """Optimizer steps of the whole run. `is_exact` is False when lengths decide and only their mean is known."""
@@ -107,22 +100,24 @@ class Steps:
     total: int
     is_exact: bool
 
-    def sentence(self, epochs: float) -> str:
+    def sentence(self, epochs: float | None) -> str:
         about = "" if self.is_exact else "about "
-        return f"{about}{self.total:,} optimizer steps ({epochs:g} epochs of {about}{self.per_epoch:,})"
+        if epochs is None:
+            epochs = round(self.total / self.per_epoch, 2)
+            return f"{self.total:,} optimizer steps ({about}{epochs:,.4g} epochs of {about}{self.per_epoch:,})"
+        return f"{about}{self.total:,} optimizer steps ({epochs:,.4g} epochs of {about}{self.per_epoch:,})"
 
 
-def count_steps(train: TrainConfig, num_samples: int | None, mean_length: float | None = None) -> Steps | None:
+def count_steps(train: TrainConfig, lengths: Lengths | None, horizon: Horizon | None = None) -> Steps | None:
     """Optimizer steps, or None while the data is unknown. The short last batch of an epoch is a step of its own."""
     step = parse_amount(train.global_batch)
-    if num_samples is None or (step.unit == "tokens" and mean_length is None):
+    if lengths is None or lengths.num_samples is None:
         return None
     if step.unit == "samples":
-        per_epoch = math.ceil(num_samples / step.count)
-    else:
-        per_epoch = math.ceil(num_samples * (mean_length or 0.0) / step.count)
-    whole, part = divmod(train.epochs, 1.0)
-    total = max(1, int(whole) * per_epoch + math.ceil(part * per_epoch - 1e-9))
-    if train.max_steps is not None:
-        total = min(total, train.max_steps)
-    return Steps(per_epoch, total, is_exact=step.unit == "samples")
+        per_epoch = math.ceil(lengths.num_samples / step.count)
+    else:  # windows of about as many tokens, as the epoch plan cuts them
+        per_epoch = min(lengths.num_samples, max(1, round(lengths.num_samples * lengths.mean / step.count)))
+    ends = [steps for steps in (train.max_steps, horizon.steps if horizon else None) if steps is not None]
+    if train.epochs is not None:
+        ends.append(max(1, round(train.epochs * per_epoch)))
+    return Steps(per_epoch, min(ends), is_exact=lengths.basis == "tokenised")

@@ -22,9 +22,9 @@ from duoka.plan.hardware import Gpu, Machine
 from duoka.registry import nearest
 
 GIB = 2**30
-# A core that multiplies fp32 matrices with AVX2 (2 fused operations of 8 numbers a cycle at 2.5 GHz), when nothing
-# was measured; a wide guess, and the plan says so.
-CPU_CORE_TFLOPS = 0.04
+# A core that multiplies fp32 matrices with AVX2: 2 fused operations of 8 numbers a cycle at 2.5 GHz are 0.08, and less
+# where two "cores" are threads of one. Used when nothing was measured; a wide guess, and the plan says so.
+CPU_CORE_TFLOPS = 0.06
 # What a node has beside its GPUs, when only GPUs are named: about what cloud nodes have for each.
 HOST_BYTES_PER_GPU = 128 * GIB
 
@@ -84,7 +84,13 @@ class Cluster:
     num_nics: int = 1
     host_bytes_per_node: int = 0
     is_measured: bool = False
+    disk_bytes_per_s: float = 0.0  # 0: not measured
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def host_room_bytes(self) -> int:
+        """A node's host memory, when it stands empty; where only GPUs are named, what cloud nodes have beside them."""
+        return int(0.95 * (self.host_bytes_per_node or HOST_BYTES_PER_GPU * self.per_node))
 
     @property
     def num_devices(self) -> int:
@@ -102,8 +108,8 @@ class Cluster:
         if device.kind == "cpu":
             raise ValueError("a CPU is planned for as the machine that we are on")
         card = Gpu(device.name, device.memory_bytes, int(device.memory_bytes * 0.99), device.capability)
-        host = self.host_bytes_per_node or HOST_BYTES_PER_GPU * self.per_node
-        return Machine(16 * self.per_node, host, int(0.95 * host), gpus=(card,) * self.per_node)
+        host = self.host_room_bytes
+        return Machine(16 * self.per_node, int(host / 0.95), host, gpus=(card,) * self.per_node)
 
 
 @functools.cache
@@ -236,7 +242,20 @@ def cluster_of(machine: Machine, num_nodes: int, per_node: int, own: Mapping[str
         device = _cpu(machine)
         link, network, nics = networks()["memory"], networks()["10GbE"], 1
     cluster = Cluster(device, num_nodes, per_node, link, network, nics, machine.memory_bytes, notes=notes)
-    return _overlay(cluster, own) if own and own.get("device") == hardware_key(machine) else cluster
+    if own and own.get("device") == hardware_key(machine):
+        cluster = _overlay(cluster, own)
+    return cluster if machine.gpus else _on_some_cores(cluster, machine, per_node)
+
+
+def _on_some_cores(cluster: Cluster, machine: Machine, per_node: int) -> Cluster:
+    """Peaks are those of all cores; with OMP_NUM_THREADS, ranks may leave some idle."""
+    used = machine.cores_used(per_node)
+    if used >= machine.num_cores:
+        return cluster
+    device, share = cluster.device, used / machine.num_cores
+    note = f"OMP_NUM_THREADS={machine.threads_per_rank}: {used} of {machine.num_cores} cores compute"
+    slower = replace(device, fp32_flops=share * device.fp32_flops, half_flops=share * device.half_flops)
+    return replace(cluster, device=slower, notes=(*cluster.notes, note))
 
 
 def local_cluster(machine: Machine, world_size: int, local_size: int) -> Cluster:
@@ -306,7 +325,8 @@ def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
         if own.get("link_bytes_per_s"):
             latency = float(own.get("link_latency_s") or link.latency_s)
             link = Network("measured", float(own["link_bytes_per_s"]), latency, "measured by duoka bench hardware")
+        disk = float(own.get("disk_bytes_per_s") or 0.0)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"hardware.json: {error}", fix="measure again: duoka bench hardware") from None
     notes = () if own.get("half_flops") or own.get("fp32_flops") else cluster.notes
-    return replace(cluster, device=device, link=link, is_measured=True, notes=notes)
+    return replace(cluster, device=device, link=link, is_measured=True, disk_bytes_per_s=disk, notes=notes)

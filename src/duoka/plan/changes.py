@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from duoka.config.schema import LoraConfig, RunConfig
+from duoka.config.schema import LoraConfig
 from duoka.plan.catalogue import Cluster
-from duoka.plan.choose import largest_tokens
 from duoka.plan.layout import Layout
-from duoka.plan.memory import FITS, TIGHT, estimate_memory
-from duoka.plan.recipe import Work
-from duoka.plan.search import Task, load_of
+from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.speed import estimate_speed
+from duoka.plan.task import Task, load_of, memory_of
 from duoka.units import Amount, format_bytes
 
 
@@ -32,28 +30,24 @@ class Change:
         )
 
 
-def single_changes(
-    config: RunConfig, task: Task, layout: Layout, cluster: Cluster, available_bytes: int
-) -> list[Change]:
+def single_changes(task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> list[Change]:
     """Every change that makes a difference of 2% or more, alone."""
-    now = _measure("", task, layout, cluster, available_bytes, largest_tokens(config, layout))
+    now = _measure("", task, layout, cluster, available_bytes)
     found = []
-    for words, changed, how in _tries(config, task, layout):
-        one = _measure(words, changed, how, cluster, available_bytes, _tokens(changed, how, config))
+    for words, changed, how in _tries(task, layout):
+        one = _measure(words, changed, how, cluster, available_bytes)
         differs = abs(one.peak_bytes / now.peak_bytes - 1) > 0.02 or abs(one.tokens_per_s / now.tokens_per_s - 1) > 0.02
         if differs:
             found.append(one)
     return found
 
 
-def _tokens(task: Task, layout: Layout, config: RunConfig) -> int:
-    if task.max_length == config.data.max_length:
-        return largest_tokens(config, layout)
-    return max(task.max_length, min(layout.micro.count, largest_tokens(config, layout)))
+def _shorter(task: Task, length: int) -> Task:
+    return replace(task, max_length=length, lengths=task.lengths.cut(length) if task.lengths else None)
 
 
-def _tries(config: RunConfig, task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
-    work, length = task.work, config.data.max_length
+def _tries(task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
+    work, length = task.work, task.max_length
     for recompute in ("none", "selective", "full"):
         if recompute != layout.recompute:
             yield f"train.recompute: {recompute}", task, replace(layout, recompute=recompute)
@@ -75,45 +69,52 @@ def _tries(config: RunConfig, task: Task, layout: Layout) -> Iterator[tuple[str,
     if work.lora is None:
         yield "lora: {rank: 8}", replace(task, work=replace(work, lora=LoraConfig())), layout
     half = length // 2
-    short = replace(task, max_length=half, length=min(task.length, half))
     fewer = Amount(max(half, layout.micro.count // 2), "tokens") if layout.micro.unit == "tokens" else layout.micro
-    yield f"data.max_length: {half}", short, replace(layout, micro=fewer)
+    yield f"data.max_length: {half}", _shorter(task, half), replace(layout, micro=fewer)
 
 
-def _measure(words: str, task: Task, layout: Layout, cluster: Cluster, available_bytes: int, tokens: int) -> Change:
+def _measure(words: str, task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> Change:
     load = load_of(task, layout)
-    memory = estimate_memory(task.work, layout, tokens, accumulates=load.accumulation > 1)
+    memory = memory_of(task, layout)
     speed = estimate_speed(task.work, layout, cluster, load)
-    return Change(words, memory.peak_bytes, speed.tokens_per_s, memory.peak_bytes <= FITS * available_bytes)
+    return Change(words, memory.peak_bytes, speed.tokens_per_s, fits(memory, cluster, available_bytes))
 
 
-def smaller_changes(config: RunConfig, work: Work, layout: Layout, available_bytes: int) -> tuple[str, ...]:
+def fits(memory: Memory, cluster: Cluster, available_bytes: int, share: float = FITS) -> bool:
+    """On the device, and what is offloaded in the memory of its node."""
+    on_host = memory.host_bytes * cluster.per_node <= share * cluster.host_room_bytes
+    return memory.peak_bytes <= share * available_bytes and on_host
+
+
+def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> tuple[str, ...]:
     """Changes that would make it fit, in the order in which they cost the user something."""
-    length = config.data.max_length
+    length = task.max_length
     smallest = replace(layout, micro=Amount(length, "tokens"))
-    adapters = replace(work, lora=LoraConfig())
+    adapters = replace(task, work=replace(task.work, lora=LoraConfig()))
     shared = replace(smallest, recompute="full")
-    tries: list[tuple[str, Work, Layout, int]] = [
-        (f'train.micro_batch: "{length} tokens"', work, smallest, length),
-        ("train.recompute: full", work, replace(layout, recompute="full"), largest_tokens(config, layout)),
-        (f'recompute: full and micro_batch: "{length} tokens"', work, shared, length),
+    tries: list[tuple[str, Task, Layout]] = [
+        (f'train.micro_batch: "{length} tokens"', task, smallest),
+        ("train.recompute: full", task, replace(layout, recompute="full")),
+        (f'recompute: full and micro_batch: "{length} tokens"', task, shared),
     ]
     if layout.dp > 1 and layout.strategy != "fsdp" and not layout.axes:
         fsdp = replace(layout, strategy="fsdp", shard=layout.dp)
-        tries.insert(0, ("parallel.strategy: fsdp", work, fsdp, largest_tokens(config, layout)))
+        tries.insert(0, ("parallel.strategy: fsdp", task, fsdp))
         tries.append(
-            ("strategy: fsdp and recompute: full", work, replace(shared, strategy="fsdp", shard=layout.dp), length)
+            ("strategy: fsdp and recompute: full", task, replace(fsdp, micro=smallest.micro, recompute="full"))
         )
-    tries += [
-        (f"data.max_length: {length // 2}", work, shared, length // 2),
-        ("lora: {rank: 8}", adapters, shared, length),
-    ]
+    if layout.offload == "none" and task.work.device == "cuda" and not layout.axes:
+        tries.append(("parallel.offload: optimizer", task, replace(layout, offload="optimizer")))
+        if layout.is_sharded:
+            tries.append(("parallel.offload: params", task, replace(layout, offload="params")))
+    half = replace(shared, micro=Amount(length // 2, "tokens"))
+    tries.append((f"data.max_length: {length // 2}", _shorter(task, length // 2), half))
+    if task.work.lora is None:
+        tries.append(("lora: {rank: 8}", adapters, shared))
     found: list[str] = []
-    for words, changed, how, tokens in tries:
-        if changed == work and how == layout and tokens == largest_tokens(config, layout):
+    for words, changed, how in tries:
+        if changed == task and how == layout:
             continue
-        if changed != work and work.lora is not None:
-            continue
-        if estimate_memory(changed, how, tokens).peak_bytes <= TIGHT * available_bytes:
+        if fits(memory_of(changed, how), cluster, available_bytes, TIGHT):
             found.append(words)
     return tuple(found[:3])

@@ -39,6 +39,11 @@ class Machine:
     cpu_bf16: str = ""  # the instruction set that computes bf16, or empty
     gpus: tuple[Gpu, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    threads_per_rank: int = 0  # OMP_NUM_THREADS; 0: not set, so that ranks share all cores
+
+    def cores_used(self, num_local_ranks: int) -> int:
+        """By all ranks together, when CPUs compute."""
+        return min(self.num_cores, (self.threads_per_rank or self.num_cores) * num_local_ranks)
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -94,7 +99,10 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
     if gpus and _torch_has_no_gpu():
         notes = (f"{len(gpus)} GPU found, but the installed torch is built for CPUs only: planned for the CPU",)
         gpus = ()
-    return Machine(_usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes)
+    threads = env.get("OMP_NUM_THREADS", "")
+    return Machine(
+        _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, int(threads) if threads.isdigit() else 0
+    )
 
 
 def _usable_cores() -> int:

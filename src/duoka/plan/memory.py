@@ -13,8 +13,9 @@ from duoka.plan.activations import activation_bytes_per_token, boundary_bytes, l
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Share, StaticMemory, Work, copy_bytes, shares, static_memory
 
-# A process before it holds any model: interpreter, torch, transformers, peft (343 MiB when measured, and its pools).
-CPU_FRAMEWORK_BYTES = (360 * 2**20, 420 * 2**20, 640 * 2**20)  # low, likely, high
+# A process before it holds any model: interpreter, torch, transformers, peft (370 MiB when measured, 390 with what
+# kernels keep), and what an allocator keeps of freed blocks (up to 250 MiB by glibc's, from run to run others).
+CPU_FRAMEWORK_BYTES = (390 * 2**20, 450 * 2**20, 700 * 2**20)  # low, likely, high
 # CUDA context and NCCL's buffers on a GPU; not measured by us.
 CUDA_FRAMEWORK_BYTES = (600 * 2**20, 1200 * 2**20, 1800 * 2**20)
 # NCCL's buffers for each of a tensor, pipeline or sequence axis: its communicators, and those that cross it.
@@ -48,21 +49,31 @@ class Memory:
 
 
 def estimate_memory(
-    work: Work, layout: Layout, tokens: int, *, accumulates: bool = True, accumulation: int = 1, length: int = 0
+    work: Work,
+    layout: Layout,
+    tokens: int,
+    *,
+    accumulates: bool = True,
+    accumulation: int = 1,
+    length: int = 0,
+    eval_tokens: int = 0,
 ) -> Memory:
     """The peak of one rank that computes `tokens` at once, and `accumulates` gradients over micro-batches or not.
 
     Of a pipeline, the fullest stage; `accumulation` micro-batches feed it. `length` is the longest sequence, which
-    matters only where attention keeps its scores.
+    matters only where attention keeps its scores. Evaluations measure up to `eval_tokens` at once.
     """
     tokens = -(-tokens // layout.sp)
     stages = [
-        _estimate(work, layout, share, tokens, accumulates, length) for share in shares(work, layout, accumulation)
+        _estimate(work, layout, share, tokens, accumulates, length, eval_tokens)
+        for share in shares(work, layout, accumulation)
     ]
     return max(stages, key=lambda memory: memory.peak_bytes)
 
 
-def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates: bool, length: int) -> Memory:
+def _estimate(
+    work: Work, layout: Layout, share: Share, tokens: int, accumulates: bool, length: int, eval_tokens: int
+) -> Memory:
     static = static_memory(work, layout, share)
     one_layer, kept, formula = _activations(work, layout, share, tokens, length)
     low, framework, high = _framework_bytes(work, layout)
@@ -85,8 +96,15 @@ def _estimate(work: Work, layout: Layout, share: Share, tokens: int, accumulates
         | before
         | {"casts": casts, "activations": kept + again, "loss": head_gradient, "working": working},
         "end of the backward pass": base | gradients | {"casts": casts, "activations": one_layer, "working": working},
-        "optimizer step": base | gradients | {"working": _optimizer_bytes(work, layout, share)},
+        "optimizer step": base | gradients | {"temporaries": _optimizer_bytes(work, layout, share)},
     }
+    if eval_tokens:
+        # Nothing is kept for a backward pass: one layer's tensors, and a chunk of logits.
+        passing = one_layer * eval_tokens // max(1, tokens)
+        buckets = gradients if layout.strategy == "ddp" else {}
+        moments["evaluation"] = (
+            base | buckets | {"activations": passing, "loss": loss_bytes(work, layout, share, eval_tokens)[0]}
+        )
     for moment, size in gathered.items():
         moments[moment] = moments[moment] | {"gathered": size}
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
@@ -146,7 +164,8 @@ def _name_formulas(
         "gathered": "whole layers and ends that compute or are fetched, gradients on their way",
         "casts": "2P of the layers: autocast's half-precision copies",
         "loss": "tokens x V: whole logits and their gradients" if whole else "logits in chunks, the head's gradient",
-        "working": "optimizer's temporaries" if static.host_bytes else "gradients of one layer's activations",
+        "working": "gradients of one layer's activations",
+        "temporaries": "of the optimizer's step",
         "framework": f"{context}, a constant",
     }
 
@@ -201,9 +220,9 @@ def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
 
 
 def _optimizer_bytes(work: Work, layout: Layout, share: Share) -> int:
-    """Temporaries of AdamW: of one tensor at a time on CPU, of all tensors at once on CUDA (foreach)."""
-    if work.program is not None:
-        return 0  # fused
+    """Temporaries of an optimizer that is not fused: of one tensor at a time on CPU, of all at once on CUDA."""
+    if work.program is not None or work.optimizer == "adamw":
+        return 0
     if work.device == "cuda":
         return 4 * share.trainable // layout.shard
     return 8 * (share.embedding if work.lora is None else 0) // layout.shard

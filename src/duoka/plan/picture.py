@@ -58,6 +58,8 @@ def layout_lines(plan: Plan) -> list[str]:
     out.append(f"batch    {plan.batch.sentence()}")
     if plan.steps is not None:
         out.append(f"steps    {plan.steps.sentence(plan.epochs)}")
+    if plan.horizon is not None:
+        out.append(f"tokens   {plan.horizon.sentence()}")
     return out
 
 
@@ -82,6 +84,7 @@ def peak_lines(plan: Plan) -> list[str]:
     memory, available = plan.memory, plan.available_bytes
     out = [
         f"peak     {plan.memory_sentence()}",
+        f"         {plan.samples_sentence()}",
         f"         at the {memory.peak_moment}, with {memory.tokens:,} tokens at once:",
     ]
     scale = max(available, memory.peak_bytes, 1)
@@ -90,17 +93,17 @@ def peak_lines(plan: Plan) -> list[str]:
         start, end = round(_BAR * before / scale), round(_BAR * (before + size) / scale)
         before += size
         bar = " " * start + "█" * (end - start)
-        out.append(f"           {name:<12}{format_bytes(size):>10} {bar}".rstrip())
+        out.append(f"           {name:<16}{format_bytes(size):>10} {bar}".rstrip())
     mark = min(_BAR, round(_BAR * available / scale))
     full = round(_BAR * memory.peak_bytes / scale)
     gauge = "".join("█" if i < min(full, mark) else "▒" if i < full else "·" if i < mark else " " for i in range(_BAR))
-    out.append(f"           {'in all':<12}{format_bytes(memory.peak_bytes):>10} {gauge}| of {format_bytes(available)}")
+    out.append(f"           {'in all':<16}{format_bytes(memory.peak_bytes):>10} {gauge}| of {format_bytes(available)}")
     by_formula: dict[str, list[str]] = {}
     for name, _ in memory.largest_parts(len(memory.parts)):
         by_formula.setdefault(memory.formulas.get(name, ""), []).append(name)
     out += [f"         {', '.join(names)}: {formula}" for formula, names in by_formula.items() if formula]
-    if memory.host_bytes:
-        out.append(f"         and {format_bytes(memory.host_bytes)} per rank in host memory")
+    if plan.host.needed_bytes:
+        out.append(f"         and {plan.host.sentence()}")
     out += [f"         it would fit with {change}" for change in plan.smaller]
     return out
 

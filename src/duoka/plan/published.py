@@ -15,7 +15,7 @@ from duoka.plan.layout import Layout, Precision, Recompute, parse_layout
 from duoka.plan.memory import Memory, estimate_memory
 from duoka.plan.recipe import Program, Work
 from duoka.plan.shape import Linear, ModelShape
-from duoka.plan.speed import Load, Speed, estimate_speed
+from duoka.plan.speed import RATES, Load, Rates, Speed, estimate_speed
 from duoka.units import Amount
 
 _BF16 = Program("bf16 throughout", 2, 2, 0, 4, kept_hidden=0, kept_hidden_split=20, kept_ffn=8, kept_kv=4, logits=0.5)
@@ -64,8 +64,13 @@ class Point:
             length=round(self.load.length),
         )  # fmt: skip
 
-    def plan_speed(self) -> Speed:
-        return estimate_speed(self.work, self.layout, self.cluster, self.load)
+    @property
+    def project(self) -> str:
+        """Who published it."""
+        return self.source.split(":")[0].split(" ")[0].split("/")[-1]
+
+    def plan_speed(self, rates: Rates = RATES) -> Speed:
+        return estimate_speed(self.work, self.layout, self.cluster, self.load, rates=rates)
 
 
 def read_points() -> tuple[list[Point], dict[str, int]]:

@@ -180,18 +180,18 @@ def static_memory(work: Work, layout: Layout, share: Share | None = None) -> Sta
         gathered, formula = _gathered_whole(work, layout.precision, share)
         first = layout.strategy == "zero1"
         gradients = 4 * train if first else 4 * train // ranks
-        formula += f" + {'4Pt' if first else '4Pt/N'} + {4 + state:g}Pt/N{note}{axes}"
+        formula += f" + {'4Pt' if first else '4Pt/N'} + {4 + state:.3g}Pt/N{note}{axes}"
         own = (gathered + frozen, gradients, int((4 + state) * train) // ranks)
         host = own[2] + 4 * train // ranks if layout.offload == "params" else 0
     elif layout.strategy in ("fsdp", "hsdp"):
         divisor = "N" if layout.strategy == "fsdp" else "S"
         note_sharded = f" + {frozen_size:g}(P-Pt)/{divisor}" if frozen else ""
-        formula = f"(4Pt + 4Pt + {state:g}Pt)/{divisor}{note_sharded}{axes}"
+        formula = f"(4Pt + 4Pt + {state:.3g}Pt)/{divisor}{note_sharded}{axes}"
         own = ((4 * train + frozen) // ranks, 4 * train // ranks, int(state * train) // ranks)
         host = sum(own) if layout.offload == "params" else 0
     else:
         copies = 2 if layout.strategy == "ddp" and not work.bucket_view else 1
-        formula = f"4Pt + {4 * copies}Pt + {state:g}Pt{note}{axes}"
+        formula = f"4Pt + {4 * copies}Pt + {state:.3g}Pt{note}{axes}"
         own = (4 * train + frozen, 4 * copies * train, int(state * train))
         host = 0
     if layout.offload == "optimizer":

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
@@ -18,15 +18,38 @@ from duoka.plan.changes import Change, single_changes, smaller_changes
 from duoka.plan.choose import Choice, check_machine, choose_layout
 from duoka.plan.costs import Costs, estimate_costs
 from duoka.plan.hardware import Machine
+from duoka.plan.horizon import Horizon, find_horizon
 from duoka.plan.layout import Layout
-from duoka.plan.memory import FITS, TIGHT, Memory, estimate_memory
+from duoka.plan.lengths import Lengths
+from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.recipe import StaticMemory, Work, static_table
-from duoka.plan.search import Ranking, Task, load_of, search, why_not
+from duoka.plan.search import Ranking, search, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, estimate_speed
-from duoka.units import format_bytes, parse_amount
+from duoka.plan.task import Task, load_of, memory_of, task_of
+from duoka.units import format_bytes
 
 Verdict = Literal["fits", "tight", "does not fit"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """What the ranks of a node keep in its host memory beside what their GPUs hold, and what is free there."""
+
+    needed_bytes: int
+    available_bytes: int
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.needed_bytes > TIGHT * self.available_bytes:
+            return "does not fit"
+        return "tight" if self.needed_bytes > FITS * self.available_bytes else "fits"
+
+    def sentence(self) -> str:
+        have = format_bytes(self.available_bytes)
+        relation = {"fits": "of", "tight": "tight in", "does not fit": "which does not fit in"}[self.verdict]
+        return f"{format_bytes(self.needed_bytes)} in a node's host memory, {relation} {have}"
 
 
 @dataclass(frozen=True)
@@ -40,9 +63,10 @@ class Plan:
     machine: Machine
     available_bytes: int  # per rank
     memory: Memory
+    at_most_bytes: int  # the peak if all samples were as long as they may be
     table: tuple[StaticMemory, ...]
     batch: BatchArithmetic
-    epochs: float
+    epochs: float | None
     steps: Steps | None
     verdict: Verdict
     cluster: Cluster
@@ -52,7 +76,14 @@ class Plan:
     smaller: tuple[str, ...] = ()  # changes that would make it fit, the smallest first
     notes: tuple[str, ...] = ()  # what guides get wrong, where it shows
     ranking: Ranking | None = None  # of all layouts; only when asked for
+    host: HostRoom = field(default_factory=lambda: HostRoom(0, 0))
     changes: tuple[Change, ...] = ()
+    horizon: Horizon | None = None  # what train.tokens comes to
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """What is known of the samples."""
+        return self.task.lengths
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only; what a run keeps as plan.json."""
@@ -74,11 +105,17 @@ class Plan:
             },
             "batch": self.batch.to_json(),
             "steps": asdict(self.steps) if self.steps else None,
+            "horizon": asdict(self.horizon) if self.horizon else None,
             "memory": {
                 "peak_bytes": memory.peak_bytes,
                 "low_bytes": memory.low_bytes,
                 "high_bytes": memory.high_bytes,
                 "available_bytes": self.available_bytes,
+                "host_needed_bytes": self.host.needed_bytes,
+                "host_available_bytes": self.host.available_bytes,
+                "at_most_bytes": self.at_most_bytes,
+                "tokens_at_once": memory.tokens,
+                "basis": self.lengths.basis if self.lengths else "max_length",
                 "peak_moment": memory.peak_moment,
                 "parts": dict(memory.parts),
                 "moments": dict(memory.moments),
@@ -96,13 +133,29 @@ class Plan:
             "changes": [asdict(change) for change in self.changes],
         }
 
+    def samples_sentence(self) -> str:
+        """Whether the tokens at once are expected or a bound, and what that rests on."""
+        batch, known = self.batch, self.lengths
+        if known is None:
+            return f"at most: as if every sample had data.max_length, {batch.max_length:,} tokens"
+        if not known.batch:
+            return f"for full rows of {batch.max_length:,} tokens"
+        text = f"expected from {known.sentence()}"
+        if batch.tokens_at_most > batch.tokens_at_once:
+            text += (
+                f"; at most {format_bytes(self.at_most_bytes)}, with {batch.tokens_at_most:,} tokens at once, were all "
+                f"samples {batch.max_length:,} long"
+            )
+        return text
+
     def memory_sentence(self) -> str:
         """One line for a banner: `1.35 GiB per rank (1.2 to 1.7), fits in 11.4 GiB`."""
         memory = self.memory
         spread = f"{format_bytes(memory.low_bytes)} to {format_bytes(memory.high_bytes)}"
         have = format_bytes(self.available_bytes)
         relation = {"fits": "fits in", "tight": "tight in", "does not fit": "does not fit in"}[self.verdict]
-        return f"{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
+        bound = "at most " if self.lengths is None else ""
+        return f"{bound}{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
 
     def refusal(self) -> ConfigError | DoesNotFit | None:
         """The error to end with when it does not fit, or is planned only; None when it may be tried."""
@@ -113,6 +166,12 @@ class Plan:
             )
         if self.verdict != "does not fit":
             return None
+        if self.host.verdict == "does not fit":
+            return DoesNotFit(
+                f"this run needs {self.host.sentence()}",
+                where="what is offloaded, and the copy that checkpoints are written from, of all ranks of a node",
+                fix="parallel.offload: none, checkpoint.async: false, or more nodes",
+            )
         need, have = format_bytes(self.memory.peak_bytes), format_bytes(self.available_bytes)
         biggest = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.memory.largest_parts())
         return DoesNotFit(
@@ -128,10 +187,8 @@ def make_plan(
     machine: Machine,
     world_size: int,
     *,
-    num_samples: int | None = None,
-    mean_length: float | None = None,
+    lengths: Lengths | None = None,
     local_size: int | None = None,
-    is_data_measured: bool = True,
     cluster: Cluster | None = None,
     layout: Layout | None = None,
     price: float | None = None,
@@ -139,25 +196,26 @@ def make_plan(
 ) -> Plan:
     """Plan a run of `world_size` ranks, `local_size` of them on this machine (all, when left out).
 
-    `num_samples` and `mean_length` are those of the tokenised training data, or guesses (`is_data_measured=False`).
-    `cluster` are the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings
-    that the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
+    `lengths` is what is known of the training data; without it samples count as long as they may be. `cluster` are
+    the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
+    the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
-    faults = check_machine(config, machine, world_size, local_size)
-    if faults:
+    if faults := check_machine(config, machine, world_size, local_size):
         raise Faults(faults)
     local = local_size or world_size
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
     available = machine.available_per_rank(local)
     work = _work(config, shape, machine)
-    choice = choose_layout(config, work, machine, world_size, available, local_size, layout)
+    task = task_of(config, work, lengths)
+    choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
     layout = choice.layout
-    steps = _steps(config, num_samples, mean_length, is_data_measured)
-    batch = spread_batch(config.train, layout.micro, layout.dp, config.data.max_length, mean_length)
-    memory = _memory(work, layout, batch)
-    verdict = judge(memory, available)
-    task = _task(config, work, mean_length)
+    horizon, steps = _length_of_run(config, shape, lengths)
+    batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), lengths)
+    memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
+    host = HostRoom(memory.host_bytes * local, machine.available_bytes)
+    verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
+    costs = estimate_costs(work, layout, cluster, speed, _last(steps or horizon), config.checkpoint, price)
     return Plan(
         layout=layout,
         reasons=choice.reasons,
@@ -166,20 +224,34 @@ def make_plan(
         machine=machine,
         available_bytes=available,
         memory=memory,
+        at_most_bytes=at_most.peak_bytes,
         table=static_table(work, layout),
         batch=batch,
         epochs=config.train.epochs,
         steps=steps,
         verdict=verdict,
+        host=host,
         cluster=cluster,
         task=task,
         speed=speed,
-        costs=estimate_costs(work, cluster, speed.step_s, steps.total if steps else None, price),
-        smaller=smaller_changes(config, work, layout, available) if verdict == "does not fit" else (),
-        notes=advice(work, layout, cluster, memory, speed.exchanges, batch.accumulation),
+        costs=costs,
+        smaller=smaller_changes(task, layout, cluster, available) if verdict == "does not fit" else (),
+        notes=advice(work, layout, cluster, speed.exchanges, batch.accumulation),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
-        changes=tuple(single_changes(config, task, layout, cluster, available)) if is_ranked else (),
+        changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
+        horizon=horizon,
     )
+
+
+def _length_of_run(
+    config: RunConfig, shape: ModelShape, lengths: Lengths | None
+) -> tuple[Horizon | None, Steps | None]:
+    horizon = find_horizon(config, shape)
+    return horizon, count_steps(config.train, lengths, horizon)
+
+
+def _last(length: Steps | Horizon | None) -> int | None:
+    return length.total if isinstance(length, Steps) else length.steps if length else None
 
 
 def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
@@ -188,26 +260,6 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
         saves_beside=config.checkpoint.is_async,
     )  # fmt: skip
-
-
-def _steps(
-    config: RunConfig, num_samples: int | None, mean_length: float | None, is_data_measured: bool
-) -> Steps | None:
-    steps = count_steps(config.train, num_samples, mean_length)
-    return steps if steps is None or is_data_measured else replace(steps, is_exact=False)
-
-
-def _memory(work: Work, layout: Layout, batch: BatchArithmetic) -> Memory:
-    tokens, accumulation = batch.tokens_per_micro_batch, batch.accumulation
-    return estimate_memory(work, layout, tokens, accumulates=accumulation > 1, accumulation=accumulation)
-
-
-def _task(config: RunConfig, work: Work, mean_length: float | None) -> Task:
-    """Samples are as long as the data's mean, or, before it is known, as the longest that is allowed."""
-    step, longest = parse_amount(config.train.global_batch), config.data.max_length
-    length = mean_length or float(longest)
-    tokens = float(step.count) if step.unit == "tokens" else step.count * length
-    return Task(work, tokens, longest, length)
 
 
 def _speed_json(speed: Speed) -> dict[str, Any]:
@@ -264,6 +316,15 @@ def judge(memory: Memory, available_bytes: int) -> Verdict:
     if memory.peak_bytes > FITS * available_bytes or memory.high_bytes > available_bytes:
         return "tight"
     return "fits"
+
+
+def _judge_task(task: Task, layout: Layout, memory: Memory, available_bytes: int) -> Verdict:
+    """As `judge`; what was only looked at may be wrong by a factor of two, and is not called safe then."""
+    verdict, known = judge(memory, available_bytes), task.lengths
+    if verdict == "fits" and known and known.basis == "sampled":
+        longer = memory_of(replace(task, lengths=known.doubled(task.max_length)), layout)
+        return "tight" if judge(longer, available_bytes) == "does not fit" else verdict
+    return verdict
 
 
 def _all_warnings(choice: Choice, shape: ModelShape, senseless: str | None) -> tuple[str, ...]:

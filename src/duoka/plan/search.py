@@ -11,24 +11,14 @@ from dataclasses import dataclass, replace
 
 from duoka.plan.catalogue import Cluster
 from duoka.plan.layout import Layout, Recompute, Strategy
-from duoka.plan.memory import FITS, Memory, estimate_memory
-from duoka.plan.recipe import Work
+from duoka.plan.memory import FITS, Memory
 from duoka.plan.shape import ModelShape
-from duoka.plan.speed import Load, Speed, estimate_speed
+from duoka.plan.speed import Speed, estimate_speed
+from duoka.plan.task import Task, load_of, memory_of
 from duoka.units import Amount, format_bytes
 
 LONG_TOKENS = 16384  # below it, cutting sequences saves nothing that cutting batches doesn't
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be trained, whatever the layout: tokens of one optimizer step, in sequences of `length`."""
-
-    work: Work
-    tokens_per_step: float
-    max_length: int
-    length: float  # that attention sees, on average
 
 
 @dataclass(frozen=True)
@@ -156,10 +146,7 @@ def _best_of(layout: Layout, task: Task, cluster: Cluster, available_bytes: int)
         for tokens in _rungs(task.max_length, share):
             how = replace(layout, recompute=recompute, micro=Amount(tokens, "tokens"))
             load = load_of(task, how)
-            accumulation = max(1, round(load.accumulation))
-            memory = estimate_memory(
-                task.work, how, tokens, accumulates=accumulation > 1, accumulation=accumulation, length=task.max_length
-            )
+            memory = memory_of(task, how)
             if least is None or memory.peak_bytes < least.peak_bytes:
                 least = memory
             if memory.peak_bytes > FITS * available_bytes:
@@ -183,12 +170,3 @@ def _rungs(longest: int, share: float) -> list[int]:
     """Micro-batches to try: one sample, and as many as are worth it."""
     most = max(longest, int(share))
     return sorted({longest, *(min(most, max(longest, tokens)) for tokens in (4096, 16384, 65536))})
-
-
-def load_of(task: Task, layout: Layout) -> Load:
-    """How a rank gets through a step under that layout."""
-    share = task.tokens_per_step / layout.dp
-    tokens = min(
-        float(layout.micro.count if layout.micro.unit == "tokens" else layout.micro.count * task.length), share
-    )
-    return Load(max(1.0, share / max(1.0, tokens)), tokens, min(task.length, tokens), task.tokens_per_step)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from duoka.config.schema import LoraConfig
+from duoka.config.derive import derive
+from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.plan.families import FAMILIES, LLAMA, ExpertKeys, Family
 from duoka.plan.sizes import Experts, Linear, ModelShape
@@ -26,6 +27,7 @@ __all__ = [
     "demo_shape",
     "facts_from_depth",
     "facts_from_parameters",
+    "facts_of_new",
     "lora_parameters",
     "read_facts",
     "read_shape",
@@ -324,20 +326,22 @@ def demo_shape() -> ModelShape:
 
 ASSUMED = "a Llama of about that size"  # the type of a model of which only the number of parameters is known
 
-# A model from nothing: its width follows from its depth, so that one number says how large it is.
-WIDTH_PER_LAYER = 64
-HEAD_DIM = 128
+
+def facts_of_new(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """The config.json of a new model: Qwen3-shaped, in the sizes that follow from `model.depth` or were written."""
+    width, head_dim = model.width or 0, model.head_dim or 1
+    return {
+        "model_type": "qwen3", "hidden_size": width, "intermediate_size": model.mlp_width,
+        "num_hidden_layers": model.depth, "num_attention_heads": width // head_dim,
+        "num_key_value_heads": model.kv_heads, "head_dim": head_dim, "vocab_size": vocab_size,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
 
 
 def facts_from_depth(depth: int, vocab_size: int) -> dict[str, Any]:
-    """The config.json of a Qwen3-shaped model of that depth: 64 wide per layer, heads of 128, no sharing of heads."""
-    heads = max(1, round(depth * WIDTH_PER_LAYER / HEAD_DIM))
-    hidden = heads * HEAD_DIM
-    return {
-        "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": depth,
-        "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": HEAD_DIM, "vocab_size": vocab_size,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
+    """The config.json of a new model of which only the depth is said."""
+    asked = RunConfig(model=ModelConfig(depth=depth), data=DataConfig(train=(DataSource(name="identity"),)))
+    return facts_of_new(derive(asked, ())[0].model, vocab_size)
 
 
 def shape_from_depth(depth: int, vocab_size: int = 65536) -> ModelShape:

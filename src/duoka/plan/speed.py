@@ -13,26 +13,37 @@ from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.catalogue import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
-from duoka.plan.memory import Memory
 from duoka.plan.recipe import Work, shares
 from duoka.plan.traffic import Exchange, traffic
 
-# Share of the data sheet's peak that matrix products of training reach. ampere: fitted to the rows of published.csv
-# that are marked `fit`; hopper: between two public figures (MPT-7B at 46.4% and Llama-3-8B at 33.7% MFU on 8 H100);
-# the others: ampere's ratio of training to best product, times their generation's best published product.
-MATMUL_SHARE: Mapping[str, float] = {
-    "volta": 0.60, "turing": 0.50, "ampere": 0.75, "ada": 0.75, "hopper": 0.53, "blackwell": 0.55,
-    "blackwell-rtx": 0.65, "cdna2": 0.40, "cdna3": 0.40, "cpu": 0.80,
-}  # fmt: skip
-# Small micro-batches reach less: half of the best share at so many tokens (waves that don't fill a card, gaps between
-# kernels), as (best share) / (1 + HALF_TOKENS / tokens).
-HALF_TOKENS = 300.0
+
+@dataclass(frozen=True)
+class Rates:
+    """The constants that were fitted to published runs; crossval.py fits them anew, without one source at a time."""
+
+    # Share of the data sheet's peak that matrix products of training reach, by generation. ampere: fitted to the rows
+    # of published.csv that are marked `fit`; hopper: between two public figures (MPT-7B at 46.4% and Llama-3-8B at
+    # 33.7% MFU on 8 H100); others: ampere's ratio of training to best product, times their best published product.
+    matmul: Mapping[str, float]
+    # Attention kernels are further from the peak than plain products, the more so on newer cards.
+    attention: Mapping[str, float]
+    # Small micro-batches reach less: half of the best share at so many tokens (waves that don't fill a card, gaps
+    # between kernels), as (best share) / (1 + half_tokens / tokens).
+    half_tokens: float = 300.0
+    # A tensor that autograd keeps was written once and read once or twice in the forward pass; twice that backwards.
+    touches: float = 2.5
+
+
+RATES = Rates(
+    matmul={
+        "volta": 0.60, "turing": 0.50, "ampere": 0.75, "ada": 0.75, "hopper": 0.53, "blackwell": 0.55,
+        "blackwell-rtx": 0.65, "cdna2": 0.40, "cdna3": 0.40, "cpu": 0.80,
+    },
+    attention={"ampere": 0.35, "hopper": 0.30, "cpu": 0.20},
+)  # fmt: skip
 MEASURED_SHARE = 0.80  # of products that were measured on the machine itself: training's are smaller
-# Attention kernels are further from the peak than plain products, the more so on newer cards.
-ATTENTION_SHARE: Mapping[str, float] = {"ampere": 0.35, "hopper": 0.30, "cpu": 0.20}
 MEMORY_SHARE = 0.80  # of the data sheet's bandwidth, by element-wise kernels
-# A tensor that autograd keeps was written once, and read once or twice, in each pass.
-TOUCHES_FORWARD, TOUCHES_BACKWARD = 2.5, 5.0
+TOUCHES_BACKWARD = 2.0  # times those of the forward pass
 COMPILED_TOUCHES = 0.5  # fused kernels keep intermediate values in registers
 LAUNCH_S = 6e-6  # per kernel in eager mode: below this a GPU waits for Python
 KERNELS_PER_LAYER = 45
@@ -77,17 +88,17 @@ class Load:
 
 
 def estimate_speed(
-    work: Work, layout: Layout, cluster: Cluster, load: Load, memory: Memory | None = None, *, reshard: bool = True
+    work: Work, layout: Layout, cluster: Cluster, load: Load, *, reshard: bool = True, rates: Rates = RATES
 ) -> Speed:
     """Seconds of one optimizer step of the slowest rank."""
     device = cluster.device
     cores = cluster.per_node if device.kind == "cpu" else 1  # CPU ranks of a node share it
-    matmul_s, attention_s, touch_s = _pass_seconds(work, layout, cluster, load)
+    matmul_s, attention_s, touch_s = _pass_seconds(work, layout, cluster, load, rates)
     forward = max(matmul_s + attention_s + touch_s, _launch_s(work, layout, device.kind))
     again = forward if layout.recompute == "full" else touch_s if layout.recompute == "selective" else 0.0
     double = 2.0 if not work.num_frozen else 1.0 + (3 if work.lora else 1) * work.num_trainable / work.num_frozen
     floor = _launch_s(work, layout, device.kind) * 2
-    backward = max(double * matmul_s + 2.5 * attention_s + touch_s * TOUCHES_BACKWARD / TOUCHES_FORWARD, floor)
+    backward = max(double * matmul_s + 2.5 * attention_s + touch_s * TOUCHES_BACKWARD, floor)
     exchanges = traffic(
         work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.tokens),
         reshard=reshard,
@@ -123,18 +134,18 @@ def estimate_speed(
         exposed_s=exposed,
         limit=_limit(parts, exchanges, cluster, step),
         is_measured=cluster.is_measured,
-        efficiency=matmul_share(cluster, load.tokens),
+        efficiency=matmul_share(cluster, load.tokens, rates),
     )
 
 
-def matmul_share(cluster: Cluster, tokens: float) -> float:
+def matmul_share(cluster: Cluster, tokens: float, rates: Rates) -> float:
     """Share of the peak that products of a micro-batch of so many tokens reach."""
     device = cluster.device
-    best = MEASURED_SHARE if device.measured else MATMUL_SHARE.get(device.generation, 0.5)
-    return best / (1 + HALF_TOKENS / max(1.0, tokens)) if device.kind == "cuda" else best
+    best = MEASURED_SHARE if device.measured else rates.matmul.get(device.generation, 0.5)
+    return best / (1 + rates.half_tokens / max(1.0, tokens)) if device.kind == "cuda" else best
 
 
-def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load) -> tuple[float, float, float]:
+def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rates: Rates) -> tuple[float, float, float]:
     """(matrix products, attention, element-wise) of the forward pass of one micro-batch on one rank."""
     device = cluster.device
     cores = cluster.per_node if device.kind == "cpu" else 1
@@ -142,10 +153,10 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load) -> t
     matmul, attention = forward_flops_per_token(work.shape, round(load.length))
     cut = layout.tp * layout.pp * layout.sp
     kept, _ = activation_bytes_per_token(work, layout, round(load.length))
-    touches = TOUCHES_FORWARD * (COMPILED_TOUCHES if layout.compile else 1.0)
+    touches = rates.touches * (COMPILED_TOUCHES if layout.compile else 1.0)
     touched = touches * kept * work.shape.num_layers / layout.pp / layout.sp
-    share = matmul_share(cluster, load.tokens / layout.sp)
-    near = ATTENTION_SHARE.get(device.generation, 0.5 * share)
+    share = matmul_share(cluster, load.tokens / layout.sp, rates)
+    near = rates.attention.get(device.generation, 0.5 * share)
     return (
         load.tokens * matmul / cut / (peak * share),
         load.tokens * attention / cut / (peak * near),

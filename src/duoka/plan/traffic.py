@@ -144,7 +144,9 @@ def _data_traffic(
     group = place_group(layout.shard, stride, per_node)
     found = [Exchange("weights, forward", "all-gather", weights, micro, group, "forward", layers)]
     if reshard:
-        found.append(Exchange("weights, backward", "all-gather", weights, micro, group, "backward", layers))
+        # A tied embedding belongs to the root, which stays gathered from one pass to the next.
+        root = half * share.embedding if share.embedding and not share.head else 0
+        found.append(Exchange("weights, backward", "all-gather", weights - root, micro, group, "backward", layers))
     found.append(Exchange(grads, "reduce-scatter", wide * trained, micro, group, "backward", layers))
     if layout.num_replicas > 1:
         across = place_group(layout.num_replicas, stride * layout.shard, per_node)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from duoka.plan.crossval import Fold, cross_validate, pooled
 from duoka.plan.flops import megatron_flops_per_token, palm_flops_per_token
 from duoka.plan.memory import TIGHT
 from duoka.plan.published import Point, read_points
@@ -41,6 +42,7 @@ class Validation:
     num_judged: int
     wrong: tuple[str, ...]
     unused: dict[str, int]
+    folds: tuple[Fold, ...] = ()
 
     @property
     def broken(self) -> list[str]:
@@ -48,9 +50,9 @@ class Validation:
         found = []
         for row in self.errors:
             if row.rows == "all" and row.quantity in PROMISED:
-                median, p90 = PROMISED[row.quantity]
-                if row.median > median or row.p90 > p90:
-                    found.append(f"{row.quantity}: median {row.median:.1%} and p90 {row.p90:.1%}")
+                found += _too_far(row.quantity, row.median, row.p90, row.quantity)
+        for quantity in dict.fromkeys(fold.quantity for fold in self.folds):
+            found += _too_far(f"{quantity} foretold without its source", *pooled(self.folds, quantity), quantity)
         if self.num_right < PROMISED_RIGHT * self.num_judged:
             found.append(f"fits or not: {self.num_right} of {self.num_judged} right")
         return found
@@ -69,8 +71,25 @@ class Validation:
         out.append(f"{'fits or not':<14}{'all':<34}{self.num_judged:>7}  {self.num_right} right ({share:.1%})")
         out += [f"  wrong: {text}" for text in self.wrong]
         out += [f"left out: {count} rows, {why}" for why, count in self.unused.items()]
+        out += self._fold_lines()
         out.append("bias: the plan's figure above (+) or below (-) what was measured, median")
         return out
+
+    def _fold_lines(self) -> list[str]:
+        if not self.folds:
+            return []
+        out = ["", "each source foretold by constants that were fitted anew to all others, from neutral values:"]
+        out += [fold.line() for fold in self.folds]
+        for quantity in dict.fromkeys(fold.quantity for fold in self.folds):
+            median, p90 = pooled(self.folds, quantity)
+            number = sum(fold.num_rows for fold in self.folds if fold.quantity == quantity)
+            out.append(f"{quantity:<14}{'all, each without its own source':<34}{number:>7}{median:>9.1%}{p90:>8.1%}")
+        return [*out, ""]
+
+
+def _too_far(name: str, median: float, p90: float, quantity: str) -> list[str]:
+    most = PROMISED[quantity]
+    return [f"{name}: median {median:.1%} and p90 {p90:.1%}"] if median > most[0] or p90 > most[1] else []
 
 
 def validate() -> Validation:
@@ -92,7 +111,9 @@ def validate() -> Validation:
         for point, right in judged
         if not right
     )
-    return Validation(tuple(errors), sum(right for _, right in judged), len(judged), wrong, unused)
+    return Validation(
+        tuple(errors), sum(right for _, right in judged), len(judged), wrong, unused, cross_validate(points)
+    )
 
 
 Found = list[tuple[Point, float]]
@@ -101,8 +122,7 @@ Found = list[tuple[Point, float]]
 def _groups(found: Found) -> Iterable[tuple[str, Found]]:
     """Rows that constants were fitted to, then each other source; titles say which."""
     key: Callable[[Point], str] = lambda point: (  # noqa: E731
-        f"{'fitted' if point.split == 'fit' else 'judging'}: {point.source.split(':')[0].split(' ')[0].split('/')[-1]}"
-        f" {point.cluster.device.name}"
+        f"{'fitted' if point.split == 'fit' else 'judging'}: {point.project} {point.cluster.device.name}"
     )
     titles = list(dict.fromkeys(key(point) for point, _ in found))
     for title in sorted(titles, key=lambda title: not title.startswith("fitted")):

@@ -12,6 +12,7 @@ import torch
 from duoka.config.load import Loaded, config_hash, resolved_yaml
 from duoka.config.schema import RunConfig
 from duoka.data.feed import Feed, build_feed, data_order
+from duoka.data.known import lengths_of
 from duoka.data.loader import eval_batches
 from duoka.data.prepare import PreparedData, find_tokenizer, prepare_data, read_tokenizer
 from duoka.errors import StoppedEarly
@@ -116,7 +117,7 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     try:
         if found is not None:
             store.load(found, contents)
-        settings = build_settings(config, feed, contents.state, inputs.prepared.mean_length)
+        settings = build_settings(config, feed, contents.state, inputs.prepared.mean_length, plan.horizon)
         notes += check_room(store, contents, settings)
         if world.is_main:
             _announce(inputs, settings, plan, contents, feed, found, notes)
@@ -169,8 +170,7 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
             world.size,
             local_size=world.local_size,
             cluster=local_cluster(machine, world.size, world.local_size),
-            num_samples=inputs.prepared.num_samples,
-            mean_length=inputs.prepared.mean_length,
+            lengths=lengths_of(inputs.prepared, inputs.config),
         )
     )
     refusal = plan.refusal()

@@ -52,7 +52,7 @@ def rehearse_largest(
 
     def lay_out() -> GlobalBatch:
         plan = guard.plan
-        largest = largest_batch(plan.batch.tokens_per_micro_batch, plan.task.max_length, plan.layout.packing)
+        largest = largest_batch(plan.memory.tokens, plan.task.max_length, plan.layout.packing)
         counts = (largest.num_targets, largest.num_samples, largest.num_tokens)
         return GlobalBatch([largest], *counts, 0, 0, np.empty(0, dtype=np.int64))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from duoka.config.schema import CheckpointConfig
 from duoka.errors import StorageError
 from duoka.parallel.world import World
+from duoka.plan.costs import most_checkpoints
 from duoka.train.checkpoint import CheckpointStore, Contents, Saved, SaveFault
 from duoka.train.hooks import Timer
 from duoka.train.record import Recorder
@@ -136,10 +137,7 @@ def check_room(store: CheckpointStore, contents: Contents, settings: RunSettings
     config = settings.config.checkpoint
     steps_left = settings.total_steps - contents.state.step
     needed, free, num_there = store.measure_room(contents)
-    num_kept = config.keep + 1 + (steps_left // config.keep_every if config.keep_every else 0) + config.keep_best
-    if settings.save_every.unit == "steps" and not config.keep_best:
-        num_kept = min(num_kept, num_there + 1 + int(steps_left // settings.save_every.count))
-    to_come = max(0, num_kept - num_there)
+    to_come = max(0, most_checkpoints(config, steps_left, num_there) - num_there)
     if free is None or not steps_left or free >= to_come * needed:
         return []
     each = f"a checkpoint takes {format_bytes(needed)}, and {format_bytes(free)} are free in {store.folder}"

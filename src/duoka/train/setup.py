@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duoka import __version__
+from duoka.config.derive import rules_kept
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
+from duoka.plan.correct import plan_with_less
 from duoka.plan.layout import Layout
-from duoka.plan.seen import plan_with_less
 from duoka.runs.events import global_log
 from duoka.runs.manifest import read_manifest
 from duoka.units import Every, format_count, parse_amount, parse_every
@@ -21,6 +23,7 @@ from duoka.units import Every, format_count, parse_amount, parse_every
 if TYPE_CHECKING:
     from duoka.data.feed import Feed
     from duoka.data.prepare import PreparedData
+    from duoka.plan.batch import Horizon
     from duoka.plan.report import Plan
     from duoka.runs.folder import RunFolder
     from duoka.train.state import TrainState
@@ -58,24 +61,33 @@ class RunSettings:
         return batch_factor(self.config.optim, parse_amount(self.config.train.global_batch))
 
 
-def build_settings(config: RunConfig, feed: Feed, state: TrainState, mean_length: float) -> RunSettings:
+def build_settings(
+    config: RunConfig, feed: Feed, state: TrainState, mean_length: float, horizon: Horizon | None = None
+) -> RunSettings:
     """The numbers of a run that stands at `state`; refuses to end before the steps that it has done.
 
-    Samples have `mean_length` tokens on average.
+    Samples have `mean_length` tokens on average; `horizon` is what train.tokens comes to.
     """
-    num_epochs = float(config.train.epochs)
-    all_steps, per_epoch = feed.num_steps(num_epochs), feed.steps_per_epoch
-    ends = [config.train.max_steps] if config.train.max_steps else []
-    if all_steps is not None and per_epoch is not None:
-        # Counted from the cursor: with an allowed change of the batch, earlier epochs had another number of steps.
-        # More steps than epochs hold are not made up: the data is learnt as often as asked.
-        ends.append(state.step + all_steps - (state.epoch * per_epoch + state.index))
+    per_epoch = feed.steps_per_epoch
+    ends = [steps for steps in (config.train.max_steps, horizon.steps if horizon else None) if steps]
+    done = state.epoch * per_epoch + state.index if per_epoch else 0
+    if config.train.epochs is None:
+        # As often as it takes, counted from the cursor.
+        num_epochs = math.ceil((min(ends) - state.step + done) / per_epoch) if ends and per_epoch else math.inf
+    else:
+        num_epochs = float(config.train.epochs)
+        all_steps = feed.num_steps(num_epochs)
+        if all_steps is not None:
+            # Counted from the cursor: with an allowed change of the batch, earlier epochs had another number of steps.
+            # More steps than epochs hold are not made up: the data is learnt as often as asked.
+            ends.append(state.step + all_steps - done)
     if not ends:
         raise ConfigError("nothing says when the run ends", fix="set train.max_steps")
     total_steps = min(ends)
     if total_steps < state.step:
         raise ConfigError(
-            f"the run has done {state.step:,} steps, and train.epochs and train.max_steps end it after {total_steps:,}",
+            f"the run has done {state.step:,} steps, and train.epochs, max_steps and tokens end it after "
+            f"{total_steps:,}",
             fix="write more of them, or go on from an earlier checkpoint:   checkpoint.resume=STEP",
         )
     return RunSettings(
@@ -113,7 +125,7 @@ def keep_choices(plan: Plan, config: RunConfig, found: Path | None, short: tuple
     micro = plan.layout.micro
     if short is None or config.train.micro_batch != "auto" or micro.count <= short[0]:
         return plan
-    return plan_with_less(plan, config, *short)
+    return plan_with_less(plan, *short)
 
 
 def _as_before(plan: Plan, config: RunConfig, found: Path) -> Plan:
@@ -151,23 +163,51 @@ def banner(
     total, trainable = parameters
     kind = f"LoRA rank {config.lora.rank}" if config.lora else "full fine-tuning"
     kind = "some layers only" if config.train_only else kind
+    kind = "from nothing" if config.model.depth else kind
     board = "tensorboard" in config.log.to
     watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
+    recompute = f"; recompute {plan.reasons.get('train.recompute', layout.recompute)}"
     per_epoch = f" ({settings.steps_per_epoch:,} an epoch)" if settings.steps_per_epoch else ""
     rates = f"{optimizer}, {config.optim.schedule}, {settings.warmup_sentence()}"
     return [
         f"duoka {__version__}  {config.stage}  {_shown(run.path)}{resumed}",
-        f"  model       {config.model.name}: {format_count(total)} parameters, "
+        f"  model       {config.model.title}: {format_count(total)} parameters, "
         f"{format_count(trainable)} trained ({kind})",
+        *_from_depth(config),
         f"  data        {prepared.report.sentence()}",
-        f"  batch       {plan.batch.sentence()}",
+        f"  batch       {plan.batch.sentence()}{_why(plan, 'train.micro_batch')}",
         f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}; "
         f"{plan.reasons.get('train.precision', layout.precision)}",
-        f"  memory      {plan.memory_sentence()}",
+        f"  memory      {plan.memory_sentence()}{recompute}",
         f"  steps       {settings.total_steps:,}{per_epoch}, {rates}; "
         f"saved every {settings.save_every}, newest {config.checkpoint.keep} kept",
+        *([f"  tokens      {plan.horizon.sentence()}"] if plan.horizon else []),
         f"  watch       {watch}",
     ]
+
+
+_SHOWN_OF_DEPTH = {
+    "model.width": "width {}", "model.head_dim": "heads of {}", "model.kv_heads": "{} for keys and values",
+    "model.mlp_width": "MLP {}", "data.max_length": "rows of {}", "train.global_batch": "batch {}",
+    "train.tokens": "{} tokens", "optim.name": "{}", "optim.lr": "lr {}", "optim.embedding_lr": "embedding {}",
+    "optim.head_lr": "head {}", "optim.adamw_lr": "norms {}", "optim.schedule": "{}",
+}  # fmt: skip
+
+
+def _from_depth(config: RunConfig) -> list[str]:
+    """What follows from the depth, and what was written in its place."""
+    own, other = rules_kept(config)
+    lines = []
+    for head, found in (("from depth", own), ("written", other)):
+        words = [text.format(found[key]) for key, text in _SHOWN_OF_DEPTH.items() if key in found]
+        lines += [f"  {head:<10}  {', '.join(words)}"] if words else []
+    return lines
+
+
+def _why(plan: Plan, key: str) -> str:
+    """The reason of a choice whose value stands in the same line."""
+    reason = plan.reasons.get(key, "")
+    return f" (auto: {reason.split(': ', 1)[-1]})" if reason else ""
 
 
 def _shown(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Out of memory in the middle of a step: give back what it took, halve the micro-batch on all ranks, do it again.
+"""Out of memory in the middle of a step: give back what it took, and do it again with less at once on all ranks.
 
 How a batch is laid out changes no result, so the step that is done again gives the same numbers. A rank that ran out
 still takes part in its step's exchange, with the smallest possible pass, so that nobody waits for it. Where that
@@ -16,9 +16,9 @@ from duoka.config.schema import RunConfig
 from duoka.data.feed import Feed
 from duoka.data.loader import GlobalBatch, Loader
 from duoka.errors import DoesNotFit
+from duoka.plan.correct import Correction, Shortfall, correct_plan, plan_with_less
 from duoka.plan.memory import estimate_memory
 from duoka.plan.report import Plan
-from duoka.plan.seen import plan_with_less
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
 from duoka.train.record import Recorder
 from duoka.train.state import read_random_state, set_random_state
@@ -86,14 +86,17 @@ class MemoryGuard:
         if not self.may_shrink or num_samples < 2:
             raise self._refusal(tokens, num_samples, text)
         ran_out_at = min(size for _, size, _ in sizes)
-        half = ran_out_at // 2
+        less = self._less_than(ran_out_at)
         assert isinstance(self.feed, Loader)
-        self.feed.micro = Amount(half, "tokens")
-        self.plan = plan_with_less(self.plan, self.config, half, ran_out_at)
+        self.feed.micro = Amount(less.tokens, "tokens")
+        self.plan = plan_with_less(self.plan, less.tokens, ran_out_at)
         if self.world.is_main:
-            _remember(self.run, half, ran_out_at)
+            _remember(self.run, less.tokens, ran_out_at)
             write_json_atomic(self.run.plan, self.plan.to_json())
-        text = f"memory was short for {tokens:,} tokens at once; the step is done again with at most {half:,}"
+        text = (
+            f"memory was short for {tokens:,} tokens at once; the step is done again with at most {less.tokens:,} "
+            f"({less.sentence()})"
+        )
         self.record.event("warning", step=self.world.heart.beat.step + 1, text=text)
         self.record.say(text)
 
@@ -102,11 +105,17 @@ class MemoryGuard:
         num_samples, tokens, text = shortage.size
         if not self.may_shrink or num_samples < 2:
             raise self._refusal(tokens, num_samples, text)
-        _remember(self.run, tokens // 2, tokens)
+        less = self._less_than(tokens)
+        _remember(self.run, less.tokens, tokens)
         raise SmallerMicroBatch(
             f"a micro-batch of {tokens:,} tokens, in its {shortage.phase} pass ({text})",
-            fix=f"the same command goes on with at most {tokens // 2:,} at once, which changes no result",
+            where=less.sentence(),
+            fix=f"the same command goes on with at most {less.tokens:,} at once, which changes no result",
         )
+
+    def _less_than(self, tokens: int) -> Correction:
+        """What to try after so many tokens did not fit: the plan, corrected by that. The same on every rank."""
+        return correct_plan(self.plan.work, self.plan.layout, Shortfall(tokens, self.plan.available_bytes))
 
     def _refusal(self, tokens: int, num_samples: int, text: str) -> OutOfMemory:
         memory = estimate_memory(self.plan.work, self.plan.layout, tokens)

@@ -81,6 +81,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     rows = [
         ("layout", f"{layout.name}, {layout.precision}, recompute {layout.recompute}, micro-batch {layout.micro}"),
         *((key, reason) for key, reason in plan.reasons.items()),
+        ("samples", plan.samples_sentence()),
+        *([("host memory", plan.host.sentence())] if plan.host.needed_bytes else []),
         ("limited by", speed.limit),
         ("MFU", f"{speed.mfu:.1%} by {speed.formula}"),
         ("device", f"{plan.cluster.device.name}: {plan.cluster.device.source}"),

@@ -1,0 +1,97 @@
+"""What is known of a run's samples before its first step: how long they are, and the fullest global batch they make.
+
+data/known.py finds it out: in tokens when the data is tokenised, else from a look into its files. The plan asks here
+how many tokens one rank computes at once; where nothing is known it counts with the longest samples allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from duoka.units import Amount
+
+Basis = Literal["tokenised", "sampled"]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Samples in tokens. `batch` are those of the global batch that holds most, longest first; empty: rows are full."""
+
+    basis: Basis
+    num_samples: int | None  # of an epoch
+    mean: float
+    longest: int
+    batch: tuple[int, ...] = ()
+
+    def sentence(self) -> str:
+        """Where the figures come from, as a plan says it."""
+        number = "" if self.num_samples is None else f"{self.num_samples:,} "
+        about = "about " if self.basis == "sampled" else ""
+        source = "tokenised samples" if self.basis == "tokenised" else "samples, by a look into the files"
+        return f"{about}{number}{source} (mean {about}{self.mean:,.0f} tokens, longest {self.longest:,})"
+
+    def cut(self, max_length: int) -> Lengths:
+        """With samples cut at that length."""
+        mean, longest = min(self.mean, max_length), min(self.longest, max_length)
+        return replace(self, mean=mean, longest=longest, batch=tuple(min(size, max_length) for size in self.batch))
+
+    def doubled(self, max_length: int) -> Lengths:
+        """If a look into the files was wrong by a factor of two, as it may be with unusual text or vocabularies."""
+        return replace(
+            self, mean=2 * self.mean, longest=2 * self.longest, batch=tuple(2 * size for size in self.batch)
+        ).cut(max_length)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Lengths:
+        """What `to_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+        basis: Basis = "tokenised" if raw["basis"] == "tokenised" else "sampled"
+        number = None if raw["num_samples"] is None else int(raw["num_samples"])
+        batch = tuple(int(length) for length in raw["batch"])
+        return cls(basis, number, float(raw["mean"]), int(raw["longest"]), batch)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a rank's micro-batches are laid out: end to end in one row, each in a row of its own, or in fixed rows."""
+
+    max_length: int
+    packing: bool = True
+    fixed: bool = False
+
+
+def tokens_at_once(step: Amount, num_ranks: int, micro: Amount, rows: Rows, lengths: Lengths | None = None) -> int:
+    """The most tokens, padding included, of one micro-batch: expected with `lengths`, else an upper bound."""
+    if rows.fixed:
+        per_micro = micro.count if micro.unit == "samples" else max(1, micro.count // rows.max_length)
+        return per_micro * rows.max_length
+    most = _bound(step, num_ranks, micro, rows.max_length)
+    return min(most, _expected(lengths, num_ranks, micro, rows.packing)) if lengths and lengths.batch else most
+
+
+def _bound(step: Amount, num_ranks: int, micro: Amount, max_length: int) -> int:
+    """Its own limit, or the rank's whole share when that is less, if all samples were as long as they may be."""
+    if step.unit == "samples":
+        share = math.ceil(step.count / num_ranks) * max_length
+    else:
+        share = max(max_length, math.ceil(step.count / num_ranks))
+    limit = micro.count * max_length if micro.unit == "samples" else max(micro.count, max_length)
+    return min(limit, share)
+
+
+def _expected(lengths: Lengths, num_ranks: int, micro: Amount, packing: bool) -> int:
+    """Of the fullest batch. Samples are dealt to ranks longest first, so shares are nearly equal."""
+    batch = lengths.batch
+    own = batch[::num_ranks]  # of the rank that gets the longest
+    share = max(own[0], math.ceil(sum(batch) / num_ranks))
+    if micro.unit == "samples":
+        some = own[: micro.count]
+        return sum(some) if packing else len(some) * some[0]
+    if packing:
+        return min(max(micro.count, own[0]), share)
+    return own[0] * min(len(own), max(1, micro.count // own[0]))

@@ -1,0 +1,121 @@
+"""What follows from a depth: sizes, rates, batch and horizon; and weights that any rank can draw for itself."""
+
+import json
+
+import pytest
+import torch
+
+from duoka.config.derive import derive, rules_kept
+from duoka.config.load import load_config, resolved_yaml
+from duoka.config.schema import ModelConfig
+from duoka.errors import ConfigError
+from duoka.model.draw import DrawnWeights
+from duoka.model.new import MARK, is_new, new_model_folder
+from duoka.plan.horizon import find_horizon
+from duoka.plan.shape import shape_from_depth
+
+
+def load(tmp_path, text, *overrides):
+    (tmp_path / "x.yaml").write_text(text, encoding="utf-8")
+    return load_config(tmp_path / "x.yaml", overrides)
+
+
+BARE = "model: {depth: 12, tokenizer: tok}\ndata: {train: [identity]}\n"
+
+
+def test_depth_twelve_is_what_the_rules_were_found_for(tmp_path):
+    config = load(tmp_path, BARE).config
+    model, optim = config.model, config.optim
+    assert (model.width, model.head_dim, model.kv_heads, model.mlp_width, model.context) == (768, 128, 6, 2304, 2048)
+    assert (config.stage, config.data.max_length) == ("pretrain", 2048)
+    assert (config.train.global_batch, config.train.tokens, config.train.epochs) == ("524288 tokens", "20x", None)
+    assert (optim.name, optim.lr, optim.schedule) == ("muon", 0.02, "wsd")
+
+
+def test_rates_follow_the_batch_and_the_width(tmp_path):
+    half = load(tmp_path, BARE, "train.global_batch=131072 tokens").config.optim
+    whole = load(tmp_path, BARE).config.optim
+    for name in ("lr", "adamw_lr", "embedding_lr", "head_lr"):
+        assert getattr(half, name) == pytest.approx(getattr(whole, name) / 2, rel=5e-3), name
+    wide = load(tmp_path, BARE, "model.width=3072").config.optim
+    assert wide.lr == whole.lr and wide.embedding_lr == pytest.approx(whole.embedding_lr / 2, rel=5e-3)
+    plain = load(tmp_path, BARE, "optim.name=adamw").config.optim
+    assert (plain.lr, plain.adamw_lr, plain.embedding_lr) == (6e-4, None, None)
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "batch"),
+    [(1, 128, 2**15), (4, 256, 2**17), (6, 384, 2**18), (12, 768, 2**19), (20, 1280, 2**20), (26, 1664, 2**20)],
+)
+def test_width_and_batch_of_other_depths(tmp_path, depth, width, batch):
+    config = load(tmp_path, BARE, f"model.depth={depth}").config
+    assert (config.model.width, config.train.global_batch) == (width, f"{batch} tokens")
+
+
+def test_what_is_written_stays_and_is_told_apart(tmp_path):
+    loaded = load(tmp_path, BARE, "model.head_dim=64", "optim.lr=0.01", "train.max_steps=100")
+    assert loaded.config.model.kv_heads == 12 and loaded.config.train.tokens is None
+    assert loaded.origins["model.width"] == "from depth" and loaded.origins["optim.lr"] == "command line"
+    own, other = rules_kept(loaded.config)
+    assert {"model.head_dim": 64, "optim.lr": 0.01}.items() == other.items() and own["model.width"] == 768
+
+
+def test_a_resolved_config_derives_nothing_anew(tmp_path):
+    """A worker, and a resume under a later version of the rules, read what was decided."""
+    loaded = load(tmp_path, BARE)
+    again = load(tmp_path, resolved_yaml(loaded))
+    assert again.config.model_copy(update={"output": ""}) == loaded.config.model_copy(update={"output": ""})
+    assert "from depth" not in again.origins.values()
+
+
+def test_a_config_without_depth_is_left_alone(tmp_path):
+    config = load(tmp_path, "model: demo\ndata: {train: [identity]}\n").config
+    assert derive(config, ()) == (config, {})
+
+
+def test_the_horizon_counts_parameters_that_multiply(tmp_path):
+    config = load(tmp_path, BARE).config
+    horizon = find_horizon(config, shape_from_depth(12, 32768))
+    multiply = 12 * (4 * 768**2 + 3 * 768 * 2304) + 32768 * 768
+    assert horizon.tokens == pytest.approx(20 * multiply, rel=1e-3)  # norms are counted too
+    assert horizon.steps == round(horizon.tokens / 524288)
+    billions = find_horizon(load(tmp_path, BARE, "train.tokens=2B tokens").config, shape_from_depth(12, 32768))
+    assert (billions.tokens, billions.steps) == (2_000_000_000, 3815)
+
+
+NAMES = {
+    "model.embed_tokens.weight": (700, 96), "lm_head.weight": (130, 8),
+    "model.layers.0.self_attn.q_proj.weight": (9, 5),
+    "model.layers.1.mlp.down_proj.weight": (7, 3), "model.norm.weight": (11,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_drawn_apart_are_the_rows_of_the_whole(name):
+    shape, drawn = torch.Size(NAMES[name]), DrawnWeights(3)
+    whole = drawn.read(name, shape)
+    assert whole.shape == shape
+    for size in (2, 3, 4, 7):
+        step = -(-shape[0] // size)
+        parts = [drawn.read(name, shape, start, start + step) for start in range(0, shape[0], step)]
+        assert torch.equal(torch.cat(parts), whole)
+    if len(shape) == 2 and "down_proj" not in name:
+        assert not torch.equal(DrawnWeights(4).read(name, shape), whole)
+        wanted = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 0.001}.get(name, shape[1] ** -0.5)
+        assert float(whole.std()) == pytest.approx(wanted, rel=0.4)
+
+
+def test_a_new_folder_is_a_config_and_a_tokenizer(tiny_model):
+    model = ModelConfig(depth=2, tokenizer="x", width=64, head_dim=16, kv_heads=4, mlp_width=192, context=128)
+    folder = new_model_folder(model, tiny_model, print)
+    assert is_new(folder) and folder == new_model_folder(model, tiny_model, print)
+    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert facts["vocab_size"] == 320 and facts["num_attention_heads"] == 4 and facts["eos_token_id"] == 2
+    assert (folder / "tokenizer.json").is_file() and (folder / MARK).is_file()
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    model = ModelConfig(depth=2, tokenizer="x", width=64, head_dim=16, kv_heads=4, mlp_width=192, context=128)
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        new_model_folder(model, tmp_path, print)
+    assert "duoka data tokenizer" in caught.value.fix

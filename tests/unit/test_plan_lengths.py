@@ -1,0 +1,102 @@
+"""What the plan knows of samples: tokens at once beside the loader's own layout, and where the figures come from."""
+
+import json
+import os
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from duoka.config.schema import RunConfig
+from duoka.data.epoch_plan import EpochPlan, share_batch
+from duoka.data.known import find_lengths, lengths_of, remember_lengths
+from duoka.plan.hardware import Machine
+from duoka.plan.lengths import Lengths, Rows, tokens_at_once
+from duoka.plan.report import make_plan
+from duoka.plan.shape import demo_shape
+from duoka.units import Amount
+
+GIB = 2**30
+
+
+def fullest(lengths, ranks, micro, packing):
+    """As the loader lays it out: the most tokens, padding included, of any micro-batch."""
+    plans = share_batch(np.arange(len(lengths)), np.array(lengths), ranks, micro, packing=packing, max_length=512)
+    sizes = []
+    for plan in (plan for rank in plans for plan in rank if plan.rows):
+        rows = [sum(lengths[sample] for sample in row) for row in plan.rows]
+        sizes.append(len(rows) * max(rows))
+    return max(sizes)
+
+
+def test_tokens_at_once_are_those_of_the_loader():
+    dice = random.Random(0)
+    off = []
+    for _ in range(300):
+        lengths = sorted((dice.randint(5, 512) for _ in range(dice.choice((8, 16, 64)))), reverse=True)
+        ranks, packing = dice.choice((1, 2, 4)), dice.random() < 0.6
+        micro = dice.choice((Amount(512, "tokens"), Amount(4096, "tokens"), Amount(1, "samples"), Amount(4, "samples")))
+        known = Lengths("tokenised", 99, sum(lengths) / len(lengths), lengths[0], tuple(lengths))
+        step, rows = Amount(len(lengths), "samples"), Rows(512, packing)
+        expected, real = tokens_at_once(step, ranks, micro, rows, known), fullest(lengths, ranks, micro, packing)
+        off.append(expected / real - 1)
+        assert real <= tokens_at_once(step, ranks, micro, rows) + 1e-9, "the bound is none"
+    off.sort(key=abs)
+    assert abs(off[150]) < 0.02 and abs(off[285]) < 0.25, (off[150], off[285], off[-1])
+
+
+def test_short_samples_need_less_than_the_bound_and_the_plan_says_both():
+    config = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"], "max_length": 512}, "lora": {}})
+    machine = Machine(2, 64 * GIB, 60 * GIB)
+    blind = make_plan(config, demo_shape(), machine, 1)
+    seen = make_plan(config, demo_shape(), machine, 1, lengths=Lengths("tokenised", 99, 50.0, 90, (50,) * 16))
+    assert (blind.memory.tokens, seen.memory.tokens) == (2048, 800)
+    assert seen.at_most_bytes == blind.memory.peak_bytes > 1.5 * seen.memory.peak_bytes
+    assert "at most" in blind.memory_sentence() and "at most" not in seen.memory_sentence()
+    # A look into files may be wrong by a factor of two: what would not fit then is not called safe.
+    tight = Machine(2, 64 * GIB, int(1.5 * seen.memory.peak_bytes))
+    words = {}
+    for basis in ("tokenised", "sampled"):
+        known = Lengths(basis, 99, 50.0, 90, (50,) * 16)
+        words[basis] = make_plan(config, demo_shape(), tight, 1, lengths=known).verdict
+    assert words == {"tokenised": "fits", "sampled": "tight"}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with 64 conversations of 20 to 83 characters and a config for them."""
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": "x" * 20}, {"role": "assistant", "content": "y" * i}]})
+        for i in range(1, 65)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    data = {"train": [str(tmp_path / "chats.jsonl")], "max_length": 512}
+    return tmp_path, RunConfig.model_validate({"model": "demo", "data": data, "train": {"epochs": 2}})
+
+
+def test_a_look_guesses_number_and_lengths_of_untokenised_files(place):
+    folder, config = place
+    found = find_lengths(config, folder)
+    assert (found.basis, found.num_samples) == ("sampled", 64)
+    assert found.mean == pytest.approx((20 + 32.5) / 4 + 10, abs=1) and len(found.batch) == 16
+    assert 16 * found.mean < sum(found.batch) < 1.3 * 16 * found.mean
+    assert find_lengths(config.model_copy(update={"stage": "pretrain"}), folder).batch == ()
+    os.remove(folder / "chats.jsonl")
+    assert find_lengths(config, folder) is None
+
+
+def test_tokenised_data_is_exact_and_remembered_until_something_changes(place):
+    folder, config = place
+    lengths = np.random.default_rng(0).integers(5, 500, 100).astype(np.int32)
+    store = type("Store", (), {"__len__": lambda self: 100})()
+    store.lengths, store.num_targets, store.fingerprint = lengths, lengths - 1, "f"
+    found = lengths_of(SimpleNamespace(train=store), config)
+    plan = EpochPlan(lengths, lengths, fingerprint="f", seed=config.train.seed, global_batch=Amount(16, "samples"))
+    batches = [lengths[plan.batch(epoch, index)] for epoch in range(2) for index in range(7)]
+    assert found.batch == tuple(sorted(max(batches, key=lambda batch: batch.sum()), reverse=True))
+    remember_lengths(found, config, folder)
+    assert find_lengths(config, folder) == found
+    (folder / "chats.jsonl").write_text((folder / "chats.jsonl").read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    assert find_lengths(config, folder).basis == "sampled"
