@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tiny import write_conversations
 
+from duoka.cli import run as duoka
+
 NUM_SAMPLES = 99
 
 
@@ -56,6 +58,34 @@ def test_eval_over_99_samples_reports_99_and_the_same_loss_on_any_number_of_proc
         assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert found["accuracy"] == pytest.approx(alone["accuracy"], abs=1e-9)
     assert [found["world_size"] for found in others] == [2, 3]
+
+
+def test_answers_of_two_processes_are_those_of_one_in_the_same_order(tiny_model: Path, tmp_path: Path) -> None:
+    """21 conversations for 2 ranks that meet after every 16: a last, uneven round."""
+    write_conversations(tmp_path / "c.jsonl", 21)
+    written = []
+    for num_processes in (1, 2):
+        out = tmp_path / f"out{num_processes}"
+        keys = {"model_name_or_path": str(tiny_model), "do_predict": True, "predict_with_generate": True,
+                "eval_dataset": str(tmp_path / "c.jsonl"), "cutoff_len": 256, "template": "default",
+                "output_dir": str(out), "max_new_tokens": 4, "do_sample": True, "temperature": 2.0}  # fmt: skip
+        (tmp_path / "x.yaml").write_text(json.dumps(keys), "utf-8")
+        line = ["eval", str(tmp_path / "x.yaml"), "--nproc", str(num_processes)]
+        if num_processes == 1:
+            assert duoka(line) == 0
+        else:
+            done = subprocess.run(
+                [sys.executable, "-m", "duoka", *line], env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=170, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.count("21 answers:") == 1, done.stdout
+        written.append((out / "generated_predictions.jsonl").read_text("utf-8"))
+    assert written[0] == written[1]
+    lines = [json.loads(line) for line in written[0].splitlines()]
+    talks = [json.loads(line)["messages"] for line in (tmp_path / "c.jsonl").read_text("utf-8").splitlines()]
+    assert [one["label"] for one in lines] == [talk[-1]["content"] for talk in talks]
+    assert len({one["predict"] for one in lines}) > 5, "answers say nothing about their order"
 
 
 def test_what_every_process_refuses_is_said_once(tiny_model: Path, tmp_path: Path) -> None:

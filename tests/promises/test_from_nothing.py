@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -9,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import build_tiny_tokenizer
-from worlds import train_all
+from tiny import build_tiny_tokenizer, write_conversations
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds import run_world, train_all
 
+from duoka.cli import run
 from duoka.config.load import load_config
 from duoka.model.build import load_model
 from duoka.model.source import model_folder
@@ -25,6 +29,20 @@ data: {{train: [{text}], eval: [{held_out}], max_length: 64}}
 optim: {{lr: 0.02, adamw_lr: 0.02, embedding_lr: 0.1, head_lr: 0.02}}
 train: {{global_batch: 1024 tokens, max_steps: {steps}, precision: fp32, seed: 5, eval_every: 100}}
 checkpoint: {{every: 100}}
+log: {{to: [], samples: [import, "def f("]}}
+"""
+# The same run in a guide's words.
+FLAGS = (
+    "--depth=2", "--head_dim=16", "--max-seq-len=64", "--total_batch_size=1024", f"--num_iterations={STEPS}",
+    "--matrix-lr=0.02", "--scalar_lr=0.02", "--embedding_lr=0.1", "--unembedding-lr=0.02", "--eval-every=100",
+    "--seed=5", "--save_every=100", "--device_batch_size=4", "model.width=64", "model.kv_heads=2",
+    "train.precision=fp32", "log.to=[]",
+)  # fmt: skip
+SFT = """
+model: {{name: "{model}"}}
+data: {{train: [{data}], max_length: 128}}
+lora: {{rank: 2}}
+train: {{max_steps: 2, global_batch: 4, precision: fp32}}
 log: {{to: []}}
 """
 CUT = "train.micro_batch=200 tokens"
@@ -100,3 +118,83 @@ def test_it_begins_knowing_nothing_and_learns_more_than_how_often_bytes_are(runs
     total = sum(counts.values())
     unigram = -sum(count / total * math.log(count / total) for count in counts.values())
     assert steps[-1]["loss"] < unigram, f"{steps[-1]['loss']} after {STEPS} steps; counting bytes alone gives {unigram}"
+
+
+def test_bits_per_byte_are_the_loss_over_the_bytes_of_the_text(runs):
+    """Counted anew: by transformers, window by window, and from the file."""
+    model = AutoModelForCausalLM.from_pretrained(runs / "1 process" / "final")
+    tokenizer = AutoTokenizer.from_pretrained(runs / "1 process" / "final")
+    text = json.loads((runs / "held_out.jsonl").read_text(encoding="utf-8"))["text"]
+    ids = [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    nats = 0.0
+    for start in range(0, len(ids) - 1, 63):
+        window = torch.tensor([ids[start : start + 64]])
+        with torch.no_grad():
+            logits = model(window).logits[0, :-1]
+        nats += float(torch.nn.functional.cross_entropy(logits.double(), window[0, 1:], reduction="sum"))
+    bits = nats / len(text.encode()) / math.log(2)
+    for name in SPLITS:
+        found = events(runs / name, "eval")[-1]
+        assert found["num_bytes"] == len(text.encode()) and found["num_targets"] == len(ids) - 1, name
+        assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-4), name
+
+
+def test_samples_are_what_the_model_goes_on_with(runs):
+    model = AutoModelForCausalLM.from_pretrained(runs / "1 process" / "final")
+    tokenizer = AutoTokenizer.from_pretrained(runs / "1 process" / "final")
+    for name in SPLITS:
+        (found,) = events(runs / name, "samples")
+        for sample, prompt in zip(found["samples"], ("import", "def f("), strict=True):
+            ids = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+            said = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :].tolist()
+            said = said[: said.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in said else said
+            assert sample == {"prompt": prompt, "text": tokenizer.decode(said)}, name
+
+
+def test_a_guides_line_under_torchrun_is_the_same_run(runs):
+    out = runs / "guide"
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "duoka.pretrain"]
+    more = [
+        f"--tokenizer={runs / 'tokenizer'}",
+        f"--data={runs / 'text.jsonl'}",
+        f"data.eval=[{runs / 'held_out.jsonl'}]",
+    ]
+    done = subprocess.run([*line, *FLAGS, *more, f"output={out}"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("means:   duoka train") == 1, "said once, not once per rank"
+    ours, one = events(out, "step"), events(runs / "1 process", "step")
+    assert max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(ours, one, strict=True)) < TOLERANCE
+
+
+def test_its_result_is_a_model_like_any_other(runs, capsys):
+    """Chat, adapters on top, and their export: all from the folder that pretraining left."""
+    data = write_conversations(runs / "chats.jsonl", 6)
+    (runs / "sft.yaml").write_text(SFT.format(model=runs / "1 process" / "final", data=data), encoding="utf-8")
+    train_all([(runs / "sft.yaml", [], runs / "sft")], 1)
+    assert run(["chat", str(runs / "1 process"), "--prompt", "hi", "--max-new-tokens", "4"]) == 0
+    assert run(["export", str(runs / "sft"), "-o", str(runs / "merged")]) == 0
+    capsys.readouterr()
+    merged = AutoModelForCausalLM.from_pretrained(runs / "merged")
+    assert merged.config.model_type == "qwen3" and merged.config.num_hidden_layers == 2
+
+
+def greet(folder):
+    """What a guide's script does first. On CPUs too there is a group afterwards: nobody trains alone unawares."""
+    import torch.distributed as dist
+
+    import duoka
+
+    is_distributed, rank, local_rank, size, device = duoka.compute_init("cpu")
+    assert (is_distributed, size, device.type) == (True, 2, "cpu")
+    assert duoka.get_dist_info() == (True, rank, local_rank, size)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == 3.0
+    with (folder / f"{rank}.txt").open("w", encoding="utf-8") as file:
+        duoka.print0("once", file=file, flush=True)
+    dist.destroy_process_group()
+
+
+def test_compute_init_makes_a_group_on_cpus_and_print0_prints_once(tmp_path):
+    run_world(2, greet, tmp_path)
+    assert [(tmp_path / f"{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)] == ["once\n", ""]

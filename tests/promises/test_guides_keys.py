@@ -107,6 +107,13 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], Callable[[Seen, Seen], bool]]] = {
     "lora_alpha": (3, {}, lambda s, b: s.adapter["lora_alpha"] == 3),
     "use_rslora": (True, {"lora_alpha": 3}, lambda s, b: s.adapter["lora_alpha"] == 6),
     "loraplus_lr_ratio": (16, {}, lambda s, b: b_norm(s) > 8 * b_norm(b)),
+    "pissa_init": (
+        True, {},
+        lambda s, b: s.of_steps("loss")[0] == pytest.approx(b.of_steps("loss")[0], rel=1e-5)
+        and all(8 in value.shape for value in s.weights.values()),
+    ),
+    "use_muon": (True, {}, other_weights),
+    "use_dft_loss": (True, {}, lambda s, b: s.of_steps("loss")[0] < 0.5 * b.of_steps("loss")[0]),
     "lora_dropout": (0.5, {}, lambda s, b: s.of_steps("loss")[1] != b.of_steps("loss")[1]),
     "lora_target": ("q_proj", {}, lambda s, b: all("q_proj" in name for name in s.weights)),
     "dataset": ("more", {}, lambda s, b: s.of_steps("num_tokens") != b.of_steps("num_tokens")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEAD = "model: demo\ndata: {train: [identity]}\n"  # lines 1 and 2 of most cases
+_PACKED = "data: {train: [identity]}\nstage: sft\nmodel: {name: demo, quantization: nf4}\n"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ YAML_ITSELF = [
 ]
 
 UNKNOWN_KEYS = [
+    bad("a pipeline", HEAD + "pipeline: {base: {}, sft: {}}\n", (3, "chained in one YAML are not there yet", "delete")),
+    bad("a list of stages", HEAD + "pipeline: [base, sft]\n", (3, "begin with model: runs/NAME/final", "delete")),
     bad("misspelt", HEAD + "lora: {rnak: 8}\n", (3, "unknown key lora.rnak; did you mean rank?", "write:   rank: 8")),
     bad("letters swapped", HEAD + "optim: {rl: 1e-4}\n", (3, "unknown key optim.rl; did you mean lr?", "lr: 0.0001")),
     bad("capitals", HEAD + "optim: {LR: 1e-4}\n", (3, "unknown key optim.LR; did you mean lr?", "lr: 0.0001")),
@@ -88,7 +91,7 @@ UNKNOWN_KEYS = [
         (3, "it belongs to the top of the file", "at the top:   output"),
     ),
     bad("dots in a file", HEAD + "optim.lr: 1e-4\n", (3, "dots do not open blocks", "under optim:   lr: 0.0001")),
-    bad("nothing near", HEAD + "log: {zzz: 1}\n", (3, "unknown key log.zzz", "known in log: every, to")),
+    bad("nothing near", HEAD + "log: {zzz: 1}\n", (3, "unknown key log.zzz", "known in log: every, samples, to")),
     bad(
         "in a data set",
         "model: demo\ndata:\n  train:\n  - nme: identity\n",
@@ -283,6 +286,7 @@ CONTRADICTIONS = {
     "adapters-on-noise": "model: {depth: 4, tokenizer: t}\ndata: {train: [a]}\nlora: {}\n",
     "new-model-learns-text-first": "model: {depth: 4, tokenizer: t}\ndata: {train: [a]}\nstage: sft\n",
     "tokens-of-no-text": HEAD + "train: {tokens: 20x}\n",
+    "samples-of-no-text": HEAD + "log: {samples: 2}\n",
     "nothing-ends-the-run": HEAD + "train: {epochs: null}\n",
     "fixed-rows-are-packed": "model: demo\n\ndata: {train: [a], fixed_rows: true, packing: false}\n",
     "pretrain-rows-are-packed": TEXT + "data: {train: [a], packing: false}\n",
@@ -302,6 +306,13 @@ CONTRADICTIONS = {
     "lr-batch-in-another-unit": HEAD + "optim: {lr_scaling: sqrt, lr_batch: 64k tokens}\n",
     "muon-knows-no-rate-for-the-rest": HEAD + "optim: {name: muon, lr: 0.02}\n",
     "adamw-lr-without-muon": HEAD + "optim: {adamw_lr: 3e-4}\n",
+    "muon-scale-without-muon": HEAD + "optim: {muon_scale: adamw}\n",
+    "dft-with-smoothing": HEAD + "train: {loss: dft, label_smoothing: 0.1}\n",
+    "pissa-iterations-without-pissa": HEAD + "lora: {pissa_iterations: 4}\n",
+    "quantized-base-is-frozen": _PACKED,
+    "quantized-base-is-whole": f"{_PACKED}lora: {{rank: 4}}\nparallel: {{strategy: fsdp}}\n",
+    "quantized-base-as-it-is": f"{_PACKED}lora: {{init: pissa}}\n",
+    "double-quantization-of-nothing": _PACKED.replace("quantization: nf4", "double_quantization: false"),
     "muon-in-fp16": HEAD + "optim: {name: muon, adamw_lr: 3e-4}\ntrain: {precision: fp16}\n",
     "optimizer-is-not-offloaded": HEAD + "optim: {name: lamb}\nparallel: {offload: optimizer}\n",
     "optimizer-needs-whole-weights": HEAD + "optim: {name: adamw8bit}\nparallel: {strategy: fsdp}\n",

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from dialect_effects import EFFECTS
+from dialect_effects import ACCELERATE, DEEPSPEED, EFFECTS, SHOWN_BY
 from guides import NESTED as GUIDE
 
 from duoka.cli import config as config_cli
+from duoka.cli.lines import meaning_of_accelerate
 from duoka.config.asked import Purpose, describe_task, read_asked
 from duoka.config.catalog import known_keys
 from duoka.config.dialects.all import dialects
@@ -27,7 +28,9 @@ BASE = {"model_name_or_path": "some/model", "dataset": "identity", "template": "
 LOADS_TODAY = {
     "train_lora/qwen3_lora_sft", "extras/loraplus/llama3_lora_sft", "train_lora/qwen3_preprocess",
     "train_lora/qwen3_lora_pretrain",
-    "extras/llama_pro/llama3_freeze_sft",
+    "extras/llama_pro/llama3_freeze_sft", "extras/dft/qwen2_full_sft", "extras/muon/qwen2_full_sft",
+    "extras/pissa/llama3_lora_sft", "extras/fsdp_qlora/llama3_lora_sft", "train_qlora/qwen3_lora_sft_otfq",
+    "train_qlora/qwen3_lora_sft_bnb_npu",
     "ascend/qwen3_full_sft_fsdp2", "ascend/qwen3_5_full_sft_fsdp2",
     "ascend/qwen3moe_full_sft_fsdp", "ascend/qwen3_5moe_lora_sft_fsdp2", "megatron_bridge/llama3_sft",
     # Plain files; that their models are quantised is the model room's to refuse.
@@ -185,11 +188,72 @@ def test_an_implemented_key_has_its_effect(
         assert leaves(load(without, ranks=2).config) != leaves(config) or name == "optim"
 
 
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *above, last = name.split(".")
+        block = tree
+        for part in above:
+            block = block.setdefault(part, {})
+        block[last] = value
+    return tree
+
+
+def value_of(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+@pytest.mark.parametrize(("name", "value", "beside", "key", "wanted"), DEEPSPEED)
+def test_a_deepspeed_key_has_its_effect(name: str, value: Any, beside: dict[str, Any], key: str, wanted: Any) -> None:
+    def resolved(keys: dict[str, Any]) -> Any:
+        Path("ds.json").write_text(json.dumps(nested(keys)), "utf-8")
+        return load(BASE | {"deepspeed": "ds.json"}, ranks=4).config
+
+    config = resolved(beside | {name: value})
+    assert value_of(config, key) == wanted
+    assert name == "optimizer.type" or value_of(resolved(beside), key) != wanted, "without it nothing is different"
+    # The YAML beside it says something else: both values are named.
+    ours = {"optim.clip": ("max_grad_norm", 9.0), "optim.lr": ("learning_rate", 9e-4),
+            "optim.eps": ("adam_epsilon", 9e-9), "optim.weight_decay": ("weight_decay", 0.9),
+            "optim.schedule": ("lr_scheduler_type", "linear"), "optim.warmup": ("warmup_steps", 9),
+            "train.global_batch": ("per_device_train_batch_size", 9)}  # fmt: skip
+    if key in ours:
+        other, theirs = ours[key]
+        Path("ds.json").write_text(json.dumps(nested(beside | {name: value})), "utf-8")
+        message = refusal(BASE | {"deepspeed": "ds.json", other: theirs}, ranks=4)
+        assert "contradict" in message and "ds.json:1" in message and "x.yaml" in message, message
+
+
+@pytest.mark.parametrize(("name", "value", "beside", "key", "wanted"), ACCELERATE)
+def test_an_accelerate_key_has_its_effect(name: str, value: Any, beside: dict[str, Any], key: str, wanted: Any) -> None:
+    def resolved(keys: dict[str, Any]) -> Any:
+        Path("a.yaml").write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE"} | nested(keys)), "utf-8")
+        line = ["launch", "--config_file", "a.yaml", "--num_processes", "4", "train.py", "x.yaml"]
+        Path("x.yaml").write_text(yaml.safe_dump(BASE), "utf-8")
+        words = meaning_of_accelerate(line).words
+        return load_config("x.yaml", [word for word in words[2:] if "=" in word], start=Start(4, True)).config
+
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 1}}', "utf-8")
+    assert value_of(resolved(beside | {name: value}), key) == wanted
+    assert value_of(resolved(beside), key) != wanted, "without it nothing is different"
+
+
+def test_the_tables_cover_both_dialects_and_name_a_test_of_each_keys_doing() -> None:
+    for dialect, effects, said in (("deepspeed", DEEPSPEED, set()), ("accelerate", ACCELERATE, {"num_processes"})):
+        rows = dialects()[dialect].rows.values()
+        assert {row.name for row in rows if row.state == "implemented"} - said == {effect[0] for effect in effects}
+        for effect in effects:
+            file, _, word = SHOWN_BY[effect[3]].partition("::")
+            assert word in (ROOT / "tests" / file).read_text("utf-8"), effect[3]
+
+
 def test_the_sample_covers_the_implemented_keys() -> None:
     rows = dialects()["llamafactory"].rows.values()
     wanted = {row.name for row in rows if row.state == "implemented"}
     sampled = {effect[0] for effect in EFFECTS}
-    left = {"stage", "deepspeed", "do_train", "eval_strategy", "evaluation_strategy"}
+    left = {"stage", "deepspeed", "do_train", "eval_strategy", "evaluation_strategy", "quantization_method"}
     left |= {"data_seed", "enable_thinking", "preserve_thinking"}  # these only check
     assert wanted - sampled == left and len(sampled) >= 40
 
@@ -208,8 +272,12 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
         ({"template": "qwen9"}, ("no template qwen9", "did you mean qwen")),
         ({"stage": "ppo"}, ("stage ppo", "does not have yet")),
         ({"stage": "stf"}, ("did you mean sft",)),
-        ({"use_muon": True}, ("use_muon true is refused",)),
-        ({"quantization_bit": 4}, ("quantization_bit 4 is refused",)),
+        ({"use_adam_mini": True}, ("use_adam_mini true is refused",)),
+        ({"use_dft_loss": True, "label_smoothing_factor": 0.1}, ("train.loss is dft",)),
+        ({"pissa_init": True, "pissa_iter": -2}, ("pissa_iter must be a whole number",)),
+        ({"quantization_bit": 8}, ("quantization_bit 8 is not there",)),
+        ({"quantization_bit": 4, "finetuning_type": "full"}, ("finetuning_type: lora",)),
+        ({"quantization_bit": 4, "quantization_method": "hqq"}, ("another packer",)),
         ({"finetuning_type": "oft"}, ("oft is not there yet",)),
         ({"freeze_trainable_layers": 0, "finetuning_type": "freeze"}, ("other than 0",)),
         ({"use_llama_pro": True}, ("finetuning_type: freeze",)),

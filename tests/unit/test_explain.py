@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 import duoka.errors
@@ -23,6 +25,28 @@ ASKED_FOR = (  # topics of the guides that must have a text, by words that peopl
     "gpu 0", "timeout", "different loss", "nccl", "eval", "lora", "packing", "gradient checkpointing", "rank",
     "pipeline", "数据并行", "显存不足", "学习率", "断点续训", "连接被拒绝", "端口占用", "卡住", "多机多卡", "混合精度",
 )  # fmt: skip
+
+TESTS = Path(__file__).parents[1]
+GUIDE_ERRORS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("guide_errors.yaml").read_text("utf-8"))
+SYMPTOMS = (  # of the guides' FAQ
+    ("one card uses 5 GB more memory than the others", "One card holds more than the others"),
+    ("主卡显存比其他卡高 5 GB", "One card holds more than the others"),
+    ("Connection refused when starting", "Connection refused, or timed out"),
+    ("训练速度慢 多卡没有加速", "Slow, or no faster with more devices"),
+    ("training is slow on two cards", "Slow, or no faster with more devices"),
+    ("CUDA out of memory", "Out of memory"),
+    ("显存不足怎么办", "Out of memory"),
+    ("RuntimeError: NCCL error: unhandled system error", "NCCL unhandled system error"),
+    ("Address already in use", "Address already in use"),
+    ("GPU 0 60 GB, GPU 1 30 GB", "One card holds more than the others"),
+    ("every rank has a different loss", "Losses that differ between ranks"),
+    ("各进程的损失不一样", "Losses that differ between ranks"),
+    ("accuracy is above 1", "Evaluation on several processes"),
+    ("resume from a checkpoint", "Saving and going on"),
+    ("怎样断点续训", "Saving and going on"),
+    ("the run hangs and waits", "A run that stands still"),
+    ("训练卡住不动", "A run that stands still"),
+)
 
 
 def explain(*words: str, **env: str) -> str:
@@ -82,6 +106,31 @@ def test_words_of_a_message_and_a_log_lead_to_their_topic(tmp_path: Path) -> Non
     log.write_text("fine\nNCCL WARN x\nConnection refused\nConnection refused\n", "utf-8")
     said = explain(str(log))
     assert "rank.log:2: NCCL WARN x" in said and said.count("Connection refused, or timed out") == 1
+
+
+@pytest.mark.parametrize("name", GUIDE_ERRORS)
+def test_what_guides_say_wrongly_is_found_by_its_words_and_put_right(name: str) -> None:
+    row = GUIDE_ERRORS[name]
+    for place, language in enumerate(LANGUAGES):
+        entry, topic = find_entry(row["ask"][place], language), topics()[row["topic"]][language]
+        assert entry is not None and entry.title == topic["title"], f"{row['ask'][place]}: {entry and entry.title}"
+        said = " ".join(f"{entry.text} {entry.wrong}".split())
+        for words in row["says"]:
+            assert words.split("|")[place if "|" in words else 0] in said, f"{language}: {words}"
+    for test in row["tests"]:
+        file, _, function = test.partition("::")
+        assert f"def {function}" in (TESTS / file).read_text("utf-8"), test
+
+
+def test_all_58_errors_are_there_and_each_says_something() -> None:
+    assert list(GUIDE_ERRORS) == [f"E-{number:02}" for number in range(1, 59)]
+    assert all(row["says"] and len(row["ask"]) == 2 for row in GUIDE_ERRORS.values())
+
+
+@pytest.mark.parametrize(("symptom", "title"), SYMPTOMS)
+def test_a_symptom_in_ones_own_words_leads_to_its_topic(symptom: str, title: str) -> None:
+    entry = find_entry(symptom, "en")
+    assert entry is not None and entry.title == title, f"{symptom}: {entry and entry.title}"
 
 
 def test_a_key_of_another_tool_and_a_key_of_ours_are_told_with_their_effect() -> None:

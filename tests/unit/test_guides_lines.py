@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--standalone --nproc-per-node 2 -m duoka train x.yaml optim.lr=1e-4", "train x.yaml optim.lr=1e-4 --nproc 2"),
         ("--nproc_per_node=2 ddp.py --epochs 3", "launch --nproc 2 ddp.py --epochs 3"),
         ("--standalone --nproc_per_node=8 -m scripts.base_train --depth=12",
-         "launch --nproc 8 --module scripts.base_train --depth=12"),
+         "pretrain --nproc 8 --depth=12"),
         ("--nproc_per_node=gpu --max_restarts=3 train.py x.yaml --learning-rate 1e-4",
          "train x.yaml learning_rate=1e-4 --restarts 3"),
     ],
@@ -89,6 +89,14 @@ def test_an_accelerate_line_and_its_config_file_mean() -> None:
     settings = "train.precision=bf16 parallel.strategy=fsdp parallel.offload=params"
     assert meaning.words[:4] == ("train", "x.yaml", "--nproc", "2")
     assert set(meaning.words[4:]) == set(settings.split())
+    Path("x.yaml").write_text(
+        "model: demo\ndata: {train: [identity]}\ntrain: {precision: fp32}\nparallel:\n  strategy: zero3\n"
+    )
+    with pytest.raises(Faults) as caught:
+        meaning_of_accelerate(["launch", "--config_file", "a.yaml", "train.py", "x.yaml"])
+    said = str(caught.value)
+    assert "train.precision is fp32 (x.yaml:3) and bf16 for accelerate launch" in said and "strategy" not in said
+    Path("x.yaml").unlink()
     script = meaning_of_accelerate(
         ["launch", "--mixed_precision", "bf16", "--num_processes", "2", "ddp.py", "--x", "1"]
     )

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model import loss as loss_module
-from duoka.model.loss import IGNORED, Bend, LowRank, sum_cross_entropy
+from duoka.model.head import loss_from_logits
+from duoka.model.loss import IGNORED, Bend, Goal, LowRank, sum_cross_entropy
 
 
 def make_case(dtype=torch.float64, rows=37, dim=12, vocab=53):
@@ -23,8 +24,8 @@ def plain_loss(logits, labels, **options):
 
 def check_same(ours, plain, inputs, rtol=1e-9):
     """Value and every gradient, with a slope that is not one."""
-    got = torch.autograd.grad(ours * 0.37, inputs)
-    want = torch.autograd.grad(plain * 0.37, inputs)
+    got = torch.autograd.grad(ours * 0.37, inputs, retain_graph=True)
+    want = torch.autograd.grad(plain * 0.37, inputs, retain_graph=True)
     assert abs(ours.item() / plain.item() - 1) < rtol, (ours.item(), plain.item())
     for place, (ours_grad, plain_grad) in enumerate(zip(got, want, strict=True)):
         error = float((ours_grad - plain_grad).norm() / plain_grad.norm())
@@ -54,8 +55,8 @@ def test_a_token_that_was_thought_impossible_costs_what_it_should():
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_heads_with_bias_adapter_scale_softcap_and_smoothing_equal_torch(monkeypatch, softcap, scale, smoothing):
+@pytest.mark.parametrize("goal", [Goal(), Goal(0.2), Goal(by_probability=True)])
+def test_heads_with_bias_adapter_scale_softcap_and_goal_equal_torch(monkeypatch, softcap, scale, goal):
     hidden, weight, labels = make_case()
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * weight.shape[0] * 7)
     vocab, dim = weight.shape
@@ -64,11 +65,17 @@ def test_heads_with_bias_adapter_scale_softcap_and_smoothing_equal_torch(monkeyp
     up = torch.randn(vocab, 3, dtype=torch.float64, requires_grad=True)
     ours, _ = sum_cross_entropy(
         hidden, weight, labels, bias=bias, low=LowRank(hidden @ down.T * 2.0, up), bend=Bend(scale, softcap),
-        smoothing=smoothing,
+        goal=goal,
     )  # fmt: skip
     logits = (hidden @ weight.T + bias + hidden @ down.T @ up.T * 2.0) * scale
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    check_same(ours, plain_loss(logits, labels, label_smoothing=smoothing), (hidden, weight, bias, down, up))
+    plain = plain_loss(logits, labels, label_smoothing=goal.smoothing)
+    if goal.by_probability:  # token by token: log p, weighted with p as a number
+        likelihoods = [logits[0, row].log_softmax(-1)[label] for row, label in enumerate(labels[0]) if label >= 0]
+        plain = -sum(likelihoods[i] * likelihoods[i].exp().item() for i in range(len(likelihoods)))
+    check_same(ours, plain, (hidden, weight, bias, down, up))
+    other, _ = loss_from_logits(logits, labels, goal, training=True)
+    check_same(other, plain, (hidden, weight, bias, down, up))
 
 
 def test_a_second_backward_pass_is_refused_and_says_why():

@@ -40,6 +40,12 @@ def test_a_folder_is_found_from_here_and_from_the_yamls_folder(tmp_path, monkeyp
     assert check_model(config_of("mine"), there) == []
 
 
+def test_a_finished_run_is_the_model_that_it_made(tmp_path, tiny_model):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "final").symlink_to(tiny_model)
+    assert find_model(ModelConfig(name="run"), tmp_path).folder == tiny_model.resolve()
+
+
 @pytest.mark.parametrize("name", ["./x", "/x/y", "~/x", "a/b/c", "a b", "C:\\models\\x"])
 def test_what_looks_like_a_path_is_never_taken_for_a_hub_id(name, tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):

@@ -10,6 +10,7 @@ from duoka.config.schema import OptimConfig
 from duoka.errors import ConfigError
 from duoka.optim.build import build_optimizer, describe_optimizer, optimizer_tensors, set_learning_rate
 from duoka.optim.clip import clip_gradients
+from duoka.optim.muon import orthogonalise
 from duoka.optim.owners import share_matrices, work_of
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.units import parse_amount
@@ -160,6 +161,27 @@ def test_owners_share_the_work_of_whole_matrices_evenly():
         assert [b.members[-1] for b in buckets] == sorted(b.members[-1] for b in buckets)
 
 
+@pytest.mark.parametrize("shape", [(12, 48), (48, 12)])
+def test_muon_at_adamws_scale_moves_as_torchs_own(shape):
+    torch.manual_seed(0)
+    start, gradients = torch.randn(shape), torch.randn(3, *shape)
+    moved = []
+    for name in ("torch", "adamw", "shape"):
+        p = torch.nn.Parameter(start.clone())
+        options = {"lr": 0.1, "weight_decay": 0.2}
+        if name == "torch":
+            optimizer = torch.optim.Muon([p], adjust_lr_fn="match_rms_adamw", **options)
+        else:
+            optim = OptimConfig(name="muon", adamw_lr=0.1, muon_scale=name, **options)
+            optimizer = build_optimizer({"p": p}, optim, roles={"p": "matrix"})
+        for gradient in gradients:
+            p.grad = gradient.clone()
+            optimizer.step()
+        moved.append(p.detach() - start)
+    assert (moved[1] - moved[0]).norm() < 0.02 * moved[0].norm()  # torch iterates in bf16
+    assert (moved[2] - moved[0]).norm() > 0.1 * moved[0].norm()
+
+
 def test_muon_and_the_rest_are_said_apart():
     model = small_model()
     optim = OptimConfig(name="muon", lr=0.02, adamw_lr=3e-4)
@@ -208,6 +230,17 @@ def test_adamw8bit_learns_as_adamw_does_goes_on_bit_for_bit_and_keeps_two_bytes(
     assert all(torch.equal(others[name], p) for name, p in named.items())
     large = [value for name, value in saved.items() if name.endswith(".large")]
     assert sum(value.numel() * value.element_size() for value in large) < 2.05 * start["large"].numel()
+
+
+@pytest.mark.parametrize("shape", [(2, 131, 200), (1, 260, 128), (3, 20, 8)])
+def test_orthogonalised_matrices_are_five_steps_of_the_quintic(shape):
+    torch.manual_seed(0)
+    matrices = torch.randn(shape)
+    for matrix, found in zip(matrices.double(), orthogonalise(matrices), strict=True):
+        x = matrix / torch.linalg.matrix_norm(matrix)
+        for _ in range(5):
+            x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+        assert (found - x).norm() < 1e-5 * x.norm()
 
 
 def test_adamw8bit_without_its_package_is_refused(monkeypatch):

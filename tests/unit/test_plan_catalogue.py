@@ -148,4 +148,5 @@ def test_optimizers_and_quantized_bases_have_their_bytes():
     assert optimizer("adamw") == 8 and optimizer("adamw8bit") < 2.1
     assert 4 < optimizer("muon") < 4.3  # embedding and head keep two moments
     base = static_memory(Work(llama, LoraConfig(), "cuda", frozen_bits=4), Layout(precision="bf16")).weights_bytes
-    assert base == pytest.approx(0.53 * llama.num_parameters, rel=0.03)
+    ends = 2 * 32000 * 4096  # embedding and head are not packed
+    assert base == pytest.approx(0.53 * (llama.num_parameters - ends) + 2 * ends, rel=0.03)

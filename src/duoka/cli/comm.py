@@ -45,7 +45,7 @@ def test(nproc: int | None, size: str, rounds: int, backend: str, timeout: str, 
     from duoka.parallel.comm_test import check_collectives
     from duoka.parallel.world import end_world, start_world
 
-    world = start_world(ParallelConfig(strategy="ddp", backend=backend, timeout=timeout))  # type: ignore[arg-type]
+    world = start_world(ParallelConfig(strategy="ddp", backend=backend, timeout=timeout))
     if world.size == 1:
         from duoka.errors import ConfigError
 

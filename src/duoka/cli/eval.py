@@ -50,8 +50,6 @@ def command(
     quiet = as_json or (place is not None and (place.rank > 0 or parent_pid() is not None))
     speak = _silence if quiet else say
     trained, asked = find_target(target, overrides, "eval", checkpoint, speak)
-    if asked is not None and not names and asked.is_on("predict_with_generate"):
-        return _predict(trained, asked, nproc, base, as_json, speak)
     read = _DataOf(trained, names, None if names else asked, speak)
     if place is None:
         num_processes = _count_processes(nproc)
@@ -62,6 +60,8 @@ def command(
             options = [*overrides, *(f"--data={name}" for name in names), *(["--base"] if base else [])]
             options += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
             return run_same_command(["eval", target, *options, *(["--json"] if as_json else [])], num_processes)
+    if asked is not None and not names and asked.is_on("predict_with_generate"):
+        return _predict(trained, asked, read, base, as_json)
     from duoka.serve.evaluate import evaluate
 
     found = evaluate(trained, read(), base_only=base)
@@ -70,33 +70,32 @@ def command(
     return 0
 
 
-def _predict(
-    trained: Trained, asked: AskedFile, nproc: int | None, base: bool, as_json: bool, speak: Callable[[str], None]
-) -> int:
-    """The loss over the file's data, its answers, and how near they come; in this process."""
-    from duoka.cli.chat import Given, choose_sampling
+def _predict(trained: Trained, asked: AskedFile, read: Callable[[], EvalData], base: bool, as_json: bool) -> int:
+    """The loss over the file's data, its answers, and how near they come; rank 0 writes them."""
+    from duoka.cli.chat import Given, choose_sampling, say
     from duoka.errors import ConfigError
-    from duoka.parallel.environ import has_peers
-    from duoka.serve.evaluate import evaluate
+    from duoka.parallel.world import end_world, start_world
+    from duoka.serve.evaluate import evaluate_in
     from duoka.serve.predict import ANSWERS, predict, score, write_predictions
     from duoka.serve.trained import load_chat_tokenizer, load_for_chat
 
-    if has_peers() or (nproc or 1) > 1:
-        raise ConfigError(
-            "answers are written by one process, and several are asked for",
-            fix="start one: leave --nproc out, or write predict_with_generate=false to measure the loss on several",
-        )
     output = asked.get("output_dir")
     if output is None:
         raise ConfigError(f"{asked.path} does not say where answers go", fix="write:   output_dir: saves/predict")
-    data = _DataOf(trained, (), asked, speak)()
-    found = evaluate(trained, data, base_only=base)
+    data = read()
     draws = asked.is_on("do_sample")
     sampling = choose_sampling(Given(temperature=None if draws else 0.0), asked, temperature=0.95, max_new_tokens=1024)
-    speak("answers are the likeliest ones" if sampling.temperature == 0 else f"drawn at {sampling.temperature:g}")
-    lm, tokenizer = load_for_chat(trained, base_only=base), load_chat_tokenizer(trained)
-    answers = predict(lm, tokenizer, data.config, trained.config_base, sampling, speak)
-    assert found is not None
+    world = start_world(data.config.parallel)
+    try:
+        speak = say if world.is_main and not as_json else _silence
+        found = evaluate_in(world, trained, data, base_only=base)
+        speak("answers are the likeliest ones" if sampling.temperature == 0 else f"drawn at {sampling.temperature:g}")
+        lm, tokenizer = load_for_chat(trained, base_only=base, device=world.device), load_chat_tokenizer(trained)
+        answers = predict(lm, tokenizer, data.config, trained.config_base, sampling, world, speak)
+    finally:
+        end_world(world)
+    if not world.is_main:
+        return 0
     scores = score(answers) | {"loss": found.measured.loss, "num_answers": float(len(answers))}
     write_predictions(answers, scores, Path(output))
     if as_json:

@@ -94,7 +94,7 @@ def _export_full(
     from duoka.units import format_bytes
 
     tokenizer, sources = _sources(trained)
-    lm = load_trained(trained, dtype=torch.float32)
+    lm = load_trained(trained, dtype=torch.float32, unpacked=True)
     done = export_model(lm, tokenizer, sources, output, sources.dtype(dtype), end_of_turn(tokenizer), shard_gb=shard_gb)
     kind = str(done.dtype).removeprefix("torch.")
     what, other = ("merged", "base + adapter") if trained.is_adapted else ("written", "the run's")

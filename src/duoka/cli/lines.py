@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from duoka.config.yaml_text import yaml_text
 from duoka.errors import ConfigError
 from duoka.registry import nearest
 
@@ -58,6 +59,14 @@ ACCELERATE_VALUES = (
 _OF_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
                  "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile",
                  "deepspeed_multinode_launcher")  # fmt: skip
+# A guide's modules: the first stage, and those that begin from the result of one before.
+PRETRAIN_MODULES = ("scripts.base_train", "duoka.pretrain")
+_FROM = "with   model: runs/NAME/final   (the result of the stage before)"
+LATER_MODULES = {
+    "scripts.mid_train": f"write a YAML {_FROM}:   duoka train mid.yaml",
+    "scripts.chat_sft": f"write a YAML with   stage: sft   and {_FROM}:   duoka train sft.yaml",
+    "scripts.chat_rl": "stage rl is not there yet",
+}
 _RDZV = ("rdzv_backend", "rdzv_id", "rdzv_conf")
 
 
@@ -135,11 +144,15 @@ def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
             )
         count = str(int(count) // int(machines))
     notes = ["accelerate's own name for --main_port is --main_process_port"] if "main_port" in line.flags else []
-    settings, more = _overrides_of(asked, int(count) * int(machines) if count.isdecimal() else 1)
+    num_ranks = int(count) * int(machines) if count.isdecimal() else 1
+    given = _settings_of(asked, num_ranks)
+    if (config := _config_of(line)) is not None:
+        _check_agreement(config, given, num_ranks)
+    settings = [f"{key}={yaml_text(value)}" for key, value in given.items()]
     address, port = str(asked.get("main_process_ip") or ""), str(asked.get("main_process_port") or "")
     rank = str(asked.get("machine_rank", "")) if machines != "1" else ""
     restarts = line.flags.get("max_restarts", "")
-    meaning = _meaning(line, count, machines, rank, address, port, restarts, settings, [*notes, *more])
+    meaning = _meaning(line, count, machines, rank, address, port, restarts, settings, notes)
     precision = asked.get("mixed_precision")
     if meaning.words[0] == "launch" and precision:
         # A script that makes an Accelerator finds its precision here, as accelerate launch would set it.
@@ -182,14 +195,13 @@ def _accelerate_config(flags: Mapping[str, str]) -> dict[str, Any]:
     return asked
 
 
-def _overrides_of(asked: dict[str, Any], num_ranks: int) -> tuple[list[str], list[str]]:
-    """What the launcher's settings mean for a run, as key=value words of ours, and notes. Raises Faults."""
+def _settings_of(asked: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+    """What the launcher's settings mean for a run, by our keys. Raises Faults."""
     from duoka.config.dialects.all import dialects
     from duoka.config.dialects.engine import grow, translate
     from duoka.config.dialects.rows import Start
     from duoka.config.layers import read_pointed
     from duoka.config.yaml_lines import Place
-    from duoka.config.yaml_text import yaml_text
     from duoka.errors import Faults
     from duoka.plan.hardware import read_machine
 
@@ -199,20 +211,52 @@ def _overrides_of(asked: dict[str, Any], num_ranks: int) -> tuple[list[str], lis
     done = translate(dialects()["accelerate"], tree, start, dialects(), Path(), read_pointed)
     if done.faults:
         raise Faults(done.faults)
-    settings = [
-        f"{given.key}={yaml_text(given.value)}"
+    return {
+        given.key: given.value
         for given in done.given.values()
         # What is not said must not overrule the YAML.
         if not (given.key == "parallel.strategy" and given.value == "auto")
         and not (given.key == "train.precision" and str(asked.get("mixed_precision")) == "no")
-    ]
-    return settings, []
+    }
+
+
+def _check_agreement(words: Sequence[str], given: Mapping[str, Any], num_ranks: int) -> None:
+    """Refuse a launcher and a YAML that say different things, instead of letting one win silently."""
+    from duoka.config.load import Start, load_config
+    from duoka.config.write import leaves
+    from duoka.errors import Fault, Faults
+    from duoka.plan.hardware import read_machine
+
+    try:
+        loaded = load_config(words[0], list(words[1:]), start=Start(num_ranks, bool(read_machine().gpus)))
+    except ConfigError:
+        return  # duoka train says what is wrong with it
+    here, same = leaves(loaded.config), {"zero3": "fsdp"}
+    faults = []
+    for key, value in given.items():
+        origin, own = loaded.origins.get(key, "default"), here.get(key)
+        if (
+            origin.endswith("default")
+            or own in (value, "auto")
+            or same.get(str(own), own) == same.get(str(value), value)
+        ):
+            continue
+        what = f"{key} is {yaml_text(own)} ({origin}) and {yaml_text(value)} for accelerate launch"
+        faults.append(Fault(what, key=key, fix="keep one of them"))
+    if faults:
+        raise Faults(faults)
 
 
 def _meaning(
     line: Line, count: str, nodes: str, rank: str, address: str, port: str, restarts: str, settings: Sequence[str],
     notes: Sequence[str], *, is_elastic: bool = False,
 ) -> Meaning:  # fmt: skip
+    is_theirs = Path(*line.program.split(".")).with_suffix(".py").is_file()  # the guide's own code is here: run that
+    if line.is_module and line.program in PRETRAIN_MODULES and nodes == "1" and not is_theirs:
+        words = ["pretrain", *(["--nproc", count] if count else []), *(["--port", port] if port else [])]
+        return Meaning((*words, *line.arguments), {}, tuple(notes))
+    if line.is_module and line.program in LATER_MODULES and not is_theirs:
+        raise ConfigError(f"{line.program} is a stage of its own here", fix=LATER_MODULES[line.program])
     config = _config_of(line)
     if config is None and not line.is_module and not Path(line.program).is_file():
         raise ConfigError(

@@ -40,13 +40,16 @@ USED: dict[Purpose, tuple[str, ...]] = {
         "per_device_eval_batch_size",
     ),
 }
+_AS_IT_CAME = "a run remembers how its base was packed (name the run); other models are read as they came"
 # Values of keys that mean something here, and that duoka cannot do: name -> (what asks for nothing, the reason).
 _CANNOT: dict[Purpose, dict[str, tuple[tuple[Any, ...], str]]] = {
     "export": {
+        "quantization_bit": ((), _AS_IT_CAME),
         "export_legacy_format": ((), "pickles can run code when they are opened; safetensors are written"),
         "export_hub_model_id": ((), "nothing is sent to a hub: push the folder yourself"),
     },
     "chat": {
+        "quantization_bit": ((), _AS_IT_CAME),
         "infer_backend": (("huggingface", "hf", "auto"), "answers are computed by transformers' own model code"),
         "top_k": ((0, -1), "tokens are drawn by temperature and top_p"),
         "num_beams": ((1,), "one answer is written, token by token"),
@@ -54,7 +57,9 @@ _CANNOT: dict[Purpose, dict[str, tuple[tuple[Any, ...], str]]] = {
     },
     "eval": {},
 }
-_CANNOT["eval"] = {name: _CANNOT["chat"][name] for name in ("top_k", "num_beams", "repetition_penalty")}
+_CANNOT["eval"] = {
+    name: _CANNOT["chat"][name] for name in ("top_k", "num_beams", "repetition_penalty", "quantization_bit")
+}
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,7 @@ _FROM_DEPTH: tuple[Derived, ...] = (
     Derived("optim.decay", lambda c: 0.5 if c.optim.schedule == "wsd" else None),
     Derived("optim.warmup", _always(0.01)),
     Derived("train.eval_every", lambda c: 250 if c.data.eval else None),
+    Derived("log.samples", lambda c: 2 if c.data.eval else None),
 )
 # Passes over the data are counted by whoever counts nothing else.
 _FROM_TOKENS = Derived("train.epochs", _always(None), origin="from train.tokens")

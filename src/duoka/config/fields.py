@@ -93,6 +93,10 @@ Warmup = Annotated[
     Means('a share below 1, a number of steps, or of tokens such as "2M tokens"'),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "examples": ["2M tokens"]}]}),
 ]
+SampleChoice = Annotated[
+    Annotated[Whole, Field(ge=0)] | tuple[str, ...],
+    Means("a number of beginnings, or a list of them such as [Once upon a time]"),
+]
 Often = Annotated[
     int | str,
     _checked_by(parse_every),

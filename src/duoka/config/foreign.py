@@ -40,12 +40,17 @@ _ACCUMULATION = Foreign(
 _ADAPTERS = Foreign(("lora",), "with a lora block adapters are trained, without one all weights", "{rank: 8}")
 _RANKS = Foreign((), "the number of processes is no part of the config: duoka train CONFIG --nproc N")
 _SHARDED = Foreign(("parallel.strategy",), "duoka chooses its own strategies", write="auto")
-_QUANTISED = Foreign((), "duoka does not train quantised models")
+_QUANTISED = Foreign(("model.quantization",), "the frozen base under adapters can be packed into 4 bits", write="nf4")
 _NEEDLESS = Foreign((), "duoka needs no such key")
 _ALWAYS_SAFE = Foreign((), "a run folder is never overwritten: it is resumed, or another output is given")
 
 # Names that no dialect's table has, and those whose advice needs a value that is not the user's own.
 _SPECIAL: dict[str, Foreign] = {
+    "pipeline": Foreign(
+        (),
+        "stages chained in one YAML are not there yet: give each a YAML of its own, and let the next begin with "
+        "model: runs/NAME/final",
+    ),
     **_same("model.name", "model_name", "model_path", "base_model", "model_id", "pretrained_model"),
     **_same("model.tokenizer", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
     **_same("model.template", "chat_template"),

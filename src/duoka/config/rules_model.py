@@ -9,6 +9,9 @@ from duoka.config.derive import is_outside_what_was_tried
 from duoka.config.rule import Rule
 from duoka.config.schema import RunConfig
 
+NO_PACKER = "model.quantization packs the base by bitsandbytes, which is not installed here"
+GET_PACKER = "install it: pip install 'duoka[quant]'"
+
 
 def _is_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~"))
@@ -143,6 +146,45 @@ MODEL_RULES: tuple[Rule, ...] = (
         "lora.alpha is {c.lora.alpha:g} with lora.rank {c.lora.rank}: adapters count alpha / rank, "
         "and that is no useful number here",
         "alpha is usually one or two times the rank:   alpha: 16",
+    ),
+    Rule(
+        "pissa-iterations-without-pissa",
+        ("lora.pissa_iterations", "lora.init"),
+        lambda c: c.lora is not None and c.lora.init != "pissa" and c.lora.pissa_iterations != 16,
+        "lora.pissa_iterations is {c.lora.pissa_iterations}, but lora.init is {c.lora.init}: nothing is searched",
+        "write   init: pissa   or delete pissa_iterations",
+    ),
+    Rule(
+        "quantized-base-is-frozen",
+        ("model.quantization", "lora"),
+        lambda c: c.model.quantization != "none" and c.lora is None,
+        "model.quantization is {c.model.quantization}, and there is no lora block: packed weights cannot be trained, "
+        "only adapters beside them",
+        "write for example:   lora: {{rank: 8}}   or delete quantization",
+    ),
+    Rule(
+        "quantized-base-is-whole",
+        ("model.quantization", "parallel.strategy"),
+        lambda c: c.model.quantization != "none" and c.parallel.strategy not in ("auto", "single", "ddp"),
+        "model.quantization is {c.model.quantization}, and parallel.strategy {c.parallel.strategy} would cut or copy "
+        "packed weights, which duoka does not do",
+        "write   strategy: ddp   (a packed 7B model is about 4 GB in each process)",
+    ),
+    Rule(
+        "quantized-base-as-it-is",
+        ("model.quantization", "lora.init", "train.compile"),
+        lambda c: (
+            c.model.quantization != "none" and (c.train.compile or (c.lora is not None and c.lora.init != "random"))
+        ),
+        "model.quantization packs the base, and lora.init pissa would take parts out of it, train.compile look into it",
+        "write   init: random   and   compile: false   or delete quantization",
+    ),
+    Rule(
+        "double-quantization-of-nothing",
+        ("model.double_quantization", "model.quantization"),
+        lambda c: c.model.quantization == "none" and not c.model.double_quantization,
+        "model.double_quantization is about packed weights, and model.quantization is none",
+        "write   quantization: nf4   or delete double_quantization",
     ),
     Rule(
         "lora-and-train-only",

@@ -86,6 +86,13 @@ OPTIM_RULES: tuple[Rule, ...] = (
         "write   name: muon   or delete adamw_lr (lr is the rate)",
     ),
     Rule(
+        "muon-scale-without-muon",
+        ("optim.muon_scale", "optim.name"),
+        lambda c: c.optim.name != "muon" and c.optim.muon_scale != "shape",
+        "optim.muon_scale says how far Muon moves a matrix, but optim.name is {c.optim.name}",
+        "write   name: muon   or delete muon_scale",
+    ),
+    Rule(
         "muon-in-fp16",
         ("optim.name", "train.precision"),
         lambda c: c.optim.name == "muon" and c.train.precision == "fp16",
@@ -108,6 +115,14 @@ OPTIM_RULES: tuple[Rule, ...] = (
         "optim.name is {c.optim.name}, which works on whole tensors, and parallel.strategy {c.parallel.strategy} "
         "shares them out",
         "write   strategy: ddp   (its own state is small), or another optimizer",
+    ),
+    Rule(
+        "dft-with-smoothing",
+        ("train.loss", "train.label_smoothing"),
+        lambda c: c.train.loss == "dft" and c.train.label_smoothing > 0,
+        "train.loss is dft, which weighs each token's loss with its own probability, and train.label_smoothing "
+        "{c.train.label_smoothing:g} spreads targets over all tokens",
+        "keep one of them",
     ),
     Rule(
         "lr-is-no-rate",

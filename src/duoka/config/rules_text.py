@@ -70,6 +70,14 @@ TEXT_RULES: tuple[Rule, ...] = (
         "write:   epochs: 3   or   max_steps: 1000",
     ),
     Rule(
+        "samples-of-no-text",
+        ("log.samples", "data.eval", "stage"),
+        lambda c: bool(c.log.samples) and (c.stage != "pretrain" or not c.data.eval),
+        "log.samples continues plain text after each evaluation (stage pretrain); stage is {c.stage} and data.eval is "
+        "{c.data.eval}",
+        "delete samples   (talk to a run at any time: duoka chat)",
+    ),
+    Rule(
         "nothing-ends-the-run",
         ("train.epochs",),
         lambda c: c.train.epochs is None and c.train.tokens is None and c.train.max_steps is None,

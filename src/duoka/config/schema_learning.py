@@ -50,6 +50,11 @@ class ModelConfig(Section):
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
     tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer, when it is not the model's.")
     template: str = Field("auto", description="Chat template: auto (the model's own), or a name such as chatml.")
+    quantization: Literal["none", "nf4", "fp4"] = Field(
+        "none",
+        description="The frozen base under adapters, packed into 4 bits while it is loaded (QLoRA; duoka[quant]).",
+    )
+    double_quantization: bool = Field(True, description="The packed weights' scales are packed too.")
     trust_remote_code: bool = Field(False, description="Run Python code that the model's repository ships.")
 
     @property
@@ -110,6 +115,14 @@ class LoraConfig(Section):
     b_lr_ratio: Annotated[Number, Field(gt=0.0)] = Field(
         1.0, description="LoRA+: how many times faster the second matrix (B) learns than the first."
     )
+    init: Literal["random", "pissa"] = Field(
+        "random",
+        description="pissa: adapters begin as the strongest directions of the weights, which give these up; best "
+        "without dropout. The result is a plain adapter of twice the rank.",
+    )
+    pissa_iterations: Annotated[Whole, Field(ge=0)] = Field(
+        16, description="PiSSA: rounds of the search for these directions; 0: the whole decomposition, which is slow."
+    )
     targets: Literal["all"] | tuple[str, ...] = Field(
         "all", description="all: every linear layer but the head; or module names such as [q_proj, v_proj]."
     )
@@ -144,6 +157,11 @@ class OptimConfig(Section):
     )
     embedding_lr: Annotated[Number, Field(gt=0.0)] | None = Field(None, description="Peak rate of the embedding.")
     head_lr: Annotated[Number, Field(gt=0.0)] | None = Field(None, description="Peak rate of a head of its own.")
+    muon_scale: Literal["shape", "adamw"] = Field(
+        "shape",
+        description="Muon: how far lr moves a matrix: sqrt(max(1, rows/columns)), or adamw: 0.2 sqrt(max(rows, "
+        "columns)), which is about AdamW's step, so that AdamW's rates fit.",
+    )
     momentum: Share = Field(0.95, description="Muon's and LARS' averaging factor.")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none",
@@ -192,6 +210,10 @@ class TrainConfig(Section):
     )
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
+    )
+    loss: Literal["likelihood", "dft"] = Field(
+        "likelihood",
+        description="dft: each target's loss is weighted with the probability that the model gives it (training only).",
     )
     label_smoothing: Share = Field(0.0, description="Share of each target that all tokens get alike, in training.")
     rehearse: bool | Literal["auto"] = Field(

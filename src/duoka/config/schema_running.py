@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from duoka.config.fields import Number, Often, Patience, Seconds, Section, Whole, step_as_text
+from duoka.config.fields import Number, Often, Patience, SampleChoice, Seconds, Section, Whole, step_as_text
 from duoka.units import parse_seconds
 
 
@@ -31,8 +31,8 @@ class ParallelConfig(Section):
     )
     compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
         "none",
-        description="How gradients travel; all but none lose a little, and so change results. What powersgd still "
-        "owes (its error) is not saved: a resumed run begins it anew.",
+        description="How gradients travel; all but none lose a little, and so change results. What powersgd left "
+        "out so far is part of each checkpoint.",
     )
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
     timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")
@@ -108,4 +108,9 @@ class LogConfig(Section):
     """What is printed, and who else gets the numbers."""
 
     every: Annotated[Whole, Field(ge=1)] = Field(10, description="Print a line every so many steps (all are recorded).")
+    samples: SampleChoice = Field(
+        0,
+        description="Texts that the model continues after each evaluation, by the likeliest tokens: beginnings, or how "
+        "many of the evaluation data's (stage pretrain).",
+    )
     to: tuple[Literal["tensorboard"], ...] = Field(("tensorboard",), description="Trackers beside the event log.")

@@ -113,6 +113,9 @@ def _advice(word: str, value: Tree, name: str, shown: str) -> tuple[str, str]:
     """What to add to the sentence, and the fix."""
     keys = known_keys()
     low = word.lower().replace("-", "_")
+    known = foreign_names().get(low)
+    if known is not None and not known.keys:
+        return _foreign_advice(known, value, name)
     if isinstance(value.value, dict) and not name:
         meant = _section_meant(word)
         if meant is not None:

@@ -52,6 +52,7 @@ class PreparedData:
     eval: TokenStore | TextRows | None
     report: DataReport
     pad_id: int
+    text_bytes: np.ndarray | None = None  # of each token, in plain text of a byte-level tokenizer
 
     @property
     def num_samples(self) -> int | None:
@@ -92,13 +93,17 @@ def prepare_data(
     parts = [(found, part) for found, (part, _) in zip(kept, prepared, strict=True)]
     notes = tuple(note for found in sets for note in found.notes)
     if streamed:
-        return _with_stream(build_source(streamed, config, tokenizer), parts, reports, notes, config, tokenizer.pad_id)
+        return _with_stream(build_source(streamed, config, tokenizer), parts, reports, notes, config, tokenizer)
     mixture = mix_parts(parts, config)
     train = as_samples(mixture.train, [found for found in kept if found.split == "train"], config.data.max_length)
     held_out = [found for found in kept if found.split == "eval"] or kept
     evaluation = as_samples(mixture.eval, held_out, config.data.max_length) if mixture.eval else None
     report = _build_report(mixture, train, evaluation, reports, notes, tokenizer, config)
-    return PreparedData(train, evaluation, report, tokenizer.pad_id)
+    return PreparedData(train, evaluation, report, tokenizer.pad_id, _text_bytes(config, tokenizer))
+
+
+def _text_bytes(config: RunConfig, tokenizer: ChatTokenizer) -> np.ndarray | None:
+    return tokenizer.text_bytes if config.stage == "pretrain" else None
 
 
 def _with_stream(
@@ -107,7 +112,7 @@ def _with_stream(
     reports: list[SetReport],
     notes: tuple[str, ...],
     config: RunConfig,
-    pad_id: int,
+    tokenizer: ChatTokenizer,
 ) -> PreparedData:
     """Only what is measured on is tokenised ahead."""
     evaluation = None
@@ -123,7 +128,7 @@ def _with_stream(
         row_tokens=config.data.max_length,
         notes=notes,
     )
-    return PreparedData(source, evaluation, report, pad_id)
+    return PreparedData(source, evaluation, report, tokenizer.pad_id, _text_bytes(config, tokenizer))
 
 
 def read_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> ChatTokenizer:

@@ -168,6 +168,18 @@ class ChatTokenizer:
             sizes[number] = len(special.content.encode("utf-8"))
         return sizes
 
+    @cached_property
+    def text_bytes(self) -> np.ndarray | None:
+        """As `token_bytes`, but special tokens stand for no text at all: what bits per byte are counted by."""
+        if self.token_bytes is None:
+            return None
+        sizes: np.ndarray = self.token_bytes.copy()
+        for text in self.special_texts:
+            number = self.backend.token_to_id(text)
+            if number is not None:
+                sizes[number] = 0
+        return sizes
+
     def decode(self, ids: list[int]) -> str:
         text: str = self.backend.decode(ids, skip_special_tokens=False)
         return text

@@ -13,6 +13,7 @@ import yaml
 from duoka.config.catalog import Key, is_execution_key, known_keys
 from duoka.config.dialects.all import dialects
 from duoka.config.yaml_text import yaml_text
+from duoka.explain.words import best_topic
 from duoka.registry import nearest
 
 Language = Literal["en", "zh"]
@@ -76,7 +77,10 @@ def find_entry(word: str, language: Language) -> Entry | None:
         return foreign
     if inside:
         return Entry(wanted, "\n".join(f"{key}: {_description(known_keys()[key], language)}" for key in inside))
-    return find_sign(wanted, language)
+    found = find_sign(wanted, language)
+    if found is None and (topic_id := best_topic(wanted, topics())) is not None:
+        return _entry(topics()[topic_id], language)
+    return found
 
 
 def find_sign(text: str, language: Language) -> Entry | None:

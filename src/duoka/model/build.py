@@ -23,7 +23,9 @@ from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
 from duoka.model.lora import apply_lora
+from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.new import is_new
+from duoka.model.packed import Packing, unpack
 
 GATHERED_HEAD = "apply_gathered"
 
@@ -55,10 +57,11 @@ def load_model(
     seed: int = 0,
     attention: str = "duoka",
     trust_remote_code: bool = False,
+    packing: Packing | None = None,
 ) -> torch.nn.Module:
     """The transformers model in `folder` with weights of `dtype`; with `lora`, adapters that begin from `seed`.
 
-    With `train_only`, all but the weights that it names are frozen.
+    With `train_only`, all but the weights that it names are frozen; with `packing`, the layers' matrices are packed.
     """
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +78,10 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
+                **({} if packing is None else {"quantization_config": packing.settings(dtype)}),
             )
+            if packing is not None and packing.unpacked:
+                unpack(model, dtype)
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error
@@ -123,10 +129,10 @@ def find_core(model: torch.nn.Module) -> torch.nn.Module:
 class LossModel(torch.nn.Module):
     """A causal language model that answers a micro-batch with the sum of its target tokens' losses."""
 
-    def __init__(self, lm: torch.nn.Module, smoothing: float = 0.0) -> None:
+    def __init__(self, lm: torch.nn.Module, goal: Goal = LIKELIHOOD) -> None:
         super().__init__()
         self.lm = lm
-        self.smoothing = smoothing
+        self.goal = goal
         core: Any = self.core
         find_head = getattr(core, "get_output_embeddings", None)
         self.has_plain_head = find_head is not None and is_readable(find_head())
@@ -149,15 +155,28 @@ class LossModel(torch.nn.Module):
             options.update(cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries)
         if not self.has_plain_head:
             logits = core(input_ids=input_ids, **options).logits
-            return loss_from_logits(logits, labels, self.smoothing, self.training)
+            return loss_from_logits(logits, labels, self.goal, self.training)
         hidden = core.get_decoder()(input_ids=input_ids, **options).last_hidden_state  # (rows, tokens, dim)
         head = core.get_output_embeddings()
         # A head that is sharded by itself has a form of this that gathers its weight around the call.
         gathered: Any = getattr(head, GATHERED_HEAD, None)
         answer: tuple[torch.Tensor, torch.Tensor]
-        how = (hidden, labels, self.bend, self.smoothing)
+        how = (hidden, labels, self.bend, self.goal)
         answer = gathered(*how) if gathered else apply_head(head, *how)
         return answer
+
+    def next_token(self, input_ids: torch.Tensor) -> int:
+        """The likeliest token after one row (1, tokens). Under FSDP all ranks call it: weights are gathered for it."""
+        core: Any = self.core
+        length = input_ids.shape[1]
+        positions = torch.arange(length, device=input_ids.device)[None]
+        if not self.has_plain_head:
+            return int(core(input_ids=input_ids, position_ids=positions, use_cache=False).logits[0, -1].argmax())
+        ends = torch.tensor([0, length], dtype=torch.int32)
+        hidden = core.get_decoder()(
+            input_ids=input_ids, position_ids=positions, use_cache=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends
+        ).last_hidden_state
+        return int(core.get_output_embeddings()(hidden[:, -1:])[0, -1].argmax())  # (1, 1, vocab)
 
     @property
     def core(self) -> torch.nn.Module:

@@ -20,6 +20,7 @@ import torch
 from duoka.data.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError, DuokaError, StorageError
 from duoka.model.build import load_model, quiet_loading
+from duoka.model.lora import save_adapter
 from duoka.model.result import base_dtype, copy_tokenizer
 from duoka.runs.folder import apply_umask
 
@@ -124,7 +125,7 @@ def export_adapter(lm: torch.nn.Module, sources: Sources, base_name: str, folder
     """Write the adapter alone as a PEFT folder that names its base; returns its size in bytes."""
     check_target(folder)
     with _draft_of(folder) as draft:
-        lm.save_pretrained(os.fspath(draft))  # type: ignore[operator]
+        save_adapter(lm, draft)
         # Named afterwards: PEFT would look for that base, on the Hub too, before it writes.
         facts = draft / "adapter_config.json"
         settings = json.loads(facts.read_text(encoding="utf-8")) | {"base_model_name_or_path": base_name}

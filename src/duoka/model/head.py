@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from duoka.model.loss import IGNORED, Bend, LowRank, sum_cross_entropy
+from duoka.model.loss import IGNORED, LIKELIHOOD, Bend, Goal, LowRank, sum_cross_entropy
 
 # What families call a factor on their logits, and whether it multiplies or divides.
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -46,7 +46,7 @@ def plain_adapter(module: Any) -> str | None:
 
 
 def apply_head(
-    head: Any, hidden: torch.Tensor, labels: torch.Tensor, bend: Bend, smoothing: float
+    head: Any, hidden: torch.Tensor, labels: torch.Tensor, bend: Bend, goal: Goal
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Head and loss in one: (summed loss, correct target tokens); the second is counted in eval mode only."""
     base, low = head, None
@@ -56,18 +56,22 @@ def apply_head(
         low = LowRank(rows, head.lora_B[name].weight)
     return sum_cross_entropy(
         hidden, base.weight, labels, bias=base.bias, low=low, bend=bend,
-        smoothing=smoothing if head.training else 0.0, count=not head.training,
+        goal=goal if head.training else LIKELIHOOD, count=not head.training,
     )  # fmt: skip
 
 
 def loss_from_logits(
-    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, training: bool
+    logits: torch.Tensor, labels: torch.Tensor, goal: Goal, training: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from a model's own logits, of target positions only."""
     chosen = (labels != IGNORED).nonzero(as_tuple=True)
     rows, targets = logits[chosen], labels[chosen]
     if rows.dtype in (torch.bfloat16, torch.float16):
         rows = rows.float()
-    loss = F.cross_entropy(rows, targets, reduction="sum", label_smoothing=smoothing if training else 0.0)
+    goal = goal if training else LIKELIHOOD
+    losses = F.cross_entropy(rows, targets, reduction="none", label_smoothing=goal.smoothing)
+    if goal.by_probability:
+        losses = losses * torch.softmax(rows.detach(), dim=-1).gather(1, targets[:, None]).squeeze(1)
+    loss = losses.sum()
     correct = targets.new_zeros(()) if training else (rows.argmax(dim=-1) == targets).sum()
     return loss, correct

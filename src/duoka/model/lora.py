@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
+from pathlib import Path
 
 import torch
 
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
+from duoka.model.pissa import PissaStarts, as_plain_adapter, draw_seed
+
+STARTS = "pissa_starts"  # where a model keeps what its adapters began with
 
 
 def apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int = 0) -> torch.nn.Module:
@@ -25,11 +29,55 @@ def apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int = 0) -> torch
         bias="none",
     )
     adapted = peft.get_peft_model(model, settings)
+    if any(parameter.is_meta for parameter in adapted.parameters()):
+        return adapted
     with torch.no_grad():
+        if lora.init == "pissa":
+            _start_with_principal_parts(adapted, lora, seed)
+            return adapted
         for name, parameter in adapted.named_parameters():
-            if is_adapter(name) and not parameter.is_meta:
+            if is_adapter(name):
                 parameter.copy_(draw_adapter(name, parameter.shape, seed))
     return adapted
+
+
+def _start_with_principal_parts(adapted: torch.nn.Module, lora: LoraConfig, seed: int) -> None:
+    starts = PissaStarts(lora, seed)
+    named = dict(adapted.named_parameters(remove_duplicate=False))
+    for name in adapted_modules(adapted):
+        starts.add(name, named[f"{name}.base_layer.weight"])
+    for name, parameter in named.items():
+        if is_adapter(name):
+            parameter.copy_(starts.values(name))
+        elif starts.owns(name):
+            parameter.copy_(starts.rest_of(name, parameter))
+    keep_starts(adapted, starts)
+
+
+def keep_starts(adapted: torch.nn.Module, starts: PissaStarts) -> None:
+    """Leave the starts with the model: whoever writes it turns the adapter into a plain one by them."""
+    setattr(adapted, STARTS, starts)
+
+
+def adapted_modules(adapted: torch.nn.Module) -> list[str]:
+    """Names of the modules with an adapter beside them."""
+    return [name for name, module in adapted.named_modules() if hasattr(module, "lora_A")]
+
+
+def save_adapter(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
+    """Write the adapter as a PEFT folder for the base as it came; `state` has whole tensors where `lm` has shards."""
+    starts: PissaStarts | None = getattr(lm, STARTS, None)
+    if starts is None:
+        lm.save_pretrained(os.fspath(folder), **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
+        return
+    plain = as_plain_adapter(lm.state_dict() if state is None else state, starts)
+    (settings,) = lm.peft_config.values()  # type: ignore[union-attr, operator]
+    rank, alpha = settings.r, settings.lora_alpha
+    settings.r, settings.lora_alpha = 2 * rank, 2 * alpha
+    try:
+        lm.save_pretrained(os.fspath(folder), state_dict=plain)  # type: ignore[operator]
+    finally:
+        settings.r, settings.lora_alpha = rank, alpha
 
 
 def is_adapter(name: str) -> bool:
@@ -43,8 +91,7 @@ def draw_adapter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     """
     if ".lora_B." in name:
         return torch.zeros(shape)
-    number = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(draw_seed(f"{seed} {name}"))
     bound = shape[1] ** -0.5
     return torch.rand(shape, generator=generator) * (2 * bound) - bound
 
@@ -62,4 +109,5 @@ def _check_targets(model: torch.nn.Module, targets: tuple[str, ...]) -> None:
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     """(all, trainable) parameters; shared ones count once."""
     parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    sizes = [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
+    return sum(sizes), sum(p.numel() for p in parameters if p.requires_grad)

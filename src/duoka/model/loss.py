@@ -15,6 +15,8 @@ import torch
 IGNORED = -100
 # Logits of one chunk (fp32): enough rows for an efficient matrix product, small beside a layer's activations.
 CHUNK_BYTES = 64 * 2**20
+# On a CPU no more rows pay, where the vocabulary is small: what lies in the cache is not read from memory again.
+CPU_CHUNK_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,20 @@ class Bend:
     softcap: float | None = None
 
 
+@dataclass(frozen=True)
+class Goal:
+    """What training wants of a target token, beside its likelihood.
+
+    `smoothing`: the share of the target that all tokens get alike. `by_probability`: each token's loss is weighted with
+    the probability that the model gives it now, itself no target of the gradient (dynamic fine-tuning, DFT).
+    """
+
+    smoothing: float = 0.0
+    by_probability: bool = False
+
+
 STRAIGHT = Bend()
+LIKELIHOOD = Goal()
 
 
 @dataclass(frozen=True)
@@ -44,13 +59,10 @@ def sum_cross_entropy(
     bias: torch.Tensor | None = None,
     low: LowRank | None = None,
     bend: Bend = STRAIGHT,
-    smoothing: float = 0.0,
+    goal: Goal = LIKELIHOOD,
     count: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of -log p(label) over target rows, how many targets are the likeliest token: counted when asked).
-
-    With `smoothing`, the share that the target gives to all tokens alike, as torch's `label_smoothing`.
-    """
+    """(sum of -log p(label) over target rows, how many targets are the likeliest token: counted when asked)."""
     flat = labels.reshape(-1)
     chosen = (flat != IGNORED).nonzero().squeeze(1)
 
@@ -62,7 +74,7 @@ def sum_cross_entropy(
         return rows if len(chosen) == len(flat) else rows[chosen]
 
     low_rows, low_weight = (take(low.rows), low.weight) if low else (None, None)
-    how = _How(bend, smoothing, count)
+    how = _How(bend, goal, count)
     answer: tuple[torch.Tensor, torch.Tensor]
     answer = _HeadLoss.apply(take(hidden), weight, bias, low_rows, low_weight, flat[chosen], how)
     return answer
@@ -71,7 +83,7 @@ def sum_cross_entropy(
 @dataclass(frozen=True)
 class _How:
     bend: Bend
-    smoothing: float
+    goal: Goal
     count: bool
 
 
@@ -103,7 +115,7 @@ class _HeadLoss(torch.autograd.Function):
                 targets = labels[start:end]
                 if how.count:
                     correct += (logits.argmax(dim=-1) == targets).sum()
-                loss += _to_slope_(logits, targets, how.smoothing)
+                loss += _to_slope_(logits, targets, how.goal)
                 if not any(ctx.needs_input_grad):
                     continue
                 if slope is not None:
@@ -172,7 +184,8 @@ def _chunks(pairs: list[_Pair]) -> Any:
     num_rows, vocab = rows.shape[0], weight.shape[0]
     if not num_rows:
         return
-    num_chunks = math.ceil(num_rows / max(1, CHUNK_BYTES // (4 * vocab)))
+    most = max(1, CHUNK_BYTES // (4 * vocab))
+    num_chunks = math.ceil(num_rows / (min(most, CPU_CHUNK_ROWS) if rows.device.type == "cpu" else most))
     size = math.ceil(num_rows / num_chunks)  # alike, so that no chunk of a few rows pays for the head's whole gradient
     buffer = torch.empty(size, vocab, dtype=_wide(rows), device=rows.device)
     for start in range(0, num_rows, size):
@@ -202,9 +215,9 @@ def _bend_(logits: torch.Tensor, bend: Bend) -> torch.Tensor | None:
     return slope
 
 
-def _to_slope_(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+def _to_slope_(logits: torch.Tensor, targets: torch.Tensor, goal: Goal) -> torch.Tensor:
     """Replace logits by d loss / d logits = softmax - target distribution; returns the loss summed over rows (fp64)."""
-    index = targets[:, None]
+    index, smoothing = targets[:, None], goal.smoothing
     picked = logits.gather(1, index)
     mean = logits.mean(dim=-1, keepdim=True) if smoothing else 0.0
     peak = logits.amax(dim=-1, keepdim=True)
@@ -216,11 +229,15 @@ def _to_slope_(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) ->
         logits.sub_(peak).exp_()
         total = logits.sum(dim=-1, keepdim=True)
         logits.div_(total)
-    loss = (peak - (1.0 - smoothing) * picked - smoothing * mean + total.log()).sum(dtype=torch.float64)
+    losses = peak - (1.0 - smoothing) * picked - smoothing * mean + total.log()
+    weights = logits.gather(1, index) if goal.by_probability else None
     logits.scatter_add_(1, index, torch.full_like(picked, smoothing - 1.0))
     if smoothing:
         logits -= smoothing / logits.shape[-1]
-    return loss
+    if weights is not None:
+        losses *= weights
+        logits *= weights
+    return losses.sum(dtype=torch.float64)
 
 
 def _wide(tensor: Any) -> torch.dtype:

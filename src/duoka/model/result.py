@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from duoka.model.lora import save_adapter
 from duoka.model.new import TOKENIZER_FILES
 from duoka.runs.folder import apply_umask
 
@@ -31,7 +32,7 @@ def write_result(
     draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
     try:
         if hasattr(lm, "peft_config"):
-            lm.save_pretrained(os.fspath(draft), **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
+            save_adapter(lm, draft, state)
         else:
             _write_full(lm, lm.state_dict() if state is None else state, base_folder, draft)
         copy_tokenizer(tokenizer_folder or base_folder, draft, chat_template)

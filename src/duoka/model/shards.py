@@ -19,8 +19,9 @@ from duoka.model.attention import register_attention
 from duoka.model.build import quiet_loading
 from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
-from duoka.model.lora import apply_lora, draw_adapter, is_adapter
+from duoka.model.lora import adapted_modules, apply_lora, draw_adapter, is_adapter, keep_starts
 from duoka.model.new import is_new
+from duoka.model.pissa import PissaStarts
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -32,6 +33,8 @@ class WeightSource:
     folder: Path
     seed: int
     files: dict[str, str]  # name in the folder -> file
+    starts: PissaStarts | None = None
+    dtype: torch.dtype | None = None  # of the frozen base, when adapters begin with parts of it
     _open: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -54,10 +57,23 @@ class WeightSource:
     def read(self, name: str, shape: torch.Size, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows `start` to `stop` of the first dimension; of a file, only these bytes are read."""
         if is_adapter(name):
+            if self.starts is not None:
+                return self.starts.values(name)[start:stop].clone()  # training works in place, and starts must stay
             return draw_adapter(name, shape, self.seed)[start:stop]
         stored = stored_name(name)
         values: torch.Tensor = self._file(stored).get_slice(stored)[start:stop]
+        if self.starts is not None and self.starts.owns(name):
+            return self.starts.rest_of(name, values.to(self.dtype), start)
         return values.clone()  # the slice is a view of the whole file in memory, which would never be let go
+
+    def start_with_principal_parts(self, lm: torch.nn.Module, lora: LoraConfig, dtype: torch.dtype) -> None:
+        """Adapters begin with the strongest directions of the base, whole weights of which are read once for it."""
+        starts = PissaStarts(lora, self.seed)
+        for module in adapted_modules(lm):
+            stored = stored_name(f"{module}.base_layer.weight")
+            starts.add(module, self._file(stored).get_tensor(stored).to(dtype))
+        self.starts, self.dtype = starts, dtype
+        keep_starts(lm, starts)
 
     def _file(self, stored: str) -> Any:
         name = self.files[stored]
@@ -114,6 +130,8 @@ def build_without_memory(
         aliases.setdefault(id(parameter), []).append(name)
     shapes = {id(parameter): parameter.shape for parameter in lm.parameters()}
     known = all(any(source.knows(name, shapes[one]) for name in names) for one, names in aliases.items())
+    if known and lora is not None and lora.init == "pissa" and isinstance(source, WeightSource):
+        source.start_with_principal_parts(lm, lora, dtype)
     return (lm, source) if known else None
 
 

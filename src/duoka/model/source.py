@@ -53,7 +53,9 @@ def find_model(model: ModelConfig, base: Path) -> ModelSource:
     given = Path(name).expanduser()
     for folder in (given, base / given):
         if folder.is_dir():
-            return ModelSource(folder=folder.resolve())
+            result = folder / "final"  # of a run: what it made
+            is_run = not (folder / "config.json").is_file() and (result / "config.json").is_file()
+            return ModelSource(folder=(result if is_run else folder).resolve())
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or not _HUB_ID.match(name)
     if looks_like_path or given.exists():
         raise ConfigError(f"model.name is {name!r}, and there is no such folder", fix=_WRITE)

@@ -36,7 +36,8 @@ def build_optimizer(
     adamw = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if optim.name == "muon":
         matrices = [p for group in groups if group["kind"] == "muon" for p in group["params"]]
-        return MuonAdamW(groups, sharing(matrices), momentum=optim.momentum, fused=True, **adamw)
+        own = {"momentum": optim.momentum, "scale": optim.muon_scale}
+        return MuonAdamW(groups, sharing(matrices), fused=True, **own, **adamw)
     if optim.name == "lars":
         return Lars(groups, lr=optim.lr, momentum=optim.momentum)
     if optim.name == "lamb":

@@ -18,6 +18,7 @@ from duoka.optim.owners import Bucket, share_matrices
 # The quintic that pushes all singular values towards 1, fast rather than exactly.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5
+SMALL = 128  # rows, below which a product is not worth two calls
 
 
 class Sharing(Protocol):
@@ -60,10 +61,13 @@ class WholeMatrices:
 class MuonAdamW(torch.optim.AdamW):
     """Groups with `kind: muon` learn by Muon, the others by the parent class; state and groups are one."""
 
-    def __init__(self, groups: list[dict[str, Any]], sharing: Sharing, *, momentum: float, **adamw: Any) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], sharing: Sharing, *, momentum: float, scale: str = "shape", **adamw: Any
+    ) -> None:
         super().__init__(groups, **adamw)
         self.sharing = sharing
         self.momentum = momentum
+        self.scale = scale
         self.matrices = [p for group in self.param_groups if group["kind"] == "muon" for p in group["params"]]
 
     @torch.no_grad()
@@ -84,7 +88,7 @@ class MuonAdamW(torch.optim.AdamW):
         held = [m for m in matrices if self.sharing.holds(m)]
         if held and all(m.grad is None for m in held):
             return  # unused, on every rank alike
-        rows, columns = bucket.shape
+        length = step_length(*bucket.shape, self.scale)
         moves = self.sharing.from_owners(
             bucket, orthogonalise(self.sharing.to_owners(bucket, [self._blend(m) for m in held]))
         )
@@ -94,7 +98,7 @@ class MuonAdamW(torch.optim.AdamW):
             group = settings[id(matrix)]
             own = local_part(matrix)
             own.mul_(1 - group["lr"] * group["weight_decay"])
-            own.add_(move.to(own.dtype), alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
+            own.add_(move.to(own.dtype), alpha=-group["lr"] * length)
 
     def _blend(self, matrix: torch.Tensor) -> torch.Tensor:
         """Nesterov's look ahead: the gradient leaning towards its running mean."""
@@ -112,6 +116,11 @@ class MuonAdamW(torch.optim.AdamW):
         return {"momentum": torch.zeros_like(matrix)} if self.sharing.holds(matrix) else {}
 
 
+def step_length(rows: int, columns: int, scale: str) -> float:
+    """What an orthogonal move is multiplied with. `adamw`: entries of about 0.2, as AdamW's are."""
+    return 0.2 * math.sqrt(max(rows, columns)) if scale == "adamw" else math.sqrt(max(1.0, rows / columns))
+
+
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     """The nearest matrices with singular values about 1, of a stack (number, rows, columns).
 
@@ -119,12 +128,39 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     """
     if not matrices.numel():
         return matrices
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    wide = matrices.mT if tall else matrices
+    done = _on_gpu(wide.bfloat16()) if wide.is_cuda else torch.stack([_on_cpu(one.float()) for one in wide])
+    return (done.mT if tall else done).to(matrices.dtype)
+
+
+def _on_gpu(x: torch.Tensor) -> torch.Tensor:
     a, b, c = NEWTON_SCHULZ
-    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(NUM_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrices.dtype)
+    return x
+
+
+def _on_cpu(x: torch.Tensor) -> torch.Tensor:
+    """One matrix: a CPU gains nothing by many at once, and products that are symmetric need three quarters only."""
+    a, b, c = NEWTON_SCHULZ
+    x = x / (x.norm() + 1e-7)
+    for _ in range(NUM_STEPS):
+        gram = _times_itself(x)
+        x = torch.addmm(x, _times_itself(gram).mul_(c).add_(gram, alpha=b), x, beta=a)
+    return x
+
+
+def _times_itself(x: torch.Tensor) -> torch.Tensor:
+    """x @ x.T, one of whose corners is the other's mirror."""
+    rows = len(x)
+    if rows < SMALL:
+        return x @ x.T
+    half = rows // 2
+    out = x.new_empty(rows, rows)
+    torch.mm(x, x[:half].T, out=out[:, :half])
+    torch.mm(x[half:], x[half:].T, out=out[half:, half:])
+    out[:half, half:] = out[half:, :half].T
+    return out

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES, WHOLE_WEIGHT_OPTIMIZERS
 from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import RunConfig
@@ -66,9 +67,14 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
 
 def check_packages(config: RunConfig) -> list[Fault]:
     """Packages beside duoka's own that the config needs, and that are not installed here."""
-    if config.optim.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        return [Fault(NO_BITSANDBYTES, key="optim.name", fix=GET_BITSANDBYTES)]
-    return []
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        return []
+    faults = []
+    if config.optim.name == "adamw8bit":
+        faults.append(Fault(NO_BITSANDBYTES, key="optim.name", fix=GET_BITSANDBYTES))
+    if config.model.quantization != "none":
+        faults.append(Fault(NO_PACKER, key="model.quantization", fix=GET_PACKER))
+    return faults
 
 
 def _check_sharding(config: RunConfig, world_size: int, local_size: int) -> list[Fault]:
@@ -161,7 +167,9 @@ def _with_strategy(
         return layout
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
     need = memory_of(task, smallest).peak_bytes
-    if need <= FITS * available_bytes or config.optim.name in WHOLE_WEIGHT_OPTIMIZERS:
+    # Packed weights are not cut either.
+    is_whole = config.optim.name in WHOLE_WEIGHT_OPTIMIZERS or config.model.quantization != "none"
+    if need <= FITS * available_bytes or is_whole:
         reasons["parallel.strategy"] = f"ddp: {size} processes, each with a whole model"
         return layout
     if wishes := ddp_settings(config):

@@ -27,6 +27,7 @@ from duoka.plan.search import Ranking, search, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, estimate_speed
 from duoka.plan.task import Task, load_of, memory_of, task_of
+from duoka.plan.yardstick import Yardstick, yardstick_of
 from duoka.units import format_bytes
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -81,6 +82,11 @@ class Plan:
     horizon: Horizon | None = None  # what train.tokens comes to
 
     @property
+    def yardstick(self) -> Yardstick:
+        """What the speed of the run is held against."""
+        return yardstick_of(self.task, self.layout, self.cluster)
+
+    @property
     def lengths(self) -> Lengths | None:
         """What is known of the samples."""
         return self.task.lengths
@@ -126,6 +132,7 @@ class Plan:
             "machine": self.machine.to_json(),
             "smaller": list(self.smaller),
             "speed": _speed_json(self.speed),
+            "compute": asdict(self.yardstick),
             "costs": self.costs.to_json(),
             "cluster": {"name": self.cluster.name, "device_source": self.cluster.device.source},
             "notes": list(self.notes),
@@ -258,7 +265,8 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
     view, optimizer = config.parallel.bucket_view, config.optim.name
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
-        saves_beside=config.checkpoint.is_async,
+        frozen_bits=0 if config.model.quantization == "none" else 4,
+        saves_beside=config.checkpoint.is_async, thin_gradients=config.parallel.compress == "powersgd",
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from duoka.errors import ConfigError, DataError
 from duoka.serve.trained import Trained, load_chat_tokenizer, load_trained
@@ -108,7 +108,7 @@ def _fill(
     ids = {place: tokenizer.encode(texts[place])[0] for place in own}
     num_cut = sum(len(one) > longest for one in ids.values())
     ids = {place: one[:longest] for place, one in ids.items()}
-    decoder = lm.get_base_model() if hasattr(lm, "get_base_model") else lm  # type: ignore[operator]
+    decoder: Any = lm.get_base_model() if hasattr(lm, "get_base_model") else lm  # type: ignore[operator]
     decoder = decoder.get_decoder()
     for places in _batches(ids):
         lengths = torch.tensor([len(ids[place]) for place in places])

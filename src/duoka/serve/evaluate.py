@@ -15,6 +15,8 @@ from duoka.errors import ConfigError
 from duoka.serve.trained import Say, Trained, load_trained
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from duoka.data.rows import TextRows
     from duoka.data.store import TokenStore
     from duoka.parallel.world import World
@@ -30,6 +32,7 @@ class EvalData:
     label: str
     store: TokenStore | TextRows
     pad_id: int
+    text_bytes: np.ndarray | None = None  # of each token
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Evaluation:
             "data": self.data,
             "loss": self.measured.loss,
             "perplexity": self.measured.perplexity,
+            "bits_per_byte": self.measured.bits_per_byte,
             "accuracy": self.measured.accuracy,
             "num_samples": self.measured.num_samples,
             "num_targets": self.measured.num_targets,
@@ -57,10 +61,11 @@ class Evaluation:
 
     def lines(self) -> list[str]:
         found = self.measured
+        bits = "" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f} bits per byte   "
         processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
         return [
             f"{self.model} on {self.data}",
-            f"  loss {found.loss:.4f}   perplexity {found.perplexity:.4g}   token accuracy {found.accuracy:.2%}",
+            f"  loss {found.loss:.4f}   perplexity {found.perplexity:.4g}   {bits}token accuracy {found.accuracy:.2%}",
             f"  {found.num_samples:,} samples, {found.num_targets:,} target tokens, {self.precision}, {processes}",
         ]
 
@@ -94,10 +99,10 @@ def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say, asked: D
     pad_id = read_tokenizer(config, trained.config_base, trained.base).pad_id
     if names:
         assert not isinstance(prepared.train, StreamSource), "names are tokenised ahead"
-        return EvalData(config, ", ".join(names), prepared.train, pad_id)
+        return EvalData(config, ", ".join(names), prepared.train, pad_id, prepared.text_bytes)
     if prepared.eval is None:
         raise ConfigError(f"{trained.name} has no evaluation data left", fix="name what to measure on: --data NAME")
-    return EvalData(config, "the data it kept aside", prepared.eval, pad_id)
+    return EvalData(config, "the data it kept aside", prepared.eval, pad_id, prepared.text_bytes)
 
 
 def choose_layout(config: RunConfig, folder: Path, world_size: int) -> Layout:
@@ -115,12 +120,16 @@ def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Ev
 
     world = start_world(data.config.parallel)
     try:
-        layout = world.agree(choose_layout(data.config, trained.base, world.size))
-        measured = measure(trained, data, layout, world, base_only=base_only)
+        found = evaluate_in(world, trained, data, base_only=base_only)
     finally:
         end_world(world)
-    if not world.is_main:
-        return None
+    return found if world.is_main else None
+
+
+def evaluate_in(world: World, trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation:
+    """The same in a world that stands already; the answer on every rank."""
+    layout = world.agree(choose_layout(data.config, trained.base, world.size))
+    measured = measure(trained, data, layout, world, base_only=base_only)
     label = f"{trained.name} before training" if base_only else trained.name
     return Evaluation(label, data.label, layout.precision, world.size, measured)
 
@@ -139,6 +148,7 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
         data.store, rank=world.rank, num_ranks=world.size, micro=layout.micro, packing=layout.packing,
         max_length=data.config.data.max_length, pad_id=data.pad_id,
     )  # fmt: skip
-    measured = measure_loss(LossModel(lm).to(world.device), batches, world, layout.precision)
+    sizes = None if data.text_bytes is None else torch.from_numpy(data.text_bytes)
+    measured = measure_loss(LossModel(lm).to(world.device), batches, world, layout.precision, token_bytes=sizes)
     assert measured is not None  # nobody is asked whether to stop
     return measured

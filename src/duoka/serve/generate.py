@@ -33,7 +33,7 @@ def generate(lm: torch.nn.Module, prompt: Sequence[int], stop_ids: frozenset[int
     """New tokens one by one; ends before a stop token, at `max_new_tokens`, or where the model's window ends."""
     device = next(lm.parameters()).device
     dice = torch.Generator(device=device).manual_seed(sampling.seed)
-    window = getattr(lm.config, "max_position_embeddings", None)  # type: ignore[union-attr]
+    window = getattr(lm.config, "max_position_embeddings", None)
     room = sampling.max_new_tokens if window is None else min(sampling.max_new_tokens, window - len(prompt))
     ids = torch.tensor([list(prompt)], device=device)  # (1, tokens)
     cache: Any = None

@@ -1,11 +1,12 @@
 """What a model answers to the questions of a data set, beside the answers that stand there, and how near they come.
 
 Called by `duoka eval FILE` for files of LLaMA-Factory with predict_with_generate. Each conversation's last answer is
-written anew from what stands before it, by one process. The loss over the same data is evaluate.py's.
+written anew from what stands before it, by the processes in turn. The loss over the same data is evaluate.py's.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 
     from duoka.config.schema import RunConfig
     from duoka.data.tokenizer import ChatTokenizer
+    from duoka.parallel.world import World
     from duoka.serve.generate import Sampling
 
 ANSWERS, SCORES = "generated_predictions.jsonl", "predict_results.json"
 _PIECE_BYTES = 16 * 2**20
+AT_ONCE = 8
 # One CJK character, or a run of other letters and digits: what ROUGE counts as a word.
 _WORD = re.compile("[\u2e80-\u9fff\uac00-\ud7a3]|[^\\W\u2e80-\u9fff\uac00-\ud7a3]+")
 _BLEU_ORDER = 4
@@ -52,26 +55,36 @@ def predict(
     config: RunConfig,
     base: Path,
     sampling: Sampling,
+    world: World,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Prediction]:
-    """An answer to every conversation of the config's data, in the order of the files."""
-    from duoka.serve.generate import stream_answer
+    """An answer to every conversation of the config's data, each by one rank; all in the order of the files.
 
+    Every answer is drawn from the same seed, so that who gives it makes no difference.
+    """
     done: list[Prediction] = []
-    for example in _read_examples(config, base):
-        *before, last = example.messages
-        if isinstance(example, Prompt):
-            before, label = list(example.messages), ""
-        else:
-            label = last.content
-        prompt = render_prompt(tuple(before), example.tools, tokenizer)
-        answer = "".join(stream_answer(lm, tokenizer, tokenizer.encode(prompt)[0], sampling))
-        done.append(Prediction(prompt, answer, label))
-        if len(done) % 20 == 0:
-            say(f"{len(done)} answers")
+    examples = _read_examples(config, base)
+    # Ranks meet after a few answers each: none waits so long for a slower one that it looks dead.
+    while taken := list(itertools.islice(examples, AT_ONCE * world.size)):
+        own = [_answer(lm, tokenizer, example, sampling) for example in taken[world.rank :: world.size]]
+        parts = world.gather(own)
+        done += [parts[place % world.size][place // world.size] for place in range(len(taken))]
+        say(f"{len(done)} answers")
     if not done:
         raise ConfigError("the data holds no conversation to answer", fix="name another eval_dataset")
     return done
+
+
+def _answer(lm: torch.nn.Module, tokenizer: ChatTokenizer, example: Example | Prompt, sampling: Sampling) -> Prediction:
+    from duoka.serve.generate import stream_answer
+
+    *before, last = example.messages
+    if isinstance(example, Prompt):
+        before, label = list(example.messages), ""
+    else:
+        label = last.content
+    prompt = render_prompt(tuple(before), example.tools, tokenizer)
+    return Prediction(prompt, "".join(stream_answer(lm, tokenizer, tokenizer.encode(prompt)[0], sampling)), label)
 
 
 def _read_examples(config: RunConfig, base: Path) -> Iterator[Example | Prompt]:
@@ -102,7 +115,7 @@ def write_predictions(predictions: Sequence[Prediction], scores: dict[str, float
 
 def score(predictions: Sequence[Prediction]) -> dict[str, float]:
     """Means over the answers, in percent: how many are right to the letter, BLEU-4 of characters, ROUGE F of words."""
-    sums: Counter[str] = Counter()
+    sums = dict.fromkeys(("exact", "bleu-4", "rouge-1", "rouge-2", "rouge-l"), 0.0)
     for one in predictions:
         said, wanted = _WORD.findall(one.predict.lower()), _WORD.findall(one.label.lower())
         sums["exact"] += one.predict.strip() == one.label.strip()

@@ -163,12 +163,23 @@ def _list_runs() -> str:
 
 
 def load_trained(
-    trained: Trained, *, dtype: torch.dtype, attention: str = "sdpa", base_only: bool = False
+    trained: Trained,
+    *,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    base_only: bool = False,
+    unpacked: bool = False,
 ) -> torch.nn.Module:
-    """The model, in eval mode, adapters apart from the base; `base_only`: as it was before training."""
+    """The model, in eval mode, adapters apart from the base; `base_only`: as it was before training.
+
+    A base that was packed in training is packed here, or with `unpacked` has the same values in plain matrices.
+    """
     from duoka.model.build import load_adapter, load_model
+    from duoka.model.packed import Packing
 
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trained.trust_remote_code}
+    if trained.config is not None and trained.full is None:
+        options["packing"] = Packing.of(trained.config.model, unpacked=unpacked)
     if base_only:
         lm = load_model(trained.base, dtype=dtype, **options)
     elif trained.adapter is not None:
@@ -189,21 +200,24 @@ def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: d
     from duoka.model.build import load_model
     from duoka.train.reader import CheckpointReader
 
-    lm = load_model(base, dtype=torch.float32, lora=config.lora, train_only=config.train_only, **options)
+    what: dict[str, Any] = {"lora": config.lora, "train_only": config.train_only, "seed": config.train.seed}
+    lm = load_model(base, dtype=torch.float32, **what, **options)
     tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
-    dcp.load(tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True)
+    dcp.load(  # type: ignore[attr-defined]
+        tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True
+    )
     return lm
 
 
-def load_for_chat(trained: Trained, *, base_only: bool = False) -> torch.nn.Module:
-    """The model on this machine's fastest device, in the type that it computes natively."""
+def load_for_chat(trained: Trained, *, base_only: bool = False, device: torch.device | None = None) -> torch.nn.Module:
+    """The model on `device`, by default this machine's fastest, in the type that it computes natively."""
     import torch
 
     from duoka.parallel.world import pick_device
     from duoka.plan.hardware import read_machine
 
     dtype = torch.bfloat16 if read_machine().has_native_bf16 else torch.float32
-    return load_trained(trained, dtype=dtype, base_only=base_only).to(pick_device(0))
+    return load_trained(trained, dtype=dtype, base_only=base_only).to(device or pick_device(0))
 
 
 def load_chat_tokenizer(trained: Trained) -> ChatTokenizer:

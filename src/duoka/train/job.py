@@ -31,3 +31,4 @@ class Job:
     memory: MemoryWatch
     guard: MemoryGuard
     nonfinite: NonFinite
+    sample: Callable[[], list[tuple[str, str]]] | None = None  # what the model makes of a few beginnings

@@ -107,7 +107,9 @@ def _evaluate(job: Job, is_stopped: Callable[[], bool]) -> bool:
     if measured is None:
         return False
     seconds = round(time.perf_counter() - started, 4)
-    values = {**asdict(measured), "perplexity": measured.perplexity, "seconds": seconds}
-    job.record.evaluated(job.contents.state, values)
+    derived = {"perplexity": measured.perplexity, "bits_per_byte": measured.bits_per_byte}
+    job.record.evaluated(job.contents.state, {**asdict(measured), **derived, "seconds": seconds})
+    if job.sample is not None:
+        job.record.sampled(job.contents.state, job.sample())
     job.saver.evaluated(measured.loss)
     return True

@@ -15,9 +15,12 @@ from duoka.data.feed import Feed, build_feed, data_order
 from duoka.data.known import lengths_of
 from duoka.data.loader import eval_batches
 from duoka.data.prepare import PreparedData, find_tokenizer, prepare_data, read_tokenizer
+from duoka.data.tokenizer import ChatTokenizer
 from duoka.errors import StoppedEarly
 from duoka.model.build import LossModel, find_core, load_model
 from duoka.model.lora import count_parameters
+from duoka.model.loss import Goal
+from duoka.model.packed import Packing
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
 from duoka.model.source import model_fingerprint, model_folder
@@ -48,6 +51,7 @@ from duoka.train.record import Recorder
 from duoka.train.rehearse import is_asked, rehearse_largest
 from duoka.train.resume import check_changes, choose_checkpoint
 from duoka.train.retention import clean_drafts
+from duoka.train.samples import build_sampler
 from duoka.train.saving import Saver, check_room
 from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices, library_versions
 from duoka.train.shortage import MemoryGuard, read_shortage
@@ -67,6 +71,9 @@ class Inputs:
     @property
     def config(self) -> RunConfig:
         return self.loaded.config
+
+    def tokenizer(self) -> ChatTokenizer:
+        return read_tokenizer(self.config, self.loaded.base, self.folder)
 
 
 def run_worker(loaded: Loaded, run: RunFolder, on_hang: Callable[[str], None] | None = None) -> int:
@@ -117,8 +124,9 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     try:
         if found is not None:
             store.load(found, contents)
+            contents.parallel.go_on()
         settings = build_settings(config, feed, contents.state, inputs.prepared.mean_length, plan.horizon)
-        notes += check_room(store, contents, settings)
+        notes += settings.notes() + check_room(store, contents, settings)
         if world.is_main:
             _announce(inputs, settings, plan, contents, feed, found, notes)
         store.get_ready(contents)
@@ -139,7 +147,7 @@ def _run(
 ) -> int:
     """The loop with its record, which is closed whatever happens."""
     state = contents.state
-    record = Recorder(inputs.run, world, settings.total_steps, inputs.config.log, state.step)
+    record = Recorder(inputs.run, world, settings.total_steps, inputs.config.log, state.step, plan.yardstick)
     try:
         record.start(state, world_size=world.size, layout=plan.layout.to_json())
         for note in notes:
@@ -151,7 +159,9 @@ def _run(
         watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout, world.device)
         if is_asked(inputs.config, world):
             rehearse_largest(contents.parallel, contents.optimizer, contents.numerics, guard)
-        stopped_by = train(Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite))
+        sample = build_sampler(inputs.prepared, inputs.config, inputs.tokenizer, contents.parallel, plan.layout, world)
+        job = Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite, sample)
+        stopped_by = train(job)
         if feed.summary():
             record.say(f"data since this start: {feed.summary()}")
         return _finish(inputs, stopped_by, contents, record, world)
@@ -207,21 +217,23 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Parallelized
     if plan.layout.is_sharded and (built := build_without_memory(inputs.folder, **options)):
         lm, source = built
     else:
-        lm = load_model(inputs.folder, **options)
+        lm = load_model(inputs.folder, packing=Packing.of(config.model), **options)
     core = find_core(lm)
     roles = assign_roles(lm, core, find_layers(core))
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     matrices = whole if config.optim.name == "muon" else ()
-    model = LossModel(lm, config.train.label_smoothing)
+    goal = Goal(config.train.label_smoothing, by_probability=config.train.loss == "dft")
+    model = LossModel(lm, goal)
     return parallelize(model, plan.layout, config.parallel, world, source, matrices), roles
 
 
 def _build_evaluation(
     inputs: Inputs, plan: Plan, parallel: Parallelized, world: World
 ) -> Callable[[Callable[[], bool]], Measured | None] | None:
-    store = inputs.prepared.eval
+    store, text_bytes = inputs.prepared.eval, inputs.prepared.text_bytes
     if store is None:
         return None
+    sizes = None if text_bytes is None else torch.from_numpy(text_bytes)
 
     def evaluate(is_stopped: Callable[[], bool]) -> Measured | None:
         batches = eval_batches(
@@ -235,7 +247,7 @@ def _build_evaluation(
         # Sharded ranks gather layers together: none may leave a pass before the others.
         ask = all_are_stopped if plan.layout.is_sharded else is_stopped
         with parallel.for_evaluation() as model:
-            return measure_loss(model, batches, world, plan.layout.precision, ask)
+            return measure_loss(model, batches, world, plan.layout.precision, ask, sizes)
 
     return evaluate
 
@@ -282,7 +294,7 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
 def _write_result(inputs: Inputs, lm: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None:
     """The final folder, with the tokenizer and the template that training used."""
     base = inputs.loaded.base
-    tokenizer = read_tokenizer(inputs.config, base, inputs.folder)
+    tokenizer = inputs.tokenizer()
     template = tokenizer.template if tokenizer.template_name != "model" else None
     folder = find_tokenizer(inputs.config, base, inputs.folder)
     source = folder if isinstance(folder, Path) else inputs.folder

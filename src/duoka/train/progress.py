@@ -28,12 +28,15 @@ class Progress:
             text = f"loss {numbers['loss']:.4f}  {tokens_per_s:,.0f} tokens/s  ETA {format_seconds(eta_s)}"
             self._bar.update(self._task, completed=step, text=text)
 
-    def log_line(self, step: int, numbers: dict[str, Any], tokens_per_s: float, eta_s: float) -> None:
+    def log_line(
+        self, step: int, numbers: dict[str, Any], tokens_per_s: float, eta_s: float, mfu: float | None = None
+    ) -> None:
         """The lasting line of a logging step."""
+        share = "" if mfu is None else f"MFU {mfu:.1%}  "
         self.say(
             f"step {step:>5}  epoch {numbers['epoch']:.2f}  loss {numbers['loss']:.4f}  "
             f"norm {numbers['grad_norm']:.3f}  lr {numbers['lr']:.2e}  {tokens_per_s:,.0f} tokens/s  "
-            f"ETA {format_seconds(eta_s)}"
+            f"{share}ETA {format_seconds(eta_s)}"
         )
 
     def say(self, text: str) -> None:

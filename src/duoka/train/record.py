@@ -17,6 +17,7 @@ import torch
 from duoka.config.schema import LogConfig
 from duoka.parallel.ledger import sent_bytes
 from duoka.parallel.world import World
+from duoka.plan.yardstick import Yardstick
 from duoka.runs.events import EventWriter, global_log, rank_log
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import leader_identity, read_status, update_status
@@ -31,8 +32,17 @@ STATUS_EVERY_S = 1.0
 class Recorder:
     """Opened for the length of a run on every rank."""
 
-    def __init__(self, run: RunFolder, world: World, total_steps: int, log: LogConfig, first_step: int) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        world: World,
+        total_steps: int,
+        log: LogConfig,
+        first_step: int,
+        yardstick: Yardstick | None = None,
+    ) -> None:
         self.run = run
+        self.yardstick = yardstick
         self.world = world
         self.total_steps = total_steps
         self.log_every = log.every
@@ -74,6 +84,8 @@ class Recorder:
         if not self.world.is_main:
             return
         tokens_per_s = numbers["num_tokens"] / step_s
+        mfu = self.yardstick.mfu(tokens_per_s) if self.yardstick else None
+        own |= {} if mfu is None else {"mfu": round(mfu, 5)}
         self.event(
             "step", step=state.step, **numbers, tokens_per_s=round(tokens_per_s, 2), step_s=round(step_s, 6), **own,
             memory_bytes=peak_memory_bytes(),
@@ -106,7 +118,8 @@ class Recorder:
         eta_s = seconds / len(self._window) * (self.total_steps - state.step)
         self._progress.update(state.step, numbers, tokens / seconds, eta_s)
         if state.step % self.log_every == 0 or state.step in (1, self.total_steps):
-            self._progress.log_line(state.step, numbers, tokens / seconds, eta_s)
+            mfu = self.yardstick.mfu(tokens / seconds) if self.yardstick else None
+            self._progress.log_line(state.step, numbers, tokens / seconds, eta_s, mfu)
 
     def _write_status(self, state: TrainState, loss: float) -> None:
         if time.monotonic() - self._status_at < STATUS_EVERY_S and state.step < self.total_steps:
@@ -137,11 +150,20 @@ class Recorder:
 
     def evaluated(self, state: TrainState, values: dict[str, Any]) -> None:
         self.event("eval", step=state.step, **values)
-        self._draw({f"eval/{key}": values[key] for key in ("loss", "perplexity", "accuracy")}, state.step)
+        drawn = ("loss", "perplexity", "accuracy", "bits_per_byte")
+        self._draw({f"eval/{key}": values[key] for key in drawn if values[key] is not None}, state.step)
+        bits = values["bits_per_byte"]
         self.say(
             f"eval at step {state.step}: loss {values['loss']:.4f}, perplexity {values['perplexity']:.4g}, "
+            f"{'' if bits is None else f'{bits:.4f} bits per byte, '}"
             f"token accuracy {values['accuracy']:.1%} over {values['num_samples']} samples"
         )
+
+    def sampled(self, state: TrainState, samples: list[tuple[str, str]]) -> None:
+        """What the model makes of a few beginnings."""
+        self.event("samples", step=state.step, samples=[{"prompt": one, "text": text} for one, text in samples])
+        for prompt, text in samples:
+            self.say(f"  {prompt}|{' '.join(text.split())}")
 
     def saved(self, step: int, name: str, size_bytes: int, blocked_s: float, write_s: float) -> None:
         """A checkpoint is on the disk; `step` is its own, training may be further by now."""

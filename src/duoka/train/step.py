@@ -6,6 +6,7 @@ so each micro-batch is divided by it at once, and gradients are summed, never av
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -95,8 +96,9 @@ def forward_backward(
     device, step = world.device, world.heart.beat.step + 1
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     last = len(batch.micro_batches) - 1
-    if last and isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
+    if isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
         rehearse(parallel, batch.micro_batches[0], numerics, world)
+        LEDGER.take()  # what it sent is no step's
     for place, micro in enumerate(batch.micro_batches):
         started, waited = time.perf_counter(), LEDGER.waited_s
         world.heart.tell("forward")
@@ -166,15 +168,15 @@ def rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, world: Wo
     """One pass with an exchange, whose gradients are thrown away and whose random numbers are drawn again."""
     device = world.device
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), parallel.exchange(True):
+    exchange = parallel.exchange
+    rehearsing = exchange.rehearsing() if isinstance(exchange, DdpExchange) else exchange(True)
+    with torch.random.fork_rng(devices), rehearsing:
         world.heart.tell("forward")
         with compute_in(numerics.precision, device):
             loss, _ = parallel.model(**model_inputs(micro, device))
         world.heart.tell("backward")
         (loss * 0.0).backward()
     parallel.model.zero_grad(set_to_none=True)
-    if isinstance(parallel.exchange, DdpExchange):
-        parallel.exchange.needs_rehearsal = False
 
 
 def try_rehearsal(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World) -> StepResult:
@@ -189,7 +191,10 @@ def try_rehearsal(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics
         shortage = _shortage(micro, error, world, is_last=True)
     if shortage:
         parallel.model.zero_grad(set_to_none=True)
-        if not _can_stand_in(shortage, parallel, batch, numerics, world):
+        exchange = parallel.exchange
+        with exchange.without_debts() if isinstance(exchange, DdpExchange) else contextlib.nullcontext():
+            can_try_again = _can_stand_in(shortage, parallel, batch, numerics, world)
+        if not can_try_again:
             return StepResult(0.0, 0.0, is_short=True, shortage=shortage, can_try_again=False)
         parallel.model.zero_grad(set_to_none=True)
     LEDGER.take()  # what it sent is no step's

@@ -119,6 +119,14 @@ class History:
             return None
         return {name: tokens / (value or 1.0) for name, value in seconds.items()}
 
+    def mfu(self) -> float | None:
+        """The share of the devices' peak that went into what the model needs; None where nobody knows the peak."""
+        compute, speed = self.plan.get("compute"), self.tokens_per_s()
+        if not isinstance(compute, dict) or not speed:
+            return None
+        flops, peak = number(compute.get("flops_per_token")), number(compute.get("peak_flops"))
+        return speed * flops / peak if flops and peak else None
+
     def memory_predicted(self) -> dict[str, float] | None:
         """peak, low and high of the plan, comparable with what was measured."""
         memory = self.plan.get("memory")

@@ -311,6 +311,7 @@ def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
         expected = history.speed_predicted()
         beside = f", predicted {expected['step']:,.0f} ({expected['step'] / speed - 1:+.0%})" if expected else ""
         rows.append(("speed", f"{speed:,.0f} tokens/s over {format_count(tokens)} tokens{beside}"))
+        rows += _compute_rows(history)
     split = history.time_split()
     if split:
         total = sum(split.values())
@@ -338,10 +339,20 @@ def _data_rows(run: RunFolder) -> list[tuple[str, str]]:
     return rows
 
 
+def _compute_rows(history: History) -> list[tuple[str, str]]:
+    mfu, compute = history.mfu(), history.plan.get("compute")
+    if mfu is None or not isinstance(compute, dict):
+        return []
+    flops = format_count(number(compute.get("flops_per_token")) or 0.0)
+    return [("MFU", f"{mfu:.1%}, at {flops} FLOPs a token by"), ("", str(compute.get("formula")))]
+
+
 def _eval_sentence(history: History) -> str:
     last = history.evals[-1]
     loss, accuracy, count = (number(last.get(key)) for key in ("loss", "accuracy", "num_samples"))
     parts = ["loss not finite" if loss is None else f"loss {loss:.4f}"]
+    bits = number(last.get("bits_per_byte"))
+    parts += [] if bits is None else [f"{bits:.4f} bits per byte"]
     if accuracy is not None:
         parts.append(f"token accuracy {accuracy:.1%}")
     if count is not None:

@@ -15,7 +15,6 @@ from duoka.config.dialects.rows import (
     Asked,
     Refusal,
     asks_for_nothing,
-    batch_answer,
     comma_list,
     is_none,
     is_true,
@@ -24,8 +23,6 @@ from duoka.config.dialects.rows import (
     words,
 )
 from duoka.registry import nearest
-
-BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 def is_lora(asked: Asked) -> bool:
@@ -109,6 +106,46 @@ def modules(value: Any, asked: Asked) -> Any:
     return "all" if value in ("all", ["all"]) else comma_list(value, asked)
 
 
+def bits(value: Any, asked: Asked) -> Any:
+    """4 bits while loading, as theirs by bitsandbytes."""
+    if asks_for_nothing(value, ()):
+        return Answer()
+    if number(value, "quantization_bit") != 4:
+        raise Refusal(f"quantization_bit {value} is not there: duoka packs into 4 bits", "write:   quantization_bit: 4")
+    if not is_lora(asked):
+        raise Refusal("quantization_bit packs the frozen base under adapters", "write:   finetuning_type: lora")
+    return packed_kind(asked.get("quantization_type", "nf4"), asked)
+
+
+def packed_kind(value: Any, asked: Asked) -> Any:
+    return words("quantization_type", {"nf4": "nf4", "fp4": "fp4"})(value, asked)
+
+
+def packer(value: Any, asked: Asked) -> Any:
+    if str(value).lower() in ("bnb", "bitsandbytes"):
+        return Answer()
+    raise Refusal(f"quantization_method {value} is another packer, and duoka has bitsandbytes' 4 bits", "write:   bnb")
+
+
+def of_bits(convert: Any) -> Any:
+    """Keys that have a meaning beside quantization_bit only."""
+
+    def run(value: Any, asked: Asked) -> Any:
+        if is_none(value):
+            return Answer()
+        if asks_for_nothing(asked.get("quantization_bit"), ()):
+            return Answer(note="of a packed base, and quantization_bit is not there")
+        return convert(value, asked) if convert else value
+
+    return run
+
+
+def pissa_rounds(value: Any, asked: Asked) -> Any:
+    if not asked.is_on("pissa_init"):
+        return Answer(note="of PiSSA, which is not on")
+    return 0 if number(value, "pissa_iter") == -1 else whole(value, "pissa_iter")
+
+
 def template(value: Any, asked: Asked) -> Any:
     name = str(value).strip()
     if is_none(value):
@@ -171,84 +208,6 @@ def packing(value: Any, asked: Asked) -> Any:
         return Answer({} if asked.is_on("neat_packing") else {"data.packing": False})
     note = "" if asked.is_on("neat_packing") else "packed samples never see each other here (as with neat_packing)"
     return Answer({"data.packing": True}, note)
-
-
-def precision(value: Any, asked: Asked) -> Any:
-    on = [name for name in ("bf16", "fp16", "pure_bf16") if asked.is_on(name)]
-    if "fp16" in on and len(on) > 1:
-        raise Refusal(f"{' and '.join(on)} are both on", "keep one of them")
-    if not on:
-        return Answer()
-    if "pure_bf16" in on:
-        return Answer({"train.precision": "bf16"}, "computed in bf16; the trained weights themselves stay in fp32")
-    if on == ["fp16"] and not asked.start.has_gpu:
-        return Answer({"train.precision": "auto"}, "no GPU here, and fp16 training needs one: train.precision is auto")
-    return Answer({"train.precision": on[0]})
-
-
-def warmup(value: Any, asked: Asked) -> Any:
-    if is_none(value) or str(asked.get("lr_scheduler_type")) == "constant":
-        return Answer(note="" if is_none(value) else "lr_scheduler_type constant has no warm-up")
-    steps = number(asked.get("warmup_steps", 0), "warmup_steps")
-    return Answer({"optim.warmup": steps if steps > 0 else number(asked.get("warmup_ratio", 0), "warmup_ratio")})
-
-
-def schedule(value: Any, asked: Asked) -> Any:
-    word = words(
-        "lr_scheduler_type",
-        {
-            "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
-            "cosine_with_min_lr": "cosine",
-        },
-    )(value, asked)  # fmt: skip
-    if value != "cosine_with_min_lr":
-        return Answer({"optim.schedule": word, **({"optim.warmup": 0.0} if value == "constant" else {})})
-    more = asked.get("lr_scheduler_kwargs", {})
-    rate, least = more.get("min_lr_rate"), more.get("min_lr")
-    if least is not None:
-        rate = number(least, "min_lr") / number(asked.get("learning_rate", 5e-5), "learning_rate")
-    if rate is None:
-        raise Refusal("cosine_with_min_lr needs its end", "write:   lr_scheduler_kwargs: {min_lr_rate: 0.1}")
-    return Answer({"optim.schedule": word, "optim.min_lr": number(rate, "min_lr_rate")})
-
-
-def schedule_extra(value: Any, asked: Asked) -> Any:
-    if is_none(value) or asked.get("lr_scheduler_type") == "cosine_with_min_lr":
-        return Answer()
-    raise Refusal(
-        "lr_scheduler_kwargs would change the schedule", "only cosine_with_min_lr takes min_lr_rate or min_lr"
-    )
-
-
-def betas(value: Any, asked: Asked) -> Any:
-    first, second = asked.get("adam_beta1", 0.9), asked.get("adam_beta2", 0.999)
-    return Answer({"optim.betas": [number(first, "adam_beta1"), number(second, "adam_beta2")]})
-
-
-def optimizer(value: Any, asked: Asked) -> Any:
-    plain = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
-    if str(value) in plain:
-        return "adamw"
-    raise Refusal(f"optim {value} is not there yet", f"write:   optim: adamw_torch   (known: {', '.join(plain)})")
-
-
-def epochs(value: Any, asked: Asked) -> Any:
-    return Answer(note="max_steps says how long") if _max_steps(asked) else value
-
-
-def _max_steps(asked: Asked) -> int:
-    steps = asked.get("max_steps", -1)
-    return whole(steps, "max_steps") if number(steps, "max_steps") > 0 else 0
-
-
-def steps(value: Any, asked: Asked) -> Any:
-    steps = _max_steps(asked)
-    # There max_steps goes on past num_train_epochs, so an epoch must never end the run here.
-    return Answer({"train.max_steps": steps, "train.epochs": float(steps)} if steps else {})
-
-
-def batch(value: Any, asked: Asked) -> Any:
-    return batch_answer(asked.get(BATCH[0], 8), asked.get(BATCH[1], 1), asked, BATCH)
 
 
 def _best(name: str, asked: Asked) -> Any:
@@ -365,20 +324,6 @@ def thinking(value: Any, asked: Asked) -> Any:
         "writes what the model's own template writes",
         f"delete it, or write the empty thought into the data, or take a template such as {name}_nothink",
     )
-
-
-def data_seed(value: Any, asked: Asked) -> Any:
-    seed = asked.get("seed", 42)
-    if is_none(value) or number(value, "data_seed") == number(seed, "seed"):
-        return Answer()
-    raise Refusal(
-        f"data_seed is {value} and seed is {seed}: one seed is for everything here, the order included",
-        f"delete data_seed, or write:   seed: {value}",
-    )
-
-
-def recompute(value: Any, asked: Asked) -> Any:
-    return Answer({"train.recompute": "full" if is_true(value) else "none"})
 
 
 _OF_TRAINING = ("stage", "output_dir", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "deepspeed")

@@ -1,0 +1,118 @@
+"""LLaMA-Factory's values about learning: optimizer, loss, schedule, batches, precision. What a value means, by key.
+
+The rows of llamafactory.py call these as `learn.NAME`; what a conversion may answer stands in rows.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from duoka.config.dialects.rows import Answer, Asked, Refusal, batch_answer, is_none, is_true, number, whole, words
+
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+def precision(value: Any, asked: Asked) -> Any:
+    on = [name for name in ("bf16", "fp16", "pure_bf16") if asked.is_on(name)]
+    if "fp16" in on and len(on) > 1:
+        raise Refusal(f"{' and '.join(on)} are both on", "keep one of them")
+    if not on:
+        return Answer()
+    if "pure_bf16" in on:
+        return Answer({"train.precision": "bf16"}, "computed in bf16; the trained weights themselves stay in fp32")
+    if on == ["fp16"] and not asked.start.has_gpu:
+        return Answer({"train.precision": "auto"}, "no GPU here, and fp16 training needs one: train.precision is auto")
+    return Answer({"train.precision": on[0]})
+
+
+def warmup(value: Any, asked: Asked) -> Any:
+    if is_none(value) or str(asked.get("lr_scheduler_type")) == "constant":
+        return Answer(note="" if is_none(value) else "lr_scheduler_type constant has no warm-up")
+    steps = number(asked.get("warmup_steps", 0), "warmup_steps")
+    return Answer({"optim.warmup": steps if steps > 0 else number(asked.get("warmup_ratio", 0), "warmup_ratio")})
+
+
+def schedule(value: Any, asked: Asked) -> Any:
+    word = words(
+        "lr_scheduler_type",
+        {
+            "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+            "cosine_with_min_lr": "cosine",
+        },
+    )(value, asked)  # fmt: skip
+    if value != "cosine_with_min_lr":
+        return Answer({"optim.schedule": word, **({"optim.warmup": 0.0} if value == "constant" else {})})
+    more = asked.get("lr_scheduler_kwargs", {})
+    rate, least = more.get("min_lr_rate"), more.get("min_lr")
+    if least is not None:
+        rate = number(least, "min_lr") / number(asked.get("learning_rate", 5e-5), "learning_rate")
+    if rate is None:
+        raise Refusal("cosine_with_min_lr needs its end", "write:   lr_scheduler_kwargs: {min_lr_rate: 0.1}")
+    return Answer({"optim.schedule": word, "optim.min_lr": number(rate, "min_lr_rate")})
+
+
+def schedule_extra(value: Any, asked: Asked) -> Any:
+    if is_none(value) or asked.get("lr_scheduler_type") == "cosine_with_min_lr":
+        return Answer()
+    raise Refusal(
+        "lr_scheduler_kwargs would change the schedule", "only cosine_with_min_lr takes min_lr_rate or min_lr"
+    )
+
+
+def betas(value: Any, asked: Asked) -> Any:
+    first, second = asked.get("adam_beta1", 0.9), asked.get("adam_beta2", 0.999)
+    return Answer({"optim.betas": [number(first, "adam_beta1"), number(second, "adam_beta2")]})
+
+
+def optimizer(value: Any, asked: Asked) -> Any:
+    if asked.is_on("use_muon"):
+        return Answer()  # which stands above this name there too
+    plain = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
+    if str(value) in plain:
+        return "adamw"
+    raise Refusal(f"optim {value} is not there yet", f"write:   optim: adamw_torch   (known: {', '.join(plain)})")
+
+
+def epochs(value: Any, asked: Asked) -> Any:
+    return Answer(note="max_steps says how long") if _max_steps(asked) else value
+
+
+def _max_steps(asked: Asked) -> int:
+    steps = asked.get("max_steps", -1)
+    return whole(steps, "max_steps") if number(steps, "max_steps") > 0 else 0
+
+
+def steps(value: Any, asked: Asked) -> Any:
+    steps = _max_steps(asked)
+    # There max_steps goes on past num_train_epochs, so an epoch must never end the run here.
+    return Answer({"train.max_steps": steps, "train.epochs": float(steps)} if steps else {})
+
+
+def batch(value: Any, asked: Asked) -> Any:
+    return batch_answer(asked.get(BATCH[0], 8), asked.get(BATCH[1], 1), asked, BATCH)
+
+
+def data_seed(value: Any, asked: Asked) -> Any:
+    seed = asked.get("seed", 42)
+    if is_none(value) or number(value, "data_seed") == number(seed, "seed"):
+        return Answer()
+    raise Refusal(
+        f"data_seed is {value} and seed is {seed}: one seed is for everything here, the order included",
+        f"delete data_seed, or write:   seed: {value}",
+    )
+
+
+def recompute(value: Any, asked: Asked) -> Any:
+    return Answer({"train.recompute": "full" if is_true(value) else "none"})
+
+
+def muon(value: Any, asked: Asked) -> Any:
+    """Their Muon moves a matrix by 0.2 sqrt(max(rows, columns)) x lr, so that one rate serves both halves."""
+    if not is_true(value):
+        return Answer()
+    rate = asked.get("learning_rate", 5e-5)
+    return Answer(
+        {"optim.name": "muon", "optim.muon_scale": "adamw", "optim.adamw_lr": rate},
+        "the same formula and rate for the layers' matrices, AdamW at that rate for the rest; norms and biases never "
+        "decay here, and on a CPU matrices are made orthogonal in fp32 (bf16 there)",
+    )

@@ -1,0 +1,93 @@
+"""PiSSA: adapters begin as the strongest directions of the weights that they stand beside, which give them up.
+
+base + adapter is the original at the start, and what is left of the base stays frozen. lora.py (whole models) and
+shards.py (models read by slices) call this; results are written as plain adapters for the base as it came.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+
+from duoka.config.schema import LoraConfig
+
+
+@dataclass
+class PissaStarts:
+    """Where each adapted matrix's adapter begins, by the module's name: (A, B) in fp32, kept to the run's end."""
+
+    lora: LoraConfig
+    seed: int
+    _pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def add(self, module: str, weight: torch.Tensor) -> None:
+        """Compute the start of one module's adapter from its base weight (out, in)."""
+        self._pairs[module] = principal_parts(weight, self.lora, draw_seed(f"{self.seed} {module}"))
+
+    def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pairs[module]
+
+    def values(self, adapter: str) -> torch.Tensor:
+        """Of a parameter such as `...q_proj.lora_A.default.weight`."""
+        module, _, rest = adapter.rpartition(".lora_")
+        return self._pairs[module]["AB".index(rest[0])]
+
+    def owns(self, name: str) -> bool:
+        """True for a base weight that gives its strongest directions up."""
+        return name.endswith(".base_layer.weight") and name.removesuffix(".base_layer.weight") in self._pairs
+
+    def rest_of(self, name: str, rows: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """What stays of the base weight's rows from `start` on. In fp64: any cut into rows gives the same bits."""
+        down, up = self._pairs[name.removesuffix(".base_layer.weight")]
+        taken = up[start : start + rows.shape[0]].double() @ down.double()
+        scale = self.lora.alpha / self.lora.rank
+        return rows.double().sub_(taken.mul_(scale).to(rows.device)).to(rows.dtype)
+
+
+def draw_seed(text: str) -> int:
+    """A number for a generator, from text alone: the same on every rank and machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+@torch.no_grad()
+def principal_parts(weight: torch.Tensor, lora: LoraConfig, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(A, B) with B A * alpha / rank = the weight's part along its `rank` strongest directions.
+
+    By subspace iteration in fp64, from directions that the seed draws, without ever cutting a larger space down: equal
+    singular values then make no difference between machines. 0 iterations: by the whole decomposition.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else weight.device
+    matrix = weight.detach().to(device, torch.float64)
+    rank = min(lora.rank, *matrix.shape)
+    if lora.pissa_iterations == 0:
+        left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+        left, sizes, right = left[:, :rank], sizes[:rank], right[:rank]
+    else:
+        drawn = torch.randn(matrix.shape[1], rank, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        basis = torch.linalg.qr(matrix @ drawn.to(device)).Q
+        for _ in range(lora.pissa_iterations):
+            basis = torch.linalg.qr(matrix.mT @ basis).Q
+            basis = torch.linalg.qr(matrix @ basis).Q
+        inner, sizes, right = torch.linalg.svd(basis.mT @ matrix, full_matrices=False)
+        left = basis @ inner
+    roots = (sizes * (lora.rank / lora.alpha)).sqrt()
+    down, up = torch.zeros(lora.rank, matrix.shape[1]), torch.zeros(matrix.shape[0], lora.rank)
+    down[:rank], up[:, :rank] = (roots[:, None] * right).float().cpu(), (left * roots).float().cpu()
+    if rank < lora.rank:  # a matrix narrower than the rank: the others begin as plain adapters do
+        bound = matrix.shape[1] ** -0.5
+        fresh = torch.Generator().manual_seed(seed + 1)
+        down[rank:].uniform_(-bound, bound, generator=fresh)
+    return down, up
+
+
+def as_plain_adapter(state: dict[str, torch.Tensor], starts: PissaStarts) -> dict[str, torch.Tensor]:
+    """An adapter of twice the rank for the base as it came: what was learned, less what it began with."""
+    plain = dict(state)
+    for name, value in state.items():
+        if ".lora_A." in name:
+            plain[name] = torch.cat([value, starts.values(name).to(value)])
+        elif ".lora_B." in name:
+            plain[name] = torch.cat([value, -starts.values(name).to(value)], dim=1)
+    return plain

@@ -1,0 +1,85 @@
+"""What the model makes of a few beginnings of text, after each evaluation: by the likeliest tokens, a fixed number.
+
+Under a layout that shards weights all ranks compute every token together; otherwise rank 0 does it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from duoka.config.schema import RunConfig
+from duoka.data.prepare import PreparedData
+from duoka.data.tokenizer import ChatTokenizer
+from duoka.model.build import LossModel
+from duoka.parallel.apply import Parallelized
+from duoka.parallel.precision import compute_in
+from duoka.parallel.world import World
+from duoka.plan.layout import Layout
+
+NUM_NEW = 24
+_BEGINNING = 12  # tokens of the evaluation data
+
+
+def build_sampler(
+    prepared: PreparedData,
+    config: RunConfig,
+    read_tokenizer: Callable[[], ChatTokenizer],
+    parallel: Parallelized,
+    layout: Layout,
+    world: World,
+) -> Callable[[], list[tuple[str, str]]] | None:
+    """A function that gives (beginning, what follows) on rank 0; None where nothing is asked for."""
+    if not config.log.samples or prepared.eval is None or not isinstance(parallel.bare, LossModel):
+        return None
+    tokenizer = read_tokenizer()
+    prompts = _find_prompts(prepared, config, tokenizer)
+
+    def sample() -> list[tuple[str, str]]:
+        if not (layout.is_sharded or world.is_main):
+            return []
+        with parallel.for_evaluation() as model:
+            assert isinstance(model, LossModel)
+            found = [_continue(model, prompt, layout.precision, world) for prompt in prompts]
+        return [
+            (tokenizer.decode(_text(prompt, tokenizer)), tokenizer.decode(_text(new, tokenizer)))
+            for prompt, new in zip(prompts, found, strict=True)
+        ]
+
+    return sample
+
+
+def _find_prompts(prepared: PreparedData, config: RunConfig, tokenizer: ChatTokenizer) -> list[list[int]]:
+    asked, rows = config.log.samples, prepared.eval
+    assert rows is not None
+    if isinstance(asked, tuple):
+        begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        return [begin + tokenizer.encode(text)[0] for text in asked]
+    places = np.linspace(0, len(rows) - 1, num=min(asked, len(rows)), dtype=int)
+    longest = [max(rows.segments(int(place)), key=lambda part: len(part.input_ids)) for place in places]
+    return [part.input_ids[:_BEGINNING].tolist() for part in longest]
+
+
+@torch.no_grad()
+def _continue(model: LossModel, prompt: list[int], precision: str, world: World) -> list[int]:
+    """Never fewer tokens than asked for: ranks that gather weights together must not part."""
+    was_training = model.training
+    model.eval()
+    ids = list(prompt)
+    try:
+        for _ in range(NUM_NEW):
+            world.heart.tell("evaluate")
+            with compute_in(precision, world.device):
+                ids.append(model.next_token(torch.tensor([ids], device=world.device)))
+    finally:
+        model.train(was_training)
+    return ids[len(prompt) :]
+
+
+def _text(ids: list[int], tokenizer: ChatTokenizer) -> list[int]:
+    """The tokens up to the end of the document."""
+    eos = tokenizer.eos_id
+    kept = ids[: ids.index(eos)] if eos in ids else ids
+    return kept[1:] if kept[:1] == [tokenizer.bos_id] else kept
