@@ -67,9 +67,8 @@ def build(world: Any) -> dict[str, Any]:
 
     torch.manual_seed(0)
     shapes = [(WIDTH, WIDTH)] * 4 + [(MLP, WIDTH), (MLP, WIDTH), (WIDTH, MLP)]
-    layers = torch.nn.ModuleList(
-        torch.nn.ModuleList(torch.nn.Linear(columns, rows, bias=False) for rows, columns in shapes)
-        for _ in range(LAYERS)
+    layers = torch.nn.Sequential(
+        *(torch.nn.Sequential(*(torch.nn.Linear(c, r, bias=False) for r, c in shapes)) for _ in range(LAYERS))
     )
     mesh = init_device_mesh("cpu", (world.size,))
     for layer in layers:

@@ -65,9 +65,23 @@ def learn(model, folder, cases):
         world = world or start_world(config.parallel)
         facts, weights = learn_one(model, config, world, strategy)
         stem = f"{folder}/{strategy}-{name}-{world.size}-{world.rank}"
+        facts["apart"] = use_apart(world) if world.size == 2 and strategy == "zero1" else {}
         Path(f"{stem}.json").write_text(json.dumps(facts))
         save_file({n: w.contiguous() for n, w in weights.items()}, f"{stem}.safetensors")
     end_world(world)
+
+
+def use_apart(world):
+    """Gradients on this rank when rank 0 alone used four matrices, and nobody the fifth."""
+    from duoka.parallel.matrices import OwnedMatrices
+
+    matrices = [torch.nn.Parameter(torch.ones(3, 3)) for _ in range(5)]
+    owned = OwnedMatrices(matrices, world.size, world.rank, None, every_pass=False)
+    owned.begin(True)
+    for place in range(4 if world.rank == 0 else 0):
+        (matrices[place] * (place + 1)).sum().backward()
+    owned.finish(True)
+    return {place: float(m.grad[0, 0]) for place, m in enumerate(matrices) if m.grad is not None}
 
 
 def build(model, config, world, strategy):
@@ -181,6 +195,11 @@ def test_muon_trains_fused_adapters_on_smoothed_targets_as_the_textbook(runs):
         errors = {k: float((found[k] - wanted[k]).norm() / wanted[k].norm()) for k in wanted}
         worst = max(errors, key=errors.get)
         assert errors[worst] < 1e-5, f"{strategy}: {worst} is off by {errors[worst]:.2g}"
+
+
+def test_a_matrix_that_one_rank_used_reaches_its_owner_and_an_unused_one_stays_alone(runs):
+    both = [read(runs[0], 2, "zero1", "muon", rank)[0]["apart"] for rank in range(2)]
+    assert both[0] | both[1] == {"0": 1.0, "1": 2.0, "2": 3.0, "3": 4.0} and not both[0].keys() & both[1].keys()
 
 
 def test_ranks_end_bit_equal(runs):
