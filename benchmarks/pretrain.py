@@ -97,52 +97,24 @@ def train_tokenizer(folder: Path, documents: list[str]) -> None:
     fast.save_pretrained(folder)
 
 
-def write_model(folder: Path) -> int:
-    """A Qwen3-shaped model with random weights in the tokenizer's folder; returns its number of parameters.
-
-    It begins as nanochat's does: layers that add nothing, a head that says nothing yet.
-    """
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=ROW,
-        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
-            elif "embed_tokens" in name:
-                parameter.normal_(std=0.8)
-            elif "lm_head" in name:
-                parameter.normal_(std=0.001)
-            elif parameter.ndim == 2:
-                parameter.normal_(std=WIDTH**-0.5)
-    model.save_pretrained(folder)
-    return sum(p.numel() for p in model.parameters())
-
-
 # --- the runs ---
 
 
 def duoka_command(case: Case, folder: Path, base: Path, options: argparse.Namespace) -> tuple[list[str], list[Path]]:
     config = {
-        "model": str(base / "model"), "stage": "pretrain",
-        "data": {"train": [str(base / "text")], "eval": "last_file", "stream": True, "max_length": ROW},
-        "optim": {
-            "name": "muon", "lr": options.lr, "adamw_lr": options.adamw_lr, "embedding_lr": options.embedding_lr,
-            "schedule": "wsd", "decay": 0.5, "min_lr": 0.05, "warmup": 5, "clip": 0, "betas": [0.8, 0.95], "eps": 1e-10,
+        "model": {
+            "depth": LAYERS, "width": WIDTH, "head_dim": HEAD_DIM, "mlp_width": MLP,
+            "tokenizer": str(base / "tokenizer"),
         },
+        "stage": "pretrain",
+        "data": {"train": [str(base / "text")], "eval": "last_file", "stream": True, "max_length": ROW},
+        "optim": {"min_lr": 0.05, "warmup": 5, "clip": 0},
         "train": {
             "global_batch": f"{TOKENS_PER_STEP} tokens", "precision": "fp32", "max_steps": options.steps,
             "micro_batch": options.micro_batch, "recompute": "none", "eval_every": options.steps,
         },
         "parallel": {"strategy": "single" if case.processes == 1 else options.strategy, "check_replicas": 0},
-        "checkpoint": {"every": 10 * options.steps}, "log": {"to": []}, "output": str(folder / "run"),
+        "checkpoint": {"every": 10 * options.steps, "async": False}, "log": {"to": []}, "output": str(folder / "run"),
     }  # fmt: skip
     (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "duoka", "train", str(folder / "run.yaml"), "--nproc", str(case.processes)]
@@ -164,12 +136,13 @@ def nanochat_command(case: Case, folder: Path, options: argparse.Namespace) -> t
     return [*start, *own], [log]
 
 
-def loss_of_duoka(model: Path, rows: list[list[int]]) -> float:
+def loss_of_duoka(model: Path, rows: list[list[int]], facts: dict[str, Any]) -> float:
     """Mean loss over the tokens of held-out documents, each alone in its row."""
     import torch
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    facts["parameters"]["duoka"] = sum(p.numel() for p in lm.parameters())
     total, count = 0.0, 0
     with torch.inference_mode():
         for row in rows:
@@ -185,7 +158,9 @@ def train_losses(log: Path) -> list[float]:
     return [event["loss"] for event in events if event.get("type", "step") == "step"]
 
 
-def measure(case: Case, base: Path, rows: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    case: Case, base: Path, rows: list[list[int]], facts: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if case.tool == "duoka":
@@ -206,7 +181,7 @@ def measure(case: Case, base: Path, rows: list[list[int]], options: argparse.Nam
             return found
         losses = train_losses(logs[0])
         if case.tool == "duoka":
-            held_out = loss_of_duoka(folder / "run" / "final", rows)
+            held_out = loss_of_duoka(folder / "run" / "final", rows, facts)
         else:
             (folder / "rows.json").write_text(json.dumps(rows))
             held_out = float(run_peer(options, base, "loss", str(folder / "rows.json"), str(options.steps)))
@@ -239,17 +214,16 @@ def prepare(base: Path, options: argparse.Namespace) -> tuple[list[list[int]], d
 
     documents = read_documents(options.megabytes * 10**6)
     held_out = write_parquet(base / "text", documents)
-    train_tokenizer(base / "model", documents[NUM_HELD_OUT:])
-    parameters = write_model(base / "model")
-    tokenizer = AutoTokenizer.from_pretrained(base / "model")
+    train_tokenizer(base / "tokenizer", documents[NUM_HELD_OUT:])
+    tokenizer = AutoTokenizer.from_pretrained(base / "tokenizer")
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in held_out]
-    facts = {"documents": len(documents), "characters": sum(map(len, documents)), "parameters": {"duoka": parameters}}
+    facts = {"documents": len(documents), "characters": sum(map(len, documents)), "parameters": {}}
     if options.nanochat:
         target = base / "nanochat" / "base_data_climbmix"
         target.parent.mkdir()
         target.symlink_to(base / "text")
         said = json.loads(
-            run_peer(options, base, "prepare", str(base / "model" / "tokenizer.json"), BEGIN, held_out[0])
+            run_peer(options, base, "prepare", str(base / "tokenizer" / "tokenizer.json"), BEGIN, held_out[0])
         )
         assert said["ids"] == ids[0], "the two tokenizers differ"
         facts["parameters"]["nanochat"] = said["parameters"]
@@ -269,9 +243,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=8, help="of text, at most")
     parser.add_argument("--strategy", default="zero1", help="duoka's, with several processes")
     parser.add_argument("--micro-batch", default="1024 tokens", help="duoka's; changes no result")
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--adamw-lr", type=float, default=0.003)
-    parser.add_argument("--embedding-lr", type=float, default=0.03)
     parser.add_argument("--limit-s", type=float, default=400.0)
     parser.add_argument("--keep", help="folder for the runs' own output")
     options = parser.parse_args()
@@ -284,7 +255,7 @@ def main() -> None:
                 for tool in options.tools:
                     if tool == "nanochat" and not options.nanochat:
                         continue
-                    results.append(measure(Case(tool, processes, turn), Path(name), rows, options))
+                    results.append(measure(Case(tool, processes, turn), Path(name), rows, facts, options))
                     print(json.dumps(results[-1]), flush=True)
                     write(options, facts, results)
 
@@ -303,8 +274,27 @@ def write(options: argparse.Namespace, facts: dict[str, Any], results: list[dict
     found = {"machine": describe_machine(), "versions": versions, "work": work, "results": results}
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.table:
-        options.table.write_text(table(results), encoding="utf-8")
+        options.table.write_text(page(facts, results), encoding="utf-8")
     print(table(results), flush=True)
+
+
+def page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    characters, parameters = facts["characters"] / 1e6, facts["parameters"]
+    return f"""# Pretraining from nothing, beside nanochat
+
+`benchmarks/pretrain.py`; all numbers are in pretrain.json. {LAYERS} layers of width {WIDTH} with {HEADS} heads and a
+head of their own, {VOCABULARY:,} tokens, rows of {ROW}, {TOKENS_PER_STEP:,} tokens a step, eager, fp32, one thread a
+process. The same documents ({characters:.1f} million characters of the Python library) and the same tokenizer; both
+begin with layers that add nothing, both learn by Muon and AdamW, each with its own rules for rates. Parameters:
+{parameters}. Those that multiply are as many in both (duoka's MLP is {MLP} wide for that); nanochat's
+others are tables of value embeddings. nanochat runs as it is, in a group over gloo, which it starts on no CPU itself.
+
+{table(results)}
+CPU time is that of the whole process tree, from the end of the first step to the end of the last. Peaks are of the
+whole run; importing torch and transformers alone is about 280 MiB. The held-out loss is over the same tokens of the
+same documents, each in a row alone. duoka shows documents of a row only themselves, and reads all of every document;
+nanochat fills rows best-fit and cuts what does not fit.
+"""
 
 
 def table(results: list[dict[str, Any]]) -> str:

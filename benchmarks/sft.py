@@ -24,7 +24,7 @@ from watching import describe_machine, package_versions, watch
 
 PEERS = Path(__file__).with_name("sft_peers.py")
 NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
-TOOLS = ("duoka", "trainer", "trl", "llamafactory")
+TOOLS = ("duoka", "duoka-sync", "trainer", "trl", "llamafactory")  # sync: no copy held ready for the next checkpoint
 WORDS = (
     "the of and to in is that it for as was on with his he be by at are this have from or an they which one you model "
     "data train time people water music year city number house river story paper"
@@ -68,8 +68,9 @@ def duoka_command(case: Case, folder: Path, data: Path, steps: int, accumulation
         "optim": {"lr": 2e-5},
         "train": {
             "global_batch": ROWS * accumulation * case.processes, "precision": case.precision, "max_steps": steps + 1,
-            "micro_batch": f"{ROWS * MAX_LENGTH} tokens" if packed else ROWS, "recompute": "none", "seed": 0,
+            "micro_batch": "auto" if packed else ROWS, "recompute": "none", "seed": 0,
         },
+        "checkpoint": {"async": case.tool == "duoka"},
         "output": str(folder / "run"),
     }  # fmt: skip
     if case.method == "lora":
@@ -98,7 +99,7 @@ def peer_command(
 def measure(case: Case, python: str, data: Path, model: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if case.tool == "duoka":
+        if case.tool.startswith("duoka"):
             # The demo's weights are unpacked once by a user's first run: every peer is given a folder as well.
             (folder / "cache").mkdir()
             for item in Path(os.environ["DUOKA_CACHE"]).iterdir():
@@ -113,7 +114,7 @@ def measure(case: Case, python: str, data: Path, model: str, options: argparse.N
 
 def choose_cases(options: argparse.Namespace) -> list[Case]:
     """Tools innermost: cases that are compared lie beside each other in time."""
-    pythons = {"duoka": sys.executable, "trainer": options.peers, "trl": options.peers}
+    pythons = {"duoka": sys.executable, "duoka-sync": sys.executable, "trainer": options.peers, "trl": options.peers}
     pythons["llamafactory"] = options.llamafactory
     lists = (options.processes, options.precisions, options.methods, options.layouts, options.tools)
     return [
@@ -126,6 +127,7 @@ def choose_cases(options: argparse.Namespace) -> list[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", type=Path, help="a page of the same, as a table")
     parser.add_argument("--peers", help="interpreter with transformers, trl, peft, datasets")
     parser.add_argument("--llamafactory", help="interpreter with LLaMA-Factory")
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
@@ -170,6 +172,32 @@ def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     }  # fmt: skip
     text = json.dumps({"machine": describe_machine(), "versions": versions, "work": work, "results": results}, indent=1)
     options.out.write_text(text + "\n", encoding="utf-8")
+    if options.table:
+        options.table.write_text(table(results), encoding="utf-8")
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Per work, each tool and how many times as much duoka does, or holds."""
+    lines = [
+        "| work | tool | real tokens per CPU-s | duoka / it | peak GiB | duoka / it | CPU-s to step 1 | duoka / it |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for work, rows in itertools.groupby(results, key=_work):
+        group = list(rows)
+        ours = next((row for row in group if row["tool"] == "duoka" and "error" not in row), None)
+        for row in group:
+            if "error" in row:
+                lines.append(f"| {work} | {row['tool']} | {row['error']} | | | | | |")
+                continue
+            cells = []
+            for key, unit in (("tokens_per_cpu_s", 1), ("peak_bytes", 2**30), ("first_step_cpu_s", 1)):
+                cells += [f"{row[key] / unit:.4g}", f"{ours[key] / row[key]:.2f}" if ours and row is not ours else ""]
+            lines.append(f"| {work} | {row['tool']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _work(row: dict[str, Any]) -> str:
+    return f"{row['method']}, {row['precision']}, {row['layout']}, {row['processes']} process(es)"
 
 
 if __name__ == "__main__":

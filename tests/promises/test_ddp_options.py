@@ -1,6 +1,8 @@
 """What DDP can do beside adding: gradients that travel smaller, parameters without a part, layers that are compiled."""
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from test_any_split import TOLERANCE, YAML, read_run, relative
 from test_sharded import build
 from tiny import write_conversations
@@ -35,6 +37,7 @@ def runs(case):
         settings = [f"parallel.strategy={strategy}", f"parallel.compress={compress}"]
         # Several buckets under way at once: exchanges that begin in another order on each rank would abort.
         settings += ["parallel.bucket_mb=0.02"] if strategy == "ddp" else []
+        settings += ["checkpoint.every=11"] if name == "powersgd" else []
         jobs.append((str(yaml), settings, str(folder / name)))
     for name, settings in HALVES.items():
         jobs.append((str(yaml), ["train.precision=bf16", *settings], str(folder / f"half-{name}")))
@@ -76,6 +79,124 @@ def test_bf16_is_the_same_bf16_under_every_strategy(runs):
         assert relative(losses(runs / f"half-{name}")[:3], first[:3]) < 1e-2
 
 
+@pytest.fixture(scope="module")
+def gone_on(runs, case):
+    """Three processes, because gloo adds more than two in an order that depends on how buckets were formed."""
+    folder, yaml = case
+    thin = ["parallel.strategy=ddp", "parallel.compress=powersgd", "parallel.bucket_mb=0.02"]
+    plans = {"plain": (["parallel.strategy=ddp", "train.max_steps=4", "checkpoint.every=2"], 2), "thin": (thin, 11)}
+    jobs = []
+    for name, (settings, step) in plans.items():
+        settings = [*settings, f"checkpoint.every={step}", "checkpoint.keep=9"]
+        jobs.append((str(yaml), settings, str(folder / f"{name}-unbroken")))
+        began = folder / f"{name}-unbroken" / "checkpoints" / f"step-{step:08d}"
+        jobs.append((str(yaml), [*settings, f"checkpoint.resume={began}"], str(folder / f"{name}-goes-on")))
+    two = runs / "powersgd" / "checkpoints" / "step-00000011"
+    jobs.append((str(yaml), [*thin, f"checkpoint.resume={two}"], str(folder / "thin-grown")))
+    train_all(jobs, 3)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["plain", "thin"])
+def test_three_processes_go_on_bit_for_bit(gone_on, name):
+    """Under PowerSGD with what each of them still owes: the checkpoint comes after its first thin step."""
+    whole, ours = read_run(gone_on / f"{name}-unbroken"), read_run(gone_on / f"{name}-goes-on")
+    whole = [step for step in whole if step["step"] >= ours[0]["step"]]
+    assert ours and [(s["loss"], s["grad_norm"]) for s in ours] == [(s["loss"], s["grad_norm"]) for s in whole]
+    mine, theirs = (load_file(gone_on / f"{name}-{end}/final/model.safetensors") for end in ("goes-on", "unbroken"))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_what_two_processes_owe_goes_on_with_three(gone_on):
+    """Compressing is another approximation in another world; what was owed is paid in both."""
+    ours, theirs = read_run(gone_on / "thin-grown"), read_run(gone_on / "powersgd")[-1:]
+    assert relative(losses(gone_on / "thin-grown"), [step["loss"] for step in theirs]) < TOLERANCE
+    assert relative([step["grad_norm"] for step in ours], [step["grad_norm"] for step in theirs]) < 0.05
+
+
+def test_every_debt_of_a_larger_world_is_inherited_once():
+    from duoka.parallel.powersgd import inherit
+
+    saved = {"model.a": 0, "powersgd.steps.": 0, "powersgd.factor.a.b": 0} | {
+        f"powersgd.owed.{r}.a.b": 0 for r in range(5)
+    }
+    read, paid = [], torch.zeros(2, 2)
+    for rank in range(2):
+        own = torch.zeros(2, 2)
+        named = {"model.a": own, "powersgd.factor.a.b": own, f"powersgd.owed.{rank}.a.b": own}
+        found = inherit(named, saved, rank, 2)
+        for name, tensor in found.named.items():
+            if "owed" in name:
+                read.append(name)
+                tensor.fill_(float(10 ** int(name.split(".")[2])))
+        found.settle()
+        paid += own
+    assert sorted(read) == sorted(name for name in saved if "owed" in name) and (paid == 11111).all()
+    assert set(inherit(named, {"model.a": 0}, 1, 2).named) == {"model.a"}, "a checkpoint without debts"
+
+
+class Bucket:
+    """What DDP hands to its hook."""
+
+    def __init__(self, parameters):
+        self.members = parameters
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+
+    def parameters(self):
+        return self.members
+
+    def gradients(self):
+        parts = self.flat.split([p.numel() for p in self.members])
+        return [part.view_as(p) for part, p in zip(parts, self.members, strict=True)]
+
+    def buffer(self):
+        return self.flat
+
+
+def exchange_thin():
+    """Three exchanges of two ranks, beside the same power iteration on both ranks' gradients in one place."""
+    import numpy as np
+
+    from duoka.config.schema import ParallelConfig
+    from duoka.parallel.collectives import all_reduce
+    from duoka.parallel.powersgd import PowerSGD
+    from duoka.parallel.world import end_world, start_world
+
+    world = start_world(ParallelConfig())
+    shapes = {"wide": (40, 60), "small": (7,)}
+    named = {name: torch.nn.Parameter(torch.zeros(shape, device=world.device)) for name, shape in shapes.items()}
+    power = PowerSGD(world.rank, named)
+    assert set(power.kept) == {"wide"}
+    bucket, debts = Bucket(list(named.values())), np.zeros((2, 40, 60))
+    factor = power.kept["wide"].factor.cpu().numpy().copy()
+    for step in range(3):
+        drawn = [torch.randn(2407, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in range(2)]
+        bucket.flat.copy_(drawn[world.rank])
+        power.sum_over_ranks(bucket)
+        wide, small = bucket.gradients()
+        assert torch.allclose(small.cpu(), drawn[0][2400:] + drawn[1][2400:], atol=1e-6), "too small to compress"
+        owing = debts + np.stack([one[:2400].view(40, 60).numpy() for one in drawn])
+        left = np.linalg.qr(owing.sum(0) @ np.linalg.qr(factor)[0])[0]
+        factor = owing.sum(0).T @ left
+        approximation = left @ factor.T
+        debts = owing - approximation / 2
+        assert np.abs(wide.cpu().numpy() - approximation).max() < 1e-4
+        assert np.abs(power.kept["wide"].owed.cpu().numpy() - debts[world.rank]).max() < 1e-4
+        both = all_reduce(power.kept["wide"].owed.clone()).cpu().numpy()
+        assert np.abs(both + approximation - owing.sum(0)).max() < 1e-4, "nothing is lost"
+    bucket.flat.fill_(float("inf") if world.rank else 1.0)
+    power.sum_over_ranks(bucket)
+    assert not bucket.flat.isfinite().all(), "the step must be seen as lost"
+    bucket.flat.fill_(1.0)
+    power.sum_over_ranks(bucket)
+    assert bucket.flat.isfinite().all(), "and the next one must not be"
+    end_world(world)
+
+
+def test_thin_exchange_is_a_power_iteration_with_error_feedback():
+    run_world(2, exchange_thin)
+
+
 def leave_one_out(yaml, folder):
 
     from duoka.errors import ConfigError
@@ -104,7 +225,6 @@ def test_a_parameter_without_a_part_in_the_loss_is_named(case):
 
 def overflow_once(yaml, folder):
     """fp16 steps with a scaler; at the third the scale is far too high, which only some shards would notice."""
-    import torch
 
     from duoka.parallel.world import end_world
     from duoka.train.step import build_numerics, optimizer_step

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from verbs import NUM_SAMPLES, Words, build, collate, count_over
+from verbs import LOST, NUM_SAMPLES, Words, build, collate, count_over
 from worlds import run_world
 
 from duoka.data.epoch_plan import shuffled
@@ -68,7 +68,7 @@ def seen(tmp_path_factory):
         # A process alone has a process group only for sharded strategies; none of these is one.
         cases = {name: case for name, (wanted, case) in CASES.items() if wanted == size}
         run_world(size, train_cases, cases, str(folder))
-    return {name: json.loads((folder / f"{name}-0.json").read_text()) for name in CASES}
+    return {name: json.loads((folder / f"{name}-0.json").read_text()) for name in CASES} | {"folder": folder}
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +106,17 @@ def test_the_tolerance_would_catch_a_mean_of_means(oracles):
         (count_over(model(batch["ids"]), batch["labels"]) / (batch["labels"] != -100).sum() / 2).backward()
     wrong = {name: p.grad.tolist() for name, p in model.named_parameters()}
     assert error(wrong, oracles[False]["first"]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_fp16_steps_as_fp32_does_and_leaves_out_an_overflow(seen, strategy):
+    """Norms are those of true gradients (taken before clipping, after the scale), though the scale doubles each step;
+    a second optimizer's gradients still have the old one."""
+    half, whole = (json.loads((seen["folder"] / f"{strategy} scaled {p}-0.json").read_text()) for p in ("fp16", "fp32"))
+    other = json.loads((seen["folder"] / f"{strategy} scaled fp16-1.json").read_text())
+    lost = [at == LOST for at in range(6)]
+    assert half["skipped"] == other["skipped"] == half["unchanged"] == lost
+    del half["norms"][LOST], whole["norms"][LOST]
+    assert max(whole["norms"]) > 0.8 and half["norms"] == pytest.approx(whole["norms"], rel=3e-2)
+    assert error(half["state"], {name: torch.tensor(value) for name, value in whole["state"].items()}) < 3e-2
+    assert half["lr"] == pytest.approx(whole["lr"]) and half["scale"] == 256.0 * 2**3

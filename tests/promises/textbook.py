@@ -77,3 +77,28 @@ def textbook(model, name, micro_batches, rate, *, steps, lr, rest, decay, clip):
                     p.copy_(plain[key].step(p, p.grad, rate(step)))
         lm.zero_grad()
     return {key: p.detach() for key, p in named.items()}
+
+
+def textbook_of_adapters(model, start, micro_batches, rate, *, steps, lr, decay, clip, scale=12 / 4, smoothing=0.1):
+    """Muon on both matrices of each adapter, added to the weight they belong to; `start` by PEFT's names."""
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    base = {name: p.detach() for name, p in lm.named_parameters()}
+    trained = {name: value.clone().requires_grad_() for name, value in start.items()}
+    plain = {name: Plain("muon", lr, decay) for name in trained}
+    downs = [name for name in trained if ".lora_A." in name]
+    for step in range(1, steps + 1):
+        for rows in micro_batches(step):
+            merged = dict(base)
+            for name in downs:
+                key = name.removeprefix("base_model.model.").replace(".lora_A.default", "")
+                merged[key] = base[key] + scale * trained[name.replace("lora_A", "lora_B")] @ trained[name]
+            logits = torch.func.functional_call(lm, merged, (rows[:, :-1],)).logits.flatten(0, 1)
+            targets = rows[:, 1:].flatten()
+            loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+            (loss / (2 * 12 * 16)).backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), clip)
+        with torch.no_grad():
+            for name, p in trained.items():
+                p.copy_(plain[name].step(p, p.grad, rate(step)))
+                p.grad = None
+    return {name: p.detach() for name, p in trained.items()}

@@ -1,6 +1,7 @@
 """What processes of the tests of the verbs run: each function is called on every rank, and writes what it saw."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -127,6 +128,57 @@ def train_plain(accelerator, batch_size):
     return {"first": first, "state": state}
 
 
+LOST = 2  # the step at which the scale is far too high
+
+
+def train_with_scaler(strategy, precision):
+    """Two optimizers of one loss, a scale that grows with every step, and once one that overflows."""
+    from duoka import Accelerator
+    from duoka.train.step import Numerics
+
+    accelerator = Accelerator(strategy=strategy, seed=3)
+    # A CPU is told to compute in something else; the arithmetic is the GPU's.
+    accelerator.layout = replace(accelerator.layout, precision=precision)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1, enabled=precision == "fp16")
+    accelerator.numerics = Numerics(precision, scaler)
+    torch.manual_seed(1)
+    model = Small()
+    inside = [*model.blocks.parameters()]
+    around = [*model.embed.parameters(), *model.head.parameters()]
+    optimizers = [torch.optim.SGD(part, lr=0.5) for part in (inside, around)]  # an Adam's steps know no scale
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.9)
+    loader = DataLoader(Words(), batch_size=4, shuffle=True, collate_fn=collate)
+    model, *optimizers, scheduler, loader = accelerator.prepare(model, *optimizers, scheduler, loader)
+    seen = {"norms": [], "skipped": [], "unchanged": []}
+    for _ in range(2):
+        for batch in loader:
+            at = len(seen["norms"])
+            if at == LOST and scaler.is_enabled():
+                accelerator.scaler._scale.fill_(1e38)
+            loss, count = count_over(model(batch["ids"]), batch["labels"]), (batch["labels"] != -100).sum()
+            accelerator.backward(loss, sum_over=count)
+            seen["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.8)))
+            before = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+            for optimizer in optimizers if at != LOST or scaler.is_enabled() else ():
+                optimizer.step()
+            after = accelerator.get_state_dict(model)
+            seen["unchanged"].append(all(torch.equal(before[name], after[name]) for name in before))
+            seen["skipped"].append(
+                bool(accelerator.optimizer_step_was_skipped) or (not scaler.is_enabled() and at == LOST)
+            )
+            if not seen["skipped"][-1]:
+                scheduler.step()
+            elif scaler.is_enabled():
+                scheduler.step()  # knows by itself
+                accelerator.scaler._scale.fill_(256.0)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    state = {name: tensor.tolist() for name, tensor in accelerator.get_state_dict(model).items()}
+    scale = accelerator.scaler.get_scale()
+    accelerator.free_memory()
+    return {**seen, "state": state, "lr": scheduler.get_last_lr(), "scale": scale}
+
+
 def train_cases(cases, folder):
     from duoka import Accelerator
 
@@ -135,6 +187,11 @@ def train_cases(cases, folder):
         seen = train_plain(accelerator, batch_size) if form == "plain" else train_counted(accelerator, form, batch_size)
         write(folder, name, accelerator.process_index, seen)
         accelerator.free_memory()
+    if accelerator.num_processes == 2:
+        for strategy in ("ddp", "zero1", "fsdp"):
+            for precision in ("fp16", "fp32"):
+                found = train_with_scaler(strategy, precision)
+                write(folder, f"{strategy} scaled {precision}", accelerator.process_index, found)
 
 
 # --------------------------------------------------------------------------------------------- evaluation

@@ -10,6 +10,7 @@ from duoka.config.schema import OptimConfig
 from duoka.errors import ConfigError
 from duoka.optim.build import build_optimizer, describe_optimizer, optimizer_tensors, set_learning_rate
 from duoka.optim.clip import clip_gradients
+from duoka.optim.muon import orthogonalise
 from duoka.optim.owners import share_matrices, work_of
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.units import parse_amount
@@ -229,6 +230,17 @@ def test_adamw8bit_learns_as_adamw_does_goes_on_bit_for_bit_and_keeps_two_bytes(
     assert all(torch.equal(others[name], p) for name, p in named.items())
     large = [value for name, value in saved.items() if name.endswith(".large")]
     assert sum(value.numel() * value.element_size() for value in large) < 2.05 * start["large"].numel()
+
+
+@pytest.mark.parametrize("shape", [(2, 131, 200), (1, 260, 128), (3, 20, 8)])
+def test_orthogonalised_matrices_are_five_steps_of_the_quintic(shape):
+    torch.manual_seed(0)
+    matrices = torch.randn(shape)
+    for matrix, found in zip(matrices.double(), orthogonalise(matrices), strict=True):
+        x = matrix / torch.linalg.matrix_norm(matrix)
+        for _ in range(5):
+            x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+        assert (found - x).norm() < 1e-5 * x.norm()
 
 
 def test_adamw8bit_without_its_package_is_refused(monkeypatch):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from duoka.config.schema import LoraConfig
-from duoka.plan.activations import LOSS_CHUNK_BYTES
+from duoka.plan.activations import LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS
 from duoka.plan.layout import Layout
 from duoka.plan.memory import CPU_FRAMEWORK_BYTES, estimate_memory
 from duoka.plan.recipe import Work, static_memory
@@ -128,4 +128,4 @@ def test_static_bytes_are_those_of_real_tensors():
 def test_plan_and_loss_work_in_the_same_chunks():
     from duoka.model import loss
 
-    assert LOSS_CHUNK_BYTES == loss.CHUNK_BYTES
+    assert (LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS) == (loss.CHUNK_BYTES, loss.CPU_CHUNK_ROWS)

@@ -77,6 +77,7 @@ class Accelerator(Saving, Tracking, Roles):
         self.numerics = build_numerics(precision, world.device)
         self.window = Window(world, read_steps(gradient_accumulation_steps))
         self.optimizer_step_was_skipped = False
+        self._scale_is_due = False
         self._is_joining = False
 
     # ------------------------------------------------------------------------------------------ what it is
@@ -100,6 +101,7 @@ class Accelerator(Saving, Tracking, Roles):
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
+        self.settle_scale()
         return self.numerics.scaler
 
     # ------------------------------------------------------------------------------------------ prepare
@@ -225,7 +227,7 @@ class Accelerator(Saving, Tracking, Roles):
         touched = [model for model in self.parts.models if model.touched]
         for model in touched:
             model.before_backward()
-        self.numerics.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()
         for model in touched:
             model.after_backward(self.window.sync, self.window.correction)
         if self.window.sync:
@@ -284,14 +286,20 @@ class Accelerator(Saving, Tracking, Roles):
             answer = optimizer.inner.step(closure) if closure is not None else optimizer.inner.step()
         else:
             optimizer.unscale(self.numerics)
-            before = scaler.get_scale()
+            overflows = scaler._found_inf_per_device(optimizer.inner).values()
+            self.optimizer_step_was_skipped = optimizer.was_skipped = any(one.item() for one in overflows)
             answer = scaler.step(optimizer.inner)
-            scaler.update()
-            self.optimizer_step_was_skipped = optimizer.was_skipped = scaler.get_scale() < before
+            self._scale_is_due = True
         self.window.close()
         if optimizer is self.parts.optimizers[0]:
             self.step += not self.optimizer_step_was_skipped
         return answer
+
+    def settle_scale(self) -> None:
+        """A new scale after a step, and not before the next loss: a second optimizer's gradients have the old one."""
+        if self._scale_is_due:
+            self._scale_is_due = False
+            self.numerics.scaler.update()
 
     def gradients_are_gone(self) -> None:
         for model in self.parts.models:

@@ -32,6 +32,7 @@ class Saving:
     print: Callable[..., None]
     wait_for_everyone: Callable[[], None]
     gradients_are_gone: Callable[[], None]
+    settle_scale: Callable[[], None]
     step: int = 0  # optimizer steps done
 
     def find_models(self, models: tuple[torch.nn.Module, ...]) -> list[PreparedModel]:
@@ -80,6 +81,7 @@ class Saving:
         """
         target = self._checkpoints() / folder_name(self.step) if output_dir is None else Path(output_dir) / FOLDER
         opened = self.window.opened if self.window.is_open else {}
+        self.settle_scale()
         save_snapshot(target, self.parts, self.numerics, self.world, self.step, opened)
         return str(target if output_dir is None else output_dir)
 
@@ -89,6 +91,7 @@ class Saving:
         Loaders stand where they stood: their next iteration is the rest of their epoch (`loader.epoch`).
         """
         folder = newest(self._checkpoints(), self.world, self.print) if input_dir is None else Path(input_dir)
+        self.settle_scale()
         self.step = load_snapshot(folder, self.parts, self.numerics, self.world)
         self.window.at = 0
         self.gradients_are_gone()

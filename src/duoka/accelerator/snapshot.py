@@ -20,6 +20,7 @@ from duoka.accelerator.packing import pack, room_for, unpack
 from duoka.accelerator.prepared import PreparedModel, PreparedOptimizer, PreparedScheduler
 from duoka.errors import ConfigError, StorageError
 from duoka.model.build import named_part
+from duoka.parallel.ddp import DdpExchange
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
 from duoka.train.checkpoint import CheckpointStore, Facts
@@ -82,6 +83,7 @@ def save_snapshot(
     if world.is_main:
         target.parent.mkdir(parents=True, exist_ok=True)
     world.barrier()
+    named |= _debts(parts)
     snapshot = Snapshot(numerics, state, {name: tensor.detach() for name, tensor in named.items()})
     with _open_store(target, parts, world) as store:
         store.write(target, snapshot)  # type: ignore[arg-type]
@@ -100,6 +102,7 @@ def load_snapshot(folder: Path, parts: Parts, numerics: Numerics, world: World) 
     for kind in ("schedulers", "loaders", "objects"):
         named |= room_for(saved[kind])
     _check_shapes(saved["shapes"], named, folder)
+    named |= _debts(parts)
     snapshot = Snapshot(numerics, LoopState(), {name: tensor.detach() for name, tensor in named.items()})
     with _open_store(source, parts, world) as store:
         store.load(source, snapshot)  # type: ignore[arg-type]
@@ -157,6 +160,16 @@ def _model_tensors(parts: Parts) -> dict[str, torch.Tensor]:
         loose = [p for p in optimizer.parameters() if id(p) not in known]
         # Frozen weights of a base that is not saved have no state either.
         named |= {f"loose{number}.{i}": p for i, p in enumerate(loose) if p.requires_grad}
+    return named
+
+
+def _debts(parts: Parts) -> dict[str, torch.Tensor]:
+    """What compressed gradients left out so far: each rank's own, and none where gradients travel whole."""
+    named: dict[str, torch.Tensor] = {}
+    for number, model in enumerate(parts.models):
+        exchange = model.parallel.exchange
+        if isinstance(exchange, DdpExchange) and exchange.power is not None:
+            named |= exchange.power.tensors(f"model{number or ''}.")
     return named
 
 

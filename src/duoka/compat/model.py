@@ -46,8 +46,9 @@ def save_model(model: torch.nn.Module, config: Config, save_path: str | Path) ->
 
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
-            "save_model was given a sharded model: this process has a part of it",
-            fix="call accelerator.save_model(model, folder) on all processes, outside of `if is_main_process`",
+            "save_model was given a sharded model, of which this process has a part: all processes have to save it",
+            fix="write, outside of `if accelerator.is_main_process`:   "
+            f"accelerator.save_model(model, {str(save_path)!r})",
         )
     target = Path(save_path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -31,8 +31,8 @@ class ParallelConfig(Section):
     )
     compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
         "none",
-        description="How gradients travel; all but none lose a little, and so change results. What powersgd still "
-        "owes (its error) is not saved: a resumed run begins it anew.",
+        description="How gradients travel; all but none lose a little, and so change results. What powersgd left "
+        "out so far is part of each checkpoint.",
     )
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
     timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")

@@ -106,13 +106,41 @@ class _SiluTimes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
-        gate_grad = grad * up
-        torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
-        return gate_grad, F.silu(gate).mul_(grad)
+        return _gate_gradient(grad, gate, up), F.silu(gate).mul_(grad)
+
+
+class _SiluTimesDown(torch.autograd.Function):
+    """(silu(gate) * up) W, which keeps the two and computes their product again: half of the MLP's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        with torch.autocast(gate.device.type, enabled=False):
+            return F.linear(F.silu(gate).mul_(up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        gate, up, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        silu, weight_grad = F.silu(gate), None
+        with torch.autocast(grad.device.type, enabled=False):
+            if ctx.needs_input_grad[2]:
+                weight_grad = rows.t() @ (silu * up).view(-1, up.shape[-1])
+            inner = (rows @ weight).view_as(up)
+        return _gate_gradient(inner, gate, up), silu.mul_(inner), weight_grad
+
+
+def _gate_gradient(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    inner = grad * up
+    torch.ops.aten.silu_backward.grad_input(inner, gate, grad_input=inner)
+    return inner
 
 
 def _forward_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
-    answer: torch.Tensor = self.down_proj(_SiluTimes.apply(self.gate_proj(x), self.up_proj(x)))
+    gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+    if type(down) is not torch.nn.Linear or down.bias is not None or down._forward_hooks or down._forward_pre_hooks:
+        return down(_SiluTimes.apply(gate, up))  # type: ignore[no-any-return]
+    answer: torch.Tensor = _SiluTimesDown.apply(gate, up, down.weight.to(gate.dtype))
     return answer
 
 

@@ -15,6 +15,8 @@ import torch
 IGNORED = -100
 # Logits of one chunk (fp32): enough rows for an efficient matrix product, small beside a layer's activations.
 CHUNK_BYTES = 64 * 2**20
+# On a CPU no more rows pay, where the vocabulary is small: what lies in the cache is not read from memory again.
+CPU_CHUNK_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,8 @@ def _chunks(pairs: list[_Pair]) -> Any:
     num_rows, vocab = rows.shape[0], weight.shape[0]
     if not num_rows:
         return
-    num_chunks = math.ceil(num_rows / max(1, CHUNK_BYTES // (4 * vocab)))
+    most = max(1, CHUNK_BYTES // (4 * vocab))
+    num_chunks = math.ceil(num_rows / (min(most, CPU_CHUNK_ROWS) if rows.device.type == "cpu" else most))
     size = math.ceil(num_rows / num_chunks)  # alike, so that no chunk of a few rows pays for the head's whole gradient
     buffer = torch.empty(size, vocab, dtype=_wide(rows), device=rows.device)
     for start in range(0, num_rows, size):

@@ -18,6 +18,7 @@ from duoka.optim.owners import Bucket, share_matrices
 # The quintic that pushes all singular values towards 1, fast rather than exactly.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5
+SMALL = 128  # rows, below which a product is not worth two calls
 
 
 class Sharing(Protocol):
@@ -127,12 +128,39 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     """
     if not matrices.numel():
         return matrices
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    wide = matrices.mT if tall else matrices
+    done = _on_gpu(wide.bfloat16()) if wide.is_cuda else torch.stack([_on_cpu(one.float()) for one in wide])
+    return (done.mT if tall else done).to(matrices.dtype)
+
+
+def _on_gpu(x: torch.Tensor) -> torch.Tensor:
     a, b, c = NEWTON_SCHULZ
-    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(NUM_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrices.dtype)
+    return x
+
+
+def _on_cpu(x: torch.Tensor) -> torch.Tensor:
+    """One matrix: a CPU gains nothing by many at once, and products that are symmetric need three quarters only."""
+    a, b, c = NEWTON_SCHULZ
+    x = x / (x.norm() + 1e-7)
+    for _ in range(NUM_STEPS):
+        gram = _times_itself(x)
+        x = torch.addmm(x, _times_itself(gram).mul_(c).add_(gram, alpha=b), x, beta=a)
+    return x
+
+
+def _times_itself(x: torch.Tensor) -> torch.Tensor:
+    """x @ x.T, one of whose corners is the other's mirror."""
+    rows = len(x)
+    if rows < SMALL:
+        return x @ x.T
+    half = rows // 2
+    out = x.new_empty(rows, rows)
+    torch.mm(x, x[:half].T, out=out[:, :half])
+    torch.mm(x[half:], x[half:].T, out=out[half:, half:])
+    out[:half, half:] = out[half:, :half].T
+    return out

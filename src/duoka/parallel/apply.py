@@ -58,6 +58,11 @@ class Parallelized:
         """What the optimizer changes, by the names that checkpoints use; shards where weights are sharded."""
         return self._trainable
 
+    def go_on(self) -> None:
+        """Weights and state came from a checkpoint: the first step must add as the later ones of that run did."""
+        if isinstance(self.exchange, DdpExchange):
+            self.exchange.go_on()
+
     @contextlib.contextmanager
     def for_evaluation(self) -> Iterator[torch.nn.Module]:
         """The model for passes without a backward: bare, but under dp on all GPUs, copied to them once."""
@@ -115,10 +120,10 @@ def parallelize(
     if layout.strategy == "dp":
         assert isinstance(bare, LossModel)
         return Parallelized(apply_dp(bare, layout.precision), bare)
-    model = apply_ddp(bare, parallel, world)
+    model, power = apply_ddp(bare, parallel, world)
     # With a static graph DDP has learnt by itself which parameters are never used.
     looks = parallel.find_unused_parameters or parallel.static_graph
-    return Parallelized(model, bare, DdpExchange(model, looks, needs_rehearsal=parallel.static_graph))
+    return Parallelized(model, bare, DdpExchange(model, looks, parallel.static_graph, power))
 
 
 def _apply_sharing(

@@ -81,10 +81,16 @@ def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGrou
     return whole
 
 
-def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def reduce_scatter(
+    shard: torch.Tensor,
+    whole: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    parts: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Fill `shard` with this rank's part of the sum of every rank's `whole`; `whole` stays as it is.
 
-    Ranks are added in their order, so that the sum is the same however often it is done.
+    Ranks are added in their order, so that the sum is the same however often it is done. `parts`, like `whole`, is
+    memory for what arrives.
     """
     size = num_ranks(group)
     if size == 1:
@@ -94,7 +100,7 @@ def reduce_scatter(shard: torch.Tensor, whole: torch.Tensor, group: dist.Process
         if not is_gloo(group, whole.device):
             _scatter_into(shard, whole, group=group)
             return shard
-        parts = torch.empty_like(whole)
+        parts = torch.empty_like(whole) if parts is None else parts
         dist.all_to_all_single(parts, whole, group=group)
     # bf16 parts are added in fp32 and rounded once.
     return torch.sum(parts.view(size, -1), dim=0, out=shard)

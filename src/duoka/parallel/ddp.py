@@ -13,20 +13,19 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
-from duoka.parallel.collectives import is_gloo, start_all_reduce
+from duoka.model.build import named_part
+from duoka.parallel.collectives import start_all_reduce
 from duoka.parallel.ledger import LEDGER
+from duoka.parallel.powersgd import PowerSGD
 from duoka.parallel.world import World
 from duoka.runs.heart import Heart
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# PowerSGD exchanges two thin matrices of this rank instead of each gradient, once the first wild steps are over.
-POWERSGD_RANK, POWERSGD_FROM_STEP = 4, 10
 
 
 @dataclass
@@ -34,7 +33,7 @@ class Summing:
     """What the hook knows: how gradients travel."""
 
     compress: str
-    power: powerSGD_hook.PowerSGDState | None
+    power: PowerSGD | None
     heart: Heart
 
 
@@ -42,8 +41,10 @@ def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Fu
     """Add a bucket of gradients over all ranks."""
     LEDGER.handed_over = time.perf_counter()
     summing.heart.begin_exchange(f"all_reduce of gradients, bucket {bucket.index()}")
-    if summing.power is not None:
-        return _sum_by_thin_matrices(summing.power, bucket)
+    if summing.power is not None and summing.power.takes(bucket):
+        summed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        summed.set_result(summing.power.sum_over_ranks(bucket))
+        return summed
     buffer = bucket.buffer()
     travels = buffer.to(HALF[summing.compress]) if summing.compress in HALF else buffer
     work = start_all_reduce(travels)
@@ -56,29 +57,10 @@ def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Fu
     return work.get_future().then(done)
 
 
-def _sum_by_thin_matrices(
-    power: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    begins, before = power.iter < power.start_powerSGD_iter, power.total_numel_after_compression
-    mean = powerSGD_hook.powerSGD_hook(power, bucket)
-    if is_gloo(None, bucket.buffer().device):
-        # Its later exchanges begin in gloo's threads when the earlier end: with several buckets under way, ranks would
-        # begin them in different orders, and abort.
-        mean.wait()
-    # Torch's hook sends by itself and tells how much: before it begins to compress, the whole bucket.
-    buffer = bucket.buffer()
-    numel = buffer.numel() if begins else power.total_numel_after_compression - before
-    LEDGER.note("all-reduce", numel * buffer.element_size(), dist.get_world_size())
-
-    def scaled(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        LEDGER.came_back = time.perf_counter()
-        return future.value().mul_(dist.get_world_size())
-
-    return mean.then(scaled)
-
-
-def apply_ddp(model: torch.nn.Module, parallel: ParallelConfig, world: World) -> DistributedDataParallel:
-    """Wrap the model; rank 0's weights go to all."""
+def apply_ddp(
+    model: torch.nn.Module, parallel: ParallelConfig, world: World
+) -> tuple[DistributedDataParallel, PowerSGD | None]:
+    """Wrap the model; rank 0's weights go to all. With it, the compressed exchange where that was asked for."""
     with warnings.catch_warnings():
         # Torch's new name for broadcast_buffers has no way yet to leave the first broadcast out.
         warnings.simplefilter("ignore", FutureWarning)
@@ -94,11 +76,10 @@ def apply_ddp(model: torch.nn.Module, parallel: ParallelConfig, world: World) ->
         )
     power = None
     if parallel.compress == "powersgd":
-        power = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_FROM_STEP
-        )
+        trained = {name: p for name, p in named_part(model).named_parameters() if p.requires_grad}
+        power = PowerSGD(world.rank, trained)
     replica.register_comm_hook(Summing(parallel.compress, power, world.heart), sum_gradients)
-    return replica
+    return replica, power
 
 
 @dataclass
@@ -107,8 +88,26 @@ class DdpExchange:
 
     model: DistributedDataParallel
     looks_for_unused: bool = False  # by itself, or somebody else calls check_all_used
-    # A static graph is learnt in a first pass that exchanges; DDP breaks when that pass is one without.
+    # A static graph is learnt in a first pass that exchanges; DDP breaks when that pass is one without. And its first
+    # pass forms the buckets of all later ones: a run that goes on must have these before its first sum.
     needs_rehearsal: bool = False
+    power: PowerSGD | None = None
+
+    def go_on(self) -> None:
+        """Of a run that a checkpoint continues. Where a gradient lies in its bucket says in which order gloo adds more
+        than two of them, and so what the last bit is."""
+        self.needs_rehearsal = self.needs_rehearsal or dist.get_world_size() > 2
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Around one pass with an exchange whose sums are thrown away."""
+        if self.power is not None:
+            self.power.is_rehearsing = True
+        with self(True):
+            yield
+        self.needs_rehearsal = False
+        if self.power is not None:
+            self.power.is_rehearsing = False
 
     @contextlib.contextmanager
     def __call__(self, last: bool) -> Iterator[None]:

@@ -132,7 +132,8 @@ class OwnedMatrices:
         self._reset()
         if last:
             for parameter in self.matrices:
-                if self.holds(parameter) and id(parameter) in self._seen:
+                # What only other ranks used has a gradient all the same; what nobody used has none, and does not decay.
+                if self.holds(parameter) and (id(parameter) in self._seen or self._sums[id(parameter)].any()):
                     parameter.grad = self._sums[id(parameter)].to(parameter.dtype)
             self._sums.clear()
             self._seen.clear()

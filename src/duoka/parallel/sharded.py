@@ -31,7 +31,7 @@ from duoka.errors import ConfigError
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part
 from duoka.model.head import apply_head
 from duoka.model.shards import Weights
-from duoka.parallel.fsdp_comm import count_traffic
+from duoka.parallel.fsdp_comm import LayerBuffers, count_traffic
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
 
@@ -116,12 +116,14 @@ def apply_sharded(
     shard(bare, wide, None if reshard else False)
     if isinstance(bare, LossModel):
         register_fsdp_forward_method(bare, "next_token")
+    buffers = LayerBuffers()
     for module in _units(bare):
         # The one place where the mean over ranks is undone: the loss is divided by the global count already.
         # Summed by force, because gloo has no scaled sum and NCCL's would only multiply by one.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        count_traffic(module, layout, world.heart)
+        # The root and the ends are each of a size of their own: nobody else would use their memory.
+        count_traffic(module, layout, world.heart, buffers if module in layers else None)
     for first, second in itertools.pairwise(layers):
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
     assert isinstance(bare, FSDPModule)

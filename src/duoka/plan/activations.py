@@ -15,6 +15,7 @@ from duoka.plan.shape import adapted_linears
 
 # Logits of one chunk of the loss in fp32. model/loss.py works in the same chunks; a test holds the two together.
 LOSS_CHUNK_BYTES = 64 * 2**20
+LOSS_CHUNK_ROWS = 512  # on a CPU
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class ActivationRule:
 
 
 _RULES: Mapping[tuple[bool, bool], ActivationRule] = {  # (adapters, half precision)
-    (False, False): ActivationRule(24, 8, 12),
-    (False, True): ActivationRule(22, 4, 6),
+    (False, False): ActivationRule(24, 8, 8),
+    (False, True): ActivationRule(22, 4, 4),
     (True, False): ActivationRule(24, 8, 12, dropped_hidden=40, dropped_ffn=4, rank=4),
     (True, True): ActivationRule(24, 4, 6, dropped_hidden=24, dropped_ffn=4, rank=2),
 }
@@ -79,8 +80,8 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, str]:
         total += size * shape.q_size  # documents' outputs are joined into one more tensor
         formula += f" + {size}h (packed)"
     if not shape.gated:
-        total -= rule.ffn / 3 * shape.intermediate_size  # one product and its activation, not two and their product
-        formula += " - a third of f (no gate)"
+        total += (2 * size - rule.ffn) * shape.intermediate_size  # one product and its activation
+        formula += " (2 tensors of width f: no gate)"
     if shape.block_norms > 2 or shape.qk_norm:
         total += 12 * (shape.block_norms - 2) * shape.hidden_size
         total += 12 * (shape.q_size + shape.kv_size) * shape.qk_norm
@@ -123,7 +124,8 @@ def loss_bytes(work: Work, layout: Layout, share: Share, tokens: int) -> tuple[i
         return int(work.program.logits * tokens * shape.vocab_size / layout.tp), 0
     size = 2 if half else 4
     row_gradient = size * tokens * shape.hidden_size
-    chunk = min(4 * tokens * shape.vocab_size, LOSS_CHUNK_BYTES)
+    rows = min(tokens, LOSS_CHUNK_ROWS) if work.device == "cpu" else tokens
+    chunk = min(4 * rows * shape.vocab_size, LOSS_CHUNK_BYTES)
     # Beside the logits: their half-precision form, and a soft cap's slope.
     chunk += (chunk // 2 if half else 0) + (chunk if shape.bent_logits else 0)
     if work.lora is not None:

@@ -57,6 +57,7 @@ class Work:
     program: Program | None = None
     train_only: TrainOnlyConfig | None = None
     saves_beside: bool = False  # checkpoints are copied to host memory, and written while training goes on
+    thin_gradients: bool = False  # PowerSGD: what it left out so far is as large as the gradients
 
     @property
     def num_trainable(self) -> int:
@@ -88,7 +89,10 @@ class Work:
 
 def copy_bytes(work: Work, layout: Layout) -> int:
     """The copy from which a checkpoint is written: a rank's equal part of what is trained and its state."""
-    return int((4 + work.state_bytes) * work.num_trainable) // layout.world_size if work.saves_beside else 0
+    if not work.saves_beside:
+        return 0
+    owed = 4 * work.num_trainable if work.thin_gradients and layout.strategy == "ddp" else 0
+    return int((4 + work.state_bytes) * work.num_trainable) // layout.world_size + owed
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ def static_memory(work: Work, layout: Layout, share: Share | None = None) -> Sta
         own = ((4 * train + frozen) // ranks, 4 * train // ranks, int(state * train) // ranks)
         host = sum(own) if layout.offload == "params" else 0
     else:
-        copies = 2 if layout.strategy == "ddp" and not work.bucket_view else 1
+        copies = 1 + (not work.bucket_view) + work.thin_gradients if layout.strategy == "ddp" else 1
         formula = f"4Pt + {4 * copies}Pt + {state:.3g}Pt{note}{axes}"
         own = (4 * train + frozen, 4 * copies * train, int(state * train))
         host = 0

@@ -266,7 +266,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
         frozen_bits=0 if config.model.quantization == "none" else 4,
-        saves_beside=config.checkpoint.is_async,
+        saves_beside=config.checkpoint.is_async, thin_gradients=config.parallel.compress == "powersgd",
     )  # fmt: skip
 
 

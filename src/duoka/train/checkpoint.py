@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from duoka.errors import StorageError
 from duoka.optim.build import optimizer_tensors
 from duoka.parallel.apply import Parallelized
+from duoka.parallel.ddp import DdpExchange
+from duoka.parallel.powersgd import inherit, is_ranks_own
 from duoka.parallel.world import World, close_side_world, open_side_world
 from duoka.plan.layout import Layout
 from duoka.runs.manifest import (
@@ -65,6 +67,9 @@ class Contents:
         named = self.parallel.named_trainable()
         tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         tensors |= {f"optim.{name}": value for name, value in optimizer_tensors(self.optimizer, named).items()}
+        exchange = self.parallel.exchange
+        if isinstance(exchange, DdpExchange) and exchange.power is not None:
+            tensors |= exchange.power.tensors()
         return tensors
 
 
@@ -227,7 +232,10 @@ class CheckpointStore:
             return False
 
     def _needed_bytes(self, contents: Contents) -> int:
-        whole = sum(tensor.numel() * tensor.element_size() for tensor in contents.tensors().values())
+        whole = sum(
+            tensor.numel() * tensor.element_size() * (self.world.size if is_ranks_own(name) else 1)
+            for name, tensor in contents.tensors().items()
+        )
         return whole + self.world.size * SMALL_FILES_BYTES
 
     def _try_to_begin(self, target: _Target, contents: Contents) -> Saved | SaveFault | None:
@@ -360,7 +368,10 @@ class CheckpointStore:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 reader = CheckpointReader(str(folder))
-                dcp.load(dict(contents.tensors()), storage_reader=reader, no_dist=self.world.size == 1)
+                saved = reader.read_metadata().state_dict_metadata
+                inheritance = inherit(contents.tensors(), saved, self.world.rank, self.world.size)
+                dcp.load(inheritance.named, storage_reader=reader, no_dist=self.world.size == 1)
+                inheritance.settle()
         finally:
             logging.disable(logging.NOTSET)
 

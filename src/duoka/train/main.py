@@ -123,8 +123,9 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     try:
         if found is not None:
             store.load(found, contents)
+            contents.parallel.go_on()
         settings = build_settings(config, feed, contents.state, inputs.prepared.mean_length, plan.horizon)
-        notes += check_room(store, contents, settings)
+        notes += settings.notes() + check_room(store, contents, settings)
         if world.is_main:
             _announce(inputs, settings, plan, contents, feed, found, notes)
         store.get_ready(contents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from duoka.errors import WorkerFailed
+from duoka.parallel.powersgd import is_ranks_own
 from duoka.parallel.world import World, checksum
 from duoka.train.checkpoint import Contents
 
@@ -12,7 +13,7 @@ def check_replicas(contents: Contents, world: World) -> None:
     num_sharing = contents.parallel.num_sharing
     if world.size == num_sharing:
         return  # one copy over all ranks: there is nothing to compare it with
-    tensors = contents.tensors()
+    tensors = {name: tensor for name, tensor in contents.tensors().items() if not is_ranks_own(name)}
     sums = world.gather(checksum(tensors))
     # Ranks num_sharing apart hold the same part; the first that has it is the one to compare with.
     strangers = [rank for rank, value in enumerate(sums) if value != sums[rank % num_sharing]]

@@ -160,10 +160,12 @@ class Changes:
 
     allowed: tuple[str, ...] = ()
     harmless: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
         notes = [f"allowed to change: {', '.join(self.allowed)}"] if self.allowed else []
-        return notes + ([f"changed, with the same results: {', '.join(self.harmless)}"] if self.harmless else [])
+        notes += [f"changed, with the same results: {', '.join(self.harmless)}"] if self.harmless else []
+        return [*notes, *self.others]
 
 
 def check_changes(folder: Path, loaded: Loaded, data: str, layout: Layout, world: World) -> Changes:
@@ -202,7 +204,8 @@ def _compare(folder: Path, new: RunConfig, data: str, layout: Layout) -> Changes
         allowed.append("the training data")
     if manifest.data != data or changes_order(old, new):
         _refuse_within_epoch(folder, allowed)
-    return Changes(tuple(allowed), (*_layout_changes(manifest, layout), *harmless_changes(old, new)))
+    harmless = (*_layout_changes(manifest, layout), *harmless_changes(old, new))
+    return Changes(tuple(allowed), harmless, tuple(_changed_debts(old, new, manifest, layout)))
 
 
 def _config_of(folder: Path) -> RunConfig:
@@ -224,6 +227,18 @@ def _refuse_within_epoch(folder: Path, allowed: list[str]) -> None:
             "samples is another: some would be learnt twice and others not at all",
             fix="go on from a checkpoint at an epoch's end (checkpoint.every: 1 epoch), or start a new run",
         )
+
+
+def _changed_debts(old: RunConfig, new: RunConfig, manifest: Manifest, layout: Layout) -> list[str]:
+    """What PowerSGD left out belongs to one number of processes."""
+    if old.parallel.compress != "powersgd" or new.parallel.compress != "powersgd":
+        return []
+    before = manifest.layout.get("dp")
+    if before == layout.dp:
+        return []
+    if layout.strategy != "ddp":
+        return [f"what powersgd left out on {before} processes is dropped: one process exchanges no gradients"]
+    return [f"what powersgd left out on {before} processes goes on with {layout.dp}; other digits come out of it"]
 
 
 def _layout_changes(manifest: Manifest, layout: Layout) -> list[str]:

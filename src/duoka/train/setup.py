@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from duoka.runs.folder import RunFolder
     from duoka.train.state import TrainState
 
+MANY_PASSES = 4  # from here on, repeated text teaches much less than new text
 VERSIONED = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
 
 
@@ -42,6 +43,16 @@ class RunSettings:
     eval_every: Every
     check_every: int
     tokens_per_step: float  # on average
+
+    def notes(self) -> list[str]:
+        """What a user should know about the length of the run."""
+        passes = self.total_steps / self.steps_per_epoch if self.steps_per_epoch else 0.0
+        if self.config.train.tokens is None or passes <= MANY_PASSES:
+            return []
+        return [
+            f"train.tokens is {self.config.train.tokens}, and the text is learned {passes:.3g} times over for it: more "
+            "text, or fewer tokens, would teach more"
+        ]
 
     def rate_of(self, step: int) -> float:
         """The learning rate of an optimizer step, the first of which is 1."""

@@ -95,8 +95,9 @@ def forward_backward(
     device, step = world.device, world.heart.beat.step + 1
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     last = len(batch.micro_batches) - 1
-    if last and isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
+    if isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
         rehearse(parallel, batch.micro_batches[0], numerics, device)
+        LEDGER.take()  # what it sent is no step's
     for place, micro in enumerate(batch.micro_batches):
         started, waited = time.perf_counter(), LEDGER.waited_s
         world.heart.tell("forward")
@@ -155,13 +156,13 @@ def _take_part(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, w
 def rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, device: torch.device) -> None:
     """One pass with an exchange, whose gradients are thrown away and whose random numbers are drawn again."""
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), parallel.exchange(True):
+    exchange = parallel.exchange
+    rehearsing = exchange.rehearsing() if isinstance(exchange, DdpExchange) else exchange(True)
+    with torch.random.fork_rng(devices), rehearsing:
         with compute_in(numerics.precision, device):
             loss, _ = parallel.model(**model_inputs(micro, device))
         (loss * 0.0).backward()
     parallel.model.zero_grad(set_to_none=True)
-    if isinstance(parallel.exchange, DdpExchange):
-        parallel.exchange.needs_rehearsal = False
 
 
 def model_inputs(micro: Batch, device: torch.device) -> dict[str, torch.Tensor | None]:
