@@ -274,8 +274,27 @@ def write(options: argparse.Namespace, facts: dict[str, Any], results: list[dict
     found = {"machine": describe_machine(), "versions": versions, "work": work, "results": results}
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.table:
-        options.table.write_text(table(results), encoding="utf-8")
+        options.table.write_text(page(facts, results), encoding="utf-8")
     print(table(results), flush=True)
+
+
+def page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    characters, parameters = facts["characters"] / 1e6, facts["parameters"]
+    return f"""# Pretraining from nothing, beside nanochat
+
+`benchmarks/pretrain.py`; all numbers are in pretrain.json. {LAYERS} layers of width {WIDTH} with {HEADS} heads and a
+head of their own, {VOCABULARY:,} tokens, rows of {ROW}, {TOKENS_PER_STEP:,} tokens a step, eager, fp32, one thread a
+process. The same documents ({characters:.1f} million characters of the Python library) and the same tokenizer; both
+begin with layers that add nothing, both learn by Muon and AdamW, each with its own rules for rates. Parameters:
+{parameters}. Those that multiply are as many in both (duoka's MLP is {MLP} wide for that); nanochat's
+others are tables of value embeddings. nanochat runs as it is, in a group over gloo, which it starts on no CPU itself.
+
+{table(results)}
+CPU time is that of the whole process tree, from the end of the first step to the end of the last. Peaks are of the
+whole run; importing torch and transformers alone is about 280 MiB. The held-out loss is over the same tokens of the
+same documents, each in a row alone. duoka shows documents of a row only themselves, and reads all of every document;
+nanochat fills rows best-fit and cuts what does not fit.
+"""
 
 
 def table(results: list[dict[str, Any]]) -> str:

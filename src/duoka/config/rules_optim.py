@@ -25,7 +25,7 @@ def _warmup_steps(c: RunConfig) -> float:
 # Adafactor looks at whole rows and columns; bitsandbytes knows no shards.
 WHOLE_WEIGHT_OPTIMIZERS = ("adafactor", "adamw8bit")
 NO_BITSANDBYTES = "optim.name is adamw8bit, which bitsandbytes computes, and it is not installed here"
-GET_BITSANDBYTES = "pip install 'duoka[gpu]'   or write:   name: adamw"
+GET_BITSANDBYTES = "pip install 'duoka[quant]'   or write:   name: adamw"
 
 
 OPTIM_RULES: tuple[Rule, ...] = (

@@ -149,7 +149,7 @@ class OptimConfig(Section):
     name: Literal["adamw", "muon", "lamb", "lars", "adafactor", "adamw8bit"] = Field(
         "adamw",
         description="muon: Muon for the layers' matrices, AdamW for the rest; lamb, lars: for large batches; "
-        "adamw8bit: AdamW with a quarter of its state (needs bitsandbytes: the extra `gpu`).",
+        "adamw8bit: AdamW with a quarter of its state (bitsandbytes: duoka[quant]).",
     )
     lr: Annotated[Number, Field(gt=0.0)] = Field(2e-5, description="Peak learning rate; of matrices, with muon.")
     adamw_lr: Annotated[Number, Field(gt=0.0)] | None = Field(
