@@ -30,6 +30,7 @@ CASES = {
     "rollback-twice": ([BACK], "nan step=6 times=always", (1,)),
     "rollback-early": ([BACK], "nan step=1", (1,)),
     "oom": ([], "oom step=4 rank=LAST", (1, 2)),
+    "oom-first": (["train.rehearse=true"], "oom step=1 rank=LAST", (1, 2)),  # before any step
     "whole-fsdp": ([FSDP], "", (2,)),
 }
 
@@ -97,14 +98,20 @@ def test_a_fault_that_repeats_is_left_out_after_going_back_once(runs):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_short_memory_halves_the_micro_batch_on_all_ranks_and_changes_no_result(runs, size):
-    folder = runs / f"oom-{size}"
+@pytest.mark.parametrize("name", ["oom", "oom-first"])
+def test_short_memory_halves_the_micro_batch_on_all_ranks_and_changes_no_result(runs, name, size):
+    folder = runs / f"{name}-{size}"
     assert close(weights_of(folder), weights_of(runs / f"whole-{size}"))
     assert steps_of(folder) == list(range(1, 11))
     events = (folder / "events" / "run.jsonl").read_text(encoding="utf-8")
     assert events.count("the step is done again with at most") == 1
-    most = json.loads((folder / "memory.json").read_text(encoding="utf-8"))["most_tokens_at_once"]
-    assert 20 < most < 1000, f"half of a share of the batch, got {most}"
+    known = json.loads((folder / "memory.json").read_text(encoding="utf-8"))
+    most, ran_out_at = known["most_tokens_at_once"], known["ran_out_at_tokens"]
+    assert 20 < most < 1000 and most <= ran_out_at // 2, f"half of a share of the batch at most, got {known}"
+    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    assert plan["batch"]["micro"] == f"{most} tokens", "the plan is that of the smaller micro-batch"
+    assert f"memory ran out with {ran_out_at:,} tokens at once" in plan["warnings"][-1]
+    assert plan["memory"]["high_bytes"] >= plan["memory"]["peak_bytes"]
 
 
 REFUSED = [

@@ -31,6 +31,8 @@ def strike_in_turn(run, dice, victims, done):
     for victim in victims:
         ranks = wait_for_ranks(run, 2, lambda beat: not beat.is_slow, strangers=old, within_s=WITHIN_S)
         step = HANGS_AFTER if victim == "hang" else ranks[1].step + dice.randint(2, 9)
+        if done and victim != "hang":  # at the same step twice it would rightly be taken for no accident
+            step = max(step, done[-1] + 2)
         ranks = wait_for_step(run, step, strangers=old)
         threading.Event().wait(dice.random() * 0.05)
         old = [beat.pid for beat in ranks.values()]
@@ -142,6 +144,8 @@ if os.environ["DUOKA_NUM_RESTARTS"] == "0" and dist.get_rank() == int(os.environ
 for _ in range(20):
     dist.all_reduce(total)
 print("sum", total.item(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
@@ -149,14 +153,15 @@ print("sum", total.item(), flush=True)
 @pytest.mark.timeout(1200)
 def test_twenty_of_twenty_restarts_are_clean(tmp_path, monkeypatch):
     """Torch's own restart on gloo: 2 of 6 by default."""
-    clean = 0
+    unclean = {}
     for number in range(20):
         folder = tmp_path / str(number)
         folder.mkdir()
         monkeypatch.setenv("VICTIM", str(number % 3))
         code, output = finish(launch(folder, CRASH_ONCE, "--nproc", "3", "--restarts", "3"))
-        clean += code == 0 and "restart 2" not in output and output.count("sum ") == 1
-    assert clean == 20
+        if code != 0 or "restart 2" in output or output.count("sum ") != 1:
+            unclean[number] = output
+    assert not unclean
 
 
 def test_memory_short_in_a_sharded_step_begins_a_world_with_less_at_once(case):

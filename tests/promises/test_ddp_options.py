@@ -140,7 +140,7 @@ class Bucket:
 
     def __init__(self, parameters):
         self.members = parameters
-        self.flat = torch.zeros(sum(p.numel() for p in parameters))
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
 
     def parameters(self):
         return self.members
@@ -163,25 +163,26 @@ def exchange_thin():
     from duoka.parallel.world import end_world, start_world
 
     world = start_world(ParallelConfig())
-    named = {"wide": torch.nn.Parameter(torch.zeros(40, 60)), "small": torch.nn.Parameter(torch.zeros(7))}
+    shapes = {"wide": (40, 60), "small": (7,)}
+    named = {name: torch.nn.Parameter(torch.zeros(shape, device=world.device)) for name, shape in shapes.items()}
     power = PowerSGD(world.rank, named)
     assert set(power.kept) == {"wide"}
     bucket, debts = Bucket(list(named.values())), np.zeros((2, 40, 60))
-    factor = power.kept["wide"].factor.numpy().copy()
+    factor = power.kept["wide"].factor.cpu().numpy().copy()
     for step in range(3):
         drawn = [torch.randn(2407, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in range(2)]
         bucket.flat.copy_(drawn[world.rank])
         power.sum_over_ranks(bucket)
         wide, small = bucket.gradients()
-        assert torch.allclose(small, drawn[0][2400:] + drawn[1][2400:], atol=1e-6), "too small to compress"
+        assert torch.allclose(small.cpu(), drawn[0][2400:] + drawn[1][2400:], atol=1e-6), "too small to compress"
         owing = debts + np.stack([one[:2400].view(40, 60).numpy() for one in drawn])
         left = np.linalg.qr(owing.sum(0) @ np.linalg.qr(factor)[0])[0]
         factor = owing.sum(0).T @ left
         approximation = left @ factor.T
         debts = owing - approximation / 2
-        assert np.abs(wide.numpy() - approximation).max() < 1e-4
-        assert np.abs(power.kept["wide"].owed.numpy() - debts[world.rank]).max() < 1e-4
-        both = all_reduce(power.kept["wide"].owed.clone()).numpy()
+        assert np.abs(wide.cpu().numpy() - approximation).max() < 1e-4
+        assert np.abs(power.kept["wide"].owed.cpu().numpy() - debts[world.rank]).max() < 1e-4
+        both = all_reduce(power.kept["wide"].owed.clone()).cpu().numpy()
         assert np.abs(both + approximation - owing.sum(0)).max() < 1e-4, "nothing is lost"
     bucket.flat.fill_(float("inf") if world.rank else 1.0)
     power.sum_over_ranks(bucket)

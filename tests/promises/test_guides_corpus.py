@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from tiny import write_conversations, write_tiny_model
 from worlds import train_all
 
+from duoka.config.load import load_config, resolved_yaml
+from duoka.runs.folder import RunFolder
 from duoka.serve.trained import find_trained, load_trained
 
 CORPUS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "unit/llamafactory_corpus.json").read_text("utf-8"))
@@ -96,6 +98,8 @@ def test_pissa_is_the_same_run_sharded_and_gone_on_with(folder: Path) -> None:
     for name, value in sharded[1].items():
         assert (value - weights[name]).norm() < 1e-5 * weights[name].norm(), name
     # The result, a plain adapter on the base, and the checkpoint, on what was left of the base, answer alike.
+    loaded = load_config(folder / "extras-pissa-llama3_lora_sft.yaml")
+    RunFolder(folder / "runs/sharded").config.write_text(resolved_yaml(loaded), "utf-8")
     logits = []
     for step in (None, 3):
         lm = load_trained(find_trained(str(folder / "runs/sharded"), step=step, say=print), dtype=torch.float32)

@@ -61,7 +61,9 @@ def test_the_largest_micro_batch_is_as_large_as_the_plan_says(packing):
     assert batch.boundaries is None or batch.boundaries.tolist() == [0, 64, 128, 150]
 
 
-def test_too_little_memory_is_said_in_second_one(monkeypatch):
+def test_state_that_does_not_fit_is_said_in_second_one(monkeypatch):
+    from types import SimpleNamespace
+
     from duoka.config.schema import RunConfig
     from duoka.parallel.world import World
     from duoka.plan.hardware import Machine
@@ -74,13 +76,8 @@ def test_too_little_memory_is_said_in_second_one(monkeypatch):
     monkeypatch.setattr(rehearse, "optimizer_tensors", out_of_memory)
     config = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}})
     plan = make_plan(config, demo_shape(), Machine(2, 2**34, 2**33), 1)
-
-    class Parallel:
-        @staticmethod
-        def named_trainable():
-            return {}
-
-    with pytest.raises(DoesNotFit, match="largest micro-batch") as caught:
-        rehearse.rehearse_largest(Parallel, None, plan, None, World())
-    assert "micro_batch" in str(caught.value) and caught.value.exit_code == 4
+    parallel, guard = SimpleNamespace(named_trainable=dict), SimpleNamespace(world=World(), plan=plan)
+    with pytest.raises(DoesNotFit, match="optimizer's state do not fit") as caught:
+        rehearse.rehearse_largest(parallel, None, None, guard)
+    assert "lora" in str(caught.value) and caught.value.exit_code == 4
     assert not rehearse.is_asked(config, World())

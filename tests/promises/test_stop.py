@@ -1,25 +1,29 @@
-"""A run that is told to stop saves, leaves with the code "resume me", and the same command ends as if never stopped."""
+"""A run whose launcher is told to stop saves, leaves with 75, and the same command ends as if never stopped."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import write_conversations
+from worlds import train_all
+
+from duoka.cluster.blows import wait_for_ranks
+from duoka.runs.folder import RunFolder
 
 YAML = """
 model: {model}
-data: {{train: [{data}], max_length: 256}}
+data: {{train: [{data}], eval: 0.5, max_length: 256}}
 optim: {{lr: 2e-3}}
-train: {{epochs: 40, global_batch: 8, precision: fp32}}
+train: {{epochs: 12, global_batch: 4, precision: fp32, eval_every: 5, micro_batch: "256 tokens"}}
 checkpoint: {{every: 1000}}
 output: {output}
 """
+STEPS = 60
 DEADLINE_S = 120
 
 
@@ -41,47 +45,36 @@ def finish(process):
     return process.returncode, output
 
 
-def wait_for_step(folder, step):
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        log = folder / "events" / "run.jsonl"
-        if log.exists() and log.read_text(encoding="utf-8").count('"type": "step"') >= step:
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"{folder} never reached step {step}")
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory, tiny_model):
-    folder = tmp_path_factory.mktemp("stop")
-    data = write_conversations(folder / "chats.jsonl", 40, seed=2)
-    yaml = folder / "run.yaml"
-    yaml.write_text(YAML.format(model=tiny_model, data=data, output=folder / "stopped"), encoding="utf-8")
-    return folder, yaml
+def stop_in(phase, number, yaml, run, *arguments):
+    """Start, send the signal to the launcher while a rank is in `phase`; returns what the command said."""
+    process = start(yaml, f"output={run.path}", *arguments)
+    try:
+        wait_for_ranks(run, 2, lambda beat: beat.step >= 5 and beat.phase == phase, within_s=DEADLINE_S)
+        process.send_signal(number)
+        code, output = finish(process)
+    finally:
+        process.kill()
+    assert code == 75 and "Traceback" not in output, output
+    status = json.loads(run.status.read_text(encoding="utf-8"))
+    assert status["state"] == "stopped" and status["exit_code"] == 75
+    assert (run.checkpoints / f"step-{status['step']:08d}").is_dir() and 5 <= status["step"] < STEPS
+    return output, status["step"]
 
 
 @pytest.mark.timeout(400)
-def test_sigterm_saves_and_the_same_command_ends_as_if_never_stopped(case):
-    folder, yaml = case
-    process = start(yaml)
-    wait_for_step(folder / "stopped", 5)
-    process.send_signal(signal.SIGTERM)
-    code, output = finish(process)
-    assert code == 75, output
-    assert "Traceback" not in output
-    status = json.loads((folder / "stopped" / "status.json").read_text(encoding="utf-8"))
-    assert status["state"] == "stopped" and status["exit_code"] == 75
-    saved = [path.name for path in (folder / "stopped" / "checkpoints").iterdir()]
-    assert saved == [f"step-{status['step']:08d}"] and 5 <= status["step"] < 200
-
-    code, output = finish(start(yaml))
-    assert code == 0, output
-    assert f"going on from {saved[0]}" in output
-    code, output = finish(start(yaml, f"output={folder / 'whole'}"))
-    assert code == 0, output
-    ours = load_file(folder / "stopped" / "final" / "model.safetensors")
-    whole = load_file(folder / "whole" / "final" / "model.safetensors")
+def test_a_stopped_launcher_leaves_a_run_that_ends_as_if_never_stopped(tmp_path, tiny_model):
+    data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "whole"), encoding="utf-8")
+    train_all([(str(yaml), [], str(tmp_path / "whole"))], 2)
+    run = RunFolder(tmp_path / "stopped")
+    _, first = stop_in("evaluate", signal.SIGUSR2, yaml, run)
+    often = ("checkpoint.every=1", "checkpoint.async=false")  # most of its time goes into saving
+    output, second = stop_in("save", signal.SIGINT, yaml, run, *often)
+    assert f"going on from step-{first:08d}" in output and second > first
+    code, output = finish(start(yaml, f"output={run.path}"))
+    assert code == 0 and f"going on from step-{second:08d}" in output, output
+    ours, whole = (load_file(path / "final" / "model.safetensors") for path in (run.path, tmp_path / "whole"))
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
-    lines = [json.loads(line) for line in (folder / "stopped" / "events" / "run.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if line["type"] == "step"]
-    assert steps == list(range(1, 201))
+    lines = [json.loads(line) for line in (run.path / "events" / "run.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["type"] == "step"] == list(range(1, STEPS + 1))

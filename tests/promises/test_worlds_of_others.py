@@ -72,8 +72,8 @@ def test_a_rank_of_a_training_run_that_is_killed_is_named_with_its_step(home: Pa
         while len(read_steps(folder)) < 3:
             assert time.monotonic() < deadline and process.poll() is None, "it never got to step 3"
             time.sleep(0.1)
-        (agent,) = psutil.Process(process.pid).children()
-        victim = next(child for child in agent.children() if child.environ().get("RANK") == "1")
+        ranks = psutil.Process(process.pid).children()
+        victim = next(child for child in ranks if child.environ().get("RANK") == "1")
         victim.send_signal(signal.SIGKILL)
         killed_at = time.monotonic()
         _, err = process.communicate(timeout=60)

@@ -340,6 +340,7 @@ CONTRADICTIONS = {
     "offload-params-of-whole-models": HEAD + "parallel: {strategy: ddp, offload: params}\n",
     "compress-without-exchange": HEAD + "parallel: {strategy: single, compress: bf16}\n",
     "compress-of-ddp-only": HEAD + "parallel: {strategy: fsdp, compress: powersgd}\n",
+    "powersgd-in-fp16": HEAD + "parallel: {strategy: ddp, compress: powersgd}\ntrain: {precision: fp16}\n",
     "single-with-backend": HEAD + "parallel: {strategy: single, backend: gloo}\n",
     "revision-of-no-hub-model": "data: {train: [identity]}\n\nmodel: {name: ./mine, revision: main}\n",
     "resume-is-a-switch": HEAD + "checkpoint: {resume: no}\n",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from duoka.cluster.blame import judge_world, last_step, read_last_traceback
 from duoka.cluster.launch import (
     WorldSpec,
-    build_child_command,
     build_environment,
     check_port,
     count_processes,
@@ -20,9 +20,9 @@ from duoka.cluster.launch import (
     threads_per_process,
 )
 from duoka.cluster.passthrough import PlainCopy
+from duoka.cluster.ranks import Place, Ranks, node_environment
 from duoka.errors import ConfigError, DataError
-from duoka.parallel.exits import RankExit, WorldReport
-from duoka.parallel.lifeline import PARENT_PID
+from duoka.parallel.exits import RankExit
 from duoka.parallel.rank import start_mark
 from duoka.runs.events import EventWriter, global_log
 from duoka.runs.failure import clear_failures, read_failures, write_failure
@@ -36,9 +36,8 @@ def spec(tmp_path: Path) -> WorldSpec:
     return WorldSpec(("python", "x.py"), 4, run, started=100.0)
 
 
-def judge(spec: WorldSpec, *exits: RankExit, stopped_by: str = "", late: bool = False, error: str = ""):
-    report = WorldReport(exits, error)
-    return judge_world(spec, report, stopped_by=stopped_by, left_at_once=False, killed_late=late)
+def judge(spec: WorldSpec, *exits: RankExit, stopped_by: str = "", late: bool = False):
+    return judge_world(spec, exits, stopped_by=stopped_by, left_at_once=False, killed_late=late)
 
 
 def fail(spec: WorldSpec, rank: int, error: BaseException, step: int = 0) -> None:
@@ -107,11 +106,6 @@ def test_a_stop_before_training_can_be_taken_up_again(spec: WorldSpec) -> None:
     assert verdict.exit_code == 75 and "starts again" in verdict.lines[0]
 
 
-def test_an_agent_that_died_is_named(spec: WorldSpec) -> None:
-    verdict = judge(spec, error="torch's elastic agent (pid 9) was killed by SIGKILL and left no report")
-    assert verdict.exit_code == 5 and "agent (pid 9) was killed by SIGKILL" in verdict.lines[0]
-
-
 def test_failures_of_an_earlier_start_are_not_taken_for_this_ones(spec: WorldSpec) -> None:
     fail(spec, 1, RuntimeError("old"))
     assert [one.lines for one in read_failures(spec.run)] == [("old",)]
@@ -159,14 +153,26 @@ def test_threads_are_shared_and_a_users_choice_stays(spec: WorldSpec) -> None:
     assert build_environment(spec, 8, {"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
 
 
-def test_one_process_gets_its_rank_from_us_and_several_from_the_agent(spec: WorldSpec) -> None:
-    several = build_environment(spec, 8, {})
-    assert "RANK" not in several and several[PARENT_PID] == str(os.getpid())
-    assert "duoka.parallel.agent" in build_child_command(spec)
-    alone = WorldSpec(spec.command, 1, spec.run, port=1234)
-    env = build_environment(alone, 8, {})
-    assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("0", "1", "127.0.0.1", "1234")
-    assert build_child_command(alone)[0] == sys.executable
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_every_rank_gets_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+             "DUOKA_PARENT_PID", "NNODES", "DUOKA_JOINS")  # fmt: skip
+    script = f"import os; open(os.environ['RANK'], 'w').write(' '.join(os.environ.get(n, '-') for n in {names}))"
+    start = {**os.environ, "NNODES": "2"}
+    env = start if nodes == 1 else node_environment(2, start)
+    monkeypatch.chdir(tmp_path)
+    ranks = Ranks(Place(nodes - 1, nodes, 2, "10.0.0.1", 1234), [sys.executable, "-c", script], env)
+    try:
+        while ranks.look():
+            time.sleep(0.02)
+    finally:
+        ranks.close()
+    assert [one.code for one in ranks.watch.exits] == [0, 0]
+    pid, first = os.getpid(), 2 * (nodes - 1)
+    tail = f"10.0.0.1 1234 {pid} {'2 -' if nodes == 1 else '- 1'}"
+    for local in (0, 1):
+        place = (tmp_path / str(first + local)).read_text()
+        assert place == f"{first + local} {local} {nodes - 1} {2 * nodes} 2 {tail}"
 
 
 @pytest.mark.parametrize(

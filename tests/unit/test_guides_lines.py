@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,7 +11,8 @@ import yaml
 from duoka.cli import run
 from duoka.cli.lines import Meaning, meaning_of_accelerate, meaning_of_torchrun
 from duoka.cli.typed import mend
-from duoka.cluster.nodes import NodeStart, read_node_start
+from duoka.cluster.meeting import Rules
+from duoka.cluster.nodes import Flags, NodeStart, read_node_start
 from duoka.errors import ConfigError, Faults
 
 
@@ -47,12 +49,24 @@ def test_a_torchrun_line_of_two_nodes_becomes_the_environment_form() -> None:
     assert meaning.env == wanted and len(meaning.notes) == 2
 
 
+@pytest.mark.parametrize(("nodes", "more"), [("1:4", ["--restarts", "3"]), ("2", [])])
+def test_nodes_without_fixed_places_meet(nodes: str, more: list[str]) -> None:
+    restarts = " --max_restarts=3" if more else ""
+    line = (
+        f"--nnodes={nodes} --nproc_per_node=2{restarts} --rdzv_id=4 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234"
+    )
+    meaning = meaning_of_torchrun([*line.split(), "src/train.py", "--config", "x.yaml"])
+    meeting = ["--nproc", "2", "--nodes", nodes, "--meet", "10.0.0.1:1234"]
+    assert meaning.words == ("train", "x.yaml", *meeting, *more) and not meaning.env
+    assert "a meeting of their own, at 10.0.0.1:1234" in meaning.notes[0]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("--nproc_per_nod=2 ddp.py", "did you mean --nproc_per_node"),
         ("--nproc_per_node=2", "names no program"),
-        ("--nnodes=1:4 ddp.py", "grows and shrinks"),
+        ("--nnodes=1:4 ddp.py", "started by torchrun itself"),
         ("--nnodes=2 ddp.py", "started by torchrun itself"),
         ("--nproc_per_node=2 no.py", "there is no script no.py"),
     ],
@@ -115,13 +129,45 @@ def test_what_is_pasted_is_read_as_it_was_meant_and_said(typed: str, read: str) 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "192.168.1.100", "MASTER_PORT": "29500"}
 
 
+def read(env: dict[str, str], **flags: Any) -> NodeStart:
+    return read_node_start(Flags(**flags), env)
+
+
 def test_the_environment_of_guides_is_read() -> None:
-    assert read_node_start({}, nproc=3, port=1, restarts=2) == NodeStart(num_processes=3, master_port=1, restarts=2)
-    assert read_node_start({"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}).num_processes == 2
-    start = read_node_start({**TWO, "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "4", "MIN_NNODES": "2", "MAX_NNODES": "2"})
+    assert read({}, nproc=3, port=1, restarts=2) == NodeStart(num_processes=3, master_port=1, restarts=2)
+    assert read({"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}).num_processes == 2
+    start = read({**TWO, "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "4", "MIN_NNODES": "2", "MAX_NNODES": "2"})
     assert start == NodeStart(2, 1, 4, "192.168.1.100", 29500)
-    assert read_node_start({"MAX_RESTARTS": "3"}).restarts == 3
-    assert "of no use" in read_node_start({**TWO, "RDZV_ID": "7"}).notes[0]
+    assert read({"MAX_RESTARTS": "3"}).restarts == 3
+    assert "of no use" in read({**TWO, "RDZV_ID": "7"}).notes[0]
+
+
+def test_nodes_that_may_leave_come_from_the_environment_or_from_flags() -> None:
+    ranged = {**TWO, "NODE_RANK": "", "MIN_NNODES": "1", "MAX_NNODES": "4", "MAX_RESTARTS": "3", "RDZV_ID": "7"}
+    assert read(ranged).elastic == Rules(1, 4, "192.168.1.100", 29500, restarts=3)
+    assert read({**TWO, "MAX_RESTARTS": "2"}).elastic == Rules(2, 2, "192.168.1.100", 29500, restarts=2)
+    typed = read({}, nodes="1:2", meet="10.0.0.1:29400", wait="10min", restarts=5)
+    assert typed.elastic == Rules(1, 2, "10.0.0.1", 29400, 600.0, 5)
+    assert read({}, nodes="2", meet="[fd00::1]:29400").elastic == Rules(2, 2, "fd00::1", 29400)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "fix"),
+    [
+        ({"nodes": "1:2"}, "--meet is not given", "--meet 192.168.1.100:29500"),
+        ({"nodes": "2:1", "meet": "a:1"}, '--nodes is "2:1"', "--nodes 1:2"),
+        ({"nodes": "1:2", "meet": "here"}, '--meet is "here"', "--meet 192.168.1.100:29500"),
+        ({"nodes": "1:2", "meet": "127.0.0.1:29400"}, "means that node itself", "hostname -I"),
+        ({"nodes": "1:2", "meet": "a:1", "wait": "5 epochs"}, "--wait", "--wait 10min"),
+        ({"meet": "a:29400"}, "--nodes is not given", "--nodes 1:2"),
+    ],
+)
+def test_half_a_meeting_is_refused(flags: dict[str, str], what: str, fix: str) -> None:
+    for env in ({}, {"NNODES": "2"}):
+        with pytest.raises(Faults) as caught:
+            read(env, **flags)
+        assert what in str(caught.value) and fix in str(caught.value), caught.value
+        assert ("keep one of the two forms" in str(caught.value)) == bool(env)
 
 
 @pytest.mark.parametrize(
@@ -136,19 +182,19 @@ def test_the_environment_of_guides_is_read() -> None:
         ({"MASTER_ADDR": "localhost"}, "means that node itself", "hostname -I"),
         ({"MASTER_PORT": ""}, "all nodes need the same one", "MASTER_PORT=29500"),
         ({"MASTER_PORT": "70000"}, "ports are 1 to 65535", "29500"),
-        ({"MIN_NNODES": "1", "MAX_NNODES": "4"}, "grows and shrinks", "NNODES=4"),
-        ({"MAX_RESTARTS": "2"}, "several nodes is not there yet", "newest checkpoint"),
+        ({"MIN_NNODES": "3", "MAX_NNODES": "2"}, "MIN_NNODES is 3 and MAX_NNODES is 2", "MIN_NNODES=1"),
+        ({"MIN_NNODES": "1", "MASTER_PORT": ""}, "all nodes need the same one", "MIN_NNODES=1 MAX_NNODES=2"),
     ],
 )
 def test_wrong_combinations_are_refused_with_the_fix(change: dict[str, str], what: str, fix: str) -> None:
     with pytest.raises(Faults) as caught:
-        read_node_start({**TWO, **change})
+        read({**TWO, **change})
     assert caught.value.exit_code == 2 and what in str(caught.value) and fix in str(caught.value), caught.value
 
 
 def test_all_faults_of_the_environment_come_together_and_flags_may_not_contradict() -> None:
     with pytest.raises(Faults) as caught:
-        read_node_start({"NNODES": "2", "NPROC_PER_NODE": "2"}, nproc=3)
+        read({"NNODES": "2", "NPROC_PER_NODE": "2"}, nproc=3)
     assert len(caught.value.faults) == 4, caught.value
 
 

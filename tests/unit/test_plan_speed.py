@@ -15,6 +15,7 @@ from duoka.plan.shape import shape_from_config, shape_from_parameters
 from duoka.plan.speed import Load, estimate_speed
 from duoka.plan.task import Task, load_of
 from duoka.plan.traffic import Exchange, Group, place_group, traffic
+from duoka.plan.yardstick import yardstick_of
 from duoka.units import Amount
 
 GIB = 2**30
@@ -167,3 +168,19 @@ def test_a_load_is_at_least_one_micro_batch_and_never_more_tokens_than_there_are
     task = Task(Work(LLAMA_8B, None, "cuda"), Amount(32768, "tokens"), 4096, Lengths("sampled", None, 100.0, 100))
     load = load_of(task, replace(HALF, **vars_of("ddp16")))
     assert (load.accumulation, load.tokens) == (1, 2048)
+
+
+def test_mfu_is_held_against_all_devices_and_a_cpu_nobody_measured_has_none():
+    """By hand: 6 per weight that multiplies, and per layer 12 x width x half the length: tokens see backwards only."""
+    layout, length = replace(HALF, strategy="ddp", dp=16), 2048
+    task = Task(Work(LLAMA_8B, None, "cuda"), Amount(2**19, "tokens"), length)
+    found = yardstick_of(task, layout, NODES)
+    multiply = LLAMA_8B.num_parameters - 128256 * 4096
+    by_hand = 6 * multiply + 12 * 32 * 4096 * length / 2
+    assert found.flops_per_token == pytest.approx(by_hand, rel=2e-3)
+    assert found.peak_flops == 16 * NODES.device.half_flops
+    assert found.mfu(1e5) == pytest.approx(1e5 * found.flops_per_token / found.peak_flops)
+    cpu = replace(NODES, device=replace(NODES.device, generation="cpu", measured=False))
+    assert yardstick_of(task, layout, cpu).mfu(1e5) is None
+    measured = replace(cpu, device=replace(cpu.device, measured=True))
+    assert yardstick_of(task, layout, measured).peak_flops == 2 * NODES.device.half_flops  # one CPU a node

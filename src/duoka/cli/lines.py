@@ -104,25 +104,25 @@ def meaning_of_torchrun(words: Sequence[str]) -> Meaning:
     line = read_line(words, TORCHRUN_SWITCHES, TORCHRUN_VALUES, "torchrun")
     flags, notes = line.flags, []
     nodes = flags.get("nnodes", "1")
-    if ":" in nodes and len(set(nodes.split(":"))) > 1:
-        raise ConfigError(
-            f"--nnodes={nodes} is a world that grows and shrinks, which is not there yet",
-            fix=f"write:   --nnodes={nodes.split(':')[1]}",
-        )
-    nodes = nodes.split(":")[0]
+    low, _, high = nodes.partition(":")
     address, port = flags.get("master_addr", ""), flags.get("master_port", "")
     if "rdzv_endpoint" in flags:
         host, _, at = flags["rdzv_endpoint"].rpartition(":")
         address, port = address or (host or at), port or (at if host else "29400")
-    if nodes != "1" and "c10d" in flags.get("rdzv_backend", "") and "node_rank" in flags:
+    is_c10d = low != "1" and "c10d" in flags.get("rdzv_backend", "")
+    # Nodes without fixed places: some may be missing, or none was given.
+    is_elastic = low != (high or low) or (is_c10d and "node_rank" not in flags)
+    if is_c10d and not is_elastic:
         notes.append("torchrun's c10d numbers nodes itself and passes over --node_rank; duoka goes by it")
     passed = [f"--{name}" for name in flags if name in _RDZV]
-    if passed:
+    if passed and is_elastic:
+        notes.append(f"{', '.join(passed)}: duoka's nodes have a meeting of their own, at {address}:{port}")
+    elif passed:
         notes.append(f"{', '.join(passed)}: ranks have fixed places here, so there is nothing to agree on")
     count = flags.get("nproc_per_node", "1")
     return _meaning(
-        line, count if count.isdecimal() else "", nodes, flags.get("node_rank", ""), address, port,
-        flags.get("max_restarts", ""), [], notes,
+        line, count if count.isdecimal() else "", nodes if is_elastic else low, flags.get("node_rank", ""), address,
+        port, flags.get("max_restarts", ""), [], notes, is_elastic=is_elastic,
     )  # fmt: skip
 
 
@@ -249,7 +249,7 @@ def _check_agreement(words: Sequence[str], given: Mapping[str, Any], num_ranks: 
 
 def _meaning(
     line: Line, count: str, nodes: str, rank: str, address: str, port: str, restarts: str, settings: Sequence[str],
-    notes: Sequence[str],
+    notes: Sequence[str], *, is_elastic: bool = False,
 ) -> Meaning:  # fmt: skip
     is_theirs = Path(*line.program.split(".")).with_suffix(".py").is_file()  # the guide's own code is here: run that
     if line.is_module and line.program in PRETRAIN_MODULES and nodes == "1" and not is_theirs:
@@ -264,18 +264,19 @@ def _meaning(
             fix="write for example:   duoka train x.yaml --nproc 2",
         )
     env: dict[str, str] = {}
-    if nodes != "1":
-        if config is None:
-            raise ConfigError(
-                "a script of your own on several machines is started by torchrun itself",
-                fix="leave duoka out of the line; duoka.Accelerator finds its place there too",
-            )
+    if nodes != "1" and config is None:
+        raise ConfigError(
+            "a script of your own on several machines is started by torchrun itself",
+            fix="leave duoka out of the line; duoka.Accelerator finds its place there too",
+        )
+    if nodes != "1" and not is_elastic:
         several = {"NNODES": nodes, "NODE_RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": port}
         env = {name: value for name, value in several.items() if value}
         port = ""
     words = ["train", *config] if config is not None else ["launch"]
     words += ["--nproc", count] if count else []
-    words += ["--port", port] if port else []
+    words += ["--nodes", nodes, "--meet", f"{address}:{port}" if address else ""] if is_elastic else []
+    words += ["--port", port] if port and not is_elastic else []
     words += ["--restarts", restarts] if restarts not in ("", "0") else []
     if config is not None:
         return Meaning((*words, *settings), env, tuple(notes))

@@ -6,6 +6,7 @@ and a rank that torchrun or Slurm started (rank 0 prepares, the others wait, the
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -13,12 +14,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from duoka.cluster.blame import Verdict
+    from duoka.cluster.meeting import Rules
+    from duoka.cluster.nodes import Flags
     from duoka.config.load import Loaded
     from duoka.parallel.environ import RankEnvironment
     from duoka.plan.hardware import Machine
@@ -35,29 +38,27 @@ _RANK_0_SPEAKS_S = 3.0
 @click.option("--nproc", type=int, help="Processes; default: one per GPU, on a CPU one.")
 @click.option("--port", type=int, help="Port of the rendezvous; default: a free one.")
 @click.option("--restarts", type=click.IntRange(0), default=0, help="Start again up to N times after a crash or hang.")
+@click.option("--nodes", default="", metavar="MIN:MAX", help="Machines, which may leave and come back.")
+@click.option("--meet", default="", metavar="HOST:PORT", help="Where they meet: the address of the one that stays.")
+@click.option("--wait", default="", metavar="TIME", help="How long to wait for machines; default: 30min.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
-def command(
-    config: str,
-    overrides: tuple[str, ...],
-    nproc: int | None,
-    port: int | None,
-    restarts: int,
-    dry_run: bool,
-) -> int:
+def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any) -> int:
     """Train as CONFIG says, with values of it replaced: optim.lr=1e-4 data.max_length=1024.
 
     The output folder of a run that was stopped, or that crashed, is gone on with by the same command.
-    On several machines type it on each, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in front.
+    On several machines type it on each, with --nodes 2 --meet HOST:PORT behind it (HOST is one of them), or with
+    NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in front.
     """
+    from duoka.cluster.nodes import Flags
     from duoka.errors import ConfigError
     from duoka.parallel.environ import read_rank_environment
 
     place = read_rank_environment()
     if place is None:
-        return start_here(config, overrides, nproc, port, restarts, dry_run=dry_run)
-    if nproc is not None or port is not None or restarts or dry_run:
+        return start_here(config, overrides, Flags(**flags), dry_run=dry_run)
+    if any(flags.values()) or dry_run:
         raise ConfigError(
-            "--nproc, --port, --restarts and --dry-run start a world, and this process is part of one already",
+            "--nproc, --port, --restarts, --nodes and --dry-run start a world, and this process is part of one already",
             where="RANK and WORLD_SIZE are set in the environment",
             fix="leave the flags to the launcher, or unset these variables",
         )
@@ -69,27 +70,28 @@ def command(
 # --- the process that a user starts ---
 
 
-def start_here(
-    config: str, overrides: tuple[str, ...], nproc: int | None, port: int | None, restarts: int = 0, *, dry_run: bool
-) -> int:
+def start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
     from duoka.cluster.claim import check_claim, find_run_folder, hold_run
     from duoka.cluster.launch import check_port, count_processes, python_module
     from duoka.cluster.nodes import read_node_start, run_node
     from duoka.plan.hardware import read_machine
 
-    start = read_node_start(nproc=nproc, port=port, restarts=restarts)
+    start = read_node_start(flags)
     for note in start.notes:
         click.echo(f"note: {note}", err=True)
-    machine, several = read_machine(), start.num_nodes > 1
+    machine, several = read_machine(), start.num_nodes > 1 or start.elastic is not None
     num_processes = count_processes(start.num_processes, len(machine.gpus))
-    num_ranks = start.num_nodes * num_processes
+    num_ranks = (start.elastic.most if start.elastic else start.num_nodes) * num_processes
     # Rank 0 says what there is to say about a config that several nodes read.
     loaded = load_checked(config, overrides, machine, num_ranks, local_size=num_processes, say=not several)
     if several and not dry_run:
-        return run_node(start, num_processes, python_module("duoka", "train", config, *overrides), _Say())
+        command = python_module("duoka", "train", config, *overrides)
+        if start.elastic:
+            return _train_elastic(loaded, start.elastic, num_processes, command, start.node)
+        return run_node(start, num_processes, command, _Say())
     if loaded.task == "prepare":
         return _prepare_only(loaded)
-    if start.master_port:
+    if start.master_port and not several:
         check_port(start.master_port)
     run = find_run_folder(loaded)
     kind = check_claim(loaded, run)
@@ -102,6 +104,28 @@ def start_here(
         kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
         prepare_run(loaded, run, machine, num_processes)
         return _supervise(loaded, run, num_processes, start.master_port, start.restarts)
+
+
+def _train_elastic(loaded: Loaded, rules: Rules, num_processes: int, command: tuple[str, ...], wish: int) -> int:
+    """This machine's part of a run whose machines come and go. Its ranks find out who is rank 0, which prepares."""
+    from importlib.metadata import version
+
+    from duoka.cluster.claim import check_claim, find_run_folder
+    from duoka.cluster.elastic import run_elastic
+    from duoka.config.load import config_hash
+    from duoka.runs.status import read_status
+
+    run = find_run_folder(loaded)
+    status = read_status(run)
+    if status is not None and status.state == "done" and check_claim(loaded, run) == "finished":
+        click.echo(f"{run.path} is finished; its result is in {run.final}")
+        return 0
+    identity = {name: version(name) for name in ("duoka", "torch", "transformers")}
+    identity |= {"the config's hash": config_hash(loaded.config), "--nproc": str(num_processes)}
+    identity |= {"--nodes": f"{rules.least}:{rules.most}"}
+    verdict = run_elastic(rules, num_processes, command, run, identity, _Say(), wish)
+    print_verdict(verdict)
+    return verdict.exit_code
 
 
 def _prepare_only(loaded: Loaded) -> int:
@@ -229,9 +253,7 @@ def _print_dry_run(config: str, overrides: tuple[str, ...], run: RunFolder, kind
 
 
 def _is_supervised() -> bool:
-    """True for a rank whose parent is duoka's supervisor or agent, not for what such a rank starts."""
-    import os
-
+    """True for a rank whose parent is duoka's supervisor, not for what such a rank starts."""
     from duoka.parallel.lifeline import JOINS, parent_pid
 
     return parent_pid() == os.getppid() and JOINS not in os.environ
@@ -247,24 +269,41 @@ def work_for_supervisor(config: str, rank: int) -> int:
 
 
 def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) -> int:
-    """A rank of a world that somebody else started."""
-    from duoka.cluster.claim import check_claim, find_run_folder, hold_run
-    from duoka.cluster.join import follow, lead
+    """A rank of a world that somebody else started, or that one launcher on each machine did."""
+    from duoka.cluster.claim import find_run_folder
     from duoka.errors import DuokaError
+    from duoka.parallel.lifeline import launcher_speaks
     from duoka.plan.hardware import read_machine
-    from duoka.runs.failure import clear_failures
+    from duoka.runs.failure import write_failure
 
-    machine = read_machine()
+    machine, quiet = read_machine(), launcher_speaks()
     try:
-        loaded = load_checked(config, overrides, machine, place.size, local_size=place.local_size, say=place.rank == 0)
+        loaded = load_checked(
+            config, overrides, machine, place.size, local_size=place.local_size, say=place.rank == 0 and not quiet
+        )
     except DuokaError:
         if place.rank != 0:
             time.sleep(_RANK_0_SPEAKS_S)
         raise
     run = find_run_folder(loaded)
+    try:
+        return _join_run(loaded, run, machine, place, quiet=quiet)
+    except DuokaError as error:
+        if not quiet:
+            raise
+        write_failure(run, place.rank, error, 0)
+        _leave(error.exit_code)
+        raise
+
+
+def _join_run(loaded: Loaded, run: RunFolder, machine: Machine, place: RankEnvironment, *, quiet: bool) -> int:
+    from duoka.cluster.claim import check_claim, hold_run
+    from duoka.cluster.join import follow, lead
+    from duoka.runs.failure import clear_failures
+
     if place.rank != 0:
         follow(run, place.rank)
-        return work(lambda: loaded, run, place.rank, supervised=False)
+        return work(lambda: loaded, run, place.rank, supervised=False, quiet=quiet)
     with lead(run) as leader:
         kind = check_claim(loaded, run)
         with hold_run(run):
@@ -272,12 +311,15 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
                 clear_failures(run)
                 prepare_run(loaded, run, machine, place.size, place.local_size)
             leader.ready()
-            code = work(lambda: loaded, run, 0, supervised=False)
+            code = work(lambda: loaded, run, 0, supervised=False, quiet=quiet)
         return finish(run) if code == 0 else code
 
 
-def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: bool) -> int:
-    """Train as one rank. A failure is written down for whoever supervises, and ends this process at once."""
+def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: bool, quiet: bool = False) -> int:
+    """Train as one rank. A failure is written down for whoever supervises, and ends this process at once.
+
+    `quiet`: nobody watches this rank, but somebody says what was the matter when it has ended.
+    """
     from duoka.cluster.blame import last_step
     from duoka.errors import WorkerFailed
     from duoka.parallel.lifeline import die_with_parent, parent_pid
@@ -294,7 +336,8 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
     def end_hanging(what: str) -> None:
         error = WorkerFailed(what, where=f"stacks: {stacks_path(run, rank)}")
         write_failure(run, rank, error, last_step(run, started))
-        click.echo("\n".join(error.lines()), err=True)
+        if not quiet:
+            click.echo("\n".join(error.lines()), err=True)
         _leave(error.exit_code)
 
     try:
@@ -307,7 +350,7 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
 
         known = find_known_fault(error)
         failure = write_failure(run, rank, known or error, last_step(run, started))
-        if not supervised or rank > 0:  # rank 0's screen is the supervisor's, which says it once
+        if rank > 0 or not (supervised or quiet):  # rank 0's screen is the supervisor's, which says it once
             if known is None:
                 traceback.print_exc()
             else:
@@ -318,8 +361,6 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
 
 def _leave(code: int) -> None:
     """End without waiting for threads: a process group that lost a peer may never let its own ones go."""
-    import os
-
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

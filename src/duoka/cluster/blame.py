@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from duoka.cluster.hang import Hang
 from duoka.cluster.launch import WorldSpec
 from duoka.errors import StoppedEarly, WorkerFailed
-from duoka.parallel.exits import RankExit, WorldReport
+from duoka.parallel.exits import RankExit
 from duoka.parallel.rank import START_MARK, log_name
 from duoka.runs.events import global_log
 from duoka.runs.failure import Failure, read_failures
@@ -53,7 +54,7 @@ class Verdict:
 
 def judge_world(
     spec: WorldSpec,
-    report: WorldReport,
+    exits: Sequence[RankExit],
     *,
     stopped_by: str,
     left_at_once: bool,
@@ -61,7 +62,7 @@ def judge_world(
     hang: Hang | None = None,
 ) -> Verdict:
     failures = {one.rank: one for one in read_failures(spec.run)}
-    bad = [one for one in report.exits if one.code != 0]
+    bad = [one for one in exits if one.code != 0]
     if left_at_once:
         return Verdict(130, ("left at once, as asked; nothing more was saved",), (), True)
     if hang is not None:
@@ -73,11 +74,8 @@ def judge_world(
         late = [one for one in bad if one.code == -signal.SIGKILL]
         text = f"{_ranks(late)} did not stop within {spec.stop_grace_s:g} s of {stopped_by}"
         return Verdict(WorkerFailed.exit_code, (f"{WorkerFailed.title}: {text}, and were killed",), _where(spec))
-    if report.error and not (stopped_by and not bad):
-        step = last_step(spec.run, spec.started)
-        return Verdict(WorkerFailed.exit_code, (f"{WorkerFailed.title}: {report.error}",), _where(spec), step=step)
     if not bad:
-        return _judge_no_failure(spec, report, stopped_by)
+        return _judge_no_failure(spec, exits, stopped_by)
     ended_by_stop = (StoppedEarly.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)
     if stopped_by and all(one.code in ended_by_stop for one in bad):
         return _judge_stop(spec, bad, stopped_by)
@@ -86,8 +84,8 @@ def judge_world(
     return _judge_failure(spec, bad, failures)
 
 
-def _judge_no_failure(spec: WorldSpec, report: WorldReport, stopped_by: str) -> Verdict:
-    if stopped_by and len(report.exits) < spec.num_processes:
+def _judge_no_failure(spec: WorldSpec, exits: Sequence[RankExit], stopped_by: str) -> Verdict:
+    if stopped_by and len(exits) < spec.num_processes:
         return _judge_stop(spec, [], stopped_by)
     return Verdict(0)
 

@@ -9,19 +9,14 @@ import os
 import socket
 import sys
 import time
-import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from duoka.errors import ConfigError
-from duoka.parallel.agent import AgentSpec
-from duoka.parallel.lifeline import PARENT_PID
 from duoka.parallel.rank import LOGS_FOLDER, NUM_RESTARTS
-from duoka.runs.folder import RunFolder, write_json_atomic
+from duoka.runs.folder import RunFolder
 
 LOOPBACK = "127.0.0.1"
-TOKEN = "DUOKA_WORLD"  # the same in every process of one world, so that only these are ever ended
 
 
 @dataclass(frozen=True)
@@ -37,15 +32,6 @@ class WorldSpec:
     hang_after_s: float | None = None  # the silence that counts as a hang; None: auto, inf: never
     num_restarts: int = 0  # how many worlds of this run have failed before
     started: float = field(default_factory=time.time)
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    @property
-    def has_agent(self) -> bool:
-        return self.num_processes > 1
-
-    @property
-    def report_path(self) -> Path:
-        return self.run.logs / "world.json"
 
 
 def count_processes(asked: int | None, num_gpus: int) -> int:
@@ -128,40 +114,19 @@ def python_module(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, *safe, "-m", name, *arguments)
 
 
-def build_environment(spec: WorldSpec, num_cores: int, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of every process of the world; what the user set stays."""
+def share_of_machine(num_processes: int, num_cores: int, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of processes that share a machine; what the user set stays."""
     out = dict(env)
-    out.setdefault("OMP_NUM_THREADS", str(threads_per_process(num_cores, spec.num_processes)))
+    out.setdefault("OMP_NUM_THREADS", str(threads_per_process(num_cores, num_processes)))
     # Last words of a killed rank must not be lost in a buffer.
     out.setdefault("PYTHONUNBUFFERED", "1")
     out.setdefault("TOKENIZERS_PARALLELISM", "false")
-    out[PARENT_PID] = str(os.getpid())
-    out[LOGS_FOLDER] = str(spec.run.logs.resolve())
-    out[TOKEN] = spec.token
-    out[NUM_RESTARTS] = str(spec.num_restarts)
-    if spec.num_processes == 1:
-        out |= {
-            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
-            "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(spec.port or find_free_port()),
-        }  # fmt: skip
     return out
 
 
-def build_child_command(spec: WorldSpec) -> tuple[str, ...]:
-    """What the supervisor starts: the rank itself, or torch's agent for several. Writes the agent's orders."""
-    rank = (*python_module("duoka.parallel.rank"), *spec.command)
-    if not spec.has_agent:
-        return rank
-    logs = spec.run.logs.resolve()
-    spec.report_path.unlink(missing_ok=True)
-    orders = AgentSpec(
-        command=list(rank),
-        num_processes=spec.num_processes,
-        port=spec.port,
-        report=str(spec.report_path.resolve()),
-        log=str(logs / "agent.log"),
-        parent_pid=os.getpid(),
-    )
-    path = logs / "agent.json"
-    write_json_atomic(path, asdict(orders))
-    return python_module("duoka.parallel.agent", str(path))
+def build_environment(spec: WorldSpec, num_cores: int, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What every process of the world gets beside its place."""
+    out = share_of_machine(spec.num_processes, num_cores, env)
+    out[LOGS_FOLDER] = str(spec.run.logs.resolve())
+    out[NUM_RESTARTS] = str(spec.num_restarts)
+    return out

@@ -9,22 +9,19 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from duoka.cluster.launch import check_port, python_module, threads_per_process
-from duoka.cluster.probe import count_usable_cores
+from duoka.cluster.launch import check_port
+from duoka.cluster.meeting import Rules
+from duoka.cluster.ranks import START_NAMES, Place, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals
 from duoka.errors import Fault, Faults, WorkerFailed
-from duoka.parallel.lifeline import JOINS, PARENT_PID
+from duoka.units import parse_seconds
 
 ALLOW_LOOPBACK = "DUOKA_ALLOW_LOOPBACK"  # two starts on one machine, to try it out
-_NAMES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "MIN_NNODES", "MAX_NNODES",
-          "MAX_RESTARTS", "RDZV_ID", "FORCE_TORCHRUN")  # fmt: skip
 _LOOK_EVERY_S = 0.1
-_DRAIN_S, _TERM_S = 10.0, 15.0  # for the others to say why they end too; from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True)
@@ -37,58 +34,62 @@ class NodeStart:
     master_addr: str = ""
     master_port: int = 0
     restarts: int = 0
+    elastic: Rules | None = None  # machines that meet, and may leave and come back
     notes: tuple[str, ...] = ()
 
 
-def read_node_start(
-    env: Mapping[str, str] = os.environ, *, nproc: int | None = None, port: int | None = None, restarts: int = 0
-) -> NodeStart:
+@dataclass(frozen=True)
+class Flags:
+    """What was typed behind `duoka train`."""
+
+    nproc: int | None = None
+    port: int | None = None
+    restarts: int = 0
+    nodes: str = ""  # MIN:MAX
+    meet: str = ""  # HOST:PORT
+    wait: str = ""
+
+
+def read_node_start(flags: Flags, env: Mapping[str, str] = os.environ) -> NodeStart:
     """What the environment asks for beside the flags. Raises Faults with all that is wrong or contradictory."""
-    given = {name: env[name].strip() for name in _NAMES if env.get(name, "").strip()}
-    if not given:
-        return NodeStart(num_processes=nproc, master_port=port or 0, restarts=restarts)
-    read = _Reader(given)
+    given = {name: env[name].strip() for name in START_NAMES if env.get(name, "").strip()}
+    read = _Reader(given, env)
     num_nodes = read.whole("NNODES", 1, least=1)
     node = read.whole("NODE_RANK", 0)
     num_processes = read.whole("NPROC_PER_NODE", 0)
     master_port = read.whole("MASTER_PORT", 0)
-    max_restarts = read.whole("MAX_RESTARTS", 0)
-    read.both("NPROC_PER_NODE", num_processes, "--nproc", nproc)
-    read.both("MASTER_PORT", master_port, "--port", port)
-    read.both("MAX_RESTARTS", max_restarts, "--restarts", restarts or None)
-    read.check_elastic(num_nodes)
+    restarts = read.whole("MAX_RESTARTS", 0) or flags.restarts
+    read.both("NPROC_PER_NODE", num_processes, "--nproc", flags.nproc)
+    read.both("MASTER_PORT", master_port, "--port", flags.port)
+    read.both("MAX_RESTARTS", restarts, "--restarts", flags.restarts or None)
     if master_port > 65535:
         read.refuse(f"MASTER_PORT is {master_port}; ports are 1 to 65535", "write for example:   MASTER_PORT=29500")
-    if num_nodes > 1:
-        read.check_several(num_nodes, node, env)
-    elif node > 0:
+    elastic = read.rules(num_nodes, restarts, flags)
+    if elastic is None and num_nodes > 1:
+        read.check_several(num_nodes, node)
+    elif elastic is None and node > 0:
         read.refuse(
             f"NODE_RANK is {node}, and NNODES is {given.get('NNODES', 'not given')}: this node would train alone",
             f"write on every node:   NNODES={node + 1}   (or as many as there are)",
         )
-    if num_nodes > 1 and (max_restarts or restarts):
-        read.refuse(
-            "restarting a world of several nodes is not there yet",
-            "leave MAX_RESTARTS out: the same command on every node goes on from the newest checkpoint",
-        )
     if read.faults:
         raise Faults(read.faults, title="config error")
     return NodeStart(
-        num_nodes, node, num_processes or nproc, given.get("MASTER_ADDR", ""), master_port or port or 0,
-        max_restarts or restarts, tuple(read.notes),
+        num_nodes, node, num_processes or flags.nproc, given.get("MASTER_ADDR", ""), master_port or flags.port or 0,
+        restarts, elastic, tuple(read.notes),
     )  # fmt: skip
 
 
 class _Reader:
     """The variables with what is wrong about them."""
 
-    def __init__(self, given: Mapping[str, str]) -> None:
-        self.given = given
+    def __init__(self, given: Mapping[str, str], env: Mapping[str, str]) -> None:
+        self.given, self.env = given, env
         self.faults: list[Fault] = []
         self.notes: list[str] = []
 
     def refuse(self, what: str, fix: str) -> None:
-        self.faults.append(Fault(what, file="environment", fix=fix))
+        self.faults.append(Fault(what, file="command line" if what.startswith("--") else "environment", fix=fix))
 
     def whole(self, name: str, default: int, least: int = 0) -> int:
         text = self.given.get(name)
@@ -105,18 +106,50 @@ class _Reader:
         if value and given is not None and value != given:
             self.refuse(f"{name} is {value} and {flag} is {given}", "keep one of them")
 
-    def check_elastic(self, num_nodes: int) -> None:
+    def rules(self, num_nodes: int, restarts: int, flags: Flags) -> Rules | None:
+        """How machines that may leave and come back meet; None where each has its fixed place."""
+        if flags.nodes or flags.meet or flags.wait:
+            return self._typed_rules(restarts, flags)
         least, most = (self.whole(name, num_nodes, least=1) for name in ("MIN_NNODES", "MAX_NNODES"))
-        if not least == most == num_nodes:
-            self.refuse(
-                f"MIN_NNODES {least} to MAX_NNODES {most} is a world that grows and shrinks, which is not there yet",
-                f"write:   NNODES={most}   on every node; started again with another number, a run goes on with that",
-            )
-        if "RDZV_ID" in self.given:
-            self.notes.append("RDZV_ID is of no use: every rank has its fixed place, and the port tells two runs apart")
+        if least == most == num_nodes and not (restarts and num_nodes > 1):
+            if "RDZV_ID" in self.given:
+                text = "RDZV_ID is of no use: every rank has its fixed place, and the port tells two runs apart"
+                self.notes.append(text)
+            return None
+        if least > most:
+            self.refuse(f"MIN_NNODES is {least} and MAX_NNODES is {most}", "write for example:   MIN_NNODES=1")
+        example = f"MIN_NNODES={least} MAX_NNODES={most} MASTER_ADDR=192.168.1.100 MASTER_PORT=29500"
+        self._check_address(example)
+        host, port = self.given.get("MASTER_ADDR", ""), self.whole("MASTER_PORT", 0)
+        return Rules(least, most, host, port, restarts=restarts)
 
-    def check_several(self, num_nodes: int, node: int, env: Mapping[str, str]) -> None:
-        example = f"NNODES={num_nodes} NODE_RANK=0 MASTER_ADDR=192.168.1.100 MASTER_PORT=29500"
+    def _typed_rules(self, restarts: int, flags: Flags) -> Rules | None:
+        before = len(self.faults)
+        ours = [name for name in ("NNODES", "MIN_NNODES", "MAX_NNODES", "MASTER_ADDR") if name in self.given]
+        if ours:
+            self.refuse(f"--nodes and --meet are typed, and {', '.join(ours)} set too", "keep one of the two forms")
+        low, _, high = flags.nodes.partition(":")
+        counts = [int(text) if text.isdecimal() else 0 for text in (low, high or low)]
+        if not 1 <= counts[0] <= counts[1]:
+            what = f'--nodes is "{flags.nodes}"' if flags.nodes else "--nodes is not given"
+            self.refuse(what, "write the fewest and the most machines, for example:   --nodes 1:2")
+        host, _, port = flags.meet.rpartition(":")
+        host = host.strip("[]")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            what = f'--meet is "{flags.meet}"' if flags.meet else "--meet is not given: where do the machines meet?"
+            self.refuse(what, "write on all of them the address of the one that stays:   --meet 192.168.1.100:29500")
+        else:
+            self._refuse_loopback("--meet", host)
+        wait_s = Rules.wait_s
+        try:
+            wait_s = parse_seconds(flags.wait) if flags.wait else wait_s
+        except ValueError as error:
+            self.refuse(f"--wait: {error}", "write for example:   --wait 10min")
+        if len(self.faults) > before:
+            return None
+        return Rules(counts[0], counts[1], host, int(port), wait_s, restarts)
+
+    def check_several(self, num_nodes: int, node: int) -> None:
         if "NODE_RANK" not in self.given:
             self.refuse(
                 f"NNODES is {num_nodes}, and NODE_RANK is not given: which of the nodes is this one?",
@@ -124,20 +157,27 @@ class _Reader:
             )
         elif node >= num_nodes:
             self.refuse(f"NODE_RANK is {node}, and NNODES is {num_nodes}", f"nodes count from 0 to {num_nodes - 1}")
+        self._check_address(f"NNODES={num_nodes} NODE_RANK=0 MASTER_ADDR=192.168.1.100 MASTER_PORT=29500")
+
+    def _check_address(self, example: str) -> None:
         address = self.given.get("MASTER_ADDR")
         if address is None:
             self.refuse(
                 "MASTER_ADDR is not given: where do the nodes meet?",
                 f"write the first node's address on all nodes:   {example}",
             )
-        elif _is_loopback(address) and not env.get(ALLOW_LOOPBACK):
+        else:
+            self._refuse_loopback("MASTER_ADDR", address)
+        if "MASTER_PORT" not in self.given:
+            self.refuse("MASTER_PORT is not given: all nodes need the same one", f"write on all nodes:   {example}")
+
+    def _refuse_loopback(self, name: str, address: str) -> None:
+        if _is_loopback(address) and not self.env.get(ALLOW_LOOPBACK):
             self.refuse(
-                f"MASTER_ADDR is {address}, which on every node means that node itself: they never meet there",
+                f"{name} is {address}, which on every node means that node itself: they never meet there",
                 "write the first node's address in your network (hostname -I prints it); to try it out on one machine, "
                 f"set {ALLOW_LOOPBACK}=1 too",
             )
-        if "MASTER_PORT" not in self.given:
-            self.refuse("MASTER_PORT is not given: all nodes need the same one", f"write on all nodes:   {example}")
 
 
 def _is_loopback(address: str) -> bool:
@@ -152,63 +192,24 @@ def run_node(start: NodeStart, num_processes: int, command: Sequence[str], say: 
     """This machine's ranks, each `command`, until all have ended; the first failure's code ends the rest."""
     if start.node == 0:
         check_port(start.master_port)
-    size, first = start.num_nodes * num_processes, start.node * num_processes
-    say(
-        f"node {start.node} of {start.num_nodes}: ranks {first} to {first + num_processes - 1} of {size}, "
-        f"meeting at {start.master_addr}:{start.master_port}"
-    )
+    place = Place(start.node, start.num_nodes, num_processes, start.master_addr, start.master_port)
+    say(str(place))
     request = Request()
     with listen_to_signals(request):
-        ranks = {first + local: _start_rank(start, num_processes, local, command) for local in range(num_processes)}
+        ranks = Ranks(place, command, node_environment(num_processes))
         try:
-            code = _wait_for(ranks, request)
+            while ranks.look() and not request.leave_now:
+                if request.stop_by:
+                    ranks.ask()
+                time.sleep(_LOOK_EVERY_S)
         finally:
-            for process in ranks.values():
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-    if code < 0:
-        rank = next(rank for rank, process in ranks.items() if process.returncode == code)
+            ranks.close()
+    failed = ranks.watch.first_failure
+    if request.leave_now or failed is None:
+        return 130 if request.leave_now else 0
+    if failed.code < 0:
         raise WorkerFailed(
-            f"rank {rank} of {size} was killed by {signal.Signals(-code).name}",
+            f"rank {failed.rank} of {place.size} was killed by {signal.Signals(-failed.code).name}",
             fix="the same command on every node goes on from the newest checkpoint",
         )
-    return code
-
-
-def _start_rank(start: NodeStart, num_processes: int, local: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    env = {name: value for name, value in os.environ.items() if name not in _NAMES}
-    env.setdefault("OMP_NUM_THREADS", str(threads_per_process(count_usable_cores(), num_processes)))
-    env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    env |= {
-        "RANK": str(start.node * num_processes + local), "LOCAL_RANK": str(local), "GROUP_RANK": str(start.node),
-        "WORLD_SIZE": str(start.num_nodes * num_processes), "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": start.master_addr, "MASTER_PORT": str(start.master_port), "PYTHONUNBUFFERED": "1",
-        PARENT_PID: str(os.getpid()), JOINS: "1",
-    }  # fmt: skip
-    words = [*python_module("duoka.parallel.rank"), *command]
-    # A session of its own: a Ctrl-C in the terminal is ours to pass on, once.
-    return subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
-
-
-def _wait_for(ranks: Mapping[int, subprocess.Popen[bytes]], request: Request) -> int:
-    """The code that all ended with, or that of the first rank that failed."""
-    failed, failed_at, sent_at = 0, 0.0, 0.0
-    while True:
-        running = [process for process in ranks.values() if process.poll() is None]
-        codes = [process.returncode for process in ranks.values() if process.returncode]
-        now = time.monotonic()
-        if codes and not failed:
-            failed, failed_at = codes[0], now
-        if not running:
-            return failed
-        asked = bool(request.stop_by) or (failed and now - failed_at > _DRAIN_S)
-        if asked and not sent_at:
-            sent_at = now
-            for process in running:
-                process.send_signal(signal.SIGTERM)
-        # A stop on request may save for as long as it takes; after a failure there is nothing to wait for.
-        if request.leave_now or (sent_at and failed and now - sent_at > _TERM_S):
-            for process in running:
-                process.kill()
-        time.sleep(_LOOK_EVERY_S)
+    return failed.code

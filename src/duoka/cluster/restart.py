@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from duoka.cluster.launch import WorldSpec
 from duoka.cluster.supervise import Request, listen_to_signals, run_once
 from duoka.errors import StoppedEarly, WorkerFailed
 from duoka.runs.events import EventWriter, global_log
+from duoka.runs.folder import RunFolder
 from duoka.runs.status import update_status
 from duoka.units import format_seconds
 
@@ -35,7 +35,7 @@ def run_with_restarts(spec: WorldSpec, most: int, say: Callable[[str], None]) ->
             verdict = _run_until_it_fits(spec, request, say)
             if verdict.exit_code != WorkerFailed.exit_code or request.stop_by:
                 return verdict
-            now = (_kind(verdict), verdict.step)
+            now = (failure_kind(verdict), verdict.step)
             if now == before:
                 return _with_lines(verdict, f"the same failure at the same step twice{_after(count, most)}")
             if count == most:
@@ -45,12 +45,12 @@ def run_with_restarts(spec: WorldSpec, most: int, say: Callable[[str], None]) ->
             before = now
             text = f"restart {count + 1} of {most} in {format_seconds(wait_s)}"
             say("\n".join((*verdict.lines, f"  {text}")))
-            _note(spec, f"{verdict.lines[0] if verdict.lines else 'the world ended'}; {text}", verdict.step)
+            note_in_log(spec.run, f"{verdict.lines[0] if verdict.lines else 'the world ended'}; {text}", verdict.step)
             if not _sleep(wait_s, request):
                 text = f"stopped by {request.stop_by} between two worlds; the same command goes on"
                 return _stopped(spec, text, request)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-            spec = replace(spec, started=time.time(), token=uuid.uuid4().hex, num_restarts=spec.num_restarts + 1)
+            spec = replace(spec, started=time.time(), num_restarts=spec.num_restarts + 1)
     raise AssertionError("every way through the loop returns")
 
 
@@ -61,12 +61,12 @@ def _run_until_it_fits(spec: WorldSpec, request: Request, say: Callable[[str], N
         if not verdict.again or request.stop_by or not left:
             break
         say("\n".join(verdict.lines))
-        _note(spec, verdict.lines[0], verdict.step)
-        spec = replace(spec, started=time.time(), token=uuid.uuid4().hex, num_restarts=spec.num_restarts + 1)
+        note_in_log(spec.run, verdict.lines[0], verdict.step)
+        spec = replace(spec, started=time.time(), num_restarts=spec.num_restarts + 1)
     return verdict
 
 
-def _kind(verdict: Verdict) -> str:
+def failure_kind(verdict: Verdict) -> str:
     """What happened, without who and when: the same fault may hit another rank the next time."""
     return re.sub(r"ranks? \d+( of \d+)?|[0-9.]+", "#", verdict.lines[0]) if verdict.lines else ""
 
@@ -88,10 +88,10 @@ def _sleep(seconds: float, request: Request) -> bool:
     return not request.stop_by
 
 
-def _note(spec: WorldSpec, text: str, step: int) -> None:
+def note_in_log(run: RunFolder, text: str, step: int) -> None:
     """In the event log, where the report and the run's other readers see it; nobody else writes there now."""
     with contextlib.suppress(OSError):
-        log = EventWriter(global_log(spec.run))
+        log = EventWriter(global_log(run))
         log.write("warning", step=step, text=text)
         log.close()
 

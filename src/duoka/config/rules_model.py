@@ -103,7 +103,7 @@ NEW_MODEL_RULES: tuple[Rule, ...] = (
         "depth-beyond-what-was-tried",
         ("model.depth",),
         lambda c: c.model.depth is not None and is_outside_what_was_tried(c.model.depth),
-        "model.depth is {c.model.depth}, and the rules that make sizes and rates of it were tried from 4 to 26",
+        "model.depth is {c.model.depth}, and the rules that make sizes and rates of it were found for 12 to 26",
         "look at the loss early, and write what you know better (docs/pretrain.md)",
         is_note=True,
     ),

@@ -78,6 +78,13 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "write:   compress: bf16   or   strategy: ddp",
     ),
     Rule(
+        "powersgd-in-fp16",
+        ("parallel.compress", "train.precision"),
+        lambda c: c.parallel.compress == "powersgd" and c.train.precision == "fp16",
+        "parallel.compress is powersgd and train.precision is fp16: what it leaves out would keep an old loss scale",
+        "write:   precision: bf16   or   compress: fp16",
+    ),
+    Rule(
         "single-with-backend",
         ("parallel.backend", "parallel.strategy"),
         lambda c: c.parallel.strategy == "single" and c.parallel.backend != "auto",

@@ -101,13 +101,20 @@ class DdpExchange:
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Around one pass with an exchange whose sums are thrown away."""
-        if self.power is not None:
-            self.power.is_rehearsing = True
-        with self(True):
+        with self.without_debts(), self(True):
             yield
         self.needs_rehearsal = False
+
+    @contextlib.contextmanager
+    def without_debts(self) -> Iterator[None]:
+        """What is left out of a compressed sum meanwhile is no step's."""
         if self.power is not None:
-            self.power.is_rehearsing = False
+            self.power.is_rehearsing = True
+        try:
+            yield
+        finally:
+            if self.power is not None:
+                self.power.is_rehearsing = False
 
     @contextlib.contextmanager
     def __call__(self, last: bool) -> Iterator[None]:

@@ -66,10 +66,12 @@ def dry_run(
 
     `facts` is the model's config.json. What is exchanged is that of a step's last micro-batch.
 
-    Raises ValueError for layouts that this version does not train with.
+    Raises ValueError for layouts that this version does not train with, and for packed bases.
     """
     if not layout.is_trainable:
         raise ValueError(f"{layout.name} is planned only: there is no code to run yet")
+    if config.model.quantization != "none":
+        raise ValueError("packed bases are not run here; the plan above counts them")
     started = time.perf_counter()
     layers = int(_text(facts)["num_hidden_layers"])
     # One kind of layer only: windows and experts that alternate need a whole period, as 4 and 8 have of 2 and 4.

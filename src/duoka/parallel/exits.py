@@ -1,4 +1,4 @@
-"""How ranks ended, as the process that waited for them saw it. Written by the agent, read by the supervisor."""
+"""How ranks ended, as the process that started them sees it. Used by cluster/, which knows no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from duoka.runs.folder import read_json, write_json_atomic
 
 RESUME_ME = 75
 DRAIN_S = 3.0  # ranks whose peer died notice it by themselves, and can say so
@@ -26,25 +22,6 @@ class RankExit:
     code: int
     time: float
     by_us: bool = False  # it was sent a signal by its supervisor before it ended
-
-
-@dataclass(frozen=True)
-class WorldReport:
-    """What the agent leaves behind: the exits in the order seen, and its own error if it had one."""
-
-    exits: tuple[RankExit, ...] = ()
-    error: str = ""
-
-    def write(self, path: Path) -> None:
-        exits = [vars(one) for one in self.exits]
-        write_json_atomic(path, {"exits": exits, "error": self.error})
-
-
-def read_report(path: Path) -> WorldReport | None:
-    raw: dict[str, Any] | None = read_json(path)
-    if raw is None:
-        return None
-    return WorldReport(tuple(RankExit(**one) for one in raw["exits"]), raw["error"])
 
 
 class ExitWatch:
@@ -84,7 +61,7 @@ class ExitWatch:
 
 
 def _exit_code(pid: int) -> int | None:
-    if not hasattr(os, "waitid"):  # macOS before Python 3.13: torch's agent then takes every end for a good one
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13: reaped here, so that whoever waits later hears nothing
         ended, status = os.waitpid(pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if ended else None
     try:

@@ -1,7 +1,7 @@
 """No orphans: a process that asks for it ends when the process that started it is gone, however that ended.
 
 On Linux the kernel sees to it, also across exec and after SIGKILL; elsewhere a thread looks once a second. Used by
-the agent, by every rank, and by nobody who is started by hand. Knows no torch.
+every rank, and by nobody who is started by hand. Knows no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Mapping
 
-PARENT_PID = "DUOKA_PARENT_PID"  # who started this process; set by the supervisor and by the agent
+PARENT_PID = "DUOKA_PARENT_PID"  # who started this process; set by who starts ranks
 JOINS = "DUOKA_JOINS"  # set for a rank that nobody prepares: it joins its world as one that torchrun started
+QUIET = "quiet"  # a value of it: whoever started the rank says what was the matter, once for all machines
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 1.0
 
@@ -23,6 +24,11 @@ def parent_pid(env: Mapping[str, str] = os.environ) -> int | None:
     """The pid of the supervising process, or None when nobody supervises us."""
     text = env.get(PARENT_PID, "")
     return int(text) if text.isdigit() else None
+
+
+def launcher_speaks(env: Mapping[str, str] = os.environ) -> bool:
+    """True in a rank of an elastic world: one launcher says for all machines how it ended."""
+    return env.get(JOINS) == QUIET
 
 
 def die_with_parent(pid: int) -> None:

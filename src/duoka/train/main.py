@@ -29,6 +29,7 @@ from duoka.optim.roles import Role, assign_roles
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
+from duoka.parallel.lifeline import launcher_speaks
 from duoka.parallel.rank import is_restarted
 from duoka.parallel.sharded import find_layers
 from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
@@ -53,7 +54,7 @@ from duoka.train.retention import clean_drafts
 from duoka.train.samples import build_sampler
 from duoka.train.saving import Saver, check_room
 from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices, library_versions
-from duoka.train.shortage import MemoryGuard, most_tokens_at_once
+from duoka.train.shortage import MemoryGuard, read_shortage
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
 
@@ -157,7 +158,7 @@ def _run(
         nonfinite = NonFinite(inputs.config.faults.nonfinite, saver, record)
         watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout, world.device)
         if is_asked(inputs.config, world):
-            rehearse_largest(contents.parallel, contents.optimizer, plan, contents.numerics, world)
+            rehearse_largest(contents.parallel, contents.optimizer, contents.numerics, guard)
         sample = build_sampler(inputs.prepared, inputs.config, inputs.tokenizer, contents.parallel, plan.layout, world)
         job = Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite, sample)
         stopped_by = train(job)
@@ -185,7 +186,7 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
     refusal = plan.refusal()
     if refusal:
         raise refusal
-    return keep_choices(plan, inputs.config, found, world.agree(most_tokens_at_once(inputs.run)))
+    return keep_choices(plan, inputs.config, found, world.agree(read_shortage(inputs.run)))
 
 
 def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
@@ -272,7 +273,9 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
     step = contents.state.step
     if stopped_by:
         record.event("end", step=step, reason=stopped_by)
-        record.say(f"stopped by {stopped_by} after step {step}; saved. The same command goes on.")
+        # In an elastic world it may be only the world that ends, not the run: its launcher says which.
+        goes_on = "" if launcher_speaks() else ". The same command goes on."
+        record.say(f"stopped by {stopped_by} after step {step}; saved{goes_on}")
         if world.is_main:
             update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=stopped_by)
         return StoppedEarly.exit_code

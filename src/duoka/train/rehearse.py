@@ -6,17 +6,17 @@ the data are as if it had not been.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from duoka.config.schema import RunConfig
-from duoka.data.loader import Batch
+from duoka.data.loader import Batch, GlobalBatch
 from duoka.errors import DoesNotFit
 from duoka.optim.build import optimizer_tensors
 from duoka.parallel.apply import Parallelized
-from duoka.parallel.ledger import LEDGER
 from duoka.parallel.world import World
-from duoka.plan.report import Plan
-from duoka.train.step import Numerics, rehearse
+from duoka.train.shortage import MemoryGuard
+from duoka.train.step import Numerics, StepResult, is_out_of_memory, try_rehearsal
 from duoka.units import format_bytes
 
 
@@ -26,29 +26,37 @@ def is_asked(config: RunConfig, world: World) -> bool:
 
 
 def rehearse_largest(
-    parallel: Parallelized, optimizer: torch.optim.Optimizer, plan: Plan, numerics: Numerics, world: World
+    parallel: Parallelized, optimizer: torch.optim.Optimizer, numerics: Numerics, guard: MemoryGuard
 ) -> None:
-    """A forward and a backward pass over as many tokens as any micro-batch will have, beside the optimizer's state."""
-    tokens = plan.memory.tokens
+    """A forward and a backward pass over as many tokens as any micro-batch will have, beside the optimizer's state.
+
+    Too little memory is answered as in a step: with less at once where that may be, else by ending the run.
+    """
+    world = guard.world
     world.heart.tell("rehearsal")
     try:
         # State is made as the first step would make it: it must be there when memory is tried.
         optimizer_tensors(optimizer, parallel.named_trainable())
-        parallel.model.train()
-        rehearse(parallel, largest_batch(tokens, plan.task.max_length, plan.layout.packing), numerics, world.device)
-        LEDGER.take()  # what it sent is no step's
-        problem = ""
-    except RuntimeError as error:  # how an allocator refuses; anything else is raised again
-        problem = str(error).splitlines()[0]
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in problem:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
             raise
-    # A rank that ran out has left its exchanges, so others may hang in theirs: it must speak up alone, at once.
-    if problem:
         raise DoesNotFit(
-            f"the largest micro-batch of this run, {tokens:,} tokens, does not fit on rank {world.rank}",
-            where=f"{problem}; the plan expected {format_bytes(plan.memory.peak_bytes)}",
-            fix="write a smaller train.micro_batch, train.recompute: full, or parallel.strategy: fsdp",
-        )
+            f"the weights and the optimizer's state do not fit on rank {world.rank}",
+            where=f"{str(error).splitlines()[0]}; planned: {format_bytes(guard.plan.memory.peak_bytes)} in all",
+            fix="write parallel.strategy: fsdp, or lora: {rank: 8}",
+        ) from None
+    parallel.model.train()
+
+    def attempt(batch: GlobalBatch) -> StepResult:
+        return try_rehearsal(parallel, batch, numerics, world)
+
+    def lay_out() -> GlobalBatch:
+        plan = guard.plan
+        largest = largest_batch(plan.memory.tokens, plan.task.max_length, plan.layout.packing)
+        counts = (largest.num_targets, largest.num_samples, largest.num_tokens)
+        return GlobalBatch([largest], *counts, 0, 0, np.empty(0, dtype=np.int64))
+
+    guard.until_it_fits(attempt, lay_out(), lay_out)
 
 
 def largest_batch(tokens: int, max_length: int, packing: bool) -> Batch:

@@ -14,10 +14,11 @@ from duoka.config.derive import rules_kept
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
+from duoka.plan.correct import plan_with_less
 from duoka.plan.layout import Layout
 from duoka.runs.events import global_log
 from duoka.runs.manifest import read_manifest
-from duoka.units import Amount, Every, format_count, parse_amount, parse_every
+from duoka.units import Every, format_count, parse_amount, parse_every
 
 if TYPE_CHECKING:
     from duoka.data.feed import Feed
@@ -125,17 +126,17 @@ def describe_rest(found: Path, settings: RunSettings, feed: Feed, state: TrainSt
     return f"going on from {found.name}, {ahead}, {of_epoch:,} of them in epoch {state.epoch + 1}"
 
 
-def keep_choices(plan: Plan, config: RunConfig, found: Path | None, most_tokens: int | None = None) -> Plan:
+def keep_choices(plan: Plan, config: RunConfig, found: Path | None, short: tuple[int, int | None] | None) -> Plan:
     """A resumed run keeps what `auto` chose when it began: free memory differs from day to day, results must not.
 
-    `most_tokens`: what a micro-batch may hold at most since memory was short in this run, whatever `auto` thinks.
+    `short`: what a micro-batch may hold at most since memory was short in this run, and with how many tokens it was.
     """
     if found is not None:
         plan = _as_before(plan, config, found)
     micro = plan.layout.micro
-    if most_tokens is None or config.train.micro_batch != "auto" or micro.count <= most_tokens:
+    if short is None or config.train.micro_batch != "auto" or micro.count <= short[0]:
         return plan
-    return replace(plan, layout=replace(plan.layout, micro=Amount(most_tokens, "tokens")))
+    return plan_with_less(plan, *short)
 
 
 def _as_before(plan: Plan, config: RunConfig, found: Path) -> Plan:

@@ -16,7 +16,7 @@ from duoka.config.schema import RunConfig
 from duoka.data.feed import Feed
 from duoka.data.loader import GlobalBatch, Loader
 from duoka.errors import DoesNotFit
-from duoka.plan.correct import Correction, Shortfall, correct_plan
+from duoka.plan.correct import Correction, Shortfall, correct_plan, plan_with_less
 from duoka.plan.memory import estimate_memory
 from duoka.plan.report import Plan
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
@@ -57,7 +57,12 @@ class MemoryGuard:
         # A stream has read on: its batch cannot be laid out again.
         self.may_shrink = config.train.micro_batch == "auto" and isinstance(feed, Loader) and not feed.rows_per_micro
 
-    def until_it_fits(self, attempt: Callable[[GlobalBatch], StepResult], batch: GlobalBatch) -> StepResult:
+    def until_it_fits(
+        self,
+        attempt: Callable[[GlobalBatch], StepResult],
+        batch: GlobalBatch,
+        lay_out_again: Callable[[], GlobalBatch] | None = None,
+    ) -> StepResult:
         """Try the step, with ever smaller micro-batches as long as memory is short on any rank."""
         random = read_random_state(self.world.device) if self.may_shrink else {}
         while True:
@@ -73,18 +78,21 @@ class MemoryGuard:
             self._shrink(sizes, result.shortage)
             set_random_state(random, self.world.device)
             assert isinstance(self.feed, Loader)
-            batch = self.feed.global_batch(batch.epoch, batch.index)
+            batch = lay_out_again() if lay_out_again else self.feed.global_batch(batch.epoch, batch.index)
 
     def _shrink(self, sizes: list[tuple[int, int, str]], shortage: Shortage | None) -> None:
         """`sizes`: (samples, tokens, what the allocator said) of the micro-batches that did not fit."""
         num_samples, tokens, text = min(sizes)
         if not self.may_shrink or num_samples < 2:
             raise self._refusal(tokens, num_samples, text)
-        less = self._less_than(min(size for _, size, _ in sizes))
+        ran_out_at = min(size for _, size, _ in sizes)
+        less = self._less_than(ran_out_at)
         assert isinstance(self.feed, Loader)
         self.feed.micro = Amount(less.tokens, "tokens")
+        self.plan = plan_with_less(self.plan, less.tokens, ran_out_at)
         if self.world.is_main:
-            _remember(self.run, less.tokens)
+            _remember(self.run, less.tokens, ran_out_at)
+            write_json_atomic(self.run.plan, self.plan.to_json())
         text = (
             f"memory was short for {tokens:,} tokens at once; the step is done again with at most {less.tokens:,} "
             f"({less.sentence()})"
@@ -98,12 +106,11 @@ class MemoryGuard:
         if not self.may_shrink or num_samples < 2:
             raise self._refusal(tokens, num_samples, text)
         less = self._less_than(tokens)
-        _remember(self.run, less.tokens)
+        _remember(self.run, less.tokens, tokens)
         raise SmallerMicroBatch(
             f"a micro-batch of {tokens:,} tokens, in its {shortage.phase} pass ({text})",
             where=less.sentence(),
-            fix=f"the same command goes on from the newest checkpoint with at most {less.tokens:,} at once, which "
-            "changes no result",
+            fix=f"the same command goes on with at most {less.tokens:,} at once, which changes no result",
         )
 
     def _less_than(self, tokens: int) -> Correction:
@@ -136,14 +143,17 @@ class MemoryGuard:
         return [f"  {edit}" for edit in edits]
 
 
-def most_tokens_at_once(run: RunFolder) -> int | None:
-    """What a micro-batch may hold in a run whose memory was short before; None: nothing is known."""
-    most = (read_json(run.path / "memory.json") or {}).get("most_tokens_at_once")
-    return most if isinstance(most, int) and most > 0 else None
+def read_shortage(run: RunFolder) -> tuple[int, int | None] | None:
+    """(what a micro-batch may hold, with how many tokens memory ran out) in a run whose memory was short before."""
+    known = read_json(run.path / "memory.json") or {}
+    most, ran_out_at = known.get("most_tokens_at_once"), known.get("ran_out_at_tokens")
+    if not isinstance(most, int) or most < 1:
+        return None
+    return most, ran_out_at if isinstance(ran_out_at, int) else None
 
 
-def _remember(run: RunFolder, tokens: int) -> None:
-    write_json_atomic(run.path / "memory.json", {"most_tokens_at_once": tokens})
+def _remember(run: RunFolder, tokens: int, ran_out_at: int) -> None:
+    write_json_atomic(run.path / "memory.json", {"most_tokens_at_once": tokens, "ran_out_at_tokens": ran_out_at})
 
 
 def _size(shortage: Shortage | None) -> tuple[int, int, str] | None:

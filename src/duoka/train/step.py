@@ -6,6 +6,7 @@ so each micro-batch is divided by it at once, and gradients are summed, never av
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,7 @@ def forward_backward(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     last = len(batch.micro_batches) - 1
     if isinstance(parallel.exchange, DdpExchange) and parallel.exchange.needs_rehearsal:
-        rehearse(parallel, batch.micro_batches[0], numerics, device)
+        rehearse(parallel, batch.micro_batches[0], numerics, world)
         LEDGER.take()  # what it sent is no step's
     for place, micro in enumerate(batch.micro_batches):
         started, waited = time.perf_counter(), LEDGER.waited_s
@@ -114,10 +115,7 @@ def forward_backward(
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            # Returned, not raised: a traceback would keep the tensors that should make room.
-            text = str(error).strip().splitlines()[0][:200]
-            phase = world.heart.beat.phase
-            return Shortage((micro.num_samples, micro.num_tokens, text), phase, place == last and phase == "backward")
+            return _shortage(micro, error, world, is_last=place == last)
         watch.after_backward()
         loss_sum += loss.detach()
         waited_backward = LEDGER.waited_s - waited - waited_forward
@@ -127,10 +125,23 @@ def forward_backward(
     return float(loss_sum)
 
 
+def _shortage(micro: Batch, error: RuntimeError, world: World, *, is_last: bool) -> Shortage:
+    """Returned, not raised: a traceback would keep the tensors that should make room."""
+    text, phase = str(error).strip().splitlines()[0][:200], world.heart.beat.phase
+    return Shortage((micro.num_samples, micro.num_tokens, text), phase, is_last and phase == "backward")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """CUDA's allocator has a type of its own; the CPU's says it in words."""
     words = ("can't allocate memory", "not enough memory")
     return isinstance(error, torch.OutOfMemoryError) or any(part in str(error).lower() for part in words)
+
+
+def _can_stand_in(
+    shortage: Shortage, parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World
+) -> bool:
+    """Whether this rank could come to where the others are, although it ran out."""
+    return not (shortage.is_in_exchange and world.size > 1) and _take_part(parallel, batch, numerics, world)
 
 
 def _take_part(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World) -> bool:
@@ -153,16 +164,42 @@ def _take_part(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, w
     return True
 
 
-def rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, device: torch.device) -> None:
+def rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, world: World) -> None:
     """One pass with an exchange, whose gradients are thrown away and whose random numbers are drawn again."""
+    device = world.device
     devices = [device] if device.type == "cuda" else []
     exchange = parallel.exchange
     rehearsing = exchange.rehearsing() if isinstance(exchange, DdpExchange) else exchange(True)
     with torch.random.fork_rng(devices), rehearsing:
+        world.heart.tell("forward")
         with compute_in(numerics.precision, device):
             loss, _ = parallel.model(**model_inputs(micro, device))
+        world.heart.tell("backward")
         (loss * 0.0).backward()
     parallel.model.zero_grad(set_to_none=True)
+
+
+def try_rehearsal(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World) -> StepResult:
+    """`rehearse` with the batch's first micro-batch: whether memory is enough on all ranks, as after a step."""
+    micro, shortage = batch.micro_batches[0], None
+    try:
+        inject.strike_forward(world.heart.beat.step + 1, world.rank)
+        rehearse(parallel, micro, numerics, world)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        shortage = _shortage(micro, error, world, is_last=True)
+    if shortage:
+        parallel.model.zero_grad(set_to_none=True)
+        exchange = parallel.exchange
+        with exchange.without_debts() if isinstance(exchange, DdpExchange) else contextlib.nullcontext():
+            can_try_again = _can_stand_in(shortage, parallel, batch, numerics, world)
+        if not can_try_again:
+            return StepResult(0.0, 0.0, is_short=True, shortage=shortage, can_try_again=False)
+        parallel.model.zero_grad(set_to_none=True)
+    LEDGER.take()  # what it sent is no step's
+    is_short = world.sum([float(shortage is not None)])[0] > 0
+    return StepResult(0.0, 0.0, is_short=is_short, shortage=shortage)
 
 
 def model_inputs(micro: Batch, device: torch.device) -> dict[str, torch.Tensor | None]:
@@ -198,7 +235,7 @@ def optimizer_step(
     shortage = outcome if isinstance(outcome, Shortage) else None
     if shortage:
         optimizer.zero_grad(set_to_none=True)
-        if (shortage.is_in_exchange and world.size > 1) or not _take_part(parallel, batch, numerics, world):
+        if not _can_stand_in(shortage, parallel, batch, numerics, world):
             return StepResult(0.0, 0.0, is_short=True, shortage=shortage, can_try_again=False)
     overlapped_s = min(LEDGER.overlapped_s(), times.backward_s)
     times.wait_s += overlapped_s

@@ -1,0 +1,235 @@
+"""One machine's part in a run whose machines may leave and come back: `duoka train X --nodes 1:2 --meet HOST:PORT`.
+
+Called by the command line on every machine. It starts and ends this machine's ranks as the meeting (meeting.py) says,
+world after world, and reports how they ended. The machine that owns HOST also holds the meeting, beside its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from duoka.cluster.blame import Verdict
+from duoka.cluster.meeting import Meeting, Rules
+from duoka.cluster.ranks import Place, Ranks, node_environment
+from duoka.cluster.supervise import Request, listen_to_signals
+from duoka.cluster.wire import Wire
+from duoka.errors import ConfigError, StoppedEarly, WorkerFailed
+from duoka.parallel.lifeline import JOINS, QUIET
+from duoka.parallel.rank import LOGS_FOLDER, NUM_RESTARTS
+from duoka.runs.folder import RunFolder
+from duoka.units import format_seconds
+
+RETURN_S = 60.0  # for the meeting's machine to come back, once it was there
+_LOOK_EVERY_S = 0.1
+_CONNECT_S = 2.0
+_GRACE_S = 60.0  # from a request to stop until what is left is killed
+
+
+def run_elastic(
+    rules: Rules, num_processes: int, command: Sequence[str], run: RunFolder, identity: Mapping[str, str],
+    say: Callable[[str], None], wish: int = 0,
+) -> Verdict:  # fmt: skip
+    """See the run to its end, or to this machine's leaving. `identity`: what must be the same on all machines."""
+    run.make()
+    request = Request()
+    with listen_to_signals(request), _hold_meeting(rules, run, num_processes, identity) as meeting:
+        hello = {
+            "name": f"{socket.gethostname()}-{os.getpid()}", "identity": dict(identity), "is_host": meeting is not None,
+            "wish": wish,
+        }  # fmt: skip
+        machine = _Machine(rules, num_processes, tuple(command), run, hello, say, request)
+        if meeting is None:
+            say(f"the meeting is on another machine: {rules.host}:{rules.port}")
+        else:
+            say(f"this machine holds the meeting at {rules.host}:{rules.port}; when it ends, the run ends")
+        try:
+            while True:
+                verdict = machine.look()
+                if verdict is not None:
+                    return verdict
+                time.sleep(_LOOK_EVERY_S)
+        finally:
+            machine.close()
+
+
+@contextlib.contextmanager
+def _hold_meeting(
+    rules: Rules, run: RunFolder, num_processes: int, identity: Mapping[str, str]
+) -> Iterator[Meeting | None]:
+    """The meeting, on the machine that has the address; None on all others."""
+    listener = _listen(rules)
+    if listener is None:
+        yield None
+        return
+    meeting = Meeting(listener, rules, run, num_processes, identity)
+    meeting.start()
+    try:
+        yield meeting
+    finally:
+        meeting.leave()
+
+
+def _listen(rules: Rules) -> socket.socket | None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(rules.host, rules.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(
+            f"the machines should meet at {rules.host}, which cannot be found: {error.strerror}",
+            fix="write the address of one of them; hostname -I prints a machine's own",
+        ) from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(64)
+        return listener
+    except OSError as error:
+        listener.close()
+        # Not an address of this machine; or it is, and another launcher here holds the meeting already.
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None
+        raise ConfigError(f"cannot listen at {rules.host}:{rules.port}: {error.strerror}") from None
+
+
+@dataclass
+class _Machine:
+    """This machine's side of the connection, and its ranks."""
+
+    rules: Rules
+    num_processes: int
+    command: tuple[str, ...]
+    run: RunFolder
+    hello: dict[str, Any]
+    say: Callable[[str], None]
+    request: Request
+    wire: Wire | None = None
+    ranks: Ranks | None = None
+    world: int = 0
+    was_there: bool = False
+    told: bool = False
+    apart_since: float = field(default_factory=time.monotonic)
+
+    def look(self) -> Verdict | None:
+        """One look at everything; the end of this machine's part, once it has come."""
+        if self.request.leave_now:
+            return Verdict(130, ("left at once, as asked; nothing more was saved",), (), True)
+        if self.wire is None and (ended := self._connect()):
+            return ended
+        if self.wire is None:
+            return None
+        if self.request.stop_by and not self.told:
+            self.told = True
+            self.wire.send(leaving=self.request.stop_by)
+            if not self.hello["is_host"] and self.ranks is None:
+                return self._left()
+        for message in self.wire.take():
+            ended = self._hear(message)
+            if ended is not None:
+                return ended
+        if self.wire.is_lost:
+            self._fall_apart()
+            return None
+        return self._look_at_ranks()
+
+    def _connect(self) -> Verdict | None:
+        if self.request.stop_by:
+            return self._left()
+        rules = self.rules
+        try:
+            self.wire = Wire(socket.create_connection((rules.host, rules.port), timeout=_CONNECT_S))
+        except OSError as error:
+            limit_s = RETURN_S if self.was_there else rules.wait_s
+            if time.monotonic() - self.apart_since < limit_s:
+                return None
+            place = f"{rules.host}:{rules.port}"
+            what = f"nobody answers at {place}" if not self.was_there else f"the meeting at {place} did not come back"
+            raise WorkerFailed(
+                f"{what} within {format_seconds(limit_s)}",
+                where=error.strerror or str(error),
+                fix="start the same command on the machine that has this address (hostname -I prints a machine's own), "
+                "and here; the run goes on from the newest checkpoint",
+            ) from None
+        self.wire.send(hello=self.hello)
+        return None
+
+    def _fall_apart(self) -> None:
+        """The meeting is gone, or cut off: no rank here can go on without it."""
+        assert self.wire is not None
+        self.wire.close()
+        if self.was_there:
+            text = f"the meeting at {self.rules.host}:{self.rules.port} is gone: ending the ranks here, and"
+            self.say(f"{text} trying to come back for {format_seconds(RETURN_S)}")
+            self.apart_since = time.monotonic()
+        self.wire = None
+        self._end_ranks()
+
+    def _hear(self, message: dict[str, Any]) -> Verdict | None:
+        self.was_there = True
+        if "say" in message:
+            self.say(str(message["say"]))
+        elif "go" in message:
+            self._begin(message)
+        elif "stop" in message and self.ranks is not None and message["stop"] == self.world:
+            self.ranks.ask()
+        elif "end" in message and self.ranks is not None and message["end"] == self.world:
+            self.ranks.end()
+        elif "done" in message:
+            return Verdict(
+                int(message["done"]), tuple(message["lines"]), tuple(message["details"]), bool(message["stopped"])
+            )
+        elif "refused" in message:
+            raise ConfigError(
+                f"the meeting at {self.rules.host}:{self.rules.port} refused this machine",
+                where=str(message["refused"]),
+                fix="all machines need the same command, YAML, data and versions",
+            )
+        return None
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        self._end_ranks()
+        self.world = int(message["go"])
+        place = Place(
+            int(message["node"]), int(message["num_nodes"]), self.num_processes, self.rules.host, int(message["port"])
+        )
+        # Ranks write their failures down for the meeting, which says one cause for all.
+        env = node_environment(self.num_processes) | {
+            LOGS_FOLDER: str(self.run.logs.resolve()), NUM_RESTARTS: str(self.world - 1), JOINS: QUIET,
+        }  # fmt: skip
+        self.ranks = Ranks(place, self.command, env, grace_s=_GRACE_S)
+        if self.request.stop_by:
+            self.ranks.ask()
+
+    def _look_at_ranks(self) -> Verdict | None:
+        if self.ranks is None or self.wire is None:
+            return None
+        if self.request.stop_by:
+            self.ranks.ask()
+        if self.ranks.look():
+            return None
+        exits = [asdict(one) for one in self.ranks.watch.exits]
+        self.wire.send(ended=self.world, exits=exits)
+        self._end_ranks()
+        is_over = all(one["code"] == 0 for one in exits)
+        return self._left() if self.request.stop_by and not self.hello["is_host"] and not is_over else None
+
+    def _left(self) -> Verdict:
+        text = f"stopped by {self.request.stop_by}: this machine has left; the same command comes back"
+        return Verdict(StoppedEarly.exit_code, (text,), (), True)
+
+    def _end_ranks(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
+            self.ranks = None
+
+    def close(self) -> None:
+        self._end_ranks()
+        if self.wire is not None:
+            self.wire.close()
+            self.wire = None

@@ -1,0 +1,322 @@
+"""Where machines that come and go meet: who is here, which world begins, when it ends, and what was the matter.
+
+A thread in the launcher of the one machine that owns the meeting's address; every launcher, that one too, is a member
+over a connection (elastic.py). It starts no process. Its own end is the end of the run: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from duoka.cluster.blame import Verdict, judge_world, last_step
+from duoka.cluster.launch import WorldSpec
+from duoka.cluster.restart import FIRST_WAIT_S, LONGEST_WAIT_S, failure_kind, note_in_log
+from duoka.cluster.supervise import write_end
+from duoka.cluster.wire import Wire
+from duoka.errors import StoppedEarly, WorkerFailed
+from duoka.parallel.exits import RankExit
+from duoka.runs.failure import clear_failures
+from duoka.runs.folder import RunFolder
+from duoka.runs.heart import clear_beats
+from duoka.units import format_seconds
+
+LAST_CALL_S = 5.0  # after the latest arrival, for those that were started at the same time
+_LOOK_EVERY_S = 0.1
+_FINAL = (2, 3, 4, 6)  # what a rank refused will be refused again
+_FAREWELL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What was typed on every machine: between `least` and `most` of them, meeting at host:port."""
+
+    least: int
+    most: int
+    host: str
+    port: int
+    wait_s: float = 1800.0  # for machines to come, at the start and after a loss
+    restarts: int = 0  # how often ranks may fail while their machines stay
+
+
+@dataclass
+class Member:
+    wire: Wire
+    name: str = ""  # empty: has not said who it is
+    order: tuple[int, int] = (0, 0)
+    is_host: bool = False
+    leaving: str = ""  # the signal that asked for it
+    exits: list[RankExit] | None = None  # of the world that is under way, once its ranks there have ended
+
+
+@dataclass
+class _World:
+    number: int
+    members: list[Member]
+    spec: WorldSpec
+    newcomers: list[Member]
+    lost: list[str] = field(default_factory=list)
+    asked: bool = False  # everybody was told to save and leave
+    cut: bool = False  # everybody was told that somebody is gone
+
+
+class Meeting(threading.Thread):
+    def __init__(
+        self, listener: socket.socket, rules: Rules, run: RunFolder, num_processes: int, identity: Mapping[str, str]
+    ) -> None:
+        super().__init__(name="duoka-meeting", daemon=True)
+        self.rules, self.run_folder, self.num_processes, self.identity = rules, run, num_processes, dict(identity)
+        self.verdict: Verdict | None = None
+        self._listener = listener
+        listener.setblocking(False)
+        self._members: list[Member] = []
+        self._world: _World | None = None
+        self._number = self._num_arrived = self._num_failures = 0
+        self._gathers_since = self._changed_at = time.monotonic()
+        self._not_before, self._wait_s = 0.0, FIRST_WAIT_S
+        self._before: tuple[str, int] = ("", -1)
+        self._stop_by = ""
+        self._told_count = -1
+
+    def run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._listener, selectors.EVENT_READ)
+                while self.verdict is None:
+                    selector.select(_LOOK_EVERY_S)
+                    self.tend()
+            deadline = time.monotonic() + _FAREWELL_S
+            while self._members and time.monotonic() < deadline:
+                for member in list(self._members):
+                    member.wire.take()
+                    if member.wire.is_lost:
+                        self._drop(member)
+                time.sleep(_LOOK_EVERY_S / 5)
+        finally:
+            self._listener.close()
+            for member in list(self._members):
+                self._drop(member)
+
+    def leave(self) -> None:
+        """Its launcher ends: by then everybody has been told, or the connections that break tell them."""
+        self.verdict = self.verdict or Verdict(130)
+        self.join()
+
+    def tend(self) -> None:
+        """One look at everything; never waits."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while True:
+                self._members.append(Member(Wire(self._listener.accept()[0])))
+        for member in list(self._members):
+            try:
+                for message in member.wire.take():
+                    self._hear(member, message)
+            except (AttributeError, KeyError, TypeError, ValueError):  # a stranger, who speaks something else
+                member.wire.is_lost = True
+            if member.wire.is_lost and member in self._members:
+                self._lose(member)
+        if self._world is not None:
+            self._tend_world(self._world)
+        else:
+            self._gather()
+
+    # --- members ---
+
+    def _hear(self, member: Member, message: dict[str, Any]) -> None:
+        world = self._world
+        if "hello" in message and not member.name:
+            self._greet(member, message["hello"])
+        elif "ended" in message and world is not None and message["ended"] == world.number and member in world.members:
+            member.exits = [RankExit(**one) for one in message["exits"]]
+        elif "leaving" in message:
+            member.leaving = str(message["leaving"])
+            if member.is_host:
+                self._stop_by = member.leaving
+
+    def _greet(self, member: Member, hello: dict[str, Any]) -> None:
+        differ = [
+            f"{name} is {hello['identity'].get(name)} there and {value} here"
+            for name, value in self.identity.items()
+            if hello["identity"].get(name) != value
+        ]
+        if differ:
+            return self._refuse(member, "; ".join(differ))
+        self._num_arrived += 1
+        member.name, member.is_host = str(hello["name"]), bool(hello["is_host"])
+        # The machine of the meeting comes first: rank 0, and the address where ranks meet, stay with it.
+        member.order = (-1 if member.is_host else int(hello["wish"]), self._num_arrived)
+        self._changed_at = time.monotonic()
+        if self._world is not None or self._number:
+            self._tell_all(f"{member.name} has come")
+
+    def _refuse(self, member: Member, why: str) -> None:
+        member.wire.send(refused=why)
+        self._tell_all(f"{member.name or 'a machine'} was refused: {why}", but=member)
+        self._drop(member)
+
+    def _lose(self, member: Member) -> None:
+        self._drop(member)
+        world = self._world
+        if world is not None and member in world.members and member.exits is None:
+            world.lost.append(member.name)
+            self._tell_all(f"{member.name} is gone")
+
+    def _drop(self, member: Member) -> None:
+        member.wire.close()
+        self._members.remove(member)
+
+    def _tell_all(self, text: str, *, but: Member | None = None) -> None:
+        for member in self._members:
+            if member.name and member is not but:
+                member.wire.send(say=text)
+
+    # --- a world under way ---
+
+    def _tend_world(self, world: _World) -> None:
+        here = [member for member in world.members if member in self._members]
+        if (world.lost or any(_has_failed(member, world) for member in here)) and not world.cut:
+            world.cut = True
+            for member in here:
+                member.wire.send(end=world.number)
+        wanted = self._stop_by or any(member.leaving for member in here) or self._can_grow(world)
+        if wanted and not world.asked and not world.cut:
+            world.asked = True
+            for member in here:
+                member.wire.send(stop=world.number)
+        if all(member.exits is not None for member in here):
+            self._close(world)
+
+    def _can_grow(self, world: _World) -> bool:
+        waiting = [one for one in self._members if one.name and not one.leaving and one not in world.members]
+        has_place = len(world.members) < self.rules.most
+        return bool(waiting) and has_place and time.monotonic() - self._changed_at > LAST_CALL_S
+
+    def _close(self, world: _World) -> None:
+        """All ranks have ended: the run's end, or another world."""
+        self._world, self._gathers_since = None, time.monotonic()
+        exits = sorted((one for member in world.members for one in member.exits or ()), key=lambda one: one.time)
+        by = self._stop_by or ("SIGTERM" if world.asked else "")
+        verdict = judge_world(world.spec, exits, stopped_by=by, left_at_once=False, killed_late=False)
+        if any(one.rank == 0 and one.code == 0 for one in exits):
+            return self._finish(Verdict(0))  # the result is whole; who ended badly after that changes nothing
+        if self._stop_by and verdict.stopped:
+            text = f"stopped by {self._stop_by}; the same command goes on"
+            return self._finish(Verdict(verdict.exit_code, verdict.lines or (text,), (), True))
+        if self._stop_by:
+            return self._finish(verdict)
+        step = last_step(self.run_folder, world.spec.started)
+        if verdict.exit_code in _FINAL and not verdict.again:
+            return self._refuse_newcomers(world, verdict, step) if world.newcomers else self._finish(verdict)
+        if world.lost:
+            return self._next(f"{' and '.join(world.lost)} left after step {step}; the others go on", step)
+        if verdict.again:
+            return self._next("\n".join(verdict.lines), verdict.step)
+        if verdict.stopped and world.asked:
+            leavers = " and ".join(member.name for member in world.members if member.leaving)
+            text = f"{leavers} leaves in good order" if leavers else "machines have come"
+            return self._next(f"{text}: a new world goes on after step {step}", step)
+        if verdict.stopped:
+            return self._finish(verdict)
+        return self._try_again(verdict)
+
+    def _refuse_newcomers(self, world: _World, verdict: Verdict, step: int) -> None:
+        """A machine with other data or libraries shall not end the run of those that were there before."""
+        for member in world.newcomers:
+            if member in self._members:
+                self._refuse(member, "; ".join(line.strip() for line in verdict.lines))
+        self._next("the others go on without it", step)
+
+    def _try_again(self, verdict: Verdict) -> None:
+        most, now = self.rules.restarts, (failure_kind(verdict), verdict.step)
+        if now == self._before:
+            return self._finish(_with_line(verdict, "the same failure at the same step twice: not started again"))
+        if self._num_failures == most:
+            more = f"all {most} restarts are used up" if most else "--restarts 3 would have gone on by itself"
+            return self._finish(_with_line(verdict, more))
+        if verdict.step > self._before[1] >= 0:
+            self._wait_s = FIRST_WAIT_S
+        self._before, self._num_failures = now, self._num_failures + 1
+        self._not_before = time.monotonic() + self._wait_s
+        text = f"restart {self._num_failures} of {most} in {format_seconds(self._wait_s)}"
+        self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+        self._next("\n".join((*verdict.lines, f"  {text}")), verdict.step)
+
+    def _next(self, text: str, step: int) -> None:
+        self._tell_all(text)
+        note_in_log(self.run_folder, text, step)
+
+    def _finish(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        if verdict.exit_code not in (0, StoppedEarly.exit_code):  # else rank 0 has written how it ended
+            write_end(self.run_folder, verdict)
+        for member in self._members:
+            member.wire.send(
+                done=verdict.exit_code, lines=verdict.lines, details=verdict.details, stopped=verdict.stopped
+            )
+
+    # --- between worlds ---
+
+    def _gather(self) -> None:
+        rules, now = self.rules, time.monotonic()
+        if self._stop_by:
+            text = f"stopped by {self._stop_by} between two worlds; the same command goes on"
+            return self._finish(Verdict(StoppedEarly.exit_code, (text,), (), True))
+        here = sorted(
+            (member for member in self._members if member.name and not member.leaving), key=lambda one: one.order
+        )
+        is_last_call = self._number == 0 and now - self._changed_at <= LAST_CALL_S
+        if now < self._not_before or (is_last_call and len(here) < rules.most):
+            return
+        if len(here) >= rules.least and any(member.is_host for member in here):
+            return self._start(here[: rules.most])
+        if now - self._gathers_since > rules.wait_s:
+            what = f"{len(here)} of at least {rules.least} machines came within {format_seconds(rules.wait_s)}"
+            fix = f"  start the same command on the others; they meet at {rules.host}:{rules.port}"
+            return self._finish(Verdict(WorkerFailed.exit_code, (f"{WorkerFailed.title}: {what}", fix)))
+        if len(here) != self._told_count:
+            self._told_count = len(here)
+            self._tell_all(f"{len(here)} of at least {rules.least} machines are here; waiting for the others")
+
+    def _start(self, members: list[Member]) -> None:
+        before = self._number
+        self._number, self._told_count = before + 1, -1
+        known = {member.name for member in members if member.exits is not None}
+        for member in members:
+            member.exits = None
+        newcomers = [member for member in members if member.name not in known] if before else []
+        clear_failures(self.run_folder)
+        clear_beats(self.run_folder)
+        size = len(members) * self.num_processes
+        spec = WorldSpec((), size, self.run_folder, num_restarts=before)
+        self._world = _World(self._number, members, spec, newcomers)
+        names = ", ".join(member.name for member in members)
+        self._tell_all(f"world {self._number}: {_count(len(members), 'machine')} ({names}), {_count(size, 'rank')}")
+        port = _free_port()
+        for node, member in enumerate(members):
+            member.wire.send(go=self._number, node=node, num_nodes=len(members), port=port)
+
+
+def _has_failed(member: Member, world: _World) -> bool:
+    good = (0, StoppedEarly.exit_code, *((-signal.SIGTERM, 128 + signal.SIGTERM) if world.asked else ()))
+    return any(one.code not in good for one in member.exits or ())
+
+
+def _with_line(verdict: Verdict, text: str) -> Verdict:
+    return Verdict(verdict.exit_code, (*verdict.lines, f"  {text}"), verdict.details, step=verdict.step)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])

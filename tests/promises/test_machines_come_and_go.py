@@ -1,0 +1,102 @@
+"""Machines leave a run and come back: the others go on at the same global batch, and each sample is learnt once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors.torch import load_file
+from tiny import write_conversations
+from worlds import free_port, train_all
+
+from duoka.runs.events import global_log, read_events, read_steps
+from duoka.runs.folder import RunFolder
+
+YAML = """
+model: {model}
+data: {{train: [{data}], max_length: 256}}
+optim: {{lr: 2e-3}}
+train: {{epochs: 25, global_batch: 20, micro_batch: 1, precision: fp32}}
+checkpoint: {{every: 5}}
+output: {output}
+"""
+STEPS = 50
+WITHIN_S = 100
+
+
+def start(yaml, run, port, name):
+    command = [sys.executable, "-m", "duoka", "train", str(yaml), f"output={run.path}", "--nproc", "1"]
+    with (yaml.parent / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, "--nodes", "1:2", "--meet", f"127.0.0.1:{port}"], stdout=log, stderr=log,
+            env={**os.environ, "DUOKA_ALLOW_LOOPBACK": "1"},
+        )  # fmt: skip
+
+
+def worlds_of(run):
+    """(the step that it began after, machines) of every world."""
+    return [(event["step"], event["world_size"]) for event in read_events(global_log(run)) if "world_size" in event]
+
+
+def wait_for_world(run, number, num_machines, *machines, step=0):
+    """Until world `number` has learnt something new, and come past `step`."""
+    deadline = time.monotonic() + WITHIN_S
+    while True:
+        worlds, steps = worlds_of(run), [event["step"] for event in read_steps(run)]
+        if len(worlds) == number and steps and steps[-1] > max(step, worlds[-1][0] + 2):
+            assert worlds[-1][1] == num_machines, worlds
+            return
+        assert time.monotonic() < deadline, f"no world {number}: {worlds}, last steps {steps[-3:]}"
+        assert all(machine.poll() is None for machine in machines), "one has ended; see the logs beside the run"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(400)
+def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_model):
+    data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "out"), encoding="utf-8")
+    train_all([(str(yaml), [], str(tmp_path / "whole"))], 1)
+    run, port = RunFolder(tmp_path / "elastic"), free_port()
+    host = start(yaml, run, port, "host")
+    machines = [host]
+    try:
+        while f"holds the meeting at 127.0.0.1:{port}" not in (tmp_path / "host.log").read_text(encoding="utf-8"):
+            assert host.poll() is None, (tmp_path / "host.log").read_text(encoding="utf-8")
+            time.sleep(0.05)
+        machines.append(start(yaml, run, port, "guest"))
+        wait_for_world(run, 1, 2, *machines, step=6)
+        machines[1].kill()
+        machines[1].wait()
+        wait_for_world(run, 2, 1, host)
+        machines.append(start(yaml, run, port, "back"))
+        wait_for_world(run, 3, 2, host, machines[2])
+        machines[2].send_signal(signal.SIGTERM)
+        assert machines[2].wait(WITHIN_S) == 75
+        assert host.wait(WITHIN_S) == 0
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.wait()
+    begun, sizes = zip(*worlds_of(run), strict=True)
+    assert sizes == (2, 1, 2, 1) and begun[1] >= 5, f"each goes on from a checkpoint: {worlds_of(run)}"
+    said, guest = ((tmp_path / f"{name}.log").read_text(encoding="utf-8") for name in ("host", "back"))
+    assert (
+        " left after step " in said
+        and " has come" in said
+        and " leaves in good order" in said
+        and "Traceback" not in said
+    ), said
+    assert "this machine has left; the same command comes back" in guest and "Traceback" not in guest, guest
+    steps = read_steps(run)
+    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    assert {event["num_samples"] for event in steps} == {20}, "the same global batch in every world"
+    state = json.loads((sorted(run.checkpoints.iterdir())[-1] / "state.json").read_text())["progress"]
+    assert state["num_samples"] == 40 * 25, "each sample once an epoch, over the whole story"
+    whole = {event["step"]: event["loss"] for event in read_steps(RunFolder(tmp_path / "whole"))}
+    assert max(abs(event["loss"] / whole[event["step"]] - 1) for event in steps) < 1e-4
+    ours, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.path, tmp_path / "whole"))
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-4
