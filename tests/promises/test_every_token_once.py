@@ -97,7 +97,7 @@ def train_and_watch(folder, jobs):
     from duoka.train import loop, main, step
 
     given, steps = [], []
-    inputs_of, optimizer_step = step.model_inputs, loop.optimizer_step
+    inputs_of, optimizer_step, rehearse = step.model_inputs, loop.optimizer_step, step.rehearse
 
     def seen(micro, device):
         inputs = inputs_of(micro, device)
@@ -110,7 +110,12 @@ def train_and_watch(folder, jobs):
         steps.append(list(given))
         return result
 
-    step.model_inputs, loop.optimizer_step = seen, watched
+    def unlearned(*arguments):
+        count = len(given)
+        rehearse(*arguments)  # a pass whose gradients are thrown away
+        del given[count:]
+
+    step.model_inputs, loop.optimizer_step, step.rehearse = seen, watched, unlearned
     world = None
     for yaml, overrides, name, source in jobs:
         steps.clear()

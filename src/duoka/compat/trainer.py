@@ -23,8 +23,9 @@ class ScheduleLR(torch.optim.lr_scheduler.LRScheduler):
     """duoka's schedule as torch has schedulers: exactly the rates of `duoka train`, one for each optimizer step."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int, tokens_per_step: float | None
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int,
+        tokens_per_step: float | None = None,
+    ) -> None:  # fmt: skip
         self.optim = optim
         self.total_steps = total_steps
         self.tokens_per_step = tokens_per_step
