@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from traffic import run_world
+from traffic import report, run_world
 
 SIZES = (2,)  # with 4, torch.optim.Muon takes minutes on two cores
 LAYERS, WIDTH, MLP = 1, 256, 704
@@ -159,11 +156,7 @@ def main() -> None:
         work()
         return
     rows = [row for size in options.sizes for row in run_world(size, __file__)]
-    found = {"rows": rows, "torch": version("torch"), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-    for path, text in ((options.out, json.dumps(found, indent=1) + "\n"), (options.table, table(found))):
-        if path:
-            path.write_text(text, encoding="utf-8")
-    print(table(found))
+    report({"rows": rows}, table, options)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -200,12 +201,16 @@ def main() -> None:
         can = subprocess.run([*inside[:4], "ip link set lo up"], capture_output=True).returncode == 0
         os.execvp(inside[0], inside) if can else None
     rows = [row for size in SIZES for row in run_world(size)]
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    found = {"rows": rows, "namespace": options.alone, "torch": version("torch"), "machine": machine}
-    for path, text in ((options.out, json.dumps(found, indent=1) + "\n"), (options.table, table(found))):
+    report({"rows": rows, "namespace": options.alone}, table, options)
+
+
+def report(found: dict[str, Any], page: Callable[[dict[str, Any]], str], options: argparse.Namespace) -> None:
+    """The figures to `--out`, their page to `--table` and to the screen; muon.py reports in the same way."""
+    found |= {"torch": version("torch"), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    for path, text in ((options.out, json.dumps(found, indent=1) + "\n"), (options.table, page(found))):
         if path:
             path.write_text(text, encoding="utf-8")
-    print(table(found))
+    print(page(found))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Ranks:
                 self._processes[place.first + local] = _start(
                     place, local, command, {**env, TOKEN: self._token}, streams
                 )
-        except BaseException:
+        except BaseException:  # a Ctrl-C too must leave no rank behind that nobody watches yet; it goes on upwards
             for process in self._processes.values():
                 process.kill()
                 process.wait()
