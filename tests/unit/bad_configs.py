@@ -312,6 +312,7 @@ CONTRADICTIONS = {
     "quantized-base-is-frozen": _PACKED,
     "quantized-base-is-whole": f"{_PACKED}lora: {{rank: 4}}\nparallel: {{strategy: fsdp}}\n",
     "quantized-base-as-it-is": f"{_PACKED}lora: {{init: pissa}}\n",
+    "quantized-base-is-not-compiled": f"{_PACKED}lora: {{rank: 4}}\ntrain: {{compile: true}}\n",
     "double-quantization-of-nothing": _PACKED.replace("quantization: nf4", "double_quantization: false"),
     "muon-in-fp16": HEAD + "optim: {name: muon, adamw_lr: 3e-4}\ntrain: {precision: fp16}\n",
     "optimizer-is-not-offloaded": HEAD + "optim: {name: lamb}\nparallel: {offload: optimizer}\n",

@@ -54,6 +54,12 @@ def test_all_rules_are_evaluated_and_sorted_by_line(tmp_path: Path) -> None:
     assert "train.max_steps is in line 5 of" in faults[1].what
 
 
+def test_a_fault_elsewhere_gives_a_new_model_no_name(tmp_path: Path) -> None:
+    text = "model: {depth: 4, tokenizer: demo}\ndata: {train: [identity]}\ntrain: {tokens: 20y}\n"
+    (fault,) = faults_of(tmp_path, text)
+    assert fault.key == "train.tokens"
+
+
 def test_schema_faults_do_not_hide_contradictions_and_unknown_keys(tmp_path: Path) -> None:
     text = HEAD + "lora: {rank: eight}\noptim: {lr: 7}\ntrian: {epochs: 2}\n"
     assert [fault.line for fault in faults_of(tmp_path, text)] == [3, 4, 5]

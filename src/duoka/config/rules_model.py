@@ -172,12 +172,17 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "quantized-base-as-it-is",
-        ("model.quantization", "lora.init", "train.compile"),
-        lambda c: (
-            c.model.quantization != "none" and (c.train.compile or (c.lora is not None and c.lora.init != "random"))
-        ),
-        "model.quantization packs the base, and lora.init pissa would take parts out of it, train.compile look into it",
-        "write   init: random   and   compile: false   or delete quantization",
+        ("model.quantization", "lora.init"),
+        lambda c: c.model.quantization != "none" and c.lora is not None and c.lora.init != "random",
+        "model.quantization packs the base into 4 bits, and lora.init {c.lora.init} takes parts out of it unpacked",
+        "write   init: random   or delete quantization",
+    ),
+    Rule(
+        "quantized-base-is-not-compiled",
+        ("model.quantization", "train.compile"),
+        lambda c: c.model.quantization != "none" and c.train.compile,
+        "train.compile is on, and model.quantization packs the base by kernels that it cannot look into",
+        "write   compile: false   or delete quantization",
     ),
     Rule(
         "double-quantization-of-nothing",

@@ -80,7 +80,7 @@ def _with_defaults(raw: dict[str, Any], bad: set[KeyPath]) -> RunConfig | None:
             if not isinstance(raw.get(key), dict):
                 raw[key] = dict(value)
             for inner, content in value.items():
-                if not raw[key].get(inner):
+                if not raw[key].get(inner) and not raw[key].get("depth"):  # a new model has no name
                     raw[key][inner] = content
         try:
             return RunConfig.model_validate(raw)
