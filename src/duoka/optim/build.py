@@ -84,7 +84,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, optim: OptimConfig, fac
     parts = []
     for (kind, rate), count in sorted(counts.items(), key=lambda item: item[0][0] != "muon"):
         name = "adamw" if optim.name == "muon" and kind != "muon" else optim.name
-        what = "matrices" if kind == "muon" else "others" if parts else "tensors"
+        what = "matrices" if kind == "muon" else ("other" if count == 1 else "others") if parts else "tensors"
         parts.append(f"{name} lr {rate:g} for {count:,} {what}")
     return ", ".join(parts) + written
 

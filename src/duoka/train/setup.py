@@ -198,7 +198,7 @@ def banner(
 
 
 _SHOWN_OF_DEPTH = {
-    "model.width": "width {}", "model.head_dim": "heads of {}", "model.kv_heads": "{} for keys and values",
+    "model.width": "width {}", "model.head_dim": "heads of {}", "model.kv_heads": "{} heads of keys and values",
     "model.mlp_width": "MLP {}", "data.max_length": "rows of {}", "train.global_batch": "batch {}",
     "train.tokens": "{} tokens", "optim.name": "{}", "optim.lr": "lr {}", "optim.embedding_lr": "embedding {}",
     "optim.head_lr": "head {}", "optim.adamw_lr": "norms {}", "optim.schedule": "{}",
