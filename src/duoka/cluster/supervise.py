@@ -201,8 +201,10 @@ def listen_to_signals(request: Request) -> Iterator[None]:
 
 def write_end(run: RunFolder, verdict: Verdict) -> None:
     state: State = "done" if verdict.exit_code == 0 else "stopped" if verdict.stopped else "failed"
-    cause = verdict.lines[0] if verdict.lines else ""
-    _note_status(run, state, exit_code=verdict.exit_code, cause=cause)
+    if state == "stopped" and not verdict.lines:  # rank 0 has written down who asked for it
+        _note_status(run, state, exit_code=verdict.exit_code)
+    else:
+        _note_status(run, state, exit_code=verdict.exit_code, cause="\n".join(verdict.lines))
 
 
 def _note_status(run: RunFolder, state: State, **changes: Any) -> None:
