@@ -57,6 +57,7 @@ from duoka.train.setup import RunSettings, banner, build_settings, describe_rest
 from duoka.train.shortage import MemoryGuard, read_shortage
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
+from duoka.train.takeover import take_over_state
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def run_in_world(inputs: Inputs, world: World) -> int:
         if found is not None:
             store.load(found, contents)
             contents.parallel.go_on()
+        elif config.optim.state is not None:
+            take_over_state(config, run, inputs.loaded.base, world, contents, notes.append)
         settings = build_settings(config, feed, contents.state, inputs.prepared.mean_length, plan.horizon)
         notes += settings.notes() + check_room(store, contents, settings)
         if world.is_main:
