@@ -77,7 +77,7 @@ def test_every_file_of_the_corpus_loads_or_says_what_it_lacks(name: str) -> None
         command = OTHER_TASKS[name]
         asked = read_asked("x.yaml", command)
         assert asked is not None and asked.model == keys["model_name_or_path"]
-        assert asked.adapter == keys.get("adapter_name_or_path")
+        assert asked.adapters == [keys[name] for name in ("adapter_name_or_path",) if name in keys]
         assert f"duoka {command} x.yaml" in (describe_task("x.yaml") or "")
         assert f"duoka {command} x.yaml" in refusal(keys)
         return
@@ -152,6 +152,23 @@ def test_the_nested_form_as_it_stands_equals_its_flat_twin() -> None:
     twin = load(flat, "parallel.strategy=ddp", ranks=2)
     assert nested.config == twin.config
     assert load(NESTED, has_gpu=False).config.train.precision == "auto"
+
+
+def test_a_trained_adapter_goes_on_as_there_with_what_is_its_own() -> None:
+    loaded = load(BASE | {"adapter_name_or_path": "a, b", "lora_rank": 64, "lora_alpha": 3, "lora_dropout": 0.3})
+    assert loaded.config.lora is not None
+    assert (loaded.config.lora.adapter, loaded.config.lora.merge, loaded.config.lora.rank) == ("b", ("a",), 8)
+    text = "\n".join(loaded.notes)
+    assert "a merged into the base; b: it is trained further" in text and "lora_rank: of a new adapter" in text, text
+    new = load(BASE | {"adapter_name_or_path": "a", "create_new_adapter": True, "lora_rank": 64}).config.lora
+    assert new is not None and (new.adapter, new.merge, new.rank) == (None, ("a",), 64)
+    # The bare word of guides is a new adapter, unless a folder has that name.
+    for folder, wanted in ((None, None), ("lora", "lora")):
+        Path(folder or "other").mkdir()
+        for text in (NESTED, yaml.safe_dump(BASE | {"adapter_name_or_path": "lora"})):
+            lora = load(text).config.lora
+            assert lora is not None and lora.adapter == wanted
+    assert "finetuning_type full has none" in refusal(BASE | {"adapter_name_or_path": "a", "finetuning_type": "full"})
 
 
 def test_converted_configs_are_equal(tmp_path: Path) -> None:
