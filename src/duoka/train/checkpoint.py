@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
@@ -43,7 +41,7 @@ from duoka.runs.manifest import (
     write_file,
     write_manifest,
 )
-from duoka.train.reader import CheckpointReader
+from duoka.train.reader import opened
 from duoka.train.resume import STATE
 from duoka.train.retention import DRAFT, Keep, make_way, remove_old
 from duoka.train.snapshot import CHUNK_BYTES, Chunk, Copier, HostBuffer, Share, plan_share, write_share
@@ -362,18 +360,10 @@ class CheckpointStore:
             )
 
     def _load_tensors(self, folder: Path, contents: Contents) -> None:
-        # torch logs the whole of every error, and its own deprecations, beside raising it.
-        logging.disable(logging.ERROR)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                reader = CheckpointReader(str(folder))
-                saved = reader.read_metadata().state_dict_metadata
-                inheritance = inherit(contents.tensors(), saved, self.world.rank, self.world.size)
-                dcp.load(inheritance.named, storage_reader=reader, no_dist=self.world.size == 1)
-                inheritance.settle()
-        finally:
-            logging.disable(logging.NOTSET)
+        with opened(folder) as (reader, saved):
+            inheritance = inherit(contents.tensors(), saved, self.world.rank, self.world.size)
+            dcp.load(inheritance.named, storage_reader=reader, no_dist=self.world.size == 1)
+            inheritance.settle()
 
 
 def _random_name(rank: int) -> str:
