@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from worlds import train_all
 
 from duoka.config.load import load_config, resolved_yaml
+from duoka.errors import Faults
 from duoka.runs.folder import RunFolder
-from duoka.serve.trained import find_trained, load_trained
+from duoka.serve.trained import find_trained, find_trained_on, load_trained
 
 RECIPE = {"lr": 5e-3, "warmup": 0.5, "clip": 0.5, "weight_decay": 0.1}
 YAML = """
@@ -121,6 +122,8 @@ def test_the_result_is_one_plain_adapter_of_the_base_as_it_came(case, oracles):
     ids = torch.arange(3, 43)[None]
     facts = json.loads((folder / "above/final/adapter_config.json").read_text("utf-8"))
     assert facts["r"] == 2 + 3 + 4 and set(facts["target_modules"]) >= {"q_proj", "up_proj", "v_proj", "down_proj"}
+    with pytest.raises(Faults, match="would count twice"):  # as a file of LLaMA-Factory's would name them
+        find_trained_on(str(model), [str(folder / "other"), str(folder / "above/final")], say=print)
     base = AutoModelForCausalLM.from_pretrained(model)
     RunFolder(folder / "above").config.write_text(resolved_yaml(load_config(folder / "x.yaml", [ABOVE])), "utf-8")
     with torch.no_grad():

@@ -154,41 +154,6 @@ def test_the_nested_form_as_it_stands_equals_its_flat_twin() -> None:
     assert load(NESTED, has_gpu=False).config.train.precision == "auto"
 
 
-def test_a_trained_adapter_goes_on_as_there_with_what_is_its_own() -> None:
-    loaded = load(BASE | {"adapter_name_or_path": "a, b", "lora_rank": 64, "lora_alpha": 3, "lora_dropout": 0.3})
-    assert loaded.config.lora is not None
-    assert (loaded.config.lora.adapter, loaded.config.lora.merge, loaded.config.lora.rank) == ("b", ("a",), 8)
-    text = "\n".join(loaded.notes)
-    assert "a merged into the base; b: it is trained further" in text and "lora_rank: of a new adapter" in text, text
-    new = load(BASE | {"adapter_name_or_path": "a", "create_new_adapter": True, "lora_rank": 64}).config.lora
-    assert new is not None and (new.adapter, new.merge, new.rank) == (None, ("a",), 64)
-    # The bare word of guides is a new adapter, unless a folder has that name.
-    for folder, wanted in ((None, None), ("lora", "lora")):
-        Path(folder or "other").mkdir()
-        for text in (NESTED, yaml.safe_dump(BASE | {"adapter_name_or_path": "lora"})):
-            lora = load(text).config.lora
-            assert lora is not None and lora.adapter == wanted
-    assert "finetuning_type full has none" in refusal(BASE | {"adapter_name_or_path": "a", "finetuning_type": "full"})
-
-
-def test_converted_configs_are_equal(tmp_path: Path) -> None:
-    for number, text in enumerate((NESTED, yaml.safe_dump(BASE | {"bf16": True, "max_steps": 7}))):
-        Path("x.yaml").write_text(text, "utf-8")
-        result = CliRunner().invoke(config_cli.command, ["convert", "x.yaml", "-o", f"{number}.yaml", "--nproc", "2"])
-        assert result.exit_code == 0, result.output
-        ours = load_config(f"{number}.yaml")
-        theirs = load_config("x.yaml", start=Start(2, _has_gpu()))
-        assert ours.config == theirs.config and not any("read as" in note for note in ours.notes)
-    again = CliRunner().invoke(config_cli.command, ["convert", "x.yaml", "-o", "0.yaml"], standalone_mode=False)
-    assert "exists" in str(again.exception)
-
-
-def _has_gpu() -> bool:
-    from duoka.plan.hardware import read_machine
-
-    return bool(read_machine().gpus)
-
-
 @pytest.mark.parametrize(("name", "value", "beside", "key", "wanted"), EFFECTS, ids=[f"{e[0]}-{e[3]}" for e in EFFECTS])
 def test_an_implemented_key_has_its_effect(
     name: str, value: Any, beside: dict[str, Any], key: str, wanted: Any

@@ -5,6 +5,7 @@ load.py asks for the keys that such an adapter fixes; model/adapters.py reads it
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Container
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from duoka.config.yaml_text import yaml_text
 from duoka.errors import ConfigError, Fault
 
 FACTS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HOLDS = "merged.json"  # in an adapter's folder: which others are part of it, by name and digest
 _WRITE = f"write the folder of a trained adapter ({FACTS} and {WEIGHTS}), or of a finished LoRA run"
 # Keys of adapter_config.json that make an adapter more than B(A(x)) beside chosen layers: what asks for nothing of it.
 _ODD: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -118,6 +120,26 @@ def named_adapters(lora: LoraConfig | None) -> list[tuple[str, str]]:
     return [*((f"lora.merge[{place}]", name) for place, name in enumerate(lora.merge)), *own]
 
 
+def digest(folder: Path) -> str:
+    """What tells one adapter's weights from another's, wherever they lie."""
+    return hashlib.blake2b((folder / WEIGHTS).read_bytes(), digest_size=8).hexdigest()
+
+
+def check_counted_once(named: list[tuple[str, str]], base: Path) -> list[Fault]:
+    """Faults of adapters that are part of another one already: what began above them was written with them."""
+    folders = [(key, name, find_adapter(name, base, key)) for key, name in named]
+    faults = []
+    for _, holder, folder in folders:
+        if not (folder / HOLDS).is_file():
+            continue
+        held = json.loads((folder / HOLDS).read_text(encoding="utf-8"))
+        for key, name, other in folders:
+            if other != folder and digest(other) in held.values():
+                what = f"{key} names {name!r}, and {holder!r} was trained above it and holds it: it would count twice"
+                faults.append(Fault(what, key=key, fix=f"name {holder} alone"))
+    return faults
+
+
 def check_adapters(config: RunConfig, base: Path) -> list[Fault]:
     """Faults of the adapters' places and kinds."""
     faults = []
@@ -126,7 +148,7 @@ def check_adapters(config: RunConfig, base: Path) -> list[Fault]:
             read_adapter(name, base, key)
         except ConfigError as error:
             faults.append(Fault(error.what, key=key, fix=error.fix or ""))
-    return faults
+    return faults or check_counted_once(named_adapters(config.lora), base)
 
 
 def take_over(config: RunConfig, base: Path, written: Container[str]) -> tuple[RunConfig, dict[str, str], list[str]]:

@@ -151,6 +151,11 @@ def describe_task(path: str | Path, overrides: Sequence[str] = ()) -> str | None
 def read_asked(path: str | Path, purpose: Purpose, overrides: Sequence[str] = ()) -> AskedFile | None:
     """The file, when it is in LLaMA-Factory's words; None for duoka's own. Raises Faults with all that is wrong."""
     path = Path(path)
+    if not path.exists():
+        raise ConfigError(
+            f"there is no file {shown_path(path)} that duoka {purpose} could read",
+            fix="name a run (duoka runs lists them), a model's folder, or a YAML with model_name_or_path",
+        )
     layers = Layers()
     words = read_overrides(overrides, layers)
     text = read_text(path, layers.faults, None)

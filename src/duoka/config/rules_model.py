@@ -161,7 +161,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "merge-into-packed",
-        ("lora.merge", "model.quantization"),
+        ("model.quantization", "lora.merge"),
         lambda c: c.lora is not None and bool(c.lora.merge) and c.model.quantization != "none",
         "lora.merge adds adapters to the base's weights, and model.quantization {c.model.quantization} packs these: "
         "nothing can be added to packed weights",

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from duoka.config.adapters import WEIGHTS, AdapterFacts, named_adapters, read_adapter
+from duoka.config.adapters import WEIGHTS, AdapterFacts, check_counted_once, named_adapters, read_adapter
 from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import ConfigError, Fault
 from duoka.plan.shape import ModelShape, adapted_linears, demo_shape, read_shape
@@ -57,7 +57,7 @@ def check_fit(config: RunConfig, base: Path, folder: Path | None) -> list[Fault]
                 faults.append(Fault(f"{key} is {name!r}, {what}", key=key, fix=fix))
         except ConfigError as error:
             faults.append(Fault(error.what, key=key, fix=error.fix or ""))
-    return faults
+    return faults or check_counted_once(named_adapters(config.lora), base)
 
 
 def _misfits(facts: AdapterFacts, shape: ModelShape, *, is_merged: bool) -> Iterator[tuple[str, str]]:

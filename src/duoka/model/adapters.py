@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from duoka.config.adapters import WEIGHTS, read_adapter
+from duoka.config.adapters import WEIGHTS, digest, read_adapter
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 
@@ -27,6 +27,7 @@ class PlainAdapter:
     rank: int
     scale: float
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    digest: str
 
     @classmethod
     def read(cls, name: str, base: Path) -> PlainAdapter:
@@ -37,7 +38,7 @@ class PlainAdapter:
             if stored.endswith(".lora_A.weight"):
                 up = tensors[stored.replace(".lora_A.", ".lora_B.")]
                 pairs[stored.removeprefix(PREFIX).removesuffix(".lora_A.weight")] = (down.float(), up.float())
-        return cls(name, facts.rank, facts.scale, pairs)
+        return cls(name, facts.rank, facts.scale, pairs, digest(facts.folder))
 
 
 @dataclass(frozen=True)

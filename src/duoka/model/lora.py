@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from duoka.config.adapters import WEIGHTS
+from duoka.config.adapters import HOLDS, WEIGHTS
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 from duoka.model.adapters import Earlier
@@ -99,6 +100,8 @@ def save_adapter(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tenso
         # PEFT leaves out what lies beside modules that the new adapter has nothing on.
         tensors = {name.replace(".default.", "."): value.contiguous() for name, value in plain.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        held = {one.name: one.digest for one in earlier.merged} if earlier else {}
+        (folder / HOLDS).write_text(json.dumps(held, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def is_adapter(name: str) -> bool:

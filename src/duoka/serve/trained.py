@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from duoka.config.adapters import read_adapter
+from duoka.config.adapters import check_counted_once, read_adapter
 from duoka.config.load import load_config
 from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
-from duoka.errors import ConfigError
+from duoka.errors import ConfigError, Faults
 from duoka.model.source import find_model, model_folder
 from duoka.runs.folder import RunFolder, read_json
 
@@ -97,6 +97,9 @@ def find_trained_on(model: str, adapters: Sequence[str], *, say: Say) -> Trained
     *below, last = adapters
     for name in below:
         read_adapter(name, Path(), "adapter_name_or_path")
+    faults = check_counted_once([("adapter_name_or_path", name) for name in adapters], Path()) if below else []
+    if faults:
+        raise Faults(faults)
     return replace(_find_adapted(model, last, say), merged=tuple(below))
 
 

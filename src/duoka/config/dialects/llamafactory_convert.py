@@ -195,7 +195,7 @@ def revision(value: Any, asked: Asked) -> Any:
 
 def do_train(value: Any, asked: Asked) -> Any:
     if is_true(value) or is_none(value):
-        return Answer(note="duoka train trains")
+        return Answer()
     raise Refusal("do_train is false, and duoka train trains", "delete do_train, or use duoka eval, chat or export")
 
 
