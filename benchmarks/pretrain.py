@@ -292,8 +292,9 @@ others are tables of value embeddings. nanochat runs as it is, in a group over g
 
 {table(results)}
 CPU time is that of the whole process tree, from the end of the first step to the end of the last. Peaks are of the
-whole run; importing torch and transformers alone is about 280 MiB. The held-out loss is over the same tokens of the
-same documents, each in a row alone. duoka shows documents of a row only themselves, and reads all of every document;
+whole run; of duoka's, about 375 MiB are what is imported (torch with DTensor, transformers' Qwen3, pyarrow), and 100 MiB
+weights, gradients and the optimizer's state. The held-out loss is over the same tokens of the same documents, each in a
+row alone. duoka shows documents of a row only themselves, and reads all of every document;
 nanochat fills rows best-fit and cuts what does not fit.
 """
 
