@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,25 +246,77 @@ output: {folder}/out
 """
 
 
-def test_muons_state_goes_from_owners_to_rows_and_back(tmp_path):
-    """Saved by owners on 4, gone on with rows on 2; the run of one process is the measure."""
-    model = write_tiny_model(tmp_path / "model")
-    data = write_conversations(tmp_path / "chats.jsonl", 40, seed=1)
-    yaml = tmp_path / "run.yaml"
-    yaml.write_text(RUN.format(model=model, data=data, folder=tmp_path))
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """Runs of one process and of four, what goes on from theirs on two, and a next stage with and without averages."""
+    folder = tmp_path_factory.mktemp("stages")
+    model = write_tiny_model(folder / "model")
+    data = write_conversations(folder / "chats.jsonl", 40, seed=1)
+    yaml = folder / "run.yaml"
+    yaml.write_text(RUN.format(model=model, data=data, folder=folder))
+    next_stage = (f"model.name={folder}/one", "train.max_steps=1", "optim.warmup=0")
 
     def job(name, *overrides):
-        return str(yaml), list(overrides), str(tmp_path / name)
+        return str(yaml), list(overrides), str(folder / name)
 
-    train_all([job("one")], 1)
+    taken = job("taken", *next_stage, f"optim.state={folder}/one")
+    train_all([job("one"), job("fresh", *next_stage), taken], 1)
     train_all([job("four", "parallel.strategy=zero1")], 4)
     for name, source, strategy in (("rows", "four", "fsdp"), ("owners", "rows", "zero2")):
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        (folder / name / "checkpoints").mkdir(parents=True)
         step = "step-00000002" if source == "four" else "step-00000004"
-        shutil.copytree(tmp_path / source / "checkpoints" / step, tmp_path / name / "checkpoints" / step)
-        train_all([job(name, f"parallel.strategy={strategy}")], 2)
-    wanted = load_file(tmp_path / "one" / "final" / "model.safetensors")
+        shutil.copytree(folder / source / "checkpoints" / step, folder / name / "checkpoints" / step)
+        more = [job("taken-2", *next_stage, f"optim.state={folder}/four", "parallel.strategy=fsdp")]
+        train_all([job(name, f"parallel.strategy={strategy}"), *(more if name == "owners" else [])], 2)
+    return folder
+
+
+def weights_apart(folder, name, wanted):
+    found, wanted = (load_file(folder / one / "final" / "model.safetensors") for one in (name, wanted))
+    return max(float((found[k] - wanted[k]).norm() / wanted[k].norm()) for k in wanted)
+
+
+def test_muons_state_goes_from_owners_to_rows_and_back(stages):
+    """Saved by owners on 4, gone on with rows on 2; the run of one process is the measure."""
     for name in ("four", "rows", "owners"):
-        found = load_file(tmp_path / name / "final" / "model.safetensors")
-        worst = max(float((found[k] - wanted[k]).norm() / wanted[k].norm()) for k in wanted)
-        assert worst < 1e-5, f"{name}: {worst:.2g}"
+        assert (worst := weights_apart(stages, name, "one")) < 1e-5, f"{name}: {worst:.2g}"
+
+
+def test_a_stage_begins_with_the_averages_of_the_one_before_at_any_world_size(stages):
+    """From the same weights and batch: after one step an average is the fresh one, and its factor of the old one."""
+
+    def state(name, step):
+        return load_file(stages / name / "checkpoints" / f"step-{step:08d}" / "tensors-00000.safetensors")
+
+    before, fresh, taken = state("one", 5), state("fresh", 1), state("taken", 1)
+    factors = {"optim.momentum.": 0.95, "optim.exp_avg.": 0.9, "optim.exp_avg_sq.": 0.999, "optim.step.": 1.0}
+    for name, value in before.items():
+        for factor in (factor for kind, factor in factors.items() if name.startswith(kind)):
+            wanted = fresh[name] + factor * value
+            assert (taken[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
+    assert weights_apart(stages, "taken-2", "taken") < 1e-5, "saved on 4, taken over on 2"
+    assert weights_apart(stages, "fresh", "taken") > 1e-4, "the test would see nothing"
+
+
+def test_averages_of_others_are_refused_by_name(stages):
+    from duoka.config.load import load_config
+    from duoka.errors import ConfigError
+    from duoka.optim.build import build_optimizer
+    from duoka.parallel.world import World
+    from duoka.runs.folder import RunFolder
+    from duoka.train.takeover import take_over_state
+
+    def refusal(state, *overrides):
+        config = load_config(stages / "run.yaml", [f"optim.state={state}", *overrides]).config
+        named = {"model.norm.weight": torch.nn.Parameter(torch.zeros(3))}
+        optimizer = build_optimizer(named, config.optim)
+        contents = SimpleNamespace(optimizer=optimizer, parallel=SimpleNamespace(named_trainable=lambda: named))
+        with pytest.raises(ConfigError) as caught:
+            take_over_state(config, RunFolder(stages / "new"), stages, World(), contents, print)
+        return str(caught.value)
+
+    other = refusal("one", "optim.name=lamb", "optim.adamw_lr=null")
+    assert "trained by muon; optim.name is lamb" in other and "name: muon" in other
+    assert "exp_avg.model.norm.weight: (64,) there, (3,) here" in refusal(stages / "one")
+    assert "there is no such folder" in refusal("nowhere")
+    assert "there is no checkpoint in" in refusal("one/final")

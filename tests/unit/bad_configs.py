@@ -317,6 +317,7 @@ CONTRADICTIONS = {
     "muon-in-fp16": HEAD + "optim: {name: muon, adamw_lr: 3e-4}\ntrain: {precision: fp16}\n",
     "optimizer-is-not-offloaded": HEAD + "optim: {name: lamb}\nparallel: {offload: optimizer}\n",
     "optimizer-needs-whole-weights": HEAD + "optim: {name: adamw8bit}\nparallel: {strategy: fsdp}\n",
+    "state-of-new-weights": HEAD + "optim: {state: runs/base}\nlora: {rank: 4}\n",
     "lr-is-no-rate": HEAD + "optim: {lr: 2}\n",
     "betas-diverge": HEAD + "optim: {betas: [0.999, 0.9]}\n",
     "batch-below-one-sample": HEAD + "train: {global_batch: 512 tokens}\n",

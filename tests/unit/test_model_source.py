@@ -72,6 +72,31 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch, tmp_path):
     assert "no network" in fault.what and fault.key == "model.name"
 
 
+def test_a_new_models_tokenizer_is_a_folder_a_runs_or_a_hubs_and_the_vocabulary_follows_it(
+    tmp_path, monkeypatch, tiny_model
+):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "final").symlink_to(tiny_model)
+    snapshot = write_snapshot(tmp_path / "hub", "me/words", "aaa", branch="main", model=tiny_model)
+    for file in snapshot.glob("*.safetensors"):
+        file.unlink()  # a tokenizer alone is enough here
+    sizes = {"depth": 2, "width": 64, "head_dim": 16, "kv_heads": 4, "mlp_width": 192, "context": 128}
+
+    def config(tokenizer):
+        return config_of("").model_copy(update={"model": ModelConfig(tokenizer=tokenizer, **sizes)})
+
+    for name in (str(tiny_model), "run", "me/words"):
+        assert check_model(config(name), tmp_path) == []
+        folder = model_folder(config(name).model, tmp_path)
+        assert json.loads((folder / "config.json").read_text())["vocab_size"] == 320, name
+    (other,) = check_model(config("me/other"), tmp_path)
+    assert "switched off" in other.what and other.key == "model.tokenizer" and "duoka data tokenizer" in other.fix
+    (gone,) = check_model(config("./tok"), tmp_path)
+    assert "there is no such folder" in gone.what
+
+
 def test_finding_and_checking_import_no_torch(tiny_model):
     code = (
         "import sys; from pathlib import Path; from duoka.model.source import find_model, check_model;"

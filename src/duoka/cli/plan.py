@@ -227,14 +227,14 @@ def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
 
 def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
     from duoka.model.new import read_vocabulary
-    from duoka.model.source import fetch_config, find_model, find_tokenizer_folder
+    from duoka.model.source import fetch_config, find_model, tokenizer_of_new
     from duoka.plan.shape import DEMO_FACTS, facts_of_new, read_facts
 
     source = find_model(model, base)
     if source.is_demo:
         return dict(DEMO_FACTS)
     if source.is_new:
-        folder = find_tokenizer_folder(model, base)
+        folder = tokenizer_of_new(model, base)
         return facts_of_new(model, _DEPTH_VOCABULARY if folder is None else read_vocabulary(folder))
     if source.folder is not None:
         return read_facts(source.folder)

@@ -64,6 +64,7 @@ _EXAMPLES: dict[str, str] = {
     "train_only": "{layers: 2}",
     "train_only.modules": "[mlp]",
     "train_only.extra": "[embed_tokens]",
+    "optim.state": "runs/base",
     "train.max_steps": "500",
     "train.tokens": "20x",
     "checkpoint.keep_every": "1000",

@@ -125,6 +125,14 @@ OPTIM_RULES: tuple[Rule, ...] = (
         "keep one of them",
     ),
     Rule(
+        "state-of-new-weights",
+        ("optim.state",),
+        lambda c: c.optim.state is not None and (c.lora is not None or c.model.depth is not None),
+        "optim.state is {c.optim.state!r}, averages of weights that were trained before, and what is trained here "
+        "(adapters, or a model from nothing) is new",
+        "delete optim.state, or train all weights of the run before, as in   model: runs/base",
+    ),
+    Rule(
         "lr-is-no-rate",
         ("optim.lr",),
         lambda c: c.optim.lr > 1 and c.optim.name != "lars",

@@ -185,6 +185,11 @@ class OptimConfig(Section):
     weight_decay: Annotated[Number, Field(ge=0.0)] = Field(0.0, description="Decay of matrices (not norms, biases).")
     betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW's and LAMB's averaging factors.")
     eps: Annotated[Number, Field(gt=0.0)] = Field(1e-8, description="AdamW's epsilon.")
+    state: str | None = Field(
+        None,
+        description="A run or checkpoint, that of the stage before: begin with its optimizer's averages, on any number "
+        "of processes. Left out: begin with none.",
+    )
 
 
 class TrainConfig(Section):

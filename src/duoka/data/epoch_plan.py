@@ -258,7 +258,7 @@ def _cut_share(share: Sequence[tuple[int, int]], micro: Amount, packing: bool) -
             share[at : at + micro.count] for at in range(0, len(share), micro.count)
         ]
     elif packing:
-        groups = _even_out(_fill_bins(share, micro.count), share)
+        groups = _fill_bins(share, micro.count)
     else:
         groups = _group_rows(share, micro.count)
     ids = [tuple(sample for sample, _ in group) for group in groups]
@@ -279,13 +279,6 @@ def _fill_bins(share: Sequence[tuple[int, int]], num_tokens: int) -> list[list[t
             bins.append([pair])
             room.append(num_tokens - pair[1])
     return bins
-
-
-def _even_out(bins: list[list[tuple[int, int]]], share: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """As many bins that are alike, if the fullest becomes no fuller: it decides what memory the passes take."""
-    even = _share_by_cost(share, len(bins))
-    fullest, before = (max(sum(length for _, length in one) for one in cut) if cut else 0 for cut in (even, bins))
-    return even if fullest < before else bins
 
 
 def _group_rows(share: Sequence[tuple[int, int]], num_tokens: int) -> list[Sequence[tuple[int, int]]]:

@@ -20,7 +20,7 @@ from urllib.request import getproxies
 
 from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError, Fault
-from duoka.model.new import new_model_folder
+from duoka.model.new import TOKENIZER_FILES, new_model_folder
 from duoka.runs.cache import cache_folder
 
 DEMO = "demo"
@@ -56,13 +56,13 @@ def find_model(model: ModelConfig, base: Path) -> ModelSource:
             result = folder / "final"  # of a run: what it made
             is_run = not (folder / "config.json").is_file() and (result / "config.json").is_file()
             return ModelSource(folder=(result if is_run else folder).resolve())
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or not _HUB_ID.match(name)
-    if looks_like_path or given.exists():
+    if not _is_hub_id(name) or given.exists():
         raise ConfigError(f"model.name is {name!r}, and there is no such folder", fix=_WRITE)
     return ModelSource(hub_id=name)
 
 
 _WRITE = "write a folder with config.json and *.safetensors, a Hub id such as Qwen/Qwen3-0.6B, or demo"
+_MAKE_TOKENIZER = "make one from your text:   duoka data tokenizer FILES --out tok"
 
 
 def model_fingerprint(folder: Path) -> str:
@@ -90,7 +90,9 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
     if source.is_demo:
         return _check_demo("model.name")
     if source.hub_id is not None:
-        return _check_hub(source.hub_id, config.model.revision)
+        if _cached_hub_folder(source.hub_id, config.model.revision, _is_whole) is not None:
+            return []
+        return _check_hub("model.name", source.hub_id, _WRITE)
     if source.folder is None:
         return []
     return _check_folder(source.folder) or _check_dp(config, source.folder)
@@ -107,16 +109,31 @@ def _check_new(model: ModelConfig, base: Path) -> list[Fault]:
     """A new model has nothing of its own but sizes: the tokenizer must be there."""
     if not model.tokenizer:
         return []  # a rule's matter
-    folder = find_tokenizer_folder(model, base)
+    folder = tokenizer_of_new(model, base)
     if folder is None and model.tokenizer == DEMO:
         return _check_demo("model.tokenizer")
+    if folder is None and _is_hub_id(model.tokenizer):
+        return _check_hub("model.tokenizer", model.tokenizer, _MAKE_TOKENIZER)
     if folder is None:
         what = f"model.tokenizer is {model.tokenizer!r}, and there is no such folder"
     elif (folder / "tokenizer.json").is_file():
         return []
     else:
         what = f"model.tokenizer is {model.tokenizer!r}, which has no tokenizer.json"
-    return [Fault(what, key="model.tokenizer", fix="make one from your text:   duoka data tokenizer FILES --out tok")]
+    return [Fault(what, key="model.tokenizer", fix=_MAKE_TOKENIZER)]
+
+
+def tokenizer_of_new(model: ModelConfig, base: Path) -> Path | None:
+    """The folder with a new model's tokenizer, as far as it is on this machine; of a run, what it made."""
+    folder = find_tokenizer_folder(model, base)
+    if folder is not None:
+        is_run = not _has_tokenizer(folder) and _has_tokenizer(folder / "final")
+        return folder / "final" if is_run else folder
+    return _cached_hub_folder(model.tokenizer or "", None, _has_tokenizer)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file()
 
 
 def find_tokenizer_folder(model: ModelConfig, base: Path) -> Path | None:
@@ -136,16 +153,19 @@ def _check_dp(config: RunConfig, folder: Path) -> list[Fault]:
     return [Fault(what, key="parallel.strategy", fix="write:   strategy: ddp   (one process per GPU)")]
 
 
-def _check_hub(hub_id: str, revision: str | None) -> list[Fault]:
-    if _cached_hub_folder(hub_id, revision) is not None:
-        return []
+def _is_hub_id(name: str | None) -> bool:
+    return bool(name and not name.startswith((".", "/", "~")) and name.count("/") <= 1 and _HUB_ID.match(name))
+
+
+def _check_hub(key: str, hub_id: str | None, fix: str) -> list[Fault]:
+    """Whether what is not on this machine could be fetched."""
     if _is_offline():
         reason = "the Hub is switched off by HF_HUB_OFFLINE"
     elif not hub_has_an_address():
         reason = "the Hub's address is not known here: no network"
     else:
         return []
-    return [Fault(f"model.name is {hub_id!r}: no folder of that name, and {reason}", key="model.name", fix=_WRITE)]
+    return [Fault(f"{key} is {hub_id!r}: no folder of that name, and {reason}", key=key, fix=fix)]
 
 
 def _check_folder(folder: Path) -> list[Fault]:
@@ -183,10 +203,20 @@ def model_folder(model: ModelConfig, base: Path, say: Callable[[str], None] = la
     if source.is_demo:
         return _demo_folder(say)
     if source.is_new:
-        tokenizer = find_tokenizer_folder(model, base) or (_demo_folder(say) if model.tokenizer == DEMO else Path(""))
-        return new_model_folder(model, tokenizer, say)
+        return new_model_folder(model, _tokenizer_folder(model, base, say), say)
     assert source.hub_id is not None
-    return _cached_hub_folder(source.hub_id, model.revision) or _fetch_hub_folder(source.hub_id, model, say)
+    cached = _cached_hub_folder(source.hub_id, model.revision, _is_whole)
+    return cached or _fetch_hub_folder("model.name", source.hub_id, model, say)
+
+
+def _tokenizer_folder(model: ModelConfig, base: Path, say: Callable[[str], None]) -> Path:
+    """A local folder with a new model's tokenizer; made or fetched once, then reused."""
+    folder = tokenizer_of_new(model, base)
+    if folder is None and model.tokenizer == DEMO:
+        return _demo_folder(say)
+    if folder is None and model.tokenizer is not None and _is_hub_id(model.tokenizer):
+        return _fetch_hub_folder("model.tokenizer", model.tokenizer, model, say)
+    return folder or Path("")
 
 
 def _demo_target() -> Path:
@@ -219,15 +249,19 @@ def hub_has_an_address() -> bool:
     return True
 
 
-def _cached_hub_folder(hub_id: str, revision: str | None) -> Path | None:
-    """The whole snapshot of that revision that an earlier download left, so that a warm cache needs no network."""
+def _is_whole(folder: Path) -> bool:
+    return not _check_folder(folder)
+
+
+def _cached_hub_folder(hub_id: str, revision: str | None, is_enough: Callable[[Path], bool]) -> Path | None:
+    """The snapshot of that revision that an earlier download left, so that a warm cache needs no network."""
     root = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
     repository = root.expanduser() / f"models--{hub_id.replace('/', '--')}"
     name = revision or "main"
     reference = repository / "refs" / name
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else name
     folder = repository / "snapshots" / commit
-    return folder if folder.is_dir() and not _check_folder(folder) else None
+    return folder if folder.is_dir() and is_enough(folder) else None
 
 
 def fetch_config(hub_id: str, revision: str | None) -> Path:
@@ -250,18 +284,19 @@ def fetch_config(hub_id: str, revision: str | None) -> Path:
     )
 
 
-def _fetch_hub_folder(hub_id: str, model: ModelConfig, say: Callable[[str], None]) -> Path:
+def _fetch_hub_folder(key: str, hub_id: str, model: ModelConfig, say: Callable[[str], None]) -> Path:
     say(f"fetching {hub_id} from the Hub")
     import huggingface_hub
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"] + (
-        ["*.py"] if model.trust_remote_code else []
-    )
+    revision, patterns = None, list(TOKENIZER_FILES)
+    if key == "model.name":
+        revision, patterns = model.revision, ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        patterns += ["*.py"] if model.trust_remote_code else []
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, revision=model.revision, allow_patterns=patterns))
+        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         print(f"  ({type(error).__name__}: {str(error).splitlines()[0]})", file=sys.stderr)
         raise ConfigError(
-            f"model.name is {hub_id!r}: no folder of that name, and it could not be fetched from the Hub",
-            fix=_WRITE,
+            f"{key} is {hub_id!r}: no folder of that name, and it could not be fetched from the Hub",
+            fix=_WRITE if key == "model.name" else _MAKE_TOKENIZER,
         ) from None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from duoka.errors import StorageError
 from duoka.parallel.powersgd import inherit
 from duoka.parallel.world import World
-from duoka.train.reader import CheckpointReader
+from duoka.train.reader import opened
 from duoka.train.resume import STATE
 from duoka.train.state import set_random_state
 
@@ -50,18 +48,10 @@ def fill_contents(folder: Path, contents: Contents, world: World) -> None:
 
 
 def _fill_tensors(folder: Path, contents: Contents, world: World) -> None:
-    # torch logs the whole of every error, and its own deprecations, beside raising it.
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            reader = CheckpointReader(str(folder))
-            saved = reader.read_metadata().state_dict_metadata
-            inheritance = inherit(contents.tensors(), saved, world.rank, world.size)
-            dcp.load(inheritance.named, storage_reader=reader, no_dist=world.size == 1)
-            inheritance.settle()
-    finally:
-        logging.disable(logging.NOTSET)
+    with opened(folder) as (reader, saved):
+        inheritance = inherit(contents.tensors(), saved, world.rank, world.size)
+        dcp.load(inheritance.named, storage_reader=reader, no_dist=world.size == 1)
+        inheritance.settle()
 
 
 def random_name(rank: int) -> str:

@@ -57,6 +57,7 @@ from duoka.train.setup import RunSettings, banner, build_settings, describe_rest
 from duoka.train.shortage import MemoryGuard, read_shortage
 from duoka.train.state import TrainState, seed_everything
 from duoka.train.step import build_numerics
+from duoka.train.takeover import take_over_state
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def run_in_world(inputs: Inputs, world: World) -> int:
         if found is not None:
             store.load(found, contents)
             contents.parallel.go_on()
+        elif config.optim.state is not None:
+            take_over_state(config, run, inputs.loaded.base, world, contents, notes.append)
         settings = build_settings(config, feed, contents.state, inputs.prepared.mean_length, plan.horizon)
         notes += settings.notes() + check_room(store, contents, settings)
         if world.is_main:
@@ -277,7 +280,7 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
         goes_on = "" if launcher_speaks() else ". The same command goes on."
         record.say(f"stopped by {stopped_by} after step {step}; saved{goes_on}")
         if world.is_main:
-            update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=stopped_by)
+            update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=f"stopped by {stopped_by}")
         return StoppedEarly.exit_code
     world.heart.tell("end", step)
     lm = contents.parallel.bare.lm

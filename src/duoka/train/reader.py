@@ -1,14 +1,18 @@
 """Reading tensors of a checkpoint straight into the memory where they belong, whatever layout wrote them.
 
 torch's DCP decides which bytes of which files this rank needs; this reader fetches them. Its own reader for
-safetensors goes through a mapped file and a copy, twice the time. Called by checkpoint.py and by serve.
+safetensors goes through a mapped file and a copy, twice the time. Called by checkpoint.py, takeover.py and by serve.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,22 @@ class CheckpointReader(dcp.HuggingFaceStorageReader):
         if values is not target:
             target.copy_(values)
         planner.commit_tensor(item, target)
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[tuple[CheckpointReader, Mapping[str, Any]]]:
+    """A checkpoint's reader and what it holds by name, for a dcp.load inside the block.
+
+    torch logs the whole of every error, and its own deprecations, beside raising it: silent here.
+    """
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reader = CheckpointReader(str(folder))
+            yield reader, reader.read_metadata().state_dict_metadata
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def read_header(path: Path) -> dict[str, int]:

@@ -185,7 +185,7 @@ def check_changes(folder: Path, loaded: Loaded, data: str, layout: Layout, world
 
 def _compare(folder: Path, new: RunConfig, data: str, layout: Layout) -> Changes:
     manifest = read_manifest(folder)
-    old = _config_of(folder)
+    old = config_of(folder)
     refused = refused_changes(old, new)
     if refused:
         raise ConfigError(
@@ -208,7 +208,7 @@ def _compare(folder: Path, new: RunConfig, data: str, layout: Layout) -> Changes
     return Changes(tuple(allowed), harmless, tuple(_changed_debts(old, new, manifest, layout)))
 
 
-def _config_of(folder: Path) -> RunConfig:
+def config_of(folder: Path) -> RunConfig:
     try:
         return load_config(folder / CONFIG).config
     except DuokaError as error:
