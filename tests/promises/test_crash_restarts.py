@@ -1,5 +1,6 @@
 """Promise 4: processes are killed at random moments, and the run ends in the weights of one that nobody disturbed."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import psutil
 import pytest
@@ -91,6 +93,52 @@ def test_struck_runs_end_in_the_weights_of_an_undisturbed_one(case):
 def test_killed_runs_end_in_the_same_weights_many_times(case, seed):
     dice = random.Random(seed)
     survive(case, f"killed-{seed}", dice, [dice.choice([0, 1, "all"]) for _ in range(4)])
+
+
+def rank_process(launcher, rank):
+    """A rank's process from its first moment on, before it has a heartbeat."""
+    while launcher.poll() is None:
+        for child in psutil.Process(launcher.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if child.environ().get("RANK") == str(rank):
+                    return child
+    raise AssertionError("the launcher has ended")
+
+
+def kill_once(launcher, run, dice):
+    """One rank, at a moment that the dice choose: anywhere from its start on, in a step, or in a save."""
+    moment, rank, step = dice.choice(["start", "step", "save"]), dice.randrange(2), dice.randint(1, STEPS - 12)
+    if moment == "start":
+        time.sleep(dice.random() * 8)
+    elif moment == "step":
+        wait_for_step(run, step)
+        time.sleep(dice.random() * 0.05)
+    else:
+        draft, deadline = run.checkpoints / f".step-{(step + 3) // 4 * 4:08d}.draft", time.monotonic() + WITHIN_S
+        while not draft.exists() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        time.sleep(dice.random() * 0.03)
+    rank_process(launcher, rank).kill()
+    return f"rank {rank}, {moment}, {step}"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", range(20))
+def test_twenty_of_twenty_killed_runs_restart_cleanly(case, seed):
+    """One SIGKILL costs one restart, and nothing else can be told afterwards."""
+    folder, yaml = case
+    run = RunFolder(folder / f"once-{seed}")
+    process = start(yaml, run.path, "--restarts", "3")
+    struck = kill_once(process, run, random.Random(seed))
+    code, output = finish(process)
+    assert code == 0 and "Traceback" not in output, f"{struck}: {output}"
+    assert output.count("was killed by SIGKILL") == output.count("restart 1 of 3 in") == 1, f"{struck}: {output}"
+    assert "restart 2" not in output, f"{struck}: {output}"
+    assert same_weights(run.path, folder / "whole"), struck
+    assert [event["step"] for event in read_steps(run)] == list(range(1, STEPS + 1)), struck
+    left = sorted(path.name for path in run.checkpoints.iterdir())
+    assert len(left) == 2 and not any(name.startswith(".") for name in left), f"{struck}: {left}"
 
 
 def launch(tmp_path, script, *flags):

@@ -16,7 +16,7 @@ from duoka.cluster.launch import (
     build_environment,
     check_port,
     count_processes,
-    find_free_port,
+    hold_free_port,
     threads_per_process,
 )
 from duoka.cluster.passthrough import PlainCopy
@@ -187,7 +187,11 @@ def test_one_process_per_gpu_unless_told_otherwise(asked: int | None, gpus: int,
 
 
 def test_ports_are_checked() -> None:
-    check_port(find_free_port())
+    free, holder = hold_free_port()
+    check_port(free)
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(("", free))
+    holder.close()
     for port in (0, -1, 70000):
         with pytest.raises(ConfigError, match="ports are 1 to 65535"):
             check_port(port)

@@ -1,16 +1,18 @@
 """The meeting of an elastic world, with members that only talk: who takes part, when worlds end, what is refused."""
 
+import contextlib
 import json
 import socket
 import time
+import types
 
 import pytest
 
-from duoka.cluster import elastic, meeting, wire
-from duoka.cluster.elastic import _Machine
+from duoka.cluster import door, elastic, meeting, wire
+from duoka.cluster.elastic import _listen, _Machine
 from duoka.cluster.meeting import Meeting, Rules
 from duoka.cluster.supervise import Request
-from duoka.cluster.wire import Wire
+from duoka.cluster.wire import Wire, prove, write_secret
 from duoka.errors import ConfigError, WorkerFailed
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import read_status
@@ -24,20 +26,34 @@ class Table:
     def __init__(self, tmp_path, least, most, **rules):
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
-        listener.listen(8)
+        listener.listen(32)
         self.address = listener.getsockname()
         self.run = RunFolder(tmp_path / "run")
         self.run.make()
-        self.meeting = Meeting(listener, Rules(least, most, *self.address, **rules), self.run, 2, SAME)
+        self.secret = write_secret(self.run.path)
+        self.meeting = Meeting(listener, Rules(least, most, *self.address, **rules), self.run, 2, SAME, self.secret)
         self.members, self.heard = {}, {}
 
     def connect(self):
         return Wire(socket.create_connection(self.address))
 
-    def join(self, name, *, identity=SAME, is_host=False, wish=0):
-        self.members[name], self.heard[name] = self.connect(), []
-        self.members[name].send(hello={"name": name, "identity": identity, "is_host": is_host, "wish": wish})
+    def join(self, name, *, identity=SAME, is_host=False, wish=0, secret=None, **more):
+        one = self.members[name] = self.connect()
+        self.heard[name] = []
+        nonce = self.hear(name, "meeting")
+        proof = prove(secret or self.secret, "machine", (nonce, "mine"))
+        hello = {"name": name, "identity": identity, "is_host": is_host, "wish": wish, **more}
+        one.send(hello=hello, nonce="mine", proof=proof)
         self.tend()
+        if secret is None and not more:
+            assert self.last(name, "welcome") == prove(self.secret, "meeting", (nonce, "mine"))
+
+    def hear(self, name, word):
+        for _ in range(200):
+            self.tend(1)
+            if self.last(name, word) is not None:
+                return self.last(name, word)
+        raise AssertionError(f"{name} never heard {word}: {self.heard[name]}")
 
     def tend(self, times=4):
         for _ in range(times):
@@ -90,6 +106,11 @@ def seat(tmp_path, monkeypatch):
     yield make
     for table in tables:
         table.close()
+
+
+def tell_all(connections, words):
+    for connection, word in zip(connections, words, strict=True):
+        connection.socket.sendall(word)
 
 
 def test_worlds_follow_who_is_there(seat):
@@ -157,48 +178,172 @@ def test_what_ranks_refuse_ends_the_run_unless_a_newcomer_brought_it(seat):
     assert table.last("host", "done") == 2
 
 
-def test_nobody_comes_and_strangers_are_shown_out(seat):
+def test_nobody_comes(seat):
     table = seat(2, 2, wait_s=0.05)
-    strangers = [table.connect() for _ in range(3)]
-    for stranger, words in zip(strangers, (b"GET / HTTP/1.1\n", b"[1]\n", b'{"hello": 3}\n'), strict=True):
-        stranger.socket.sendall(words)
     table.join("host", is_host=True)
-    for stranger in strangers:
-        stranger.take()
-        assert stranger.is_lost
-        stranger.close()
+    assert not table.meeting._world
     time.sleep(0.05)
     table.tend()
     assert table.last("host", "done") == 5 and "1 of at least 2 machines came" in table.last("host", "lines")[0]
 
 
-def test_a_silent_member_counts_as_gone(seat, monkeypatch):
+HOSTILE = (
+    b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"hello": 3}\n', b"\xff\xfe\x00\n", b"[" * 3000 + b"\n", b"1" * 4000 + b"\n",
+    b'{"hello": {"name": "x", "identity": {}, "is_host": true, "wish": 0}, "nonce": "a", "proof": "b"}\n',
+    b'{"hello": {}, "nonce": "a", "proof": "\xc3\xa9"}\n', b'{"hello": {}, "nonce": [1], "proof": null}\n',
+    b'{"ended": 1, "exits": []}\n', b'{"leaving": "SIGTERM"}\n', b"x" * 5000,
+)  # fmt: skip
+
+
+def test_strangers_are_shown_out_and_a_world_goes_on(seat, monkeypatch):
+    """Port scanners, other programs, machines without the secret: none is listened to, and nobody waits for them."""
     table = seat(1, 2)
     table.join("host", is_host=True)
-    table.members["mute"] = table.connect()
-    table.heard["mute"] = []
-    monkeypatch.setattr(wire, "SILENT_S", 0.1)
-    monkeypatch.setattr(wire, "BEAT_EVERY_S", 0.0)
-    mute = table.members.pop("mute")
-    table.tend(40)
-    assert len(table.meeting._members) == 1 and not table.members["host"].is_lost
-    mute.close()
+    strangers = [table.connect() for _ in HOSTILE]
+    table.tend()
+    tell_all(strangers, HOSTILE)
+    monkeypatch.setattr(door, "_PARTING_S", 0.0)
+    table.tend(8)
+    for stranger, words in zip(strangers, HOSTILE, strict=True):
+        heard = stranger.take()
+        assert stranger.is_lost, f"{words[:40]} is still there"
+        assert all(set(one) <= {"meeting", "unknown"} for one in heard), "a stranger learns nothing"
+        stranger.close_now()
+    assert len(table.meeting._members) == 1 and table.last("host", "stop") is None
+    assert table.said("host").count("127.0.0.1 was shown out") == 1, "said once, however often"
+    table.join("other", secret="of another run")
+    assert table.last("other", "unknown") is True and table.last("other", "refused") is None
 
 
-def machine(rules, tmp_path, **more):
+def test_crowds_and_sluggards_at_the_door_cost_nothing(seat, monkeypatch):
+    monkeypatch.setattr(door, "_MOST_STRANGERS", 4)
+    table = seat(1, 2)
+    table.join("host", is_host=True)
+    crowd = [table.connect() for _ in range(8)]
+    table.tend()
+    assert len(table.meeting._door._strangers) == 4, "the oldest had to go"
+    table.join("guest")
+    assert table.last("host", "stop") == 1, "and who belongs here still comes in"
+    monkeypatch.setattr(door, "GREETING_S", 0.0)
+    for stranger in crowd:
+        stranger.send(beat=True)
+    table.tend()
+    assert not table.meeting._door._strangers, "a beat is no greeting"
+    for stranger in crowd:
+        stranger.close_now()
+
+
+@pytest.mark.parametrize("words", [
+    {"ended": 1, "exits": [{"rank": 0}]}, {"ended": 1, "exits": 7}, {"ended": 1},
+    {"ended": 1, "exits": [{"rank": 5, "pid": 1, "code": 0, "time": 1, "by_us": False}] * 2},
+    {"ended": 1, "exits": [{"rank": float("inf"), "pid": 1, "code": 0, "time": 1, "by_us": False}] * 2},
+])  # fmt: skip
+def test_a_member_that_talks_nonsense_is_gone(seat, words):
+    table = seat(1, 1)
+    table.join("host", is_host=True)
+    table.members["host"].send(**words)
+    table.tend()
+    assert not table.meeting._members and table.meeting.is_alive() is False
+
+
+def test_names_from_elsewhere_cannot_write_on_our_terminal(seat):
+    table = seat(1, 3)
+    table.join("host", is_host=True)
+    table.join("\x1b]0;mine\x07 \ud800", wish=1)
+    assert "?]0;mine? ? has come" in table.said("host")
+    table.join("odd", wish="soon")
+    assert "odd" not in table.said("host")
+
+
+class CutLink:
+    """Between a machine and the meeting: passes on what both say, until it is cut without a word to either."""
+
+    def __init__(self, address):
+        self.address, self.is_cut = address, False
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setblocking(False)
+        self.pairs = []
+
+    def pump(self):
+        with contextlib.suppress(BlockingIOError):
+            self.pairs.append((self.listener.accept()[0], socket.create_connection(self.address)))
+        for one, other in self.pairs if not self.is_cut else ():
+            for source, target in ((one, other), (other, one)):
+                source.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    target.sendall(source.recv(1 << 16))
+
+    def close(self):
+        for part in (self.listener, *(end for pair in self.pairs for end in pair)):
+            part.close()
+
+
+def test_a_cut_link_is_noticed_by_both_and_by_the_machine_first(seat, monkeypatch, tmp_path):
+    """No side is told. The ranks that are cut off end before the others begin a world without them."""
+    monkeypatch.setattr(wire, "BEAT_EVERY_S", 0.01)
+    monkeypatch.setattr(wire, "SILENT_S", 0.3)
+    monkeypatch.setattr(door, "LOST_S", 0.7)
+    table = seat(1, 2)
+    table.join("host", is_host=True)
+    link = CutLink(table.address)
+    hello = {"name": "far", "identity": SAME, "is_host": False, "wish": 1}
+    far, said = machine(Rules(1, 2, *link.listener.getsockname()), tmp_path, hello)
+    ended = []
+
+    def until(is_so):
+        for _ in range(2000):
+            link.pump()
+            far.look()
+            table.tend(1)
+            if is_so():
+                return
+        raise AssertionError((said, table.said("host")))
+
+    until(lambda: len(table.meeting._members) == 2 and far.is_welcome)
+    far.ranks = types.SimpleNamespace(look=lambda: True, close=lambda: ended.append(len(table.meeting._members)))
+    link.is_cut = True
+    until(lambda: ended)
+    assert ended == [2] and "is gone: ending the ranks here" in said[-1]
+    far.request.stop_by = "SIGTERM"
+    until(lambda: len(table.meeting._members) == 1)
+    link.close()
+    assert wire.LOST_S > wire.SILENT_S and wire.LOST_S >= 10 + 2 * 2
+
+
+def machine(rules, tmp_path, hello=None):
     said = []
     run = RunFolder(tmp_path / "run")
-    return _Machine(rules, 1, (), run, {"is_host": False}, said.append, Request(), **more), said
+    run.make()
+    one = _Machine(rules, 1, (), run, hello or {"is_host": False}, said.append, Request())
+    return one, said
 
 
-def test_a_machine_whose_meeting_is_gone_waits_a_while_and_says_why_it_ends(tmp_path, monkeypatch):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1)
+def answer(server, one, secret):
+    """What a meeting says to who connects, as far as the welcome."""
+    server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    server.sendall(b'{"meeting": "theirs"}\n')
+    for _ in range(100):
+        one.look()
+        time.sleep(0.002)
+        if one.nonces[1]:
+            break
+    proof = prove(secret, "meeting", one.nonces)
+    server.sendall(json.dumps({"welcome": proof}).encode() + b"\n")
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(elastic, "_AGAIN_S", 0.0)
+
+
+def test_a_machine_whose_meeting_is_gone_waits_a_while_and_says_why_it_ends(tmp_path, monkeypatch, at_once):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         rules = Rules(1, 2, *listener.getsockname(), wait_s=0.0)
         one, said = machine(rules, tmp_path)
+        secret = write_secret(one.run.path)
         assert one.look() is None and one.wire is not None
         server, _ = listener.accept()
+        answer(server, one, secret)
         server.sendall(json.dumps({"say": "world 1"}).encode() + b"\n")
         time.sleep(0.02)
         one.look()
@@ -214,21 +359,39 @@ def test_a_machine_whose_meeting_is_gone_waits_a_while_and_says_why_it_ends(tmp_
         fresh.look()
 
 
-def test_somebody_else_behind_the_address_is_nobody(tmp_path, monkeypatch):
-    monkeypatch.setattr(wire, "SILENT_S", 0.0)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(8)
-        one, said = machine(Rules(1, 2, *listener.getsockname(), wait_s=0.1), tmp_path)
-        for _ in range(5):
-            one.look()
-            time.sleep(0.01)
-        listener.close()
-        time.sleep(0.1)
-        with pytest.raises(WorkerFailed, match="nobody answers"):
-            one.look()
-            one.look()
-    assert not said
+ORDERS = b'{"go": 1, "node": 0, "num_nodes": 1, "port": 1}\n{"done": 0, "lines": [], "details": [], "stopped": false}\n'
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    (b"", "says nothing"), (b"HTTP/1.1 400 Bad Request\r\n", "is no meeting"), (ORDERS, "is no meeting"),
+    (b'{"meeting": "a"}\n{"welcome": "b"}\n' + ORDERS, "is no meeting"),
+    (b'{"meeting": "a"}\n{"unknown": true}\n', "is of another run"),
+])  # fmt: skip
+def test_somebody_else_behind_the_address_gives_no_orders(tmp_path, monkeypatch, at_once, words, why):
+    monkeypatch.setattr(elastic, "STRANGE_S", -1.0)
+    monkeypatch.setattr(wire, "SILENT_S", 0.02 if not words else 5.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one, said = machine(Rules(1, 2, *listener.getsockname()), tmp_path)
+        write_secret(one.run.path)
+        connections = []
+        listener.setblocking(False)
+        with pytest.raises(ConfigError, match=f"this machine cannot take part at 127.*{why}") as caught:
+            for _ in range(200):
+                assert one.look() is None
+                with contextlib.suppress(BlockingIOError):
+                    connections.append(listener.accept()[0])
+                    connections[-1].sendall(words)
+                time.sleep(0.002)
+        for connection in connections:
+            connection.close()
+    assert one.ranks is None and len(said) == 1 and why in said[0], "said once"
+    assert "the same folder for all machines" in str(caught.value)
+
+
+def test_a_name_that_means_this_machine_only_is_refused(monkeypatch):
+    monkeypatch.delenv("DUOKA_ALLOW_LOOPBACK", raising=False)
+    with pytest.raises(ConfigError, match=r"which on this machine is 127\.0\.0\.1: no other one gets there"):
+        _listen(Rules(1, 2, "localhost", 29500))
 
 
 def test_a_refused_machine_is_a_config_error(tmp_path):

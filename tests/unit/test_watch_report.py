@@ -12,9 +12,9 @@ import pytest
 
 from duoka.runs.events import EventWriter, global_log, rank_log
 from duoka.runs.folder import RunFolder, write_json_atomic
-from duoka.runs.status import Status, write_status
+from duoka.runs.status import Status, leader_identity, write_status
 from duoka.watch.history import read_history
-from duoka.watch.report import end_lines, write_report
+from duoka.watch.report import end_lines, summary_to_json, write_report
 
 GIB = 2**30
 
@@ -254,7 +254,7 @@ for name in ("torch", "transformers", "numpy"):
     sys.modules[name] = None
 from pathlib import Path
 from duoka.runs.folder import RunFolder
-from duoka.watch.report import end_lines, write_report
+from duoka.watch.report import end_lines, summary_to_json, write_report
 run = RunFolder(Path({str(log.run.path)!r}))
 print(write_report(run).name, len(end_lines(run)) > 5)
 """
@@ -288,3 +288,30 @@ def test_an_empty_run_has_a_summary_too(log):
 
     found = summary_to_json(log.run)
     assert found["step"] == 0 and found["loss"] is None and found["ranks"] == []
+
+
+CAUSE = "worker failed: rank 1 of 2 raised ValueError: 3 rows, not 4\n  1 other rank was stopped because of it"
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_run_that_failed_says_why_on_top(log, steps):
+    for step in range(1, steps + 1):
+        log.step(step, 4.0 / step)
+    write_status(log.run, Status(state="failed", step=steps, exit_code=5, cause=CAUSE))
+    first, empty, *cause = lines_of(log.run).splitlines()[:4]
+    assert ": failed" in first and empty == ""
+    assert cause == [f"  {line}" for line in CAUSE.splitlines()]
+    assert summary_to_json(log.run)["cause"] == CAUSE
+    assert ("the same command starts again" in lines_of(log.run)) and str(log.run.logs) in lines_of(log.run)
+    write_status(log.run, Status(state="done", step=steps, cause=CAUSE))
+    assert "worker failed" not in lines_of(log.run), "what was the matter before a good end is past"
+
+
+def test_a_run_whose_process_is_gone_without_a_word_says_so(log):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    write_status(log.run, Status(state="running", world_size=2, **leader_identity(gone.pid)))
+    gone.wait()
+    said = lines_of(log.run)
+    assert ": dead, no step was recorded" in said and f"(pid {gone.pid}) is gone without a word" in said
+    write_status(log.run, Status(state="running", world_size=2, **leader_identity()))
+    assert ": running" in lines_of(log.run) and "gone" not in lines_of(log.run)

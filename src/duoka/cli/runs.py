@@ -55,7 +55,7 @@ def table(rows: list[RunRow]) -> list[str]:
         steps = f"{row.step:,}/{row.total_steps:,}" if row.total_steps else f"{row.step:,}"
         loss = "-" if row.loss is None else f"{row.loss:.4f}"
         speed = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
-        note = f"pid {row.pid}" if row.is_alive else row.cause if row.state == "failed" else ""
+        note = f"pid {row.pid}" if row.is_alive else row.cause.partition("\n")[0] if row.state == "failed" else ""
         age = format_seconds(row.age_s)
         cells.append((row.name, row.state, steps, loss, speed, str(row.world_size), age, note))
     widths = [max(len(line[column]) for line in cells) for column in range(7)]

@@ -71,9 +71,12 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any
 
 
 def start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
+    from duoka.cluster.blame import Verdict
     from duoka.cluster.claim import check_claim, find_run_folder, hold_run
     from duoka.cluster.launch import check_port, count_processes, python_module
     from duoka.cluster.nodes import read_node_start, run_node
+    from duoka.cluster.supervise import write_end
+    from duoka.errors import DuokaError
     from duoka.plan.hardware import read_machine
 
     start = read_node_start(flags)
@@ -102,7 +105,12 @@ def start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run
         return finish(run)
     with hold_run(run):
         kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
-        prepare_run(loaded, run, machine, num_processes)
+        try:
+            prepare_run(loaded, run, machine, num_processes)
+        except DuokaError as error:
+            if kind == "new":  # else a run that was there before keeps its own end
+                write_end(run, Verdict(error.exit_code, tuple(error.lines())))
+            raise
         return _supervise(loaded, run, num_processes, start.master_port, start.restarts)
 
 

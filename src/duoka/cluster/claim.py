@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from duoka.cluster.wire import SECRET
 from duoka.config.changes import LENGTH_KEYS, allowed_changes, how_to_allow, refused_changes
 from duoka.config.load import Loaded, load_config
 from duoka.config.schema import RunConfig
@@ -25,7 +26,7 @@ ClaimKind = Literal["new", "resumed", "finished"]
 JOIN_FOLDER = ".join"
 _OUR_NAMES = {
     "config.yaml", "plan.json", "env.json", "status.json", "events", "checkpoints", "tensorboard", "logs", "final",
-    ".lock", JOIN_FOLDER,
+    ".lock", JOIN_FOLDER, SECRET,
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import time
@@ -16,18 +17,21 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from duoka.cluster.blame import Verdict
+from duoka.cluster.launch import ALLOW_LOOPBACK
 from duoka.cluster.meeting import Meeting, Rules
 from duoka.cluster.ranks import Place, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals
-from duoka.cluster.wire import Wire
-from duoka.errors import ConfigError, StoppedEarly, WorkerFailed
+from duoka.cluster.wire import SECRET, Wire, is_proven, new_nonce, prove, read_secret, write_secret
+from duoka.errors import ConfigError, StoppedEarly, StorageError, WorkerFailed
 from duoka.parallel.lifeline import JOINS, QUIET
 from duoka.parallel.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.runs.folder import RunFolder
 from duoka.units import format_seconds
 
 RETURN_S = 60.0  # for the meeting's machine to come back, once it was there
+STRANGE_S = 60.0  # while who answers is no meeting of this run; a shared disk may be that late with the secret
 _LOOK_EVERY_S = 0.1
+_AGAIN_S = 0.5  # from one try to connect to the next
 _CONNECT_S = 2.0
 _GRACE_S = 60.0  # from a request to stop until what is left is killed
 
@@ -45,6 +49,8 @@ def run_elastic(
             "wish": wish,
         }  # fmt: skip
         machine = _Machine(rules, num_processes, tuple(command), run, hello, say, request)
+        if meeting is not None:
+            machine.is_meeting_well = lambda: meeting.is_alive() or meeting.verdict is not None
         if meeting is None:
             say(f"the meeting is on another machine: {rules.host}:{rules.port}")
         else:
@@ -68,12 +74,19 @@ def _hold_meeting(
     if listener is None:
         yield None
         return
-    meeting = Meeting(listener, rules, run, num_processes, identity)
+    try:
+        secret = write_secret(run.path)
+    except OSError as error:
+        listener.close()
+        raise StorageError(f"cannot write in {run.path}: {error.strerror or error}") from None
+    meeting = Meeting(listener, rules, run, num_processes, identity, secret)
     meeting.start()
     try:
         yield meeting
     finally:
         meeting.leave()
+        if read_secret(run.path) == secret:
+            (run.path / SECRET).unlink(missing_ok=True)
 
 
 def _listen(rules: Rules) -> socket.socket | None:
@@ -84,6 +97,11 @@ def _listen(rules: Rules) -> socket.socket | None:
             f"the machines should meet at {rules.host}, which cannot be found: {error.strerror}",
             fix="write the address of one of them; hostname -I prints a machine's own",
         ) from None
+    if ipaddress.ip_address(address[0]).is_loopback and not os.environ.get(ALLOW_LOOPBACK):
+        raise ConfigError(
+            f"the machines should meet at {rules.host}, which on this machine is {address[0]}: no other one gets there",
+            fix="write the machine's address in your network (hostname -I prints it), or mend the name in /etc/hosts",
+        )
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -114,25 +132,35 @@ class _Machine:
     world: int = 0
     was_there: bool = False
     told: bool = False
+    nonces: tuple[str, str] = ("", "")
+    is_welcome: bool = False  # on this connection: each side has shown the other that it knows the secret
     apart_since: float = field(default_factory=time.monotonic)
+    strange_since: float | None = None
+    try_at: float = 0.0
+    is_meeting_well: Callable[[], bool] = lambda: True
 
     def look(self) -> Verdict | None:
         """One look at everything; the end of this machine's part, once it has come."""
         if self.request.leave_now:
             return Verdict(130, ("left at once, as asked; nothing more was saved",), (), True)
+        if not self.is_meeting_well():
+            raise RuntimeError("the meeting of this machine has ended by itself")
         if self.wire is None and (ended := self._connect()):
             return ended
         if self.wire is None:
             return None
         if self.request.stop_by and not self.told:
-            self.told = True
-            self.wire.send(leaving=self.request.stop_by)
-            if not self.hello["is_host"] and self.ranks is None:
+            if self.is_welcome:
+                self.told = True
+                self.wire.send(leaving=self.request.stop_by)
+            if not (self.is_welcome and self.hello["is_host"]) and self.ranks is None:
                 return self._left()
         for message in self.wire.take():
-            ended = self._hear(message)
+            ended = self._hear(message) if self.is_welcome else self._greet(message)
             if ended is not None:
                 return ended
+            if self.wire is None:
+                return None
         if self.wire.is_lost:
             self._fall_apart()
             return None
@@ -142,8 +170,11 @@ class _Machine:
         if self.request.stop_by:
             return self._left()
         rules = self.rules
+        if time.monotonic() < self.try_at:
+            return None
+        self.try_at = time.monotonic() + _AGAIN_S
         try:
-            self.wire = Wire(socket.create_connection((rules.host, rules.port), timeout=_CONNECT_S))
+            connection = socket.create_connection((rules.host, rules.port), timeout=_CONNECT_S)
         except OSError as error:
             limit_s = RETURN_S if self.was_there else rules.wait_s
             if time.monotonic() - self.apart_since < limit_s:
@@ -156,18 +187,55 @@ class _Machine:
                 fix="start the same command on the machine that has this address (hostname -I prints a machine's own), "
                 "and here; the run goes on from the newest checkpoint",
             ) from None
-        self.wire.send(hello=self.hello)
+        if connection.getsockname() == connection.getpeername():  # TCP met itself: nobody listens there
+            connection.close()
+            return None
+        self.wire, self.is_welcome = Wire(connection), False
         return None
+
+    def _greet(self, message: dict[str, Any]) -> Verdict | None:
+        """Show that this machine is of the run, and see that the other one is: until then no order counts."""
+        assert self.wire is not None
+        if "meeting" in message:
+            self.nonces = (str(message["meeting"]), new_nonce())
+            proof = prove(read_secret(self.run.path), "machine", self.nonces)
+            self.wire.send(hello=self.hello, nonce=self.nonces[1], proof=proof)
+        elif is_proven(message.get("welcome"), read_secret(self.run.path), "meeting", self.nonces):
+            self.is_welcome, self.told, self.strange_since = True, False, None
+        else:
+            known = message.get("unknown") is True
+            self._keep_off("the meeting there is of another run" if known else "who answers there is no meeting")
+        return None
+
+    def _keep_off(self, why: str) -> None:
+        """Whoever it is, it is not our meeting, or not yet."""
+        assert self.wire is not None
+        self.wire.close_now()
+        self.wire, now, place = None, time.monotonic(), f"{self.rules.host}:{self.rules.port}"
+        if self.strange_since is None:
+            self.strange_since = now
+            self.say(f"{place}: {why}; trying again for {format_seconds(STRANGE_S)}")
+        elif now - self.strange_since > STRANGE_S:
+            kind = WorkerFailed if self.was_there else ConfigError
+            raise kind(
+                f"this machine cannot take part at {place}: {why}",
+                where=f"the meeting's secret is read from {self.run.path / SECRET}",
+                fix="output: must be the same folder for all machines, on a disk that they share; another run needs a "
+                "port of its own",
+            )
 
     def _fall_apart(self) -> None:
         """The meeting is gone, or cut off: no rank here can go on without it."""
         assert self.wire is not None
-        self.wire.close()
-        if self.was_there:
+        if not self.is_welcome and (self.wire.is_foreign or self.wire.is_silent):
+            is_silent = not self.wire.is_foreign
+            return self._keep_off("who answers there says nothing" if is_silent else "who answers there is no meeting")
+        self.wire.close_now()
+        if self.is_welcome:
             text = f"the meeting at {self.rules.host}:{self.rules.port} is gone: ending the ranks here, and"
             self.say(f"{text} trying to come back for {format_seconds(RETURN_S)}")
             self.apart_since = time.monotonic()
-        self.wire = None
+        self.wire, self.is_welcome = None, False
         self._end_ranks()
 
     def _hear(self, message: dict[str, Any]) -> Verdict | None:

@@ -17,6 +17,7 @@ from duoka.parallel.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.runs.folder import RunFolder
 
 LOOPBACK = "127.0.0.1"
+ALLOW_LOOPBACK = "DUOKA_ALLOW_LOOPBACK"  # two starts on one machine, to try it out
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,18 @@ def threads_per_process(num_cores: int, num_processes: int) -> int:
     return max(1, num_cores // max(1, num_processes))
 
 
-def find_free_port() -> int:
-    """A port that nobody listens on now. Somebody may take it before we do; whoever can bind port 0 should."""
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        return int(listener.getsockname()[1])
+def hold_free_port() -> tuple[int, socket.socket]:
+    """A free port, and what keeps it free until it is closed: rank 0 listens there seconds later, with torch imported.
+
+    Linux lets rank 0 in beside us, as nobody listens here and both say SO_REUSEADDR, and gives the port to nobody else.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    port = int(holder.getsockname()[1])
+    if sys.platform != "linux":  # elsewhere rank 0 would be refused
+        holder.close()
+    return port, holder
 
 
 def check_port(port: int) -> None:

@@ -1,12 +1,12 @@
 """Where machines that come and go meet: who is here, which world begins, when it ends, and what was the matter.
 
 A thread in the launcher of the one machine that owns the meeting's address; every launcher, that one too, is a member
-over a connection (elastic.py). It starts no process. Its own end is the end of the run: the same command goes on.
+over a connection (elastic.py), let in by door.py. It starts no process. Its own end is the end of the run: the same
+command goes on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import signal
 import socket
@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from duoka.cluster.blame import Verdict, judge_world, last_step
-from duoka.cluster.launch import WorldSpec
+from duoka.cluster.door import Door
+from duoka.cluster.launch import WorldSpec, hold_free_port
 from duoka.cluster.restart import FIRST_WAIT_S, LONGEST_WAIT_S, failure_kind, note_in_log
 from duoka.cluster.supervise import write_end
 from duoka.cluster.wire import Wire
-from duoka.errors import StoppedEarly, WorkerFailed
+from duoka.errors import StoppedEarly, StorageError, WorkerFailed
 from duoka.parallel.exits import RankExit
 from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder
@@ -32,6 +33,8 @@ LAST_CALL_S = 5.0  # after the latest arrival, for those that were started at th
 _LOOK_EVERY_S = 0.1
 _FINAL = (2, 3, 4, 6)  # what a rank refused will be refused again
 _FAREWELL_S = 5.0
+# What reading a message that is not as ours are may raise: its sender is taken for lost.
+_NONSENSE = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,9 @@ class Rules:
 @dataclass
 class Member:
     wire: Wire
-    name: str = ""  # empty: has not said who it is
-    order: tuple[int, int] = (0, 0)
-    is_host: bool = False
+    name: str
+    order: tuple[int, int]
+    is_host: bool
     leaving: str = ""  # the signal that asked for it
     exits: list[RankExit] | None = None  # of the world that is under way, once its ranks there have ended
 
@@ -62,6 +65,7 @@ class _World:
     members: list[Member]
     spec: WorldSpec
     newcomers: list[Member]
+    held_port: socket.socket
     lost: list[str] = field(default_factory=list)
     asked: bool = False  # everybody was told to save and leave
     cut: bool = False  # everybody was told that somebody is gone
@@ -69,13 +73,13 @@ class _World:
 
 class Meeting(threading.Thread):
     def __init__(
-        self, listener: socket.socket, rules: Rules, run: RunFolder, num_processes: int, identity: Mapping[str, str]
-    ) -> None:
+        self, listener: socket.socket, rules: Rules, run: RunFolder, num_processes: int, identity: Mapping[str, str],
+        secret: str,
+    ) -> None:  # fmt: skip
         super().__init__(name="duoka-meeting", daemon=True)
         self.rules, self.run_folder, self.num_processes, self.identity = rules, run, num_processes, dict(identity)
         self.verdict: Verdict | None = None
-        self._listener = listener
-        listener.setblocking(False)
+        self._listener, self._door = listener, Door(listener, secret)
         self._members: list[Member] = []
         self._world: _World | None = None
         self._number = self._num_arrived = self._num_failures = 0
@@ -100,9 +104,9 @@ class Meeting(threading.Thread):
                         self._drop(member)
                 time.sleep(_LOOK_EVERY_S / 5)
         finally:
-            self._listener.close()
-            for member in list(self._members):
-                self._drop(member)
+            self._door.close()
+            for member in self._members:
+                member.wire.close_now()
 
     def leave(self) -> None:
         """Its launcher ends: by then everybody has been told, or the connections that break tell them."""
@@ -111,14 +115,18 @@ class Meeting(threading.Thread):
 
     def tend(self) -> None:
         """One look at everything; never waits."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while True:
-                self._members.append(Member(Wire(self._listener.accept()[0])))
+        for wire, hello in self._door.look():
+            try:
+                self._greet(wire, hello)
+            except _NONSENSE:
+                self._door.part(wire)
+        while self._door.notes:
+            self._tell_all(self._door.notes.pop())
         for member in list(self._members):
             try:
                 for message in member.wire.take():
                     self._hear(member, message)
-            except (AttributeError, KeyError, TypeError, ValueError):  # a stranger, who speaks something else
+            except _NONSENSE:
                 member.wire.is_lost = True
             if member.wire.is_lost and member in self._members:
                 self._lose(member)
@@ -131,35 +139,38 @@ class Meeting(threading.Thread):
 
     def _hear(self, member: Member, message: dict[str, Any]) -> None:
         world = self._world
-        if "hello" in message and not member.name:
-            self._greet(member, message["hello"])
-        elif "ended" in message and world is not None and message["ended"] == world.number and member in world.members:
-            member.exits = [RankExit(**one) for one in message["exits"]]
+        if "ended" in message and world is not None and message["ended"] == world.number and member in world.members:
+            member.exits = _read_exits(message["exits"], world.members.index(member), self.num_processes)
         elif "leaving" in message:
-            member.leaving = str(message["leaving"])
+            member.leaving = _plain(message["leaving"])
             if member.is_host:
                 self._stop_by = member.leaving
 
-    def _greet(self, member: Member, hello: dict[str, Any]) -> None:
+    def _greet(self, wire: Wire, hello: dict[str, Any]) -> None:
+        # The machine of the meeting comes first: rank 0, and the address where ranks meet, stay with it.
+        is_host = hello["is_host"] is True
+        order = (-1 if is_host else int(hello["wish"]), self._num_arrived + 1)
+        member = Member(wire, _plain(hello["name"]), order, is_host)
+        theirs = hello["identity"]
         differ = [
-            f"{name} is {hello['identity'].get(name)} there and {value} here"
+            f"{name} is {_plain(theirs.get(name))} there and {value} here"
             for name, value in self.identity.items()
-            if hello["identity"].get(name) != value
+            if theirs.get(name) != value
         ]
         if differ:
             return self._refuse(member, "; ".join(differ))
         self._num_arrived += 1
-        member.name, member.is_host = str(hello["name"]), bool(hello["is_host"])
-        # The machine of the meeting comes first: rank 0, and the address where ranks meet, stay with it.
-        member.order = (-1 if member.is_host else int(hello["wish"]), self._num_arrived)
+        self._members.append(member)
         self._changed_at = time.monotonic()
         if self._world is not None or self._number:
             self._tell_all(f"{member.name} has come")
 
     def _refuse(self, member: Member, why: str) -> None:
         member.wire.send(refused=why)
-        self._tell_all(f"{member.name or 'a machine'} was refused: {why}", but=member)
-        self._drop(member)
+        self._tell_all(f"{member.name} was refused: {why}", but=member)
+        if member in self._members:
+            self._members.remove(member)
+        self._door.part(member.wire)
 
     def _lose(self, member: Member) -> None:
         self._drop(member)
@@ -169,12 +180,12 @@ class Meeting(threading.Thread):
             self._tell_all(f"{member.name} is gone")
 
     def _drop(self, member: Member) -> None:
-        member.wire.close()
         self._members.remove(member)
+        member.wire.close_now()
 
     def _tell_all(self, text: str, *, but: Member | None = None) -> None:
         for member in self._members:
-            if member.name and member is not but:
+            if member is not but:
                 member.wire.send(say=text)
 
     # --- a world under way ---
@@ -194,12 +205,13 @@ class Meeting(threading.Thread):
             self._close(world)
 
     def _can_grow(self, world: _World) -> bool:
-        waiting = [one for one in self._members if one.name and not one.leaving and one not in world.members]
+        waiting = [one for one in self._members if not one.leaving and one not in world.members]
         has_place = len(world.members) < self.rules.most
         return bool(waiting) and has_place and time.monotonic() - self._changed_at > LAST_CALL_S
 
     def _close(self, world: _World) -> None:
         """All ranks have ended: the run's end, or another world."""
+        world.held_port.close()
         self._world, self._gathers_since = None, time.monotonic()
         exits = sorted((one for member in world.members for one in member.exits or ()), key=lambda one: one.time)
         by = self._stop_by or ("SIGTERM" if world.asked else "")
@@ -268,9 +280,7 @@ class Meeting(threading.Thread):
         if self._stop_by:
             text = f"stopped by {self._stop_by} between two worlds; the same command goes on"
             return self._finish(Verdict(StoppedEarly.exit_code, (text,), (), True))
-        here = sorted(
-            (member for member in self._members if member.name and not member.leaving), key=lambda one: one.order
-        )
+        here = sorted((member for member in self._members if not member.leaving), key=lambda one: one.order)
         is_last_call = self._number == 0 and now - self._changed_at <= LAST_CALL_S
         if now < self._not_before or (is_last_call and len(here) < rules.most):
             return
@@ -291,14 +301,18 @@ class Meeting(threading.Thread):
         for member in members:
             member.exits = None
         newcomers = [member for member in members if member.name not in known] if before else []
-        clear_failures(self.run_folder)
-        clear_beats(self.run_folder)
+        try:
+            clear_failures(self.run_folder)
+            clear_beats(self.run_folder)
+        except OSError as error:
+            what = f"{StorageError.title}: cannot write in {self.run_folder.logs}: {error.strerror or error}"
+            return self._finish(Verdict(StorageError.exit_code, (what,)))
+        port, held = hold_free_port()
         size = len(members) * self.num_processes
         spec = WorldSpec((), size, self.run_folder, num_restarts=before)
-        self._world = _World(self._number, members, spec, newcomers)
+        self._world = _World(self._number, members, spec, newcomers, held)
         names = ", ".join(member.name for member in members)
         self._tell_all(f"world {self._number}: {_count(len(members), 'machine')} ({names}), {_count(size, 'rank')}")
-        port = _free_port()
         for node, member in enumerate(members):
             member.wire.send(go=self._number, node=node, num_nodes=len(members), port=port)
 
@@ -316,7 +330,17 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
+def _plain(value: object) -> str:
+    """What another machine calls itself, fit for a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value))[:100]
+
+
+def _read_exits(raw: list[dict[str, Any]], node: int, num_processes: int) -> list[RankExit]:
+    """How the ranks of one machine ended: all of its own, and of no other."""
+    exits = [
+        RankExit(int(one["rank"]), int(one["pid"]), int(one["code"]), float(one["time"]), one["by_us"] is True)
+        for one in raw
+    ]
+    if sorted(one.rank for one in exits) != list(range(node * num_processes, (node + 1) * num_processes)):
+        raise ValueError("not the ranks of this machine")
+    return exits

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from duoka.cluster.launch import check_port
+from duoka.cluster.launch import ALLOW_LOOPBACK, check_port
 from duoka.cluster.meeting import Rules
 from duoka.cluster.ranks import START_NAMES, Place, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals
 from duoka.errors import Fault, Faults, WorkerFailed
 from duoka.units import parse_seconds
 
-ALLOW_LOOPBACK = "DUOKA_ALLOW_LOOPBACK"  # two starts on one machine, to try it out
 _LOOK_EVERY_S = 0.1
 
 

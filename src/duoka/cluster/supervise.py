@@ -18,7 +18,7 @@ from typing import Any
 
 from duoka.cluster.blame import Verdict, judge_world
 from duoka.cluster.hang import Hang, HangWatch
-from duoka.cluster.launch import LOOPBACK, WorldSpec, build_environment, find_free_port
+from duoka.cluster.launch import LOOPBACK, WorldSpec, build_environment, hold_free_port
 from duoka.cluster.passthrough import Channel, PlainCopy, open_channels
 from duoka.cluster.probe import count_usable_cores
 from duoka.cluster.ranks import Place, Ranks
@@ -84,7 +84,8 @@ class _World:
         self._copies = [PlainCopy(path) for _ in self._channels]
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        place = Place(0, 1, spec.num_processes, LOOPBACK, spec.port or find_free_port())
+        port, self._held_port = hold_free_port()
+        place = Place(0, 1, spec.num_processes, LOOPBACK, spec.port or port)
         self.ranks = Ranks(
             place, spec.command, build_environment(spec, count_usable_cores()),
             streams=(self._channels[0].child_end, self._channels[-1].child_end),
@@ -157,6 +158,7 @@ class _World:
     def end_everything(self) -> None:
         """Whatever happened: nobody of this world stays, and nothing of ours stays open."""
         self.ranks.close()
+        self._held_port.close()
         for copy in self._copies:
             copy.close()
         for channel in self._channels:
@@ -199,8 +201,10 @@ def listen_to_signals(request: Request) -> Iterator[None]:
 
 def write_end(run: RunFolder, verdict: Verdict) -> None:
     state: State = "done" if verdict.exit_code == 0 else "stopped" if verdict.stopped else "failed"
-    cause = verdict.lines[0] if verdict.lines else ""
-    _note_status(run, state, exit_code=verdict.exit_code, cause=cause)
+    if state == "stopped" and not verdict.lines:  # rank 0 has written down who asked for it
+        _note_status(run, state, exit_code=verdict.exit_code)
+    else:
+        _note_status(run, state, exit_code=verdict.exit_code, cause="\n".join(verdict.lines))
 
 
 def _note_status(run: RunFolder, state: State, **changes: Any) -> None:

@@ -1,31 +1,46 @@
 """One connection between machines of an elastic world: lines of JSON, and a beat that says "still there".
 
-Used by meeting.py and elastic.py. Numbers and words only, and few of them: nothing that comes in is ever executed.
+Used by meeting.py and elastic.py. Numbers and words only, few of them and short: nothing that comes in is ever
+executed, and nobody is believed before it has shown that it knows the secret in the run folder. Nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import os
+import secrets
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
+from duoka.runs.folder import read_json
+
 BEAT_EVERY_S = 2.0
-SILENT_S = 10.0  # who has not been heard of for so long has left
+SILENT_S = 10.0  # a machine that has not heard from the meeting for so long ends its ranks
+# The meeting waits a little longer: when it goes on without a machine, the ranks there have ended, link or no link.
+LOST_S = SILENT_S + 2 * BEAT_EVERY_S
+STRANGER_BYTES = 4096  # the longest line of somebody who is not known yet
 _LONGEST_BYTES = 1 << 20
 _GOODBYE_S = 1.0
+SECRET = ".meeting"  # in the run folder: who can read it takes part
 
 
 class Wire:
-    """Never blocks. `is_lost` once the other side is gone, silent for too long, or says what is no JSON."""
+    """Never blocks, `close` apart. `is_lost` once the other side is gone, silent for too long, or talks nonsense."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    most_bytes = _LONGEST_BYTES  # of one line
+
+    def __init__(self, connection: socket.socket, silent_s: float | None = None) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # gone already: the first read will say so
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
+        self.silent_s = SILENT_S if silent_s is None else silent_s
         self.heard_at = self._sent_at = time.monotonic()
-        self.is_lost = False
+        self.is_lost = self.is_foreign = False  # foreign: it said what we would never say
         self._in = b""
         self._out = b""
 
@@ -37,33 +52,38 @@ class Wire:
     def take(self) -> list[dict[str, Any]]:
         """What has come in, in order; beats are taken note of and left out. Also sends what waits, and our own."""
         self._read()
-        now = time.monotonic()
-        if now - self._sent_at > BEAT_EVERY_S:
+        if time.monotonic() - self._sent_at > BEAT_EVERY_S:
             self.send(beat=True)
         self._flush()
-        if now - self.heard_at > SILENT_S:
-            self.is_lost = True
+        self.is_lost = self.is_lost or self.is_silent
         *lines, self._in = self._in.split(b"\n")
-        found = []
+        found: list[dict[str, Any]] = []
         for line in lines:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if not isinstance(message, dict):
-                self.is_lost = True
-                break
+            message = _parse(line) if len(line) <= self.most_bytes else None
+            if message is None:
+                self._is_nonsense()
+                return found
             if "beat" not in message:
                 found.append(message)
+        if len(self._in) > self.most_bytes:  # a line without an end must not fill our memory
+            self._is_nonsense()
         return found
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self.heard_at > self.silent_s
+
+    def _is_nonsense(self) -> None:
+        self.is_lost = self.is_foreign = True
+        self._in = b""
 
     def _read(self) -> None:
         try:
             while data := self.socket.recv(1 << 16):
                 self._in += data
                 self.heard_at = time.monotonic()
-                if len(self._in) > _LONGEST_BYTES:
-                    break
+                if len(self._in) > self.most_bytes:  # the rest at the next look: others want their turn
+                    return
             self.is_lost = True
         except BlockingIOError:
             pass
@@ -79,6 +99,11 @@ class Wire:
         except OSError:
             self.is_lost = True
 
+    def close_now(self) -> None:
+        """Without waiting for what was not said yet."""
+        self.is_lost = True
+        self.socket.close()
+
     def close(self) -> None:
         """Say the last words to the end: closing over unread input would throw away what the other has not read."""
         with contextlib.suppress(OSError):
@@ -90,3 +115,40 @@ class Wire:
                 while time.monotonic() < end and self.socket.recv(1 << 16):
                     pass
         self.socket.close()
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):  # nested a thousand times: nobody of ours
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(16)
+
+
+def write_secret(folder: Path) -> str:
+    """The secret of a meeting that begins, for those who may read the run folder as its owner."""
+    secret = secrets.token_hex(32)
+    draft = folder / f"{SECRET}.{os.getpid()}"
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(json.dumps({"secret": secret}))
+    os.replace(draft, folder / SECRET)
+    return secret
+
+
+def read_secret(folder: Path) -> str:
+    """Empty when there is none to be read."""
+    return str((read_json(folder / SECRET) or {}).get("secret", ""))
+
+
+def prove(secret: str, side: str, nonces: tuple[str, str]) -> str:
+    """What only who knows the secret can say, once, on this connection. `nonces`: the meeting's, the machine's."""
+    return hmac.new(secret.encode(), " ".join((side, *nonces)).encode(), "sha256").hexdigest()
+
+
+def is_proven(given: object, secret: str, side: str, nonces: tuple[str, str]) -> bool:
+    return isinstance(given, str) and given.isascii() and hmac.compare_digest(given, prove(secret, side, nonces))

@@ -280,7 +280,7 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
         goes_on = "" if launcher_speaks() else ". The same command goes on."
         record.say(f"stopped by {stopped_by} after step {step}; saved{goes_on}")
         if world.is_main:
-            update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=stopped_by)
+            update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=f"stopped by {stopped_by}")
         return StoppedEarly.exit_code
     world.heart.tell("end", step)
     lm = contents.parallel.bare.lm

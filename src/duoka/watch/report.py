@@ -11,6 +11,7 @@ from typing import Any
 
 from duoka.runs.folder import RunFolder, read_json, write_text_atomic
 from duoka.units import format_bytes, format_count, format_seconds
+from duoka.watch.cause import cause_lines, has_died
 from duoka.watch.chart import Chart, draw_chart
 from duoka.watch.costs import costs_to_json, exchange_rows, held_rows, memory_rows
 from duoka.watch.curve import can_draw, draw_curve
@@ -61,7 +62,7 @@ def _page_body(history: History, loss: str) -> list[str]:
 
 def _state(history: History) -> str:
     if history.status is not None:
-        return history.status.state
+        return "dead" if has_died(history.status) else history.status.state
     return history.end_reason or ("running" if history.steps else "empty")
 
 
@@ -264,16 +265,23 @@ def _config_card(history: History) -> str:
 def end_lines(run: RunFolder, *, encoding: str | None = None) -> list[str]:
     """The closing report for a terminal of 80 columns, without colours."""
     history = read_history(run)
+    cause = cause_lines(history.status)
     if not history.steps:
-        return [f"{run.name}: no step was recorded", f"  {'look at':<12}{run.logs}"]
+        head = f"{run.name}: {_state(history)}, no step was recorded"
+        return [head, *_apart(cause), "", *_where_and_next(history)]
     arrow = "→" if can_draw("→", encoding) else "->"
     dot = "·" if can_draw("·", encoding) else "-"
-    out = [f"{run.name}: {_state(history)} {dot} {_summary(history).replace(' · ', f' {dot} ')}", ""]
+    out = [f"{run.name}: {_state(history)} {dot} {_summary(history).replace(' · ', f' {dot} ')}"]
+    out += [*_apart(cause), ""]
     out += [f"  {line}" for line in draw_curve(*history.values("loss"), width=74, encoding=encoding, title="loss")]
     rows = [*_result_rows(history, arrow), *_data_rows(run)]
     out += ["", *(f"  {name:<12}{text}" for name, text in rows), ""]
     out += _where_and_next(history)
     return [line.rstrip() for line in out]
+
+
+def _apart(cause: list[str]) -> list[str]:
+    return ["", *(f"  {line}" for line in cause)] if cause else []
 
 
 def summary_to_json(run: RunFolder) -> dict[str, Any]:
@@ -283,6 +291,7 @@ def summary_to_json(run: RunFolder) -> dict[str, Any]:
     return {
         "name": run.name,
         "state": _state(history),
+        "cause": "\n".join(cause_lines(history.status)) or None,
         "step": last.step if last else 0,
         "first_loss": first.loss if first else None,
         "loss": last.loss if last else None,
