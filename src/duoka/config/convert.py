@@ -68,7 +68,7 @@ def _is_own(key: str, value: Any, loaded: Loaded) -> bool:
     if loaded.origins.get(key, "default") != "default":
         return value is not None or known_keys()[key].default is not None
     default = known_keys()[key].default
-    return value != (list(default) if isinstance(default, tuple) else default)
+    return bool(value != (list(default) if isinstance(default, tuple) else default))
 
 
 def _leaf(key: str, value: Any, indent: str, loaded: Loaded) -> Iterator[str]:
