@@ -113,7 +113,7 @@ def test_ranks_that_are_killed_while_their_machines_stay_cost_a_restart_each(tmp
     yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "out"), encoding="utf-8")
     train_all([(str(yaml), [], str(tmp_path / "whole"))], 2)
     dice, run, port, old = random.Random(seed), RunFolder(tmp_path / "elastic"), free_port(), []
-    machines = [start(yaml, run, port, name, "--restarts", "4") for name in ("one", "two")]
+    machines = [start(yaml, run, port, name, "--nodes", "2", "--restarts", "4") for name in ("one", "two")]
     try:
         for step in (6, 20, 34):
             ranks = wait_for_ranks(
