@@ -143,6 +143,34 @@ def test_twenty_of_twenty_killed_runs_restart_cleanly(case, seed):
     assert len(left) == 2 and not any(name.startswith(".") for name in left), f"{struck}: {left}"
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("victim", ["launcher", "all"])
+def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks(case, victim, seed):
+    folder, yaml = case
+    run, dice = RunFolder(folder / f"again-{victim}-{seed}"), random.Random(seed)
+    for number in range(5):
+        process = start(yaml, run.path)
+        ranks = [rank_process(process, rank) for rank in (0, 1)]
+        if dice.random() < 0.3:  # while it starts
+            time.sleep(dice.random() * 6)
+        else:
+            wait_for_step(run, 12 * number + dice.randint(1, 10))
+            time.sleep(dice.random() * 0.05)
+        for one in [process] if victim == "launcher" else ranks:
+            one.kill()
+        code, output = finish(process)
+        assert code == (-signal.SIGKILL if victim == "launcher" else 5), f"kill {number}: {output}"
+        _, left = psutil.wait_procs(ranks, timeout=30)
+        assert not left, f"kill {number}: {left} live on"
+    code, output = finish(start(yaml, run.path))
+    assert code == 0 and "Traceback" not in output, output
+    assert same_weights(run.path, folder / "whole")
+    assert [event["step"] for event in read_steps(run)] == list(range(1, STEPS + 1))
+    assert len(list(run.checkpoints.iterdir())) == 2, "two checkpoints are kept, and nothing half-written"
+
+
 def launch(tmp_path, script, *flags):
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     command = [sys.executable, "-m", "duoka", "launch", "--output", str(tmp_path / "out"), *flags, "script.py"]
