@@ -22,7 +22,7 @@ from duoka.model.attention import register_attention
 from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
-from duoka.model.lora import apply_lora
+from duoka.model.lora import apply_lora, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.new import is_new
 from duoka.model.packed import Packing, unpack
@@ -106,11 +106,11 @@ def _draw_model(folder: Path, dtype: torch.dtype, seed: int, attention: str) -> 
 
 def load_adapter(base: torch.nn.Module, folder: Path) -> torch.nn.Module:
     """`base` with the trained adapter of a PEFT folder; weights come from safetensors only."""
-    import peft
-
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} holds no adapter (adapter_model.safetensors)")
-    with quiet_loading():
+    with quiet_loading(), without_packer():
+        import peft
+
         return peft.PeftModel.from_pretrained(base, os.fspath(folder))
 
 
