@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -122,7 +123,8 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
         )
     with heart.exchange("meeting of all processes"):
         try:
-            store = _private_store(place, timeout) if place.master_addr == LOOPBACK and parent_pid() else None
+            ours = place.master_addr == LOOPBACK and parent_pid() == os.getppid()
+            store = _private_store(place, timeout) if ours else None
             dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, store=store)
         except (OSError, RuntimeError, ValueError) as error:
             raise _nobody_came(place, parallel.timeout, error) from error
