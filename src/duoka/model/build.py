@@ -23,7 +23,7 @@ from duoka.model.attention import register_attention
 from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
-from duoka.model.lora import EARLIER, apply_lora
+from duoka.model.lora import EARLIER, apply_lora, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.new import is_new
 from duoka.model.packed import Packing, unpack
@@ -114,11 +114,11 @@ def load_adapter(base: torch.nn.Module, folder: Path, earlier: Earlier | None = 
 
     `earlier`: what was merged into the base, so that the adapter is written with it again.
     """
-    import peft
-
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} holds no adapter (adapter_model.safetensors)")
-    with quiet_loading():
+    with quiet_loading(), without_packer():
+        import peft
+
         adapted = peft.PeftModel.from_pretrained(base, os.fspath(folder))
     setattr(adapted, EARLIER, earlier)
     return adapted

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,6 +29,32 @@ def apply_lora(
 
     They begin from the seed, or where `earlier` ended. What is to be merged into the base is there already.
     """
+    with without_packer():
+        return _apply_lora(model, lora, seed, earlier)
+
+
+@contextlib.contextmanager
+def without_packer() -> Iterator[None]:
+    """PEFT alone: where bitsandbytes is installed it imports that too, which takes a quarter of a start, for nothing.
+
+    A model that bitsandbytes has packed has imported it before; then nothing is kept from PEFT.
+    """
+    name = "bitsandbytes"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # Python's own mark of what is not to be found
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        found = sys.modules.get("peft.import_utils")
+        for question in ("is_bnb_available", "is_bnb_4bit_available"):
+            # It remembers the answer, and a later model may be packed.
+            getattr(getattr(found, question, None), "cache_clear", bool)()
+
+
+def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int, earlier: Earlier | None) -> torch.nn.Module:
     import peft
 
     if lora.targets != "all":
