@@ -18,6 +18,7 @@ class Saved:
 
         self.named = tensors
         self.state = TrainState(step=1)
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
         self.numerics = build_numerics("fp32", torch.device("cpu"))
 
     def tensors(self):

@@ -29,9 +29,9 @@ from duoka.train.state import TrainState
 from duoka.train.step import build_numerics
 
 
-def make_contents(seed, learn=True):
+def make_contents(seed, learn=True, size=7):
     torch.manual_seed(seed)
-    bare = LossModel(torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)))
+    bare = LossModel(torch.nn.Sequential(torch.nn.Linear(5, size), torch.nn.Linear(size, 3 * size)))
     parallel = Parallelized(bare, bare)
     optimizer = build_optimizer(parallel.named_trainable(), OptimConfig(lr=0.1))
     if learn:
@@ -210,6 +210,7 @@ def test_what_is_written_is_the_moment_of_the_save(store):
     before = {name: tensor.clone() for name, tensor in contents.tensors().items()}
     contents.state.step = 5
     store.save(contents, Keep())
+    store.release()
     with torch.no_grad():
         for parameter in contents.parallel.bare.parameters():
             parameter.add_(1.0)

@@ -52,7 +52,7 @@ _WithAsync = create_model(
     **{
         "async": (
             bool,
-            Field(True, description="Training waits for a copy in host memory only; false: for the disk, without it."),
+            Field(True, description="Written while training goes on; false: training waits for the disk."),
         )
     },  # type: ignore[call-overload]
 )

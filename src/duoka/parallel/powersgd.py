@@ -7,7 +7,7 @@ checkpoints save and fill `tensors`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,11 @@ class PowerSGD:
 def is_ranks_own(name: str) -> bool:
     """Whether each rank saves a tensor of its own under such a name."""
     return name.startswith(f"{PREFIX}.owed.")
+
+
+def changes_in_passes(names: Iterable[str]) -> bool:
+    """Whether one of these tensors changes while gradients are exchanged, not only when the optimizer steps."""
+    return any(name.startswith(PREFIX) for name in names)
 
 
 def _owed_name(rank: int, name: str) -> str:

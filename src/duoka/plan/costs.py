@@ -100,7 +100,8 @@ def estimate_costs(
     rate = (measured or DISK_BYTES_PER_S) * min(cluster.num_nodes, MOST_WRITING_NODES)
     is_cpu = cluster.device.kind == "cpu"
     write_s = size / rate
-    # Ranks copy their parts at the same time; those of a CPU share its memory.
+    # Ranks copy their parts at the same time; those of a CPU share its memory, and copy only what is not written before
+    # the optimizer steps: there it is an upper bound.
     copy = cluster.device.memory_bytes_per_s / 2 / cluster.per_node if is_cpu else COPY_BYTES_PER_S
     blocked_s = min(write_s, size / layout.world_size / copy) if config.is_async else write_s
     machines = cluster.num_nodes * GPUS_PER_MACHINE if is_cpu else cluster.num_devices

@@ -84,15 +84,23 @@ class Machine:
         }
 
 
-def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
-    """This machine, now."""
+def available_memory_bytes() -> int:
+    """Of host memory, in this container, now."""
+    return _read_memory()[1]
+
+
+def _read_memory() -> tuple[int, int]:
     import psutil
 
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
     limit = read_cgroup_limit()
-    if limit is not None:
-        total, available = min(total, limit.limit_bytes), min(available, limit.free_bytes)
+    return (total, available) if limit is None else (min(total, limit.limit_bytes), min(available, limit.free_bytes))
+
+
+def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
+    """This machine, now."""
+    total, available = _read_memory()
     cpu_name, cpu_bf16 = read_cpu()
     gpus = read_gpus(env)
     notes: tuple[str, ...] = ()

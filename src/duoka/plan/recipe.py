@@ -56,7 +56,7 @@ class Work:
     frozen_bits: int = 0  # 4 or 8: a quantized frozen base
     program: Program | None = None
     train_only: TrainOnlyConfig | None = None
-    saves_beside: bool = False  # checkpoints are copied to host memory, and written while training goes on
+    saves_beside: bool = False  # checkpoints are written while training goes on
     thin_gradients: bool = False  # PowerSGD: what it left out so far is as large as the gradients
 
     @property
@@ -88,10 +88,14 @@ class Work:
 
 
 def copy_bytes(work: Work, layout: Layout) -> int:
-    """The copy from which a checkpoint is written: a rank's equal part of what is trained and its state."""
-    if not work.saves_beside:
+    """The copy from which a checkpoint is written: a rank's equal part of what is trained and its state.
+
+    On a CPU the writer reads the live tensors, unless some of them change in every backward pass (PowerSGD's).
+    """
+    is_thin = work.thin_gradients and layout.strategy == "ddp"
+    if not work.saves_beside or (work.device == "cpu" and not is_thin):
         return 0
-    owed = 4 * work.num_trainable if work.thin_gradients and layout.strategy == "ddp" else 0
+    owed = 4 * work.num_trainable if is_thin else 0
     return int((4 + work.state_bytes) * work.num_trainable) // layout.world_size + owed
 
 

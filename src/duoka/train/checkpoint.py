@@ -1,7 +1,8 @@
 """Saving and loading checkpoints: full logical tensors by name, readable by any layout; no pickle anywhere.
 
-Training waits only for a copy in host memory; a thread writes it, on a process group of its own. The files go to a
-hidden folder, their manifest last, and the folder takes its name by one rename: under a final name it is whole.
+A thread writes while training goes on, on a process group of its own: from a copy what lies on a GPU, from the live
+tensors what lies in host memory (live.py). The files go to a hidden folder, their manifest last, and the folder takes
+its name by one rename: under a final name it is whole.
 """
 
 from __future__ import annotations
@@ -14,22 +15,19 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
-from torch.distributed.checkpoint.api import CheckpointException
 
 from duoka.errors import StorageError
 from duoka.optim.build import optimizer_tensors
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.ddp import DdpExchange
-from duoka.parallel.powersgd import inherit, is_ranks_own
+from duoka.parallel.powersgd import changes_in_passes, is_ranks_own
 from duoka.parallel.world import World, close_side_world, open_side_world
+from duoka.plan.hardware import available_memory_bytes
 from duoka.plan.layout import Layout
 from duoka.runs.manifest import (
     CONFIG,
@@ -41,11 +39,12 @@ from duoka.runs.manifest import (
     write_file,
     write_manifest,
 )
-from duoka.train.reader import opened
+from duoka.train.live import LiveFile
+from duoka.train.loading import fill_contents, random_name
 from duoka.train.resume import STATE
 from duoka.train.retention import DRAFT, Keep, make_way, remove_old
 from duoka.train.snapshot import CHUNK_BYTES, Chunk, Copier, HostBuffer, Share, plan_share, write_share
-from duoka.train.state import TrainState, read_random_state, set_random_state
+from duoka.train.state import TrainState, read_random_state
 from duoka.train.step import Numerics
 from duoka.units import format_bytes
 
@@ -133,6 +132,8 @@ class CheckpointStore:
         self.waited_s = 0.0  # of the latest save, for the one before it
         self._share: Share | None = None
         self._buffer: HostBuffer | None = None
+        self._live: LiveFile | None = None
+        self._blocked_s = 0.0  # by the save under way
         # One thread, so that two saves can never be under way at once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="duoka-save")
         self._warming: Future[None] | None = None
@@ -144,9 +145,30 @@ class CheckpointStore:
         """Divide the work and have the memory for the copy ready, beside the first steps; all ranks call it."""
         self._share = plan_share(contents.tensors(), self.world)
         self.side = open_side_world(self.world) if self.asynchronous else self.world
-        size = self._share.size_bytes if self.asynchronous else min(CHUNK_BYTES, self._share.size_bytes)
+        size = self._share.size_bytes if self._copies_first else min(CHUNK_BYTES, self._share.size_bytes)
+        if self.asynchronous and not self._copies_first:
+            contents.optimizer.register_step_pre_hook(lambda *_: self.release())
         self._buffer = HostBuffer(size, self.world.device)
         self._warming = self._thread.submit(self._buffer.touch)
+
+    @property
+    def _copies_first(self) -> bool:
+        """From a GPU the bus brings everything at once; the writer cannot read there."""
+        return self.asynchronous and self.world.device.type != "cpu"
+
+    def release(self) -> None:
+        """Call it before weights or state change: what a save under way has not read yet is copied now.
+
+        An optimizer whose contents are saved does so by itself.
+        """
+        live, self._live = self._live, None
+        if live is None or not (unread := live.unread_bytes()):
+            return
+        started = time.perf_counter()
+        self.world.heart.tell("save")
+        # Half of what is free, shared with the other ranks here: else the disk decides how long it takes.
+        live.release(may_copy=unread <= available_memory_bytes() / 2 / self.world.local_size)
+        self._blocked_s += time.perf_counter() - started
 
     def save(self, contents: Contents, keep: Keep) -> Saved | SaveFault | None:
         """Begin to write the state of this step; returns what was under way or, synchronous, this one's end."""
@@ -171,23 +193,28 @@ class CheckpointStore:
         if self._share is None:
             self.get_ready(contents)
         answer = self.world.agree(self._try_to_begin(target, contents) if self.world.is_main else None)
-        self._writing = Future()
+        self._writing, self._blocked_s = Future(), 0.0
         if isinstance(answer, (Saved, SaveFault)):
             self._writing.set_result(answer)
             return
         assert self._share is not None and self._buffer is not None and self._warming is not None
         self._warming.result()
-        small = self._small_files(contents)
-        copier, buffer = Copier(self._share, contents.tensors(), self.world.device), self._buffer
+        small, tensors = self._small_files(contents), contents.tensors()
+        copier, buffer, size = Copier(self._share, tensors, self.world.device), self._buffer, self._share.size_bytes
         if not self.asynchronous:
-            self._writing.set_result(self._finish(target, started, None, small, lambda: copier.chunks(buffer)))
+            self._writing.set_result(self._finish(target, started, small, lambda: copier.chunks(buffer)))
             return
-        size = self._share.size_bytes
-        copier.fill(buffer, 0, size)
-        blocked_s = time.perf_counter() - started
-        self._writing = self._thread.submit(
-            self._finish, target, started, blocked_s, small, lambda: buffer.chunks(size)
-        )
+        if self._copies_first:
+            copier.fill(buffer, 0, size)
+            self._writing = self._thread.submit(self._finish, target, started, small, lambda: buffer.chunks(size))
+        else:
+            live = self._live = LiveFile(copier)
+            self._writing = self._thread.submit(
+                self._finish, target, started, small, lambda: live.chunks(buffer), live.close
+            )
+            if changes_in_passes(tensors):
+                self.release()
+        self._blocked_s = time.perf_counter() - started
 
     def collect(self) -> Saved | SaveFault | None:
         """The end of a save that this rank has seen, once; None while one is under way."""
@@ -196,7 +223,10 @@ class CheckpointStore:
     def wait(self) -> Saved | SaveFault | None:
         """Until nothing is under way; returns how that ended."""
         writing, self._writing = self._writing, None
-        return None if writing is None else writing.result()
+        if writing is None:
+            return None
+        ended, self._live = writing.result(), None
+        return replace(ended, blocked_s=self._blocked_s) if isinstance(ended, Saved) and self.asynchronous else ended
 
     def close(self, patience_s: float = 20.0) -> None:
         """Let a save under way end, unless it takes longer; how it ends was said or is of no use now."""
@@ -252,7 +282,7 @@ class CheckpointStore:
 
     def _small_files(self, contents: Contents) -> dict[str, bytes]:
         """This rank's files beside its tensors: generators, and on rank 0 the state and the config."""
-        files = {_random_name(self.world.rank): to_safetensors(read_random_state(self.world.device))}
+        files = {random_name(self.world.rank): to_safetensors(read_random_state(self.world.device))}
         if self.world.is_main:
             saved = {"progress": asdict(contents.state), "scaler": contents.numerics.scaler.state_dict()}
             files[STATE] = json.dumps(saved, indent=1).encode()
@@ -263,13 +293,16 @@ class CheckpointStore:
         self,
         target: _Target,
         started: float,
-        blocked_s: float | None,
         small: dict[str, bytes],
         chunks: Callable[[], Iterator[Chunk]],
+        close: Callable[[], None] = lambda: None,
     ) -> Saved | SaveFault:
-        """All that comes after the copy; talks in the side group only, so that it may be a thread's work."""
+        """Write what `chunks` gives; talks in the side group only, so that it may be a thread's work."""
         assert self.side is not None
-        records, error = self._try_to_write(target.draft, small, chunks)
+        try:
+            records, error = self._try_to_write(target.draft, small, chunks)
+        finally:
+            close()
         everyone = self.side.gather((records, error))
         files = {name: record for part, _ in everyone for name, record in part.items()}
         fault: SaveFault | None = None
@@ -280,7 +313,7 @@ class CheckpointStore:
             return fault
         write_s = time.perf_counter() - started
         size_bytes = sum(record.size_bytes for record in files.values())
-        return Saved(target.step, target.final, size_bytes, write_s if blocked_s is None else blocked_s, write_s)
+        return Saved(target.step, target.final, size_bytes, write_s, write_s)
 
     def _try_to_write(
         self, draft: Path, small: dict[str, bytes], chunks: Callable[[], Iterator[Chunk]]
@@ -337,37 +370,8 @@ class CheckpointStore:
 
     def load(self, folder: Path, contents: Contents) -> None:
         """Fill model, optimizer and state from a checkpoint written by any layout; all ranks call it."""
-        fault = ""
-        try:
-            self._load_tensors(folder, contents)
-            saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
-            for name, value in saved["progress"].items():
-                setattr(contents.state, name, value)
-            if contents.numerics.scaler.is_enabled() and saved["scaler"]:
-                contents.numerics.scaler.load_state_dict(saved["scaler"])
-            random = folder / _random_name(self.world.rank)
-            if random.is_file():
-                # A world that grew has ranks without a saved generator: they keep their seeded one.
-                set_random_state(load_file(random), self.world.device)
-        except (CheckpointException, SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            fault = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        faults = list(dict.fromkeys(one for one in self.world.gather(fault) if one))
-        if faults:
-            raise StorageError(
-                f"the checkpoint {folder} does not fit this run",
-                where="\n".join(faults[:3]),
-                fix="go on with the model and the version of duoka that wrote it, or start a new run",
-            )
-
-    def _load_tensors(self, folder: Path, contents: Contents) -> None:
-        with opened(folder) as (reader, saved):
-            inheritance = inherit(contents.tensors(), saved, self.world.rank, self.world.size)
-            dcp.load(inheritance.named, storage_reader=reader, no_dist=self.world.size == 1)
-            inheritance.settle()
-
-
-def _random_name(rank: int) -> str:
-    return f"random-{rank:05d}.safetensors"
+        self.release()
+        fill_contents(folder, contents, self.world)
 
 
 def _folder_bytes(folder: Path) -> int:

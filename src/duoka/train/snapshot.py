@@ -30,12 +30,13 @@ from duoka.parallel.world import World
 from duoka.runs.manifest import FileRecord
 
 PAGE_BYTES = 4096  # what writing past the page cache wants addresses, offsets and lengths to be multiples of
-CHUNK_BYTES = 32 * 2**20
-_CUT_BYTES = 8 * 2**20  # large enough for memcpy to write past the caches, small enough to share out
+CHUNK_BYTES = 8 * 2**20  # what the C library takes from its heap, where passes have left as much room
+_CUT_BYTES = 4 * 2**20  # large enough for memcpy to write past the caches, small enough to share out
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 # A part of a file: whole pages of memory, and how many bytes of them count.
@@ -119,15 +120,33 @@ class HostBuffer:
 
     def chunks(self, size_bytes: int) -> Iterator[Chunk]:
         """The first `size_bytes`, part by part."""
-        memory = memoryview(self._memory)
-        for start in range(0, size_bytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, size_bytes - start)
-            yield memory[start : start + _whole_pages(size)], size
+        return _cut(memoryview(self._memory), size_bytes)
 
     def close(self) -> None:
         if self.is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
             self.is_pinned = False
+
+
+class HeapBuffer:
+    """Page-aligned memory from the C library's heap: where passes left room, it is there without a page fault."""
+
+    def __init__(self, num_bytes: int) -> None:
+        size = _whole_pages(num_bytes)
+        whole = torch.empty(size + PAGE_BYTES, dtype=torch.uint8)
+        first = -whole.data_ptr() % PAGE_BYTES
+        self.bytes = whole[first : first + size]
+        self.is_pinned = False
+
+    def chunks(self, size_bytes: int) -> Iterator[Chunk]:
+        """The first `size_bytes`, part by part."""
+        return _cut(memoryview(self.bytes.numpy()), size_bytes)
+
+
+def _cut(memory: memoryview, size_bytes: int) -> Iterator[Chunk]:
+    for start in range(0, size_bytes, CHUNK_BYTES):
+        size = min(CHUNK_BYTES, size_bytes - start)
+        yield memory[start : start + _whole_pages(size)], size
 
 
 def _whole_pages(num_bytes: int) -> int:
@@ -159,28 +178,35 @@ def copy_on_host(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], num_threads
         thread.join()
 
 
-@dataclass(frozen=True)
 class Copier:
     """Puts the file together in host memory, from the live tensors."""
 
-    share: Share
-    tensors: Mapping[str, torch.Tensor]
-    device: torch.device
+    def __init__(self, share: Share, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self.share = share
+        self.device = device
+        self._header = torch.frombuffer(bytearray(share.header), dtype=torch.uint8)
+        self._live: list[tuple[Piece, torch.Tensor]] = [
+            (piece, find_state_dict_object(tensors, piece.index).detach())  # type: ignore[arg-type]
+            for piece in share.pieces
+        ]
 
-    def fill(self, buffer: HostBuffer, start: int, stop: int) -> None:
+    def versions(self) -> list[int]:
+        """torch's counts of changes, a tensor each. AdamW's fused kernel counts none, but for its numbers of steps."""
+        return [0 if values.is_inference() else values._version for _, values in self._live]
+
+    def fill(self, buffer: HostBuffer | HeapBuffer, start: int, stop: int, num_threads: int | None = None) -> None:
         """Bytes `start` to `stop` of the file to the beginning of the buffer; returns when they are there."""
-        copies = [(torch.frombuffer(bytearray(self.share.header), dtype=torch.uint8), 0)]
-        for piece in self.share.pieces:
+        copies = [(self._header, 0)]
+        for piece, values in self._live:
             if piece.start < stop and start < piece.start + piece.size_bytes:
-                values = find_state_dict_object(self.tensors, piece.index)  # type: ignore[arg-type]
-                copies.append((values.detach().reshape(-1).view(torch.uint8), piece.start))
+                copies.append((values.reshape(-1).view(torch.uint8), piece.start))
         parts = []
         for values, at in copies:
             first, last = max(start, at), min(stop, at + values.numel())
             if first < last:
                 parts.append((buffer.bytes[first - start : last - start], values[first - at : last - at]))
         if self.device.type == "cpu":
-            return copy_on_host(parts, torch.get_num_threads())
+            return copy_on_host(parts, num_threads or torch.get_num_threads())
         for target, values in parts:
             target.copy_(values, non_blocking=buffer.is_pinned)
         if buffer.is_pinned:
@@ -195,29 +221,42 @@ class Copier:
 
 
 def write_share(path: Path, chunks: Callable[[], Iterator[Chunk]]) -> FileRecord:
-    """Write the file and have it on the disk."""
-    direct = getattr(os, "O_DIRECT", 0)
-    if direct:
-        try:
-            return _write(path, chunks(), direct)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise
-    return _write(path, chunks(), 0)
-
-
-def _write(path: Path, chunks: Iterator[Chunk], flags: int) -> FileRecord:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o666)
+    """Write the file and have it on the disk, past the page cache where the file system can."""
+    handle = _open(path)
     checksum = size_bytes = 0
     try:
-        for pages, size in chunks:
+        for pages, size in chunks():
             checksum = zlib.crc32(pages[:size], checksum)
             size_bytes += size
-            left = pages
-            while left:
-                left = left[os.write(handle, left) :]
+            _write(handle, pages)
         os.ftruncate(handle, size_bytes)  # what only filled the last page
         os.fsync(handle)
     finally:
         os.close(handle)
     return FileRecord(size_bytes, f"{checksum:08x}")
+
+
+def _open(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        return os.open(path, flags | _DIRECT, 0o666)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+        return os.open(path, flags, 0o666)
+
+
+def _write(handle: int, left: memoryview) -> None:
+    while left:
+        try:
+            left = left[os.write(handle, left) :]
+        except OSError as error:
+            if not _DIRECT or error.errno not in _NO_DIRECT:
+                raise
+            import fcntl
+
+            # Some file systems say so only now: the rest of the file goes through the page cache.
+            flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+            if not flags & _DIRECT:
+                raise
+            fcntl.fcntl(handle, fcntl.F_SETFL, flags & ~_DIRECT)
