@@ -7,6 +7,7 @@ FOLDER is a checkout of nanochat as it is, PYTHON an interpreter with its packag
 wandb is not needed). The text is this machine's Python library. Both models have 4 layers of width 256 with 4 heads,
 and a head of their own; both learn 2,048 tokens a step in rows of 512, by Muon and AdamW, eager, in fp32. Runs take
 turns and are watched from outside; in the end both say the loss of the same held-out documents, each in a row alone.
+Runs of other lengths and numbers of processes that --out holds already are kept, so that a series can be done in parts.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def measure(
             command, logs, folder, options.steps, options.limit_s, to_end=True, look_every_s=0.2, cwd=where,
             variables=variables,
         )  # fmt: skip
-        found = {**asdict(case), **seen.numbers(), "load_at_start": round(load, 1)}
+        found = {**asdict(case), "steps": options.steps, **seen.numbers(), "load_at_start": round(load, 1)}
         if options.keep:
             (Path(options.keep) / f"{case.tool}-{case.processes}.log").write_bytes((folder / "out.log").read_bytes())
         if seen.error:
@@ -249,7 +250,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as name:
         rows, facts = prepare(Path(name), options)
-        results: list[dict[str, Any]] = []
+        results = kept_results(options)
         for processes in options.processes:
             for turn in range(options.turns):
                 for tool in options.tools:
@@ -260,6 +261,15 @@ def main() -> None:
                     write(options, facts, results)
 
 
+def kept_results(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What an earlier part of the series measured, and this one does not measure again."""
+    if not options.out.is_file():
+        return []
+    rows = json.loads(options.out.read_text(encoding="utf-8"))["results"]
+    anew = [(tool, options.steps, processes) for tool in options.tools for processes in options.processes]
+    return [row for row in rows if (row["tool"], row["steps"], row["processes"]) not in anew]
+
+
 def write(options: argparse.Namespace, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
     """After every run, so that a series that is cut short leaves what it measured."""
     versions = {"duoka": package_versions(sys.executable, ("torch", "transformers"))}
@@ -267,7 +277,7 @@ def write(options: argparse.Namespace, facts: dict[str, Any], results: list[dict
         versions["nanochat"] = package_versions(options.python, ("torch", "tiktoken"))
     work = {
         "layers": LAYERS, "width": WIDTH, "heads": HEADS, "vocabulary": VOCABULARY, "row_tokens": ROW,
-        "tokens_per_step": TOKENS_PER_STEP, "steps": options.steps, "precision": "fp32", **facts,
+        "tokens_per_step": TOKENS_PER_STEP, "precision": "fp32", **facts,
         "measured": "CPU of the process tree and wall time from the end of the first step to the end of the last; "
         "peaks of the whole run; held-out loss over the same tokens",
     }  # fmt: skip
@@ -292,24 +302,26 @@ others are tables of value embeddings. nanochat runs as it is, in a group over g
 
 {table(results)}
 CPU time is that of the whole process tree, from the end of the first step to the end of the last. Peaks are of the
-whole run; importing torch and transformers alone is about 280 MiB. The held-out loss is over the same tokens of the
-same documents, each in a row alone. duoka shows documents of a row only themselves, and reads all of every document;
-nanochat fills rows best-fit and cuts what does not fit.
+whole run; of duoka's, about 375 MiB are what is imported (torch with DTensor, transformers' Qwen3, pyarrow), and 100
+MiB weights, gradients and the optimizer's state. The held-out loss is over the same tokens of the same documents, each
+in a row alone. duoka shows documents of a row only themselves, and reads all of every document; nanochat fills rows
+best-fit and cuts what does not fit.
 """
 
 
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
-        "| tool | processes | tokens per CPU-s | tokens per s | largest process | all processes | held-out loss |",
-        "|---|---|---|---|---|---|---|",
+        "| tool | processes | steps | tokens per CPU-s | tokens per s | largest process | all processes | held-out |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in results:
         if "error" in row:
-            lines.append(f"| {row['tool']} | {row['processes']} | {row['error']} | | | | |")
+            lines.append(f"| {row['tool']} | {row['processes']} | {row['steps']} | {row['error']} | | | | |")
             continue
+        speeds = f"{row['tokens_per_cpu_s']:,.0f} | {row['tokens_per_wall_s']:,.0f}"
         largest, all_ = row["peak_bytes"] / 2**20, row["sum_of_peaks_bytes"] / 2**20
         lines.append(
-            f"| {row['tool']} | {row['processes']} | {row['tokens_per_cpu_s']:,.0f} | {row['tokens_per_wall_s']:,.0f} "
+            f"| {row['tool']} | {row['processes']} | {row['steps']} | {speeds} "
             f"| {largest:,.0f} MiB | {all_:,.0f} MiB | {row['held_out_loss']:.3f} |"
         )
     return "\n".join(lines) + "\n"

@@ -54,6 +54,7 @@ def test_a_lost_trial_gives_code_3_and_stays_to_be_looked_at(yaml, tmp_path, cap
         return chaos.Outcome(trial, 1.0, "exit 5", "it ended in other weights" if trial.name == "flip" else "")
 
     monkeypatch.setattr(chaos, "run_reference", lambda stage: "digest")
+    monkeypatch.setattr(chaos, "patience_for", lambda run: 5.0)
     monkeypatch.setattr(chaos, "run_trial", run_trial)
     assert cli.run(["chaos", str(yaml), "--only", "cut,flip"]) == 3
     out = capsys.readouterr().out

@@ -50,7 +50,10 @@ def survive(case, name, dice, victims):
     folder, yaml = case
     run = RunFolder(folder / name)
     process = start(yaml, run.path)
-    wait_for_step(run, dice.randint(3, 12))
+    ranks = wait_for_step(run, dice.randint(3, 12))
+    open_ports = [one for beat in ranks.values() for one in psutil.Process(beat.pid).net_connections("tcp")]
+    listening = {one.laddr.ip for one in open_ports if one.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}, "the ranks of one machine listen to nobody else"
     process.kill()
     process.communicate()
     _, left = psutil.wait_procs([psutil.Process(b.pid) for b in living_ranks(run).values()], timeout=30)
@@ -139,6 +142,34 @@ def test_twenty_of_twenty_killed_runs_restart_cleanly(case, seed):
     assert [event["step"] for event in read_steps(run)] == list(range(1, STEPS + 1)), struck
     left = sorted(path.name for path in run.checkpoints.iterdir())
     assert len(left) == 2 and not any(name.startswith(".") for name in left), f"{struck}: {left}"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("victim", ["launcher", "all"])
+def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks(case, victim, seed):
+    folder, yaml = case
+    run, dice = RunFolder(folder / f"again-{victim}-{seed}"), random.Random(seed)
+    for number in range(5):
+        process = start(yaml, run.path)
+        ranks = [rank_process(process, rank) for rank in (0, 1)]
+        if dice.random() < 0.3:  # while it starts
+            time.sleep(dice.random() * 6)
+        else:
+            wait_for_step(run, 12 * number + dice.randint(1, 10))
+            time.sleep(dice.random() * 0.05)
+        for one in [process] if victim == "launcher" else ranks:
+            one.kill()
+        code, output = finish(process)
+        assert code == (-signal.SIGKILL if victim == "launcher" else 5), f"kill {number}: {output}"
+        _, left = psutil.wait_procs(ranks, timeout=30)
+        assert not left, f"kill {number}: {left} live on"
+    code, output = finish(start(yaml, run.path))
+    assert code == 0 and "Traceback" not in output, output
+    assert same_weights(run.path, folder / "whole")
+    assert [event["step"] for event in read_steps(run)] == list(range(1, STEPS + 1))
+    assert len(list(run.checkpoints.iterdir())) == 2, "two checkpoints are kept, and nothing half-written"
 
 
 def launch(tmp_path, script, *flags):

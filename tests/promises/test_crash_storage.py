@@ -83,6 +83,13 @@ def fill_and_free(run):
     (run.path.parent / "filler").unlink()
 
 
+def mount_read_only_after_a_save(run):
+    """What a kernel does to a disk that gave it errors: all can be read, nothing written."""
+    wait_for(run, '"type": "checkpoint"')
+    subprocess.run(["mount", "--bind", str(run.checkpoints), str(run.checkpoints)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(run.checkpoints)], check=True)
+
+
 def delete_after_a_save(run):
     wait_for(run, '"type": "checkpoint"')
     shutil.rmtree(run.path, ignore_errors=True)
@@ -119,8 +126,12 @@ def ended(disk, yaml, tmp_path_factory):
     jobs = [
         ("stop", yaml, [slow], disk / "stop" / "run", "fill_after_a_save"),
         ("deleted", yaml, [slow], results / "deleted", "delete_after_a_save"),
+        ("read-only", yaml, [slow], results / "read-only", "mount_read_only_after_a_save"),
     ]
-    run_world(2, train_with_trouble, jobs, str(results))
+    try:
+        run_world(2, train_with_trouble, jobs, str(results))
+    finally:
+        subprocess.run(["umount", "-l", str(results / "read-only" / "checkpoints")], capture_output=True)
     (disk / "stop" / "filler").unlink()
     kept = sorted(path.name for path in (disk / "stop" / "run" / "checkpoints").iterdir())
     (results / "kept").write_text(json.dumps(kept), encoding="utf-8")
@@ -169,6 +180,12 @@ def test_a_run_that_may_skip_trains_on(ended, disk):
 def test_a_deleted_run_folder_is_named_and_nobody_hangs(ended):
     said = both(ended, "deleted")
     assert said.startswith("6 ") and "is gone: somebody deleted it" in said
+
+
+def test_a_disk_that_becomes_read_only_is_named_and_the_earlier_checkpoint_stays(ended):
+    said = both(ended, "read-only")
+    assert said.startswith("6 storage error: the checkpoint of step") and "Read-only file system" in said
+    assert "is intact" in said and len(list((ended / "read-only" / "checkpoints").iterdir())) == 1
 
 
 def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(disk, yaml, tmp_path):

@@ -178,6 +178,43 @@ def test_its_result_is_a_model_like_any_other(runs, capsys):
     assert merged.config.model_type == "qwen3" and merged.config.num_hidden_layers == 2
 
 
+DEPTH_FOUR = """
+model: {{depth: 4, tokenizer: {folder}/tok, head_dim: 64}}
+data: {{train: [{folder}/text.jsonl], eval: [{folder}/held_out.jsonl], max_length: 256}}
+train: {{global_batch: 2048 tokens, max_steps: 60, precision: fp32, eval_every: 60}}
+checkpoint: {{every: 60}}
+log: {{to: []}}
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_depth_four_by_the_rules_alone_learns_much_more_than_how_often_tokens_are(tmp_path, capsys):
+    """Tokenizer, sizes and rates as a user gets them; a few minutes on one core, and as much on two processes."""
+    write_text(tmp_path / "text.jsonl", 0, 150)
+    write_text(tmp_path / "held_out.jsonl", 150, 160)
+    assert run(["data", "tokenizer", f"{tmp_path}/text.jsonl", "--vocab-size", "2048", "--out", f"{tmp_path}/tok"]) == 0
+    yaml = tmp_path / "four.yaml"
+    yaml.write_text(DEPTH_FOUR.format(folder=tmp_path), encoding="utf-8")
+    train_all([(yaml, [], tmp_path / "one")], 1)
+    train_all([(yaml, ["parallel.strategy=zero1"], tmp_path / "two")], 2)
+    one, two = (events(tmp_path / name, "step") for name in ("one", "two"))
+    apart = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(one, two, strict=True))
+    assert len(one) == 60 and apart < TOLERANCE, f"losses are apart by {apart:.2g}"
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tok")
+    texts = [
+        json.loads(line)["text"] for line in (tmp_path / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    counts = Counter(token for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] for token in ids)
+    total = sum(counts.values())
+    unigram = -sum(count / total * math.log2(count / total) for count in counts.values())
+    bits = events(tmp_path / "one", "eval")[-1]["loss"] / math.log(2)
+    with capsys.disabled():
+        print(f"{bits:.2f} bits per token after 60 steps; unigram entropy {unigram:.2f}; apart {apart:.1g}")
+    assert bits < 0.9 * unigram
+
+
 def greet(folder):
     """What a guide's script does first. On CPUs too there is a group afterwards: nobody trains alone unawares."""
     import torch.distributed as dist

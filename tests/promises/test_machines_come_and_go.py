@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import free_port, train_all
 
+from duoka.cluster.blows import strike, wait_for_ranks
 from duoka.runs.events import global_log, read_events, read_steps
 from duoka.runs.folder import RunFolder
 
@@ -27,11 +29,11 @@ STEPS = 50
 WITHIN_S = 100
 
 
-def start(yaml, run, port, name):
+def start(yaml, run, port, name, *flags):
     command = [sys.executable, "-m", "duoka", "train", str(yaml), f"output={run.path}", "--nproc", "1"]
     with (yaml.parent / f"{name}.log").open("wb") as log:
         return subprocess.Popen(
-            [*command, "--nodes", "1:2", "--meet", f"127.0.0.1:{port}"], stdout=log, stderr=log,
+            [*command, "--nodes", "1:2", "--meet", f"127.0.0.1:{port}", *flags], stdout=log, stderr=log,
             env={**os.environ, "DUOKA_ALLOW_LOOPBACK": "1"},
         )  # fmt: skip
 
@@ -100,3 +102,34 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
     assert max(abs(event["loss"] / whole[event["step"]] - 1) for event in steps) < 1e-4
     ours, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.path, tmp_path / "whole"))
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-4
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(290)
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_are_killed_while_their_machines_stay_cost_a_restart_each(tmp_path, tiny_model, seed):
+    data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "out"), encoding="utf-8")
+    train_all([(str(yaml), [], str(tmp_path / "whole"))], 2)
+    dice, run, port, old = random.Random(seed), RunFolder(tmp_path / "elastic"), free_port(), []
+    machines = [start(yaml, run, port, name, "--nodes", "2", "--restarts", "4") for name in ("one", "two")]
+    try:
+        for step in (6, 20, 34):
+            ranks = wait_for_ranks(
+                run, 2, lambda beat, step=step: beat.step >= step + dice.randint(0, 5), strangers=old, within_s=WITHIN_S
+            )
+            time.sleep(dice.random() * 0.1)
+            old = [beat.pid for beat in ranks.values()]
+            strike(dice.choice([[ranks[0]], [ranks[1]], ranks.values()]), "SIGKILL")
+        codes = [machine.wait(WITHIN_S) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.wait()
+    said = "\n".join((tmp_path / f"{name}.log").read_text(encoding="utf-8") for name in ("one", "two"))
+    assert codes == [0, 0] and "Traceback" not in said, said
+    assert said.count("restart 3 of 4 in") == 2 and "restart 4" not in said, said
+    assert [event["step"] for event in read_steps(run)] == list(range(1, STEPS + 1))
+    ours, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.path, tmp_path / "whole"))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs), "the same layout: the same bits"

@@ -157,6 +157,7 @@ def test_the_numbers_of_ones_own_config_stand_below(tmp_path: Path, monkeypatch:
     assert "sqrt 0.000141, linear 0.0002" in said["lr-scaling"]
     assert "16 samples per step = 4 ranks" in said["batch-size"]
     assert "each sends 2 x 3/4" in said["communication"]
+    assert "lora: Train low-rank adapters" in said["lora"] and "this config trains in full" in said["lora"]
     assert "optim.lr: 0.0001   (x.yaml:3)" in explain("optim.lr", "--config", "x.yaml", "--lang", "en")
     for name, topic in topics().items():
         assert ("In x.yaml" in said[name]) == ("numbers" in topic), name

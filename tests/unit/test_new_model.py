@@ -44,6 +44,25 @@ def test_rates_follow_the_batch_and_the_width(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "gain"),
+    [
+        (["train.max_steps=40"], 1.0),
+        (["train.max_steps=512"], 0.5),
+        (["train.tokens=1048576"], 0.5),  # of 2,048 each
+        (["train.max_steps=512", "train.tokens=1B"], 0.5),  # whatever ends it first
+        (["train.max_steps=100000"], 1 / 16),
+        (["train.epochs=3"], 1 / 16),  # nobody knows how many steps that is
+        ([], 1 / 16),
+        (["train.max_steps=40", "train.global_batch=2097152 tokens"], 2.0),
+    ],
+)
+def test_short_runs_take_longer_steps(tmp_path, overrides, gain):
+    config = load(tmp_path, BARE, "train.global_batch=2048 tokens", *overrides).config
+    assert config.optim.lr == pytest.approx(0.02 * gain, rel=5e-3)
+    assert config.optim.head_lr == pytest.approx(0.006 * gain, rel=5e-3)
+
+
+@pytest.mark.parametrize(
     ("depth", "width", "batch"),
     [(1, 128, 2**15), (4, 256, 2**17), (6, 384, 2**18), (12, 768, 2**19), (20, 1280, 2**20), (26, 1664, 2**20)],
 )

@@ -1,6 +1,8 @@
 """QLoRA: the packed base is what the paper's table says, and training, evaluating and merging mean the same weights."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -71,3 +73,20 @@ def test_what_is_exported_answers_as_packed_base_and_adapter(run, tmp_path, caps
 def test_a_packed_model_has_as_many_parameters_as_it_came_with(tiny_model):
     plain, packed = (load_model(tiny_model, dtype=torch.float32, packing=p) for p in (None, Packing("fp4", True)))
     assert count_parameters(packed)[0] == count_parameters(plain)[0]
+
+
+def test_only_packed_models_import_the_packer(tiny_model):
+    """A fresh process: bitsandbytes would take a quarter of its start. Afterwards it can still be had."""
+    script = (
+        "import sys; from pathlib import Path; import torch\n"
+        "from duoka.config.schema import LoraConfig; from duoka.model.build import load_model\n"
+        f"given = dict(folder=Path({str(tiny_model)!r}), dtype=torch.float32, lora=LoraConfig(rank=2))\n"
+        "model = load_model(**given)\n"
+        "assert 'bitsandbytes' not in sys.modules and 'peft' in sys.modules\n"
+        "from duoka.model.packed import Packing\n"
+        "packing = Packing('nf4', double=False, unpacked=False)\n"
+        "model = load_model(**given, packing=packing)\n"
+        "kinds = {type(module).__module__ for module in model.modules()}\n"
+        "assert 'peft.tuners.lora.bnb' in kinds, kinds\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

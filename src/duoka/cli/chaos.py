@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from duoka.errors import DoctorError
+
+if TYPE_CHECKING:
+    from duoka.cluster.chaos import Outcome
+    from duoka.config.load import Loaded
+
+_SECOND_START = 1.7  # most trials start twice, and need not begin at the beginning
 
 
 @click.command("chaos")
@@ -31,10 +39,11 @@ def command(config: str, overrides: tuple[str, ...], nproc: int | None, only: st
 
 def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, keep: bool) -> int:
     import shutil
-    from pathlib import Path
+    import time
+    from dataclasses import replace
 
     from duoka.cli.train import load_checked
-    from duoka.cluster.chaos import NUM_STEPS, SAVE_EVERY, Lost, Stage, choose_trials, clear, run_reference, run_trial
+    from duoka.cluster.chaos import NUM_STEPS, Lost, Stage, choose_trials, clear, patience_for, run_reference, run_trial
     from duoka.cluster.claim import find_run_folder
     from duoka.cluster.launch import count_processes
     from duoka.errors import ConfigError, WorkerFailed
@@ -50,30 +59,35 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
     if scratch.exists():
         raise ConfigError(f"{scratch} is there already", fix=f"delete it, or write:   output={own}-2")
     scratch.mkdir(parents=True)
-    short = (
-        *overrides, f"train.max_steps={NUM_STEPS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=2",
-        "checkpoint.resume=auto", "log.every=1",
-    )  # fmt: skip
+    short = (*overrides, *_shortened(loaded))
 
     def stage(name: str) -> Stage:
         return Stage(config, short, num_processes, RunFolder(scratch / name), scratch / f"{name}.log")
 
-    click.echo(f"{NUM_STEPS} steps on {num_processes} process{'es' if num_processes > 1 else ''} in {scratch}")
+    trials, outcomes = choose_trials(only), []
+    many = f"{num_processes} process{'es' if num_processes > 1 else ''}"
+    click.echo(f"{NUM_STEPS} steps on {many} in {scratch}, first undisturbed, then {len(trials)} times struck")
     try:
-        reference = run_reference(stage("reference"))
-    except Lost as error:
-        raise WorkerFailed(f"the run fails without being struck: {error}", fix=f"see {scratch}/reference.log") from None
-    outcomes = []
-    for trial in choose_trials(only):
-        own_stage = stage(trial.name)
-        outcome = run_trial(trial, own_stage, reference, same_bits=machine.device == "cpu")
-        outcomes.append(outcome)
-        mark = "LOST    " if outcome.lost else "survived"
-        click.echo(f"  {mark}  {trial.name:<14} {outcome.seen:<16} {format_seconds(outcome.seconds):>9}  {trial.what}")
-        if outcome.lost:
-            click.echo(f"            {outcome.lost}")
-        elif not keep:
-            clear(own_stage)
+        calm, started = stage("reference"), time.monotonic()
+        try:
+            reference = run_reference(calm)
+        except Lost as error:
+            fix = f"see {calm.log}; and delete {scratch}"
+            raise WorkerFailed(f"the run fails without being struck: {error}", fix=fix) from None
+        calm_s, hang_after_s = time.monotonic() - started, patience_for(calm.run)
+        about = format_seconds(_SECOND_START * calm_s * len(trials))
+        click.echo(f"  undisturbed: {format_seconds(calm_s)}; the trials take about {about}")
+        for trial in trials:
+            own_stage = replace(stage(trial.name), hang_after_s=hang_after_s)
+            outcome = run_trial(trial, own_stage, reference, same_bits=machine.device == "cpu")
+            outcomes.append(outcome)
+            click.echo("\n".join(_row(outcome)))
+            if not outcome.lost and not keep:
+                clear(own_stage)
+    except (KeyboardInterrupt, click.Abort):
+        if not keep and not any(outcome.lost for outcome in outcomes):
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
     lost = [outcome for outcome in outcomes if outcome.lost]
     same = "in the same weights, bit for bit" if machine.device == "cpu" else "(weights of GPUs are not compared)"
     click.echo(f"{len(outcomes) - len(lost)} of {len(outcomes)} survived {same}")
@@ -81,5 +95,26 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
         click.echo(f"runs and logs of what was lost: {scratch}")
         return DoctorError.exit_code
     if not keep:
-        shutil.rmtree(Path(scratch), ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
     return 0
+
+
+def _shortened(loaded: Loaded) -> tuple[str, ...]:
+    """The same run, of a dozen steps with saves between them, as long as its data are small."""
+    from duoka.cluster.chaos import NUM_STEPS, SAVE_EVERY
+
+    # A few steps an epoch are enough for the trials; how often the data come round changes nothing for them.
+    often = () if loaded.config.stage == "pretrain" else ("train.epochs=10000",)
+    return (
+        *often, f"train.max_steps={NUM_STEPS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=2",
+        "checkpoint.resume=auto", "log.every=1",
+    )  # fmt: skip
+
+
+def _row(outcome: Outcome) -> list[str]:
+    from duoka.units import format_seconds
+
+    trial, mark = outcome.trial, "LOST    " if outcome.lost else "survived"
+    took = format_seconds(outcome.seconds)
+    lines = [f"  {mark}  {trial.name:<14} {outcome.seen:<16} {took:>9}  {trial.what}"]
+    return [*lines, f"            {outcome.lost}"] if outcome.lost else lines

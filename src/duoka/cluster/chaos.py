@@ -22,7 +22,9 @@ from pathlib import Path
 from duoka.cluster.blows import living_ranks, strike, wait_for_ranks
 from duoka.cluster.launch import python_module
 from duoka.errors import ConfigError
+from duoka.parallel.lifeline import die_with_parent
 from duoka.registry import nearest
+from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import Beat
 
@@ -47,12 +49,18 @@ class Stage:
     log: Path
     seen: list[str] = field(default_factory=list)  # exit codes, in words
     dice: random.Random = field(default_factory=lambda: random.Random(0))
+    hang_after_s: float = 5.0  # several steps of this config here
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self, *flags: str, env: Mapping[str, str] | None = None, most_bytes: int = 0) -> None:
         """The command, as a user types it; with `most_bytes`, no file may grow larger (a full disk, for one run)."""
 
-        def limit() -> None:
+        parent = os.getpid()
+
+        def prepare() -> None:
+            die_with_parent(parent)  # whatever becomes of us, no training stays behind
+            if not most_bytes:
+                return
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
 
@@ -60,7 +68,7 @@ class Stage:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*python_module("duoka", "train"), *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env={**os.environ, **(env or {})}, preexec_fn=limit if most_bytes else None,
+                env={**os.environ, **(env or {})}, preexec_fn=prepare,
             )  # fmt: skip
 
     def wait_for_step(self, step: int = STRUCK_AT) -> list[Beat]:
@@ -148,7 +156,7 @@ def ask_to_stop(stage: Stage) -> None:
 
 
 def stop_rank(stage: Stage) -> None:
-    stage.start("--restarts", "1", "faults.hang_after=5")
+    stage.start("--restarts", "1", f"faults.hang_after={stage.hang_after_s:g}")
     strike(stage.wait_for_step()[:1], "SIGSTOP")
     stage.expect(0)
     stage.expect_said("is stopped (SIGSTOP", "stacks of")
@@ -156,7 +164,7 @@ def stop_rank(stage: Stage) -> None:
 
 def wait_for_ever(stage: Stage) -> None:
     order = f"hang step={STRUCK_AT} rank={stage.num_processes - 1}"
-    stage.start("--restarts", "1", "faults.hang_after=5", env={INJECT: order})
+    stage.start("--restarts", "1", f"faults.hang_after={stage.hang_after_s:g}", env={INJECT: order})
     stage.expect(0)
     stage.expect_said("the run hangs after step", "stacks of")
 
@@ -253,8 +261,19 @@ def choose_trials(names: str) -> tuple[Trial, ...]:
 def run_reference(stage: Stage) -> str:
     """The run that nobody disturbs; returns the digest of its weights."""
     stage.start()
-    stage.expect(0)
+    try:
+        stage.expect(0)
+    finally:
+        stage.end()
+    num_steps = len(read_steps(stage.run))
+    if num_steps < NUM_STEPS:
+        raise Lost(f"it ended after {num_steps} of {NUM_STEPS} steps; see {stage.log}")
     return digest(stage.run.final)
+
+
+def patience_for(run: RunFolder) -> float:
+    """The silence that is a hang in this run: well above its longest step, and no longer than a trial should wait."""
+    return max(5.0, 4 * max(float(event["step_s"]) for event in read_steps(run)[1:]))
 
 
 def run_trial(trial: Trial, stage: Stage, reference: str, *, same_bits: bool) -> Outcome:

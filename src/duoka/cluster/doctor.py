@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from duoka.cluster.launch import LOOPBACK, threads_per_process
+from duoka.cluster.launch import threads_per_process
 from duoka.cluster.probe import count_usable_cores, read_versions
+from duoka.parallel.environ import LOOPBACK
 from duoka.plan.hardware import Machine, read_machine
 from duoka.runs.cache import cache_folder
 from duoka.units import format_bytes

@@ -29,7 +29,7 @@ from duoka.runs.folder import RunFolder
 from duoka.units import format_seconds
 
 RETURN_S = 60.0  # for the meeting's machine to come back, once it was there
-STRANGE_S = 60.0  # while who answers is no meeting of this run; a shared disk may be that late with the secret
+STRANGE_S = 90.0  # while who answers is no meeting of this run; a shared disk may be that late with the secret
 _LOOK_EVERY_S = 0.1
 _AGAIN_S = 0.5  # from one try to connect to the next
 _CONNECT_S = 2.0

@@ -16,7 +16,6 @@ from duoka.errors import ConfigError
 from duoka.parallel.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.runs.folder import RunFolder
 
-LOOPBACK = "127.0.0.1"
 ALLOW_LOOPBACK = "DUOKA_ALLOW_LOOPBACK"  # two starts on one machine, to try it out
 
 
@@ -137,4 +136,7 @@ def build_environment(spec: WorldSpec, num_cores: int, env: Mapping[str, str] = 
     out = share_of_machine(spec.num_processes, num_cores, env)
     out[LOGS_FOLDER] = str(spec.run.logs.resolve())
     out[NUM_RESTARTS] = str(spec.num_restarts)
+    if sys.platform == "linux":
+        # One machine: gloo listens where only it gets to, and needs no host name that can be found.
+        out.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return out

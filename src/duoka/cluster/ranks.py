@@ -21,7 +21,7 @@ import psutil
 
 from duoka.cluster.launch import python_module, share_of_machine
 from duoka.cluster.probe import count_usable_cores
-from duoka.parallel.exits import DRAIN_S, DRAIN_SAVED_S, RESUME_ME, SIGTERM_S, ExitWatch
+from duoka.parallel.exits import DRAIN_KILLED_S, DRAIN_S, DRAIN_SAVED_S, RESUME_ME, SIGTERM_S, ExitWatch
 from duoka.parallel.lifeline import JOINS, PARENT_PID
 
 # Variables that describe a start, not a rank: what a rank starts itself must not take itself for a node.
@@ -29,6 +29,7 @@ START_NAMES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_N
                "MAX_RESTARTS", "RDZV_ID", "FORCE_TORCHRUN")  # fmt: skip
 TOKEN = "DUOKA_WORLD"  # the same in every process of one world, so that only these are ever ended
 _PR_SET_CHILD_SUBREAPER = 36
+_SUDDEN = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)  # no consequence of another rank's end
 _LEAVING = (RESUME_ME, -signal.SIGTERM, 128 + signal.SIGTERM)  # while they were asked to
 
 
@@ -97,9 +98,11 @@ class Ranks:
         if failed is not None and not self._failed_at and not (self._asked_at and failed.code in _LEAVING):
             self._failed_at = now
         if failed is not None and self._failed_at:
-            # They notice the loss by themselves, and can say so.
-            over_s = now - self._failed_at - (DRAIN_SAVED_S if failed.code == RESUME_ME else DRAIN_S)
-            if over_s > SIGTERM_S:
+            # They notice the loss by themselves, and can say so; what a killed one died of, they cannot.
+            is_killed = failed.code in _SUDDEN and not self._asked_at
+            drain_s = DRAIN_KILLED_S if is_killed else DRAIN_SAVED_S if failed.code == RESUME_ME else DRAIN_S
+            over_s = now - self._failed_at - drain_s
+            if over_s > (0 if is_killed else SIGTERM_S):
                 self.watch.send(signal.SIGKILL)
             elif over_s > 0:
                 self.ask()

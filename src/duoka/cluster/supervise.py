@@ -18,11 +18,12 @@ from typing import Any
 
 from duoka.cluster.blame import Verdict, judge_world
 from duoka.cluster.hang import Hang, HangWatch
-from duoka.cluster.launch import LOOPBACK, WorldSpec, build_environment, hold_free_port
+from duoka.cluster.launch import WorldSpec, build_environment, hold_free_port
 from duoka.cluster.passthrough import Channel, PlainCopy, open_channels
 from duoka.cluster.probe import count_usable_cores
 from duoka.cluster.ranks import Place, Ranks
 from duoka.errors import WorkerFailed
+from duoka.parallel.environ import LOOPBACK
 from duoka.parallel.rank import log_name, start_mark
 from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder

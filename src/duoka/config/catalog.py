@@ -61,6 +61,8 @@ _EXAMPLES: dict[str, str] = {
     "data.streams": "8",
     "lora": "{rank: 8}",
     "lora.targets": "[q_proj, v_proj]",
+    "lora.adapter": "runs/first",
+    "lora.merge": "[runs/first]",
     "train_only": "{layers: 2}",
     "train_only.modules": "[mlp]",
     "train_only.extra": "[embed_tokens]",

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from duoka.config.schema import RunConfig
-from duoka.units import parse_amount
+from duoka.units import parse_amount, parse_budget
 
 WIDTH_PER_LAYER = 64
 HEAD_DIM = 128
 ROW_TOKENS = 2048
+USUAL_VOCABULARY = 32768  # for a first count of parameters, before a tokenizer is read
 TOKENS_PER_PARAMETER = "20x"
 TRIED_DEPTHS = (12, 26)  # where rules like these are known to train well (docs/pretrain.md says by whom)
 
@@ -25,6 +26,8 @@ REFERENCE_DEPTH, REFERENCE_WIDTH = 12, 768
 # The batch at which more of it no longer pays grows with the tokens to be learned, to this power; these grow with the
 # third power of the depth.
 BATCH_EXPONENT = 0.383 * 3
+# Runs of no more steps than these learn most at the full rates, whatever their batch.
+FULL_RATE_STEPS = 128
 MATRIX_LR, EMBEDDING_LR, HEAD_LR, VECTOR_LR = 0.02, 0.1, 0.006, 0.01
 ADAMW_LR = 6e-4
 
@@ -56,19 +59,42 @@ def _batch(c: RunConfig) -> str:
     return f"{max(c.data.max_length, 2 ** round(math.log2(wanted)))} tokens"
 
 
-def _by_batch(rate: float) -> Callable[[RunConfig], Any]:
-    """Gradients of larger batches are surer by the root of their size, and allow for larger steps."""
-    return lambda c: _rounded(rate * math.sqrt(count_batch_tokens(c) / REFERENCE_BATCH))
+def _count_steps(c: RunConfig) -> float | None:
+    """About how many steps the run has, with a vocabulary of usual size; None when only the data says it."""
+    ends = [float(c.train.max_steps)] if c.train.max_steps else []
+    if c.train.tokens is not None:
+        ends.append(parse_budget(c.train.tokens).tokens(_count_parameters(c)) / count_batch_tokens(c))
+    return min(ends, default=None)
+
+
+def _count_parameters(c: RunConfig) -> int:
+    """About those that multiply: of attention, MLPs and head."""
+    model = c.model
+    width, inside = model.width or 0, (model.kv_heads or 0) * (model.head_dim or 0)
+    return (model.depth or 0) * width * (2 * width + 2 * inside + 3 * (model.mlp_width or 0)) + USUAL_VOCABULARY * width
+
+
+def _gain(c: RunConfig) -> float:
+    """Rates as a share of what they are at the reference's batch.
+
+    In a long run noise decides: gradients of larger batches are surer by the root of their size, and allow for larger
+    steps. In a short one the way to go does: these optimizers move weights by about the rate whatever the gradient's
+    length, a walk of so many steps leads as far as their root, and shorter ones have to take longer steps to come as
+    far. Never longer than the reference's, for small batches' sake: nobody has seen training hold beyond them.
+    """
+    batch = math.sqrt(count_batch_tokens(c) / REFERENCE_BATCH)
+    steps = _count_steps(c)
+    return batch if steps is None else max(batch, min(1.0, math.sqrt(FULL_RATE_STEPS / steps)))
+
+
+def _as_it_is(rate: float) -> Callable[[RunConfig], Any]:
+    """Muon moves a matrix by its own measure, whatever its width."""
+    return lambda c: _rounded(rate * _gain(c))
 
 
 def _by_width(rate: float) -> Callable[[RunConfig], Any]:
     """AdamW moves every weight alike, and a sum over more of them grows."""
-
-    def value(c: RunConfig) -> float:
-        batch = math.sqrt(count_batch_tokens(c) / REFERENCE_BATCH)
-        return _rounded(rate * batch * math.sqrt(REFERENCE_WIDTH / (c.model.width or REFERENCE_WIDTH)))
-
-    return value
+    return lambda c: _rounded(rate * _gain(c) * math.sqrt(REFERENCE_WIDTH / (c.model.width or REFERENCE_WIDTH)))
 
 
 def _rounded(rate: float) -> float:
@@ -80,7 +106,7 @@ def _with_muon(value: Callable[[RunConfig], Any]) -> Callable[[RunConfig], Any]:
 
 
 def _rate(c: RunConfig) -> float | None:
-    rules = {"muon": _by_batch(MATRIX_LR), "adamw": _by_width(ADAMW_LR)}
+    rules = {"muon": _as_it_is(MATRIX_LR), "adamw": _by_width(ADAMW_LR)}
     return rules[c.optim.name](c) if c.optim.name in rules else None
 
 

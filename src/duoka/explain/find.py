@@ -58,9 +58,13 @@ def _read(name: str) -> Any:
 def find_entry(word: str, language: Language) -> Entry | None:
     """The text for a word: a key of ours, a code, a topic, a key of another tool, or words of a message."""
     wanted = word.strip()
-    if wanted in known_keys():
-        return _explain_key(known_keys()[wanted], language)
     plain = _plain(wanted)
+    if wanted in known_keys():
+        entry, topic = _explain_key(known_keys()[wanted], language), topics().get(plain)
+        if topic is None:
+            return entry
+        told = _entry(topic, language)  # a topic of the same name: both are told
+        return replace(told, text=f"{told.text}\n\n{wanted}: {entry.text}", key=wanted)
     for code, one in codes().items():
         if plain in {_plain(code), _plain(f"exit {code}"), _plain(f"exit code {code}"), *map(_plain, one["names"])}:
             return _entry(one, language)

@@ -9,6 +9,8 @@ from typing import Any
 
 from duoka.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"  # where the ranks of one machine meet
+
 
 @dataclass(frozen=True)
 class RankEnvironment:
@@ -64,7 +66,7 @@ def read_rank_environment(env: Mapping[str, str] = os.environ) -> RankEnvironmen
         size=size,
         local_size=local_size,
         node=_whole(env, "GROUP_RANK", rank // max(local_size, 1)),
-        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_addr=env.get("MASTER_ADDR", LOOPBACK),
         master_port=_whole(env, "MASTER_PORT", 0),
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 RESUME_ME = 75
 DRAIN_S = 3.0  # ranks whose peer died notice it by themselves, and can say so
+DRAIN_KILLED_S = 0.5  # after a SIGKILL: time enough to finish a checkpoint that only wants its name
 DRAIN_SAVED_S = 30.0  # after a 75 the others are still saving or leaving
 SIGTERM_S = 8.0  # from our SIGTERM to our SIGKILL: with DRAIN_S well below the promised 30 s
 

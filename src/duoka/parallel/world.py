@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, WorkerFailed
 from duoka.parallel.collectives import all_reduce
-from duoka.parallel.environ import RankEnvironment, read_rank_environment
+from duoka.parallel.environ import LOOPBACK, RankEnvironment, read_rank_environment
+from duoka.parallel.lifeline import parent_pid
 from duoka.runs.heart import Heart
 from duoka.units import parse_seconds
 
@@ -120,12 +123,26 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
         )
     with heart.exchange("meeting of all processes"):
         try:
-            dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout)
-        except (RuntimeError, ValueError) as error:
+            ours = place.master_addr == LOOPBACK and parent_pid() == os.getppid()
+            store = _private_store(place, timeout) if ours else None
+            dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, store=store)
+        except (OSError, RuntimeError, ValueError) as error:
             raise _nobody_came(place, parallel.timeout, error) from error
     if dist.get_world_size() != place.size:
         raise WorkerFailed(f"asked for a world of {place.size} processes, got {dist.get_world_size()}")
     return World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend, heart)
+
+
+def _private_store(place: RankEnvironment, timeout: datetime.timedelta) -> dist.TCPStore:
+    """Where the ranks of one machine meet, for nobody else: torch's own choice listens to every network."""
+    if place.rank:
+        return dist.TCPStore(LOOPBACK, place.master_port, place.size, False, timeout)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher keeps the port free for us
+        listener.bind((LOOPBACK, place.master_port))
+        listener.listen(socket.SOMAXCONN)
+        file = listener.detach()
+    return dist.TCPStore(LOOPBACK, place.master_port, place.size, True, timeout, master_listen_fd=file)
 
 
 def join_world(parallel: ParallelConfig) -> tuple[World, bool]:
