@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny import write_conversations, write_tiny_model
 from worlds import train_all
 
+from duoka.config.convert import converted_yaml
 from duoka.config.load import load_config, resolved_yaml
 from duoka.runs.folder import RunFolder
 from duoka.serve.trained import find_trained, load_trained
@@ -33,6 +34,11 @@ if importlib.util.find_spec("bitsandbytes"):
         "extras/fsdp_qlora/llama3_lora_sft": {}, "train_qlora/qwen3_lora_sft_otfq": {},
         "train_qlora/qwen3_lora_sft_bnb_npu": {},
     }  # fmt: skip
+# Of these the converted form is trained too.
+CONVERTED = (
+    "train_lora/qwen3_lora_sft", "train_full/qwen3_full_sft", "extras/llama_pro/llama3_freeze_sft",
+    "train_lora/qwen3_lora_pretrain", "extras/loraplus/llama3_lora_sft", "extras/muon/qwen2_full_sft",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +64,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = folder / f"{name.replace('/', '-')}.yaml"
         file.write_text(yaml.safe_dump(CORPUS["train"][name]["keys"] | small | swapped, sort_keys=False), "utf-8")
         jobs.append((str(file), [], str(folder / "runs" / name)))
+        if name in CONVERTED:
+            ours = file.with_suffix(".ours.yaml")
+            ours.write_text(converted_yaml(load_config(file), folder), "utf-8")
+            jobs.append((str(ours), [], str(folder / "ours" / name)))
     jobs += _longer_with_pissa(folder, jobs)
     train_all(jobs, 2)
     return folder
@@ -81,6 +91,19 @@ def test_an_example_trains_with_model_and_data_swapped(folder: Path, name: str) 
     assert layout["strategy"] == ("fsdp" if "deepspeed" in keys else "ddp"), layout
     file = "adapter_model.safetensors" if keys["finetuning_type"] == "lora" else "model.safetensors"
     assert (run / "final" / file).is_file()
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_converted_file_gives_the_same_run_to_the_bit(folder: Path, name: str) -> None:
+    theirs, ours = (folder / place / name for place in ("runs", "ours"))
+    seen = []
+    for run in (theirs, ours):
+        events = [json.loads(line) for line in (run / "events/run.jsonl").read_text("utf-8").splitlines()]
+        seen.append([(e["loss"], e["grad_norm"], e["lr"], e["num_targets"]) for e in events if e["type"] == "step"])
+    assert seen[0] and seen[0] == seen[1]
+    (file,) = (theirs / "final").glob("*.safetensors")
+    weights = load_file(ours / "final" / file.name)
+    assert all(value.equal(weights[key]) for key, value in load_file(file).items())
 
 
 def test_pissa_is_the_same_run_sharded_and_gone_on_with(folder: Path) -> None:

@@ -205,12 +205,41 @@ def test_all_faults_of_the_environment_come_together_and_flags_may_not_contradic
         ("accelerate launch --num-processes 2 train.py --config no.yaml", "duoka train no.yaml --nproc 2"),
         ("llamafactory-cli train no.yaml learning_rate=1e-4", "duoka train no.yaml learning_rate=1e-4"),
         ("train no.yaml --dry_run", ""),
+        ("llamafactory-cli export no.yaml", "duoka export no.yaml"),
     ],
 )
 def test_a_line_is_said_and_done(line: str, meaning: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(line.split()) == 2
     said = capsys.readouterr().err
     assert "there is no file no.yaml" in said and (not meaning or f"means:   {meaning}\n" in said), said
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "fix"),
+    [
+        ("llamafactory-cli webchat x.yaml", "webchat is not there yet", "duoka chat FILE"),
+        ("llamafactory-cli trian x.yaml", "no command 'trian' here", "did you mean train"),
+        ("accelerate config", "duoka needs no accelerate config", "duoka accelerate launch --config_file"),
+        ("accelerate launch --num_processes=2 --main_port=29501", "names no program", "train.py --config x.yaml"),
+        (
+            "deepspeed --num_gpus=2 src/train.py --config x.yaml",
+            "no command 'deepspeed'",
+            "duoka train x.yaml --nproc N",
+        ),
+        (
+            "torchrun --nproc_per_node=8 -m scripts.mid_train --source=base",
+            "a stage of its own",
+            "model: runs/NAME/final",
+        ),
+        ("chat examples/inference/llama3_lora_sft.yaml", "no file examples/inference", "name a run"),
+    ],
+)
+def test_a_line_that_means_nothing_here_says_what_to_type(
+    line: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(line.split()) == 2
+    said = capsys.readouterr().err
+    assert what in said and fix in said, said
 
 
 def test_what_is_mended_is_said_before_anything_else(capsys: pytest.CaptureFixture[str]) -> None:

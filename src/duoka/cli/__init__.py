@@ -44,6 +44,12 @@ COMMANDS = {
     "accelerate": "A guide's accelerate launch line, in duoka's words.",
     "completion": "Print the shell's completion script.",
 }
+# Programs of guides that people type behind duoka.
+_ELSEWHERE = {
+    "deepspeed": "write   duoka train x.yaml --nproc N   (deepspeed: FILE in the YAML is read)",
+    "python": "leave it out:   duoka train x.yaml   or, for a script of your own,   duoka launch --nproc N script.py",
+    "webui": "there is no page to click; a config with comments is written by   duoka init new.yaml",
+}
 COMPLETE_VAR = "_DUOKA_COMPLETE"
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -81,6 +87,8 @@ class LazyGroup(click.Group):
         if found is None:
             if name.startswith("-"):
                 raise click.NoSuchOption(name, ctx=ctx)
+            if name in _ELSEWHERE:
+                raise click.UsageError(f"there is no command {name!r}: {_ELSEWHERE[name]}", ctx=ctx)
             guess = nearest(name, COMMANDS)
             hint = f"did you mean:   duoka {' '.join([guess, *args[1:]])}" if guess else ""
             raise click.UsageError(f"there is no command {name!r}\n{hint}".rstrip(), ctx=ctx)

@@ -74,13 +74,14 @@ def _start(nproc: int | None) -> Start:
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new YAML file.")
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes that a batch per device is meant for.")
 def convert(file: str, overrides: tuple[str, ...], output: Path, nproc: int | None) -> None:
-    from duoka.config.load import load_config, resolved_yaml
+    from duoka.config.convert import converted_yaml
+    from duoka.config.load import load_config
     from duoka.errors import ConfigError, StorageError
 
     loaded = load_config(file, overrides, start=_start(nproc))
     try:
         with output.open("x", encoding="utf-8") as new:
-            new.write(resolved_yaml(loaded))
+            new.write(converted_yaml(loaded, output.parent))
     except FileExistsError:
         raise ConfigError(f"{output} exists, and nothing is overwritten", fix="write another name after -o") from None
     except OSError as error:

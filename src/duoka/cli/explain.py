@@ -67,7 +67,7 @@ def _lines(entry: Entry, own: Own | None, language: Language) -> list[str]:
     if own is not None:
         from duoka.explain.numbers import numbers_for, value_of
 
-        numbers = value_of(entry.key, own) if entry.key else numbers_for(entry.numbers, own)
+        numbers = [*numbers_for(entry.numbers, own), *(value_of(entry.key, own) if entry.key else [])]
         if numbers:
             name = own.loaded.path.name
             out += ["", f"在 {name} 中" if language == "zh" else f"In {name}", *(f"  {line}" for line in numbers)]

@@ -127,6 +127,11 @@ def meaning_of_torchrun(words: Sequence[str]) -> Meaning:
 
 
 def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
+    if words and words[0] == "config":
+        raise ConfigError(
+            "duoka needs no accelerate config: it finds this machine's devices by itself, and the rest is in the YAML",
+            fix="leave it out; a file of it is read by   duoka accelerate launch --config_file FILE train.py x.yaml",
+        )
     if not words or words[0] != "launch":
         raise ConfigError(
             f"duoka accelerate {words[0] if words else ''} is not there: accelerate launch is",

@@ -32,7 +32,7 @@ def find_target(
         say(f"note: {note}")
     if step is not None:
         raise ConfigError("--checkpoint names a step of a run", fix="name the run instead of the file")
-    trained = find_trained_on(asked.model, asked.adapter, say=say)
+    trained = find_trained_on(asked.model, asked.adapters, say=say)
     return replace(trained, template=asked.template, trusts_code=asked.is_on("trust_remote_code")), asked
 
 

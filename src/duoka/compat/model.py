@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def load_model(model: Part, accelerator: Accelerator | None = None) -> torch.nn.Module:
-    """The transformers model, with fresh adapters when the config has `lora`; prepared when an accelerator is given.
+    """The transformers model, with adapters when the config has `lora`; prepared when an accelerator is given.
 
     Loaded by each rank as a whole: for models that only fit when they are shared, use `duoka train`.
     """
+    from duoka.model.adapters import Earlier
     from duoka.model.build import load_model as load
     from duoka.model.source import model_folder
 
@@ -31,6 +32,7 @@ def load_model(model: Part, accelerator: Accelerator | None = None) -> torch.nn.
         seed=config.train.seed,
         attention="sdpa",
         trust_remote_code=config.model.trust_remote_code,
+        earlier=Earlier.of(config.lora, model.loaded.base),
     )
     lm.train()
     if accelerator is None:

@@ -22,7 +22,7 @@ from duoka.errors import ConfigError, Fault, Faults
 
 Purpose = Literal["export", "chat", "eval"]
 _MODEL = (
-    "model_name_or_path", "adapter_name_or_path", "adapter", "finetuning_type", "template", "trust_remote_code",
+    "model_name_or_path", "adapter_name_or_path", "finetuning_type", "template", "trust_remote_code",
     "model_revision", "infer_dtype", "infer_backend",
 )  # fmt: skip
 _ANSWERS = ("do_sample", "temperature", "top_p", "max_new_tokens", "seed", "default_system")
@@ -104,14 +104,10 @@ class AskedFile:
         return str(found)
 
     @property
-    def adapter(self) -> str | None:
-        """The trained adapter that lies on the model; the bare word lora of guides means none yet."""
-        found = str(self.get("adapter_name_or_path", self.get("adapter", "")))
-        if found in ("", "lora") and not Path(found or "?").is_dir():
-            return None
-        if "," in found:
-            raise ConfigError(f"{self.path} names several adapters ({found}), and one is read", fix="keep one of them")
-        return found
+    def adapters(self) -> list[str]:
+        """The trained adapters on the model, one above the other; the bare word lora of guides means none yet."""
+        found = self.names("adapter_name_or_path")
+        return [] if found == ["lora"] and not Path("lora").is_dir() else found
 
     @property
     def template(self) -> str:
@@ -155,6 +151,11 @@ def describe_task(path: str | Path, overrides: Sequence[str] = ()) -> str | None
 def read_asked(path: str | Path, purpose: Purpose, overrides: Sequence[str] = ()) -> AskedFile | None:
     """The file, when it is in LLaMA-Factory's words; None for duoka's own. Raises Faults with all that is wrong."""
     path = Path(path)
+    if not path.exists():
+        raise ConfigError(
+            f"there is no file {shown_path(path)} that duoka {purpose} could read",
+            fix="name a run (duoka runs lists them), a model's folder, or a YAML with model_name_or_path",
+        )
     layers = Layers()
     words = read_overrides(overrides, layers)
     text = read_text(path, layers.faults, None)

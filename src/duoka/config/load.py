@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from duoka.config.adapters import take_over
 from duoka.config.derive import derive
 from duoka.config.dialects.rows import Start
 from duoka.config.layers import (
@@ -87,8 +88,11 @@ def load_config(
     notes = layers.notes
     derived: dict[str, str] = {}
     if config is not None:
-        config, derived = derive(_with_output(config, path), _written_keys(tree))
-        notes = notes + _apply_rules(config, bad, tree, layers)
+        written = _written_keys(tree)
+        config, derived = derive(_with_output(config, path), written)
+        config, taken, said = take_over(config, base, written)
+        derived |= taken
+        notes = notes + said + _apply_rules(config, bad, tree, layers)
         for check in checks:
             layers.faults.extend(_placed(fault, tree) for fault in check(config, base) if not _is_about(fault, bad))
     if layers.faults or config is None:

@@ -5,6 +5,9 @@ A part of the table in rules.py, which evaluates it.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from duoka.config.adapters import named_adapters
 from duoka.config.derive import is_outside_what_was_tried
 from duoka.config.rule import Rule
 from duoka.config.schema import RunConfig
@@ -19,6 +22,16 @@ def _is_path(name: str) -> bool:
 
 def _lora_scale_is_odd(c: RunConfig) -> bool:
     return c.lora is not None and not 1e-3 <= c.lora.alpha / c.lora.rank <= 1e3
+
+
+def _same_place(one: str, other: str) -> bool:
+    """Whether a path is a run's folder, or lies in it."""
+    first, second = Path(one).expanduser().absolute(), Path(other).expanduser().absolute()
+    return first == second or second in first.parents
+
+
+def _adapters(c: RunConfig) -> list[str]:
+    return [name for _, name in named_adapters(c.lora)]
 
 
 def _lora_names(c: RunConfig) -> tuple[str, ...]:
@@ -138,6 +151,35 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda c: any(not name.strip() or "," in name or name != name.strip() for name in _lora_names(c)),
         "lora.targets has an entry that is no module's name",
         "write for example:   targets: [q_proj, v_proj]",
+    ),
+    Rule(
+        "pissa-of-a-trained-adapter",
+        ("lora.init", "lora.adapter", "lora.merge"),
+        lambda c: c.lora is not None and c.lora.init != "random" and bool(_adapters(c)),
+        "lora.init {c.lora.init} begins adapters from the base's own weights, and a trained one is named to begin with",
+        "delete init, or merge the other one first (duoka export) and name the result as the model",
+    ),
+    Rule(
+        "merge-into-packed",
+        ("model.quantization", "lora.merge"),
+        lambda c: c.lora is not None and bool(c.lora.merge) and c.model.quantization != "none",
+        "lora.merge adds adapters to the base's weights, and model.quantization {c.model.quantization} packs these: "
+        "nothing can be added to packed weights",
+        "merge first:   duoka export ADAPTER -o DIR   and name the result as the model",
+    ),
+    Rule(
+        "adapter-twice",
+        ("lora.adapter", "lora.merge"),
+        lambda c: len(set(_adapters(c))) < len(_adapters(c)),
+        "an adapter is named twice under lora.adapter and lora.merge: it would count twice",
+        "name it once: under adapter to train it further, under merge to train a new one beside it",
+    ),
+    Rule(
+        "adapter-of-this-very-run",
+        ("lora.adapter", "lora.merge", "output"),
+        lambda c: any(_same_place(name, c.output) for name in _adapters(c)),
+        "output is {c.output}, and the run would begin with an adapter that lies in it: its own result",
+        "write another output; to go on with that run itself, start it with its own config",
     ),
     Rule(
         "lora-scale",

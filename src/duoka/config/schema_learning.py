@@ -126,6 +126,16 @@ class LoraConfig(Section):
     targets: Literal["all"] | tuple[str, ...] = Field(
         "all", description="all: every linear layer but the head; or module names such as [q_proj, v_proj]."
     )
+    adapter: str | None = Field(
+        None,
+        description="Train this adapter further: a PEFT folder, or a finished LoRA run. Its own rank, alpha and "
+        "targets hold, and its dropout unless another is written; the optimizer begins anew.",
+    )
+    merge: tuple[str, ...] = Field(
+        (),
+        description="Adapters that are laid into the base first, in this order; the result is still one plain adapter "
+        "for the base as it came.",
+    )
 
 
 class TrainOnlyConfig(Section):

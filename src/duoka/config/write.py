@@ -100,7 +100,7 @@ def resolved_yaml(loaded: Loaded, chosen: Mapping[str, str] | None = None) -> st
 def shown_values(loaded: Loaded) -> dict[str, Any]:
     """The config as plain JSON values, secrets as they were written."""
     values = loaded.config.model_dump(mode="json")
-    return {key: _with_secrets(value, key, loaded.secrets) for key, value in values.items()}
+    return {key: with_secrets(value, key, loaded.secrets) for key, value in values.items()}
 
 
 def _block(values: dict[str, Any], prefix: str, loaded: Loaded, chosen: Mapping[str, str]) -> Iterator[str]:
@@ -111,12 +111,12 @@ def _block(values: dict[str, Any], prefix: str, loaded: Loaded, chosen: Mapping[
             yield f"{indent}{key}:"
             yield from _block(value, f"{name}.", loaded, chosen)
             continue
-        text = f"{indent}{key}: {yaml_text(_compact(_with_secrets(value, name, loaded.secrets)))}"
+        text = f"{indent}{key}: {yaml_text(compact(with_secrets(value, name, loaded.secrets)))}"
         became = f"; here {chosen[name]}" if name in chosen else ""
         yield f"{text:<{_COMMENT_COLUMN}}  # {loaded.origins.get(name, 'default')}{became}"
 
 
-def _compact(value: Any) -> Any:
+def compact(value: Any) -> Any:
     """Data sets without the keys that they don't set; one that sets only its name in its short form."""
     if not isinstance(value, (list, tuple)):
         return value
@@ -129,11 +129,11 @@ def _compact(value: Any) -> Any:
     return out
 
 
-def _with_secrets(value: Any, name: str, secrets: dict[str, str]) -> Any:
+def with_secrets(value: Any, name: str, secrets: dict[str, str]) -> Any:
     if name in secrets:
         return EnvText(secrets[name])
     if isinstance(value, dict):
-        return {key: _with_secrets(item, f"{name}.{key}", secrets) for key, item in value.items()}
+        return {key: with_secrets(item, f"{name}.{key}", secrets) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_with_secrets(item, f"{name}.{index}", secrets) for index, item in enumerate(value)]
+        return [with_secrets(item, f"{name}.{index}", secrets) for index, item in enumerate(value)]
     return value

@@ -51,6 +51,19 @@ def chinese_keys() -> dict[str, str]:
     return dict(_read("keys.zh.yaml"))
 
 
+@cache
+def _chinese_phrases() -> dict[str, str]:
+    return dict(_read("words.zh.yaml"))
+
+
+def value_words(key: Key, language: Language) -> str:
+    """What a value of the key must be."""
+    words = key.words.removeprefix("one of ")
+    for english, chinese in _chinese_phrases().items() if language == "zh" else ():
+        words = words.replace(english, chinese)
+    return words
+
+
 def _read(name: str) -> Any:
     return yaml.safe_load((_TEXTS / name).read_text(encoding="utf-8"))
 
@@ -58,9 +71,13 @@ def _read(name: str) -> Any:
 def find_entry(word: str, language: Language) -> Entry | None:
     """The text for a word: a key of ours, a code, a topic, a key of another tool, or words of a message."""
     wanted = word.strip()
-    if wanted in known_keys():
-        return _explain_key(known_keys()[wanted], language)
     plain = _plain(wanted)
+    if wanted in known_keys():
+        entry, topic = _explain_key(known_keys()[wanted], language), topics().get(plain)
+        if topic is None:
+            return entry
+        told = _entry(topic, language)  # a topic of the same name: both are told
+        return replace(told, text=f"{told.text}\n\n{wanted}: {entry.text}", key=wanted)
     for code, one in codes().items():
         if plain in {_plain(code), _plain(f"exit {code}"), _plain(f"exit code {code}"), *map(_plain, one["names"])}:
             return _entry(one, language)
@@ -132,7 +149,7 @@ def _explain_key(key: Key, language: Language) -> Entry:
     lines = [_description(key, language), ""]
     if key.section is None:
         default = "必须写" if key.is_required and zh else "required" if key.is_required else _default(key, zh)
-        lines.append(f"{'可以写' if zh else 'must be'}   {', '.join(key.choices) or key.words}")
+        lines.append(f"{'可以写' if zh else 'must be'}   {value_words(key, language)}")
         lines.append(f"{'默认' if zh else 'default'}   {default}")
         is_free = is_execution_key(key.name)
         if zh:

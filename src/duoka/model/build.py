@@ -18,11 +18,12 @@ import torch
 
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.errors import ConfigError
+from duoka.model.adapters import Earlier
 from duoka.model.attention import register_attention
 from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
-from duoka.model.lora import apply_lora, without_packer
+from duoka.model.lora import EARLIER, apply_lora, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.new import is_new
 from duoka.model.packed import Packing, unpack
@@ -58,10 +59,12 @@ def load_model(
     attention: str = "duoka",
     trust_remote_code: bool = False,
     packing: Packing | None = None,
+    earlier: Earlier | None = None,
 ) -> torch.nn.Module:
     """The transformers model in `folder` with weights of `dtype`; with `lora`, adapters that begin from `seed`.
 
-    With `train_only`, all but the weights that it names are frozen; with `packing`, the layers' matrices are packed.
+    With `train_only`, all but the weights that it names are frozen; with `packing`, the layers' matrices are packed;
+    `earlier` adapters are merged into them, or are where the adapters begin.
     """
     from transformers import AutoModelForCausalLM
 
@@ -85,9 +88,11 @@ def load_model(
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error
+        if earlier is not None:
+            earlier.merge_into(model)
         if train_only is not None:
             apply_train_only(model, train_only)
-        return apply_lora(model, lora, seed) if lora is not None else model
+        return apply_lora(model, lora, seed, earlier) if lora is not None else model
 
 
 def _draw_model(folder: Path, dtype: torch.dtype, seed: int, attention: str) -> torch.nn.Module:
@@ -104,14 +109,19 @@ def _draw_model(folder: Path, dtype: torch.dtype, seed: int, attention: str) -> 
     return model
 
 
-def load_adapter(base: torch.nn.Module, folder: Path) -> torch.nn.Module:
-    """`base` with the trained adapter of a PEFT folder; weights come from safetensors only."""
+def load_adapter(base: torch.nn.Module, folder: Path, earlier: Earlier | None = None) -> torch.nn.Module:
+    """`base` with the trained adapter of a PEFT folder; weights come from safetensors only.
+
+    `earlier`: what was merged into the base, so that the adapter is written with it again.
+    """
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} holds no adapter (adapter_model.safetensors)")
     with quiet_loading(), without_packer():
         import peft
 
-        return peft.PeftModel.from_pretrained(base, os.fspath(folder))
+        adapted = peft.PeftModel.from_pretrained(base, os.fspath(folder))
+    setattr(adapted, EARLIER, earlier)
+    return adapted
 
 
 def named_part(model: torch.nn.Module) -> torch.nn.Module:

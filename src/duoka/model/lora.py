@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
+from duoka.config.adapters import HOLDS, WEIGHTS
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
+from duoka.model.adapters import Earlier
 from duoka.model.pissa import PissaStarts, as_plain_adapter, draw_seed
 
 STARTS = "pissa_starts"  # where a model keeps what its adapters began with
+EARLIER = "earlier_adapters"  # and those that were laid into its base
 
 
-def apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int = 0) -> torch.nn.Module:
-    """Freeze the model and put trainable adapters beside its linear layers; returns the PeftModel."""
+def apply_lora(
+    model: torch.nn.Module, lora: LoraConfig, seed: int = 0, earlier: Earlier | None = None
+) -> torch.nn.Module:
+    """Freeze the model and put trainable adapters beside its linear layers; returns the PeftModel.
+
+    They begin from the seed, or where `earlier` ended. What is to be merged into the base is there already.
+    """
     with without_packer():
-        return _apply_lora(model, lora, seed)
+        return _apply_lora(model, lora, seed, earlier)
 
 
 @contextlib.contextmanager
@@ -44,7 +54,7 @@ def without_packer() -> Iterator[None]:
             getattr(getattr(found, question, None), "cache_clear", bool)()
 
 
-def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int) -> torch.nn.Module:
+def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int, earlier: Earlier | None) -> torch.nn.Module:
     import peft
 
     if lora.targets != "all":
@@ -58,6 +68,7 @@ def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int) -> torch.nn
         bias="none",
     )
     adapted = peft.get_peft_model(model, settings)
+    setattr(adapted, EARLIER, earlier)
     if any(parameter.is_meta for parameter in adapted.parameters()):
         return adapted
     with torch.no_grad():
@@ -66,7 +77,7 @@ def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int) -> torch.nn
             return adapted
         for name, parameter in adapted.named_parameters():
             if is_adapter(name):
-                parameter.copy_(draw_adapter(name, parameter.shape, seed))
+                parameter.copy_(begin_adapter(name, parameter.shape, seed, earlier))
     return adapted
 
 
@@ -96,21 +107,41 @@ def adapted_modules(adapted: torch.nn.Module) -> list[str]:
 def save_adapter(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
     """Write the adapter as a PEFT folder for the base as it came; `state` has whole tensors where `lm` has shards."""
     starts: PissaStarts | None = getattr(lm, STARTS, None)
-    if starts is None:
+    earlier: Earlier | None = getattr(lm, EARLIER, None)
+    if starts is None and not (earlier and earlier.merged):
         lm.save_pretrained(os.fspath(folder), **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
         return
-    plain = as_plain_adapter(lm.state_dict() if state is None else state, starts)
+    whole = lm.state_dict() if state is None else state
     (settings,) = lm.peft_config.values()  # type: ignore[union-attr, operator]
-    rank, alpha = settings.r, settings.lora_alpha
-    settings.r, settings.lora_alpha = 2 * rank, 2 * alpha
+    rank, alpha, targets = settings.r, settings.lora_alpha, settings.target_modules
+    if starts is not None:
+        plain, plain_rank = as_plain_adapter(whole, starts), 2 * rank
+    else:
+        assert earlier is not None
+        plain, plain_rank = earlier.beside({name: v for name, v in whole.items() if is_adapter(name)}, alpha / rank)
+        settings.target_modules = {*targets, *(m.rpartition(".")[2] for one in earlier.merged for m in one.pairs)}
+    settings.r, settings.lora_alpha = plain_rank, alpha * plain_rank / rank
     try:
         lm.save_pretrained(os.fspath(folder), state_dict=plain)  # type: ignore[operator]
     finally:
-        settings.r, settings.lora_alpha = rank, alpha
+        settings.r, settings.lora_alpha, settings.target_modules = rank, alpha, targets
+    if starts is None:
+        # PEFT leaves out what lies beside modules that the new adapter has nothing on.
+        tensors = {name.replace(".default.", "."): value.contiguous() for name, value in plain.items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        held = {one.name: one.digest for one in earlier.merged} if earlier else {}
+        (folder / HOLDS).write_text(json.dumps(held, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
+
+
+def begin_adapter(name: str, shape: torch.Size, seed: int, earlier: Earlier | None) -> torch.Tensor:
+    """Where an adapter begins: where the one that goes on ended, else as it is drawn."""
+    if earlier is not None and earlier.begins(name):
+        return earlier.values(name, shape)
+    return draw_adapter(name, shape, seed)
 
 
 def draw_adapter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:

@@ -15,11 +15,12 @@ import torch
 from safetensors import safe_open
 
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
+from duoka.model.adapters import Earlier
 from duoka.model.attention import register_attention
 from duoka.model.build import quiet_loading
 from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
-from duoka.model.lora import adapted_modules, apply_lora, draw_adapter, is_adapter, keep_starts
+from duoka.model.lora import adapted_modules, apply_lora, begin_adapter, is_adapter, keep_starts
 from duoka.model.new import is_new
 from duoka.model.pissa import PissaStarts
 
@@ -34,7 +35,8 @@ class WeightSource:
     seed: int
     files: dict[str, str]  # name in the folder -> file
     starts: PissaStarts | None = None
-    dtype: torch.dtype | None = None  # of the frozen base, when adapters begin with parts of it
+    dtype: torch.dtype | None = None  # that the model is built in
+    earlier: Earlier | None = None
     _open: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -59,9 +61,12 @@ class WeightSource:
         if is_adapter(name):
             if self.starts is not None:
                 return self.starts.values(name)[start:stop].clone()  # training works in place, and starts must stay
-            return draw_adapter(name, shape, self.seed)[start:stop]
+            return begin_adapter(name, shape, self.seed, self.earlier)[start:stop]
         stored = stored_name(name)
         values: torch.Tensor = self._file(stored).get_slice(stored)[start:stop]
+        module = stored.removesuffix(".weight")
+        if self.earlier is not None and self.earlier.changes(module):
+            return self.earlier.merge_rows(module, values.to(self.dtype), start)
         if self.starts is not None and self.starts.owns(name):
             return self.starts.rest_of(name, values.to(self.dtype), start)
         return values.clone()  # the slice is a view of the whole file in memory, which would never be let go
@@ -72,7 +77,7 @@ class WeightSource:
         for module in adapted_modules(lm):
             stored = stored_name(f"{module}.base_layer.weight")
             starts.add(module, self._file(stored).get_tensor(stored).to(dtype))
-        self.starts, self.dtype = starts, dtype
+        self.starts = starts
         keep_starts(lm, starts)
 
     def _file(self, stored: str) -> Any:
@@ -101,6 +106,7 @@ def build_without_memory(
     seed: int,
     train_only: TrainOnlyConfig | None = None,
     trust_remote_code: bool = False,
+    earlier: Earlier | None = None,
 ) -> tuple[torch.nn.Module, Weights] | None:
     """The model of `folder` on the meta device, buffers filled, and where its weights are; None: load it whole."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -122,7 +128,7 @@ def build_without_memory(
         apply_train_only(core, train_only)
     if lora is not None:
         with quiet_loading(), torch.device("meta"):
-            lm: torch.nn.Module = apply_lora(core, lora, seed)
+            lm: torch.nn.Module = apply_lora(core, lora, seed, earlier)
     else:
         lm = core
     aliases: dict[int, list[str]] = {}
@@ -130,8 +136,10 @@ def build_without_memory(
         aliases.setdefault(id(parameter), []).append(name)
     shapes = {id(parameter): parameter.shape for parameter in lm.parameters()}
     known = all(any(source.knows(name, shapes[one]) for name in names) for one, names in aliases.items())
-    if known and lora is not None and lora.init == "pissa" and isinstance(source, WeightSource):
-        source.start_with_principal_parts(lm, lora, dtype)
+    if isinstance(source, WeightSource):
+        source.earlier, source.dtype = earlier, dtype
+        if known and lora is not None and lora.init == "pissa":
+            source.start_with_principal_parts(lm, lora, dtype)
     return (lm, source) if known else None
 
 

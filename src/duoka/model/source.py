@@ -18,8 +18,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from duoka.config.adapters import check_adapters
 from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError, Fault
+from duoka.model.adapter_files import check_fit
 from duoka.model.new import TOKENIZER_FILES, new_model_folder
 from duoka.runs.cache import cache_folder
 
@@ -88,14 +90,16 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
     if source.is_new:
         return _check_new(config.model, base)
     if source.is_demo:
-        return _check_demo("model.name")
+        return _check_demo("model.name") or check_fit(config, base, None)
     if source.hub_id is not None:
-        if _cached_hub_folder(source.hub_id, config.model.revision, _is_whole) is not None:
-            return []
-        return _check_hub("model.name", source.hub_id, _WRITE)
+        cached = _cached_hub_folder(source.hub_id, config.model.revision, _is_whole)
+        if cached is not None:
+            return check_fit(config, base, cached)
+        return _check_hub("model.name", source.hub_id, _WRITE) or check_adapters(config, base)
     if source.folder is None:
         return []
-    return _check_folder(source.folder) or _check_dp(config, source.folder)
+    faults = _check_folder(source.folder) or _check_dp(config, source.folder)
+    return faults or check_fit(config, base, source.folder)
 
 
 def _check_demo(key: str) -> list[Fault]:

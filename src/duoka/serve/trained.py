@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from duoka.config.adapters import check_counted_once, read_adapter
 from duoka.config.load import load_config
-from duoka.config.schema import ModelConfig, RunConfig
-from duoka.errors import ConfigError
+from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
+from duoka.errors import ConfigError, Faults
 from duoka.model.source import find_model, model_folder
 from duoka.runs.folder import RunFolder, read_json
 
@@ -40,6 +41,7 @@ class Trained:
     run: RunFolder | None = None
     config: RunConfig | None = None
     config_base: Path = Path()  # what relative paths of the config are relative to
+    merged: tuple[str, ...] = ()  # adapters that lie below the one above, as a file of another tool names them
     template: str = "auto"  # of a plain model: its own, or a name; a run knows its own
     trusts_code: bool = False
 
@@ -88,10 +90,20 @@ def find_trained(name: str, *, step: int | None = None, say: Say) -> Trained:
         raise ConfigError(f"{name!r} is neither a run nor a model: {error.what}", fix=_list_runs()) from None
 
 
-def find_trained_on(model: str, adapter: str | None, *, say: Say) -> Trained:
-    """A model, or an adapter on it, named apart as files of LLaMA-Factory do; both may be runs of duoka."""
-    if adapter is None:
+def find_trained_on(model: str, adapters: Sequence[str], *, say: Say) -> Trained:
+    """A model, or adapters on it, named apart as files of LLaMA-Factory do; all may be runs of duoka."""
+    if not adapters:
         return find_trained(model, say=say)
+    *below, last = adapters
+    for name in below:
+        read_adapter(name, Path(), "adapter_name_or_path")
+    faults = check_counted_once([("adapter_name_or_path", name) for name in adapters], Path()) if below else []
+    if faults:
+        raise Faults(faults)
+    return replace(_find_adapted(model, last, say), merged=tuple(below))
+
+
+def _find_adapted(model: str, adapter: str, say: Say) -> Trained:
     run = find_run(adapter)
     if run is None and not (Path(adapter) / "adapter_config.json").is_file():
         raise ConfigError(f"there is neither a run nor an adapter in {adapter!r}", fix=_list_runs())
@@ -174,6 +186,7 @@ def load_trained(
 
     A base that was packed in training is packed here, or with `unpacked` has the same values in plain matrices.
     """
+    from duoka.model.adapters import Earlier
     from duoka.model.build import load_adapter, load_model
     from duoka.model.packed import Packing
 
@@ -183,9 +196,11 @@ def load_trained(
     if base_only:
         lm = load_model(trained.base, dtype=dtype, **options)
     elif trained.adapter is not None:
-        lm = load_adapter(load_model(trained.base, dtype=dtype, **options), trained.adapter)
+        below = Earlier.of(LoraConfig(merge=trained.merged), Path())
+        lm = load_adapter(load_model(trained.base, dtype=dtype, earlier=below, **options), trained.adapter, below)
     elif trained.checkpoint is not None:
         assert trained.config is not None
+        options["earlier"] = Earlier.of(trained.config.lora, trained.config_base, merged_only=True)
         lm = _load_checkpoint(trained.base, trained.checkpoint, trained.config, options).to(dtype)
     else:
         lm = load_model(trained.full or trained.base, dtype=dtype, **options)

@@ -17,6 +17,7 @@ from duoka.data.loader import eval_batches
 from duoka.data.prepare import PreparedData, find_tokenizer, prepare_data, read_tokenizer
 from duoka.data.tokenizer import ChatTokenizer
 from duoka.errors import StoppedEarly
+from duoka.model.adapters import Earlier
 from duoka.model.build import LossModel, find_core, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.loss import Goal
@@ -215,6 +216,7 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Parallelized
         "train_only": config.train_only,
         "seed": config.train.seed,
         "trust_remote_code": config.model.trust_remote_code,
+        "earlier": Earlier.of(config.lora, inputs.loaded.base),
     }
     source = None
     if plan.layout.is_sharded and (built := build_without_memory(inputs.folder, **options)):

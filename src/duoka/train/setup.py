@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from duoka import __version__
 from duoka.config.derive import rules_kept
-from duoka.config.schema import RunConfig
+from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.plan.correct import plan_with_less
@@ -172,7 +172,7 @@ def banner(
     """The run in eight lines."""
     config, layout = settings.config, plan.layout
     total, trainable = parameters
-    kind = f"LoRA rank {config.lora.rank}" if config.lora else "full fine-tuning"
+    kind = _describe_lora(config.lora) if config.lora else "full fine-tuning"
     kind = "some layers only" if config.train_only else kind
     kind = "from nothing" if config.model.depth else kind
     board = "tensorboard" in config.log.to
@@ -195,6 +195,11 @@ def banner(
         *([f"  tokens      {plan.horizon.sentence()}"] if plan.horizon else []),
         f"  watch       {watch}",
     ]
+
+
+def _describe_lora(lora: LoraConfig) -> str:
+    from_where = f", going on from {lora.adapter}" if lora.adapter else ""
+    return f"LoRA rank {lora.rank}{from_where}" + (f", above {' and '.join(lora.merge)}" if lora.merge else "")
 
 
 _SHOWN_OF_DEPTH = {

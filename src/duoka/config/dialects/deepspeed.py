@@ -166,7 +166,7 @@ def deepspeed_rows() -> list[Row]:
         *reported("duoka's own loss scale: it starts high and halves on overflow", "fp16.loss_scale",
                   "fp16.loss_scale_window", "fp16.initial_scale_power", "fp16.hysteresis", "fp16.min_loss_scale",
                   "fp16.auto_cast"),
-        *reported("buckets are duoka's own; their size changes no result", *(f"{zero}{name}" for name in (
+        *reported("bundles, fetching, gathering: duoka's own, and no result changes", *(f"{zero}{name}" for name in (
             "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size",
             "contiguous_gradients", "round_robin_gradients", "sub_group_size", "stage3_prefetch_bucket_size",
             "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",

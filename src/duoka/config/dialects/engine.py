@@ -43,9 +43,17 @@ class Translated:
     """What became of a file: our keys by name, notices, faults."""
 
     given: dict[str, Given] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    said: list[tuple[str, Place, str]] = field(default_factory=list)  # key, where it stands, what is said about it
     faults: list[Fault] = field(default_factory=list)
     task: str = ""  # what the other tool would do with the file
+
+    @property
+    def notes(self) -> list[str]:
+        """What is said, each reason once with all the keys of a file that it is about."""
+        about: dict[tuple[str, str], list[tuple[str, Place]]] = {}
+        for shown, place, text in self.said:
+            about.setdefault((place.file, text), []).append((shown, place))
+        return [f"{_keys(found)}: {text}" for (_, text), found in about.items()]
 
     def add(self, new: Given) -> None:
         """One value more; another value for the same key is refused, with both places."""
@@ -79,6 +87,18 @@ class Translated:
             else:
                 block[last] = grow(given.value, given.place, given.name)
         return _closed(root, place)
+
+
+def _keys(found: list[tuple[str, Place]]) -> str:
+    """`x.yaml:2 a, b, line 5 c`: keys of one file, with their lines where these change."""
+    out, before = "", 0
+    for shown, place in found:
+        if not out:
+            out = f"{Path(place.file).name}:{place.line} {shown}" if place.line else shown
+        else:
+            out += f", line {place.line} {shown}" if place.line not in (0, before) else f", {shown}"
+        before = place.line
+    return out
 
 
 def _closed(block: dict[str, Any], place: Place) -> Tree:
@@ -231,9 +251,7 @@ def _note(out: Translated, leaf: Leaf, note: str, said: set[str]) -> None:
     if note in said and leaf.name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         return
     said.add(note)
-    place = leaf.tree.place
-    where = f"{Path(place.file).name}:{place.line} " if place.line else ""
-    out.notes.append(f"{where}{leaf.shown}: {note}")
+    out.said.append((leaf.shown, leaf.tree.place, note))
 
 
 def unknown_key(dialect: Dialect, leaf: Leaf) -> Fault:

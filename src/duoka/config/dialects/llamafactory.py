@@ -12,6 +12,7 @@ from typing import Any
 
 from duoka.config.dialects import llamafactory_convert as to
 from duoka.config.dialects import llamafactory_learning as learn
+from duoka.config.dialects import llamafactory_lora as lora
 from duoka.config.dialects.llamafactory_rest import rest_rows
 from duoka.config.dialects.rows import (
     Asked,
@@ -45,20 +46,26 @@ def _rows_of_model_and_data() -> list[Row]:
         *implemented("freeze_trainable_modules", "train_only.modules", to.of_freeze(to.modules)),
         *implemented("freeze_extra_modules", "train_only.extra", to.of_freeze(comma_list)),
         *implemented("use_llama_pro", "train_only.spread", to.spread, "the layers lie evenly over the model"),
-        *implemented("lora_rank", "lora.rank", to.of_lora()),
-        *implemented("lora_alpha", "lora.alpha", to.of_lora(to.alpha), "left out: twice the rank, as there"),
-        *implemented("use_rslora", "lora.alpha", to.of_lora(to.rslora), "alpha x sqrt(rank) in the plain form"),
-        *implemented("loraplus_lr_ratio", "lora.b_lr_ratio", to.of_lora(), "LoRA+"),
-        *implemented("pissa_init", "lora.init", to.of_lora(only_if_on("lora.init", "pissa"))),
-        *implemented("pissa_iter", "lora.pissa_iterations", to.of_lora(to.pissa_rounds), "-1: the whole decomposition"),
         *implemented(
-            "quantization_bit", "model.quantization", to.bits, "4 with bnb, under adapters; others are refused"
+            "adapter_name_or_path", "lora.adapter", lora.earlier, "the last goes on, those before it are lora.merge"
         ),
-        *implemented("quantization_type", "model.quantization", to.of_bits(to.packed_kind)),
-        *implemented("quantization_method", "", to.of_bits(to.packer), "bnb; other packers are refused"),
-        *implemented("double_quantization", "model.double_quantization", to.of_bits(None)),
-        *implemented("lora_dropout", "lora.dropout", to.of_lora()),
-        *implemented("lora_target", "lora.targets", to.of_lora(to.modules)),
+        *implemented("create_new_adapter", "lora.merge", lora.new_adapter, "all that are named are merged first"),
+        *implemented("lora_rank", "lora.rank", lora.of_new_lora()),
+        *implemented("lora_alpha", "lora.alpha", lora.of_new_lora(lora.alpha), "left out: twice the rank, as there"),
+        *implemented("use_rslora", "lora.alpha", lora.of_new_lora(lora.rslora), "alpha x sqrt(rank) in the plain form"),
+        *implemented("loraplus_lr_ratio", "lora.b_lr_ratio", lora.of_lora(), "LoRA+"),
+        *implemented("pissa_init", "lora.init", lora.of_lora(only_if_on("lora.init", "pissa"))),
+        *implemented(
+            "pissa_iter", "lora.pissa_iterations", lora.of_lora(lora.pissa_rounds), "-1: the whole decomposition"
+        ),
+        *implemented(
+            "quantization_bit", "model.quantization", lora.bits, "4 with bnb, under adapters; others are refused"
+        ),
+        *implemented("quantization_type", "model.quantization", lora.of_bits(lora.packed_kind)),
+        *implemented("quantization_method", "", lora.of_bits(lora.packer), "bnb; other packers are refused"),
+        *implemented("double_quantization", "model.double_quantization", lora.of_bits(None)),
+        *implemented("lora_dropout", "lora.dropout", lora.of_new_lora()),
+        *implemented("lora_target", "lora.targets", lora.of_new_lora(to.modules)),
         *implemented("dataset", "data.train", to.data_sets),
         *implemented("eval_dataset", "data.eval", to.eval_sets),
         *implemented("val_size", "data.eval", to.share, "a share; a number of samples is refused"),
@@ -137,7 +144,7 @@ def _defaults(asked: Asked) -> Mapping[str, Any]:
     }  # fmt: skip
     if not any(asked.is_on(name) for name in ("bf16", "fp16", "pure_bf16")):
         out["train.precision"] = "fp32"
-    if to.is_lora(asked):
+    if lora.is_lora(asked) and not lora.goes_on(asked):  # which has its own
         rank = number(asked.get("lora_rank", 8), "lora_rank") if _is_number(asked.get("lora_rank", 8)) else 8
         out |= {"lora.rank": 8, "lora.alpha": 2.0 * rank, "lora.dropout": 0.0, "lora.targets": "all"}
     if to.is_freeze(asked):

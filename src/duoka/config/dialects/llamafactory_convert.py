@@ -25,16 +25,6 @@ from duoka.config.dialects.rows import (
 from duoka.registry import nearest
 
 
-def is_lora(asked: Asked) -> bool:
-    """Whether adapters are trained: LLaMA-Factory's default; in the nested form only when something says so."""
-    kind = asked.get("finetuning_type")
-    if kind is not None:
-        return str(kind).lower() == "lora"
-    if asked.flavour == "nested":
-        return any(name.startswith("lora_") or name == "adapter" for name in asked.values)
-    return True
-
-
 def is_freeze(asked: Asked) -> bool:
     return str(asked.get("finetuning_type", "")).lower() == "freeze"
 
@@ -74,76 +64,8 @@ def spread(value: Any, asked: Asked) -> Any:
     return Answer({"train_only.spread": True})
 
 
-def of_lora(convert: Any = None) -> Any:
-    def run(value: Any, asked: Asked) -> Any:
-        if not is_lora(asked):
-            return Answer(note=f"of no use here: finetuning_type is {asked.get('finetuning_type', 'full')}")
-        if is_none(value):
-            return Answer()
-        return convert(value, asked) if convert else value
-
-    return run
-
-
-def alpha(value: Any, asked: Asked) -> Any:
-    """Rank-stabilised LoRA weights an update alpha / sqrt(rank): the plain form with alpha x sqrt(rank)."""
-    scale = number(asked.get("lora_rank", 8), "lora_rank") ** 0.5 if asked.is_on("use_rslora") else 1.0
-    return number(value, "lora_alpha") * scale
-
-
-def rslora(value: Any, asked: Asked) -> Any:
-    if not is_true(value):
-        return Answer()
-    rank = number(asked.get("lora_rank", 8), "lora_rank")
-    given = asked.get("lora_alpha", 2 * rank)
-    return Answer(
-        {"lora.alpha": number(given, "lora_alpha") * rank**0.5},
-        "alpha / sqrt(rank) is alpha x sqrt(rank) / rank: lora.alpha is written so",
-    )
-
-
 def modules(value: Any, asked: Asked) -> Any:
     return "all" if value in ("all", ["all"]) else comma_list(value, asked)
-
-
-def bits(value: Any, asked: Asked) -> Any:
-    """4 bits while loading, as theirs by bitsandbytes."""
-    if asks_for_nothing(value, ()):
-        return Answer()
-    if number(value, "quantization_bit") != 4:
-        raise Refusal(f"quantization_bit {value} is not there: duoka packs into 4 bits", "write:   quantization_bit: 4")
-    if not is_lora(asked):
-        raise Refusal("quantization_bit packs the frozen base under adapters", "write:   finetuning_type: lora")
-    return packed_kind(asked.get("quantization_type", "nf4"), asked)
-
-
-def packed_kind(value: Any, asked: Asked) -> Any:
-    return words("quantization_type", {"nf4": "nf4", "fp4": "fp4"})(value, asked)
-
-
-def packer(value: Any, asked: Asked) -> Any:
-    if str(value).lower() in ("bnb", "bitsandbytes"):
-        return Answer()
-    raise Refusal(f"quantization_method {value} is another packer, and duoka has bitsandbytes' 4 bits", "write:   bnb")
-
-
-def of_bits(convert: Any) -> Any:
-    """Keys that have a meaning beside quantization_bit only."""
-
-    def run(value: Any, asked: Asked) -> Any:
-        if is_none(value):
-            return Answer()
-        if asks_for_nothing(asked.get("quantization_bit"), ()):
-            return Answer(note="of a packed base, and quantization_bit is not there")
-        return convert(value, asked) if convert else value
-
-    return run
-
-
-def pissa_rounds(value: Any, asked: Asked) -> Any:
-    if not asked.is_on("pissa_init"):
-        return Answer(note="of PiSSA, which is not on")
-    return 0 if number(value, "pissa_iter") == -1 else whole(value, "pissa_iter")
 
 
 def template(value: Any, asked: Asked) -> Any:
@@ -273,7 +195,7 @@ def revision(value: Any, asked: Asked) -> Any:
 
 def do_train(value: Any, asked: Asked) -> Any:
     if is_true(value) or is_none(value):
-        return Answer(note="duoka train trains")
+        return Answer()
     raise Refusal("do_train is false, and duoka train trains", "delete do_train, or use duoka eval, chat or export")
 
 

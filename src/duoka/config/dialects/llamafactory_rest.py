@@ -133,8 +133,7 @@ def _refused_methods() -> list[Row]:
     return [
         *refused("of LoRA's variants duoka has the plain one, LoRA+, rank-stabilised and PiSSA", "use_dora",
                  "additional_target"),
-        *refused("training an adapter further is not there yet (duoka export, chat and eval FILE read it)",
-                 "adapter_name_or_path", "adapter_folder", "create_new_adapter"),
+        *refused("a folder inside a repository of the Hub, and adapters are read from local folders", "adapter_folder"),
         *refused("of these optimizers duoka has AdamW and Muon; its own optim.name has more", "use_galore",
                  "use_apollo", "use_badam", "use_adam_mini", "optim_args", "adafactor"),
         *refused("the loss is plain cross-entropy, or DFT's", "use_asft_loss", "use_eaft_loss",

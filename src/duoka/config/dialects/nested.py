@@ -1,6 +1,6 @@
 """The nested YAML of DDP guides: trainer, model, data, ddp and output, with LLaMA-Factory's keys inside.
 
-The blocks are headings only; a key means what its row in llamafactory.py says, wherever it stands. Six words are
+The blocks are headings only; a key means what its row in llamafactory.py says, wherever it stands. Five words are
 this dialect's own.
 """
 
@@ -15,7 +15,6 @@ from duoka.config.dialects.rows import (
     Answer,
     Asked,
     Dialect,
-    Refusal,
     implemented,
     reported,
     table,
@@ -36,12 +35,6 @@ def _strategy(value: Any, asked: Asked) -> Any:
     return words("trainer.type", _STRATEGIES)(value, asked)
 
 
-def _adapter(value: Any, asked: Asked) -> Any:
-    if str(value).lower() != "lora":
-        raise Refusal(f"training the adapter {value} further is not there yet", "write:   adapter_name_or_path: lora")
-    return Answer(note="the bare word means a new adapter")
-
-
 def _fits(top: Mapping[str, Any]) -> bool:
     model, data = top.get("model"), top.get("data")
     if isinstance(model, dict) and "model_name_or_path" in model:
@@ -53,7 +46,6 @@ def _fits(top: Mapping[str, Any]) -> bool:
 def nested() -> Dialect:
     own = [
         *implemented("strategy", "parallel.strategy", _strategy, ""),
-        *implemented("adapter", "lora", _adapter),
         *implemented("gradient_as_bucket_view", "parallel.bucket_view"),
         *implemented("timeout", "parallel.timeout", lambda value, asked: timeout_answer(value, "ddp.timeout")),
         *reported("a file is one part: it is all learned", "train_split"),
@@ -61,7 +53,7 @@ def nested() -> Dialect:
     ]
     shared = llamafactory()
     rename = {
-        "trainer.type": "strategy", "trainer.max_epochs": "num_train_epochs", "model.adapter_name_or_path": "adapter",
+        "trainer.type": "strategy", "trainer.max_epochs": "num_train_epochs",
         "data.max_seq_len": "cutoff_len", "ddp.find_unused_parameters": "ddp_find_unused_parameters",
     }  # fmt: skip
     return Dialect(
