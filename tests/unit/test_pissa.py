@@ -3,8 +3,10 @@
 import peft
 import pytest
 import torch
+import transformers
 
 from duoka.config.schema import LoraConfig
+from duoka.errors import ConfigError
 from duoka.model.build import load_adapter, load_model
 from duoka.model.lora import is_adapter, save_adapter
 from duoka.model.shards import build_without_memory
@@ -66,3 +68,23 @@ def test_the_result_is_a_plain_adapter_of_the_base_as_it_came(tiny_model, tmp_pa
     assert (logits(again) - logits(trained)).abs().max() < 5e-5
     assert (logits(again) - logits(load(tiny_model))).abs().max() > 1e-2
     assert trained.peft_config["default"].r == 4, "the model in training keeps its own rank"
+
+
+def test_a_tied_head_is_refused_however_it_is_loaded(tiny_model):
+    for way in (load_model, build_without_memory):
+        with pytest.raises(ConfigError, match=r"embed_tokens\.weight too") as caught:
+            way(tiny_model, dtype=torch.float32, lora=lora(targets=("q_proj", "lm_head")), seed=5)
+        assert "drop lm_head from lora.targets" in (caught.value.fix or "")
+
+
+def test_layers_that_keep_their_weights_lying_begin_as_the_original(tmp_path):
+    settings = transformers.GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(settings).save_pretrained(tmp_path)
+    original, begun = load_model(tmp_path, dtype=torch.float32).eval(), load(tmp_path)
+    assert (logits(begun) - logits(original)).abs().max() < 2e-5
+    with begun.disable_adapter():
+        assert (logits(begun) - logits(original)).abs().max() > 1e-3
+    _, source = build_without_memory(tmp_path, dtype=torch.float32, lora=lora(), seed=5)
+    for name, wanted in begun.named_parameters():
+        assert source.read(name, wanted.shape, 1, wanted.shape[0]).equal(wanted[1:]), name

@@ -16,7 +16,7 @@ from duoka.config.adapters import HOLDS, WEIGHTS
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 from duoka.model.adapters import Earlier
-from duoka.model.pissa import PissaStarts, as_plain_adapter, draw_seed
+from duoka.model.pissa import PissaStarts, as_plain_adapter, check_untied, draw_seed
 
 STARTS = "pissa_starts"  # where a model keeps what its adapters began with
 EARLIER = "earlier_adapters"  # and those that were laid into its base
@@ -83,9 +83,10 @@ def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int, earlier: Ea
 
 def _start_with_principal_parts(adapted: torch.nn.Module, lora: LoraConfig, seed: int) -> None:
     starts = PissaStarts(lora, seed)
-    named = dict(adapted.named_parameters(remove_duplicate=False))
-    for name in adapted_modules(adapted):
-        starts.add(name, named[f"{name}.base_layer.weight"])
+    named, modules = dict(adapted.named_parameters(remove_duplicate=False)), adapted_modules(adapted)
+    check_untied(adapted, list(modules))
+    for name, lies in modules.items():
+        starts.add(name, named[f"{name}.base_layer.weight"], lies=lies)
     for name, parameter in named.items():
         if is_adapter(name):
             parameter.copy_(starts.values(name))
@@ -99,9 +100,13 @@ def keep_starts(adapted: torch.nn.Module, starts: PissaStarts) -> None:
     setattr(adapted, STARTS, starts)
 
 
-def adapted_modules(adapted: torch.nn.Module) -> list[str]:
-    """Names of the modules with an adapter beside them."""
-    return [name for name, module in adapted.named_modules() if hasattr(module, "lora_A")]
+def adapted_modules(adapted: torch.nn.Module) -> dict[str, bool]:
+    """Names of the modules with an adapter beside them, and whether their base weight is (in, out)."""
+    return {
+        name: bool(getattr(module, "fan_in_fan_out", False))
+        for name, module in adapted.named_modules()
+        if hasattr(module, "lora_A")
+    }
 
 
 def save_adapter(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
@@ -157,13 +162,20 @@ def draw_adapter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 
 def _check_targets(model: torch.nn.Module, targets: tuple[str, ...]) -> None:
-    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if _is_linear(module)}
     missing = [name for name in targets if name.rsplit(".", 1)[-1] not in linear]
     if missing:
         raise ConfigError(
             f"lora.targets names {', '.join(missing)}, and the model has no linear layer of that name",
             fix=f"choose from {', '.join(sorted(linear))}, or write targets: all",
         )
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    """Also GPT-2's kind, whose weights lie."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, (torch.nn.Linear, Conv1D))
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from duoka.config.schema import LoraConfig
+from duoka.errors import ConfigError
 
 
 @dataclass
@@ -21,10 +22,14 @@ class PissaStarts:
     lora: LoraConfig
     seed: int
     _pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _lying: set[str] = field(default_factory=set)  # modules whose base weight is (in, out), as GPT-2 keeps them
 
-    def add(self, module: str, weight: torch.Tensor) -> None:
-        """Compute the start of one module's adapter from its base weight (out, in)."""
-        self._pairs[module] = principal_parts(weight, self.lora, draw_seed(f"{self.seed} {module}"))
+    def add(self, module: str, weight: torch.Tensor, *, lies: bool = False) -> None:
+        """Compute the start of one module's adapter from its base weight (out, in); of one that `lies`, (in, out)."""
+        self._lying |= {module} if lies else set()
+        self._pairs[module] = principal_parts(
+            weight.mT if lies else weight, self.lora, draw_seed(f"{self.seed} {module}")
+        )
 
     def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         return self._pairs[module]
@@ -40,10 +45,32 @@ class PissaStarts:
 
     def rest_of(self, name: str, rows: torch.Tensor, start: int = 0) -> torch.Tensor:
         """What stays of the base weight's rows from `start` on. In fp64: any cut into rows gives the same bits."""
-        down, up = self._pairs[name.removesuffix(".base_layer.weight")]
+        module = name.removesuffix(".base_layer.weight")
+        down, up = self._pairs[module]
+        if module in self._lying:
+            down, up = up.mT, down.mT
         taken = up[start : start + rows.shape[0]].double() @ down.double()
         scale = self.lora.alpha / self.lora.rank
         return rows.double().sub_(taken.mul_(scale).to(rows.device)).to(rows.dtype)
+
+
+def check_untied(adapted: torch.nn.Module, modules: list[str]) -> None:
+    """Raise ConfigError where a weight that would give its principal part up is another layer's too."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in adapted.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    asked = {f"{module}.base_layer.weight" for module in modules}
+    for shared in names.values():
+        mine = [name for name in shared if name in asked]
+        others = [name for name in shared if name not in mine[:1]]
+        if mine and others:
+            short = mine[0].removesuffix(".base_layer.weight").rpartition(".")[2]
+            other = others[0].removeprefix("base_model.model.").replace(".base_layer.", ".")
+            raise ConfigError(
+                f"lora.init pissa takes the strongest directions out of {short}, whose weights are {other} too "
+                "(this model ties them): that layer would lose them, with no adapter beside it",
+                fix=f"drop {short} from lora.targets, or write   init: random",
+            )
 
 
 def draw_seed(text: str) -> int:

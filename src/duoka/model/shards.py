@@ -22,7 +22,7 @@ from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
 from duoka.model.lora import adapted_modules, apply_lora, begin_adapter, is_adapter, keep_starts
 from duoka.model.new import is_new
-from duoka.model.pissa import PissaStarts
+from duoka.model.pissa import PissaStarts, check_untied
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -74,9 +74,11 @@ class WeightSource:
     def start_with_principal_parts(self, lm: torch.nn.Module, lora: LoraConfig, dtype: torch.dtype) -> None:
         """Adapters begin with the strongest directions of the base, whole weights of which are read once for it."""
         starts = PissaStarts(lora, self.seed)
-        for module in adapted_modules(lm):
+        modules = adapted_modules(lm)
+        check_untied(lm, list(modules))
+        for module, lies in modules.items():
             stored = stored_name(f"{module}.base_layer.weight")
-            starts.add(module, self._file(stored).get_tensor(stored).to(dtype))
+            starts.add(module, self._file(stored).get_tensor(stored).to(dtype), lies=lies)
         self.starts = starts
         keep_starts(lm, starts)
 
