@@ -24,7 +24,8 @@ from watching import describe_machine, package_versions, watch
 
 PEERS = Path(__file__).with_name("sft_peers.py")
 NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
-TOOLS = ("duoka", "duoka-unsaved", "trainer", "trl", "llamafactory")  # unsaved: without a checkpoint at every step
+# unsaved: without a checkpoint at every step; recompute: with activations computed again, as trl does by default.
+TOOLS = ("duoka", "duoka-unsaved", "duoka-recompute", "trainer", "trl", "llamafactory")
 WORDS = (
     "the of and to in is that it for as was on with his he be by at are this have from or an they which one you model "
     "data train time people water music year city number house river story paper"
@@ -68,10 +69,11 @@ def duoka_command(case: Case, folder: Path, data: Path, steps: int, accumulation
         "optim": {"lr": 2e-5},
         "train": {
             "global_batch": ROWS * accumulation * case.processes, "precision": case.precision, "max_steps": steps + 1,
-            "micro_batch": "auto" if packed else ROWS, "recompute": "none", "seed": 0,
+            "micro_batch": "auto" if packed else ROWS, "seed": 0,
+            "recompute": "full" if case.tool == "duoka-recompute" else "none",
         },
         # A save is written while the step that is measured runs; peers save nothing.
-        "checkpoint": {"every": 1 if case.tool == "duoka" else 1000},
+        "checkpoint": {"every": 1000 if case.tool == "duoka-unsaved" else 1},
         "output": str(folder / "run"),
     }  # fmt: skip
     if case.method == "lora":
@@ -115,7 +117,7 @@ def measure(case: Case, python: str, data: Path, model: str, options: argparse.N
 
 def choose_cases(options: argparse.Namespace) -> list[Case]:
     """Tools innermost: cases that are compared lie beside each other in time."""
-    pythons = {"duoka": sys.executable, "duoka-unsaved": sys.executable, "trainer": options.peers, "trl": options.peers}
+    pythons = dict.fromkeys(TOOLS, sys.executable) | {"trainer": options.peers, "trl": options.peers}
     pythons["llamafactory"] = options.llamafactory
     lists = (options.processes, options.precisions, options.methods, options.layouts, options.tools)
     return [

@@ -15,7 +15,7 @@ from duoka.cli import BROKEN_PIPE, INTERRUPTED
 from duoka.cli.explain import command
 from duoka.config.catalog import known_keys
 from duoka.errors import ConfigError, DuokaError
-from duoka.explain.find import LANGUAGES, chinese_keys, codes, find_entry, topics
+from duoka.explain.find import LANGUAGES, chinese_keys, codes, find_entry, topics, value_words
 from duoka.explain.numbers import _TOPICS
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -66,6 +66,16 @@ def test_every_key_has_a_chinese_text_and_no_text_is_of_a_key_that_is_gone() -> 
         for language in LANGUAGES:
             entry = find_entry(name, language)
             assert entry is not None and entry.text.strip() and entry.key == name
+
+
+def test_what_a_value_must_be_is_said_in_chinese_too() -> None:
+    for key in known_keys().values():
+        words = value_words(key, "zh")
+        left = re.sub(r'"[^"]*"|\[[^]]*\]|[A-Za-z0-9]*[0-9][A-Za-z0-9]*', " ", words)
+        english = set(re.findall("[A-Za-z]{2,}", left)) - set(key.choices) - {"auto", "never", "all", "true", "false"}
+        assert not english, f"{key.name}: {words}"
+        assert key.example != "null", f"{key.name} has no example"
+    assert value_words(known_keys()["lora.targets"], "en") == "all, or a list of names"
 
 
 def test_every_code_and_every_kind_of_error_has_a_text_in_both_languages() -> None:
@@ -138,6 +148,26 @@ def test_a_key_of_another_tool_and_a_key_of_ours_are_told_with_their_effect() ->
     assert "拒绝" in explain("use_muon", "--lang", "zh") or "已实现" in explain("use_muon", "--lang", "zh")
     said = explain("optim.lr", LANG="C")
     assert "results depend on it" in said and "LLaMA-Factory: learning_rate" in said
+
+
+def test_figures_of_guides_are_recomputed_in_both_languages() -> None:
+    for language in LANGUAGES:
+        text = topics()["slow"][language]["wrong"]
+        for hours, faster in ((36, 36 / 9), (16, 16 / 2)):
+            assert f"{hours} " in text and f"{faster:.1f}" in text, text
+        assert "3.8" in text and f"{36 / 9:.1f}" != "3.8"
+        fewer_tokens = (32 * 8) / (1 * 32)  # 32 micro-steps of 8 against one of 32: per GPU and step
+        assert f"{fewer_tokens:g}" in text and "32" in text, text
+
+
+def test_the_guides_pins_are_outside_our_ranges_and_what_is_installed_is_inside() -> None:
+    from importlib.metadata import requires, version
+
+    from packaging.requirements import Requirement
+
+    ranges = {one.name: one.specifier for one in map(Requirement, requires("duoka") or ()) if one.marker is None}
+    for name, pinned in (("transformers", "4.35.2"), ("peft", "0.6.2"), ("torch", "2.1.0")):
+        assert not ranges[name].contains(pinned) and ranges[name].contains(version(name), prereleases=True), name
 
 
 def test_the_language_is_that_of_the_environment_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:

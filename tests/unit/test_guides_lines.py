@@ -226,6 +226,11 @@ def test_a_line_is_said_and_done(line: str, meaning: str, capsys: pytest.Capture
             "no command 'deepspeed'",
             "duoka train x.yaml --nproc N",
         ),
+        (
+            "torchrun --nproc_per_node=8 -m scripts.mid_train --source=base",
+            "a stage of its own",
+            "model: runs/NAME/final",
+        ),
         ("chat examples/inference/llama3_lora_sft.yaml", "no file examples/inference", "name a run"),
     ],
 )

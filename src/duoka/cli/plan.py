@@ -126,6 +126,7 @@ def _find_subject(
 ) -> _Subject:
     if path is None or params is not None or depth is not None:
         return _made_up_subject(path, overrides, params, depth)
+    from duoka.config.adapters import check_adapters
     from duoka.config.load import Start, load_config
     from duoka.data.known import find_lengths
     from duoka.plan.choose import check_machine
@@ -135,7 +136,7 @@ def _find_subject(
         return check_machine(config, place.machine, place.world_size, place.local_size)
 
     start = Start(place.world_size, bool(place.machine.gpus))
-    loaded = load_config(path, overrides, checks=(_check_shape, check_here), start=start)
+    loaded = load_config(path, overrides, checks=(_check_shape, check_adapters, check_here), start=start)
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
     facts = _read_facts(loaded.config.model, loaded.base)

@@ -85,8 +85,9 @@ def start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run
     machine, several = read_machine(), start.num_nodes > 1 or start.elastic is not None
     num_processes = count_processes(start.num_processes, len(machine.gpus))
     num_ranks = (start.elastic.most if start.elastic else start.num_nodes) * num_processes
-    # Rank 0 says what there is to say about a config that several nodes read.
-    loaded = load_checked(config, overrides, machine, num_ranks, local_size=num_processes, say=not several)
+    # Rank 0 says what there is to say about a config that several nodes read; of a dry run the plan says it.
+    quiet = several or dry_run
+    loaded = load_checked(config, overrides, machine, num_ranks, local_size=num_processes, say=not quiet)
     if several and not dry_run:
         command = python_module("duoka", "train", config, *overrides)
         if start.elastic:

@@ -51,6 +51,19 @@ def chinese_keys() -> dict[str, str]:
     return dict(_read("keys.zh.yaml"))
 
 
+@cache
+def _chinese_phrases() -> dict[str, str]:
+    return dict(_read("words.zh.yaml"))
+
+
+def value_words(key: Key, language: Language) -> str:
+    """What a value of the key must be."""
+    words = key.words.removeprefix("one of ")
+    for english, chinese in _chinese_phrases().items() if language == "zh" else ():
+        words = words.replace(english, chinese)
+    return words
+
+
 def _read(name: str) -> Any:
     return yaml.safe_load((_TEXTS / name).read_text(encoding="utf-8"))
 
@@ -136,7 +149,7 @@ def _explain_key(key: Key, language: Language) -> Entry:
     lines = [_description(key, language), ""]
     if key.section is None:
         default = "必须写" if key.is_required and zh else "required" if key.is_required else _default(key, zh)
-        lines.append(f"{'可以写' if zh else 'must be'}   {', '.join(key.choices) or key.words}")
+        lines.append(f"{'可以写' if zh else 'must be'}   {value_words(key, language)}")
         lines.append(f"{'默认' if zh else 'default'}   {default}")
         is_free = is_execution_key(key.name)
         if zh:

@@ -42,9 +42,18 @@ def value_of(key: str, own: Own) -> list[str]:
     from duoka.config.yaml_text import yaml_text
 
     found = {name: value for name, value in leaves(own.config).items() if name == key or name.startswith(f"{key}.")}
-    return [
-        f"{name}: {yaml_text(value)}   ({own.loaded.origins.get(name, 'default')})" for name, value in found.items()
-    ]
+    said = {
+        "default": "默认",
+        "command line": "命令行",
+        "from depth": "由 depth 推出",
+        "from lora.adapter": "取自 lora.adapter",
+    }
+    lines = []
+    for name, value in found.items():
+        origin = own.loaded.origins.get(name, "default")
+        text = own.say("left out", "未写") if value is None else yaml_text(value)
+        lines.append(f"{name}: {text}   ({own.say(origin, said.get(origin, origin))})")
+    return lines
 
 
 def _zero(own: Own) -> list[str]:
