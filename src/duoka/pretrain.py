@@ -5,4 +5,5 @@ import sys
 from duoka.cli import main
 
 if __name__ == "__main__":
-    main(["pretrain", *sys.argv[1:]])
+    words = sys.argv[1:]
+    main(["pretrain", *(words[1:] if words[:1] == ["--"] else words)])

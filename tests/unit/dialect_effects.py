@@ -111,6 +111,7 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("train_on_prompt", True, {}, "data.targets", "all"),
     ("mask_history", True, {}, "data.targets", "last"),
     ("preprocessing_num_workers", 2, {}, "data.workers", 2),
+    ("optim", "adamw_8bit", {}, "optim.name", "adamw8bit"),
     ("learning_rate", "3e-4", {}, "optim.lr", 3e-4),
     ("optim", "adamw_torch", {}, "optim.name", "adamw"),
     ("lr_scheduler_type", "cosine", {}, "optim.schedule", "cosine"),

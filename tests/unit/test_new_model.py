@@ -1,6 +1,9 @@
 """What follows from a depth: sizes, rates, batch and horizon; and weights that any rank can draw for itself."""
 
 import json
+import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +14,12 @@ from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError
 from duoka.model.draw import DrawnWeights
 from duoka.model.new import MARK, is_new, new_model_folder
+from duoka.model.source import model_folder
 from duoka.plan.horizon import find_horizon
 from duoka.plan.shape import shape_from_depth
+from duoka.runs.folder import RunFolder
+from duoka.serve.trained import find_trained
+from duoka.train.samples import _text
 
 
 def load(tmp_path, text, *overrides):
@@ -87,6 +94,16 @@ def test_a_resolved_config_derives_nothing_anew(tmp_path):
     assert "from depth" not in again.origins.values()
 
 
+def test_written_steps_end_the_run_whatever_they_pass_over(tmp_path):
+    assert load(tmp_path, BARE, "train.max_steps=1000").config.train.epochs is None
+    assert load(tmp_path, BARE, "train.max_steps=1000", "train.epochs=2").config.train.epochs == 2
+
+
+def test_adamw_of_eight_bits_takes_the_rate_of_adamw(tmp_path):
+    rates = {load(tmp_path, BARE, f"optim.name={name}").config.optim.lr for name in ("adamw", "adamw8bit")}
+    assert len(rates) == 1 and rates != {2e-5}
+
+
 def test_a_config_without_depth_is_left_alone(tmp_path):
     config = load(tmp_path, "model: demo\ndata: {train: [identity]}\n").config
     assert derive(config, ()) == (config, {})
@@ -124,13 +141,16 @@ def test_rows_drawn_apart_are_the_rows_of_the_whole(name):
         assert float(whole.std()) == pytest.approx(wanted, rel=0.4)
 
 
-def test_a_new_folder_is_a_config_and_a_tokenizer(tiny_model):
+def test_a_new_folder_is_a_config_and_a_tokenizer(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
     model = ModelConfig(depth=2, tokenizer="x", width=64, head_dim=16, kv_heads=4, mlp_width=192, context=128)
     folder = new_model_folder(model, tiny_model, print)
     assert is_new(folder) and folder == new_model_folder(model, tiny_model, print)
     facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert facts["vocab_size"] == 320 and facts["num_attention_heads"] == 4 and facts["eos_token_id"] == 2
     assert (folder / "tokenizer.json").is_file() and (folder / MARK).is_file()
+    os.mkdir(tmp_path / "plain")
+    assert folder.stat().st_mode == (tmp_path / "plain").stat().st_mode, "others may read it as they may any folder"
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
@@ -138,3 +158,23 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         new_model_folder(model, tmp_path, print)
     assert "duoka data tokenizer" in caught.value.fix
+    with pytest.raises(ConfigError, match=r"model.tokenizer is './moved/away'.*no such folder"):
+        model_folder(model.model_copy(update={"tokenizer": "./moved/away"}), tmp_path)
+
+
+def test_a_finished_run_needs_its_tokenizers_folder_no_more(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    run = RunFolder(tmp_path / "run")
+    run.final.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, run.final / name)
+    sizes = "depth: 2, width: 64, head_dim: 16, kv_heads: 4, mlp_width: 192"
+    text = f"model: {{tokenizer: ./moved/away, {sizes}}}\ndata: {{train: [identity]}}\noutput: {run.path}\n"
+    run.config.write_text(text, encoding="utf-8")
+    found = find_trained(str(run.path), say=print)
+    assert found.full == run.final and is_new(found.base)
+
+
+def test_where_one_token_begins_and_ends_texts_the_beginning_is_cut_first():
+    both, apart = SimpleNamespace(bos_id=0, eos_id=0), SimpleNamespace(bos_id=1, eos_id=0)
+    assert _text([0, 5, 6, 0, 7], both) == [5, 6] == _text([1, 5, 6, 0, 7], apart) == _text([5, 6], both)

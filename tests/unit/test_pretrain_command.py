@@ -30,6 +30,9 @@ def test_flags_become_keys_with_their_units():
         "model.depth": "12", "train.global_batch": "524288 tokens", "train.tokens": "20x", "output": "runs/base"
     }  # fmt: skip
     assert len(notes) == 1 and "--device-type=cpu is passed over" in notes[0]
+    asked, notes = settings_of({"eval_every": "-1", "save_every": "-1"})
+    assert asked == {"train.eval_every": "1000000000", "checkpoint.every": "1000000000"}
+    assert [note.partition(": ")[2] for note in notes] == ["only the end is measured", "only the end is saved"]
     assert settings_of({"num_iterations": "-1", "run": "dummy", "window_pattern": "L"}) == ({}, [])
 
 
@@ -49,6 +52,8 @@ def test_the_guides_command_works_as_it_stands(place, capsys):
     assert "model.depth=12 train.micro_batch=8 output=runs/base_d12_single" in said.err
     assert "runs/base_d12_single: a new run" in said.out and "12 layers" in said.out
     assert "524,288 tokens per step" in said.out
+    for name in ("data", "tokenizer"):  # whole paths: the run's config says the same from anywhere
+        assert str(place / name) in said.err
 
 
 @pytest.mark.parametrize("flag", ["--device-batch-size=32", "--device_batch_size=32", "--device_batch_size 32"])
@@ -86,6 +91,12 @@ def test_a_guides_torchrun_line_is_duoka_pretrain(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--standalone", "--nproc_per_node=8", "-m", "scripts.base_train", "--depth=12", "--run=x"]
     assert meaning_of_torchrun(words).words == ("pretrain", "--nproc", "8", "--depth=12", "--run=x")
+    nodes = ["--nproc_per_node=8", "--nnodes=2", "--node_rank=1", "--master_addr=h", "--master_port=29500"]
+    meaning = meaning_of_torchrun([*nodes, "-m", "scripts.base_train", "--", "--depth=12"])
+    assert meaning.words == ("pretrain", "--nproc", "8", "--depth=12")
+    assert meaning.env == {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+    with pytest.raises(ConfigError, match="fixed number of machines"):
+        meaning_of_torchrun(["--nnodes=1:2", "-m", "scripts.base_train", "--depth=12"])
     with pytest.raises(ConfigError, match="stage of its own") as caught:
         meaning_of_torchrun(["--nproc_per_node=8", "-m", "scripts.chat_sft", "--source=mid"])
     assert "stage: sft" in caught.value.fix

@@ -116,3 +116,20 @@ def test_the_command_says_what_it_read_and_how_to_go_on(tmp_path):
     assert done.exit_code == 0, done.output
     assert "2 documents" in done.output and "1 wrong ones left out" in done.output
     assert "bytes of this text per token" in done.output and f"tokenizer: {tmp_path / 'new'}" in done.output
+
+
+def test_half_a_character_is_a_fault_of_its_line_and_may_be_passed_over(tmp_path):
+    lines = ['{"text": "cut \\ud83d off"}\n', *['{"text": "hello there"}\n'] * 4]
+    (tmp_path / "a.jsonl").write_text("".join(lines), encoding="utf-8")
+    learn = {"vocab_size": LEAST, "max_bytes": 10**6}
+    with pytest.raises(Faults, match="half a character") as caught:
+        train_tokenizer([str(tmp_path / "a.jsonl")], tmp_path / "out", **learn)
+    assert caught.value.faults[0].line == 1
+    learned = train_tokenizer([str(tmp_path / "a.jsonl")], tmp_path / "out", skip_bad=True, **learn)
+    assert (learned.num_bad, learned.num_documents) == (1, 4)
+
+
+def test_a_tools_empty_answer_is_empty(learned, folder):
+    talk = [{"role": "user", "content": "go"}, {"role": "tool", "content": None}]
+    text = AutoTokenizer.from_pretrained(folder / "out").apply_chat_template(talk, tokenize=False)
+    assert text.endswith("<tool_response>\n\n</tool_response><|im_end|>\n")

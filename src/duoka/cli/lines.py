@@ -257,9 +257,20 @@ def _meaning(
     notes: Sequence[str], *, is_elastic: bool = False,
 ) -> Meaning:  # fmt: skip
     is_theirs = Path(*line.program.split(".")).with_suffix(".py").is_file()  # the guide's own code is here: run that
-    if line.is_module and line.program in PRETRAIN_MODULES and nodes == "1" and not is_theirs:
-        words = ["pretrain", *(["--nproc", count] if count else []), *(["--port", port] if port else [])]
-        return Meaning((*words, *line.arguments), {}, tuple(notes))
+    env: dict[str, str] = {}
+    if nodes != "1" and not is_elastic:
+        several = {"NNODES": nodes, "NODE_RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": port}
+        env = {name: value for name, value in several.items() if value}
+    if line.is_module and line.program in PRETRAIN_MODULES and not is_theirs:
+        if is_elastic:
+            raise ConfigError(
+                f"{line.program} by flags needs a fixed number of machines, each with its place",
+                fix="write --nnodes=2 --node_rank=0 --master_addr=HOST --master_port=29500, or a YAML for "
+                "  duoka train x.yaml --nodes 1:2 --meet HOST:29500",
+            )
+        words = ["pretrain", *(["--nproc", count] if count else []), *(["--port", port] if port and not env else [])]
+        own = line.arguments[1:] if line.arguments[:1] == ("--",) else line.arguments
+        return Meaning((*words, *own), env, tuple(notes))
     if line.is_module and line.program in LATER_MODULES and not is_theirs:
         raise ConfigError(f"{line.program} is a stage of its own here", fix=LATER_MODULES[line.program])
     config = _config_of(line)
@@ -268,15 +279,12 @@ def _meaning(
             f"there is no script {line.program}, and no YAML behind it that duoka could train",
             fix="write for example:   duoka train x.yaml --nproc 2",
         )
-    env: dict[str, str] = {}
     if nodes != "1" and config is None:
         raise ConfigError(
             "a script of your own on several machines is started by torchrun itself",
             fix="leave duoka out of the line; duoka.Accelerator finds its place there too",
         )
     if nodes != "1" and not is_elastic:
-        several = {"NNODES": nodes, "NODE_RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": port}
-        env = {name: value for name, value in several.items() if value}
         port = ""
     words = ["train", *config] if config is not None else ["launch"]
     words += ["--nproc", count] if count else []

@@ -23,16 +23,30 @@ class Flag:
     write: Callable[[str], str] = str
     note: str = ""
     passes_over: tuple[str, ...] = ("-1",)  # values that ask for nothing
+    never: str = ""  # what -1 says of a thing that otherwise happens by itself
 
 
 def _tokens(value: str) -> str:
     return f"{value} tokens"
 
 
+def _folder(name: str) -> str:
+    """A folder of here by its whole path, so that the run's config says the same everywhere; a name as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.is_dir() else name
+
+
+_NEVER = str(10**9)  # steps: only the end is left
+
+
+def _or_never(value: str) -> str:
+    return _NEVER if value == "-1" else value
+
+
 FLAGS: tuple[Flag, ...] = (
     Flag("depth", "model.depth"),
     Flag("head-dim", "model.head_dim"),
-    Flag("tokenizer", "model.tokenizer"),
+    Flag("tokenizer", "model.tokenizer", _folder),
     Flag("max-seq-len", "data.max_length"),
     Flag("device-batch-size", "train.micro_batch"),
     Flag("total-batch-size", "train.global_batch", _tokens),
@@ -48,8 +62,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("warmup-steps", "optim.warmup"),
     Flag("warmdown-ratio", "optim.decay"),
     Flag("final-lr-frac", "optim.min_lr"),
-    Flag("eval-every", "train.eval_every"),
-    Flag("save-every", "checkpoint.every"),
+    Flag("eval-every", "train.eval_every", _or_never, passes_over=(), never="measured"),
+    Flag("save-every", "checkpoint.every", _or_never, passes_over=(), never="saved"),
     Flag("resume-from-step", "checkpoint.resume"),
     Flag("seed", "train.seed"),
     Flag("run", "output", lambda value: f"runs/{value}", passes_over=("dummy",)),
@@ -128,6 +142,8 @@ def settings_of(flags: dict[str, str]) -> tuple[dict[str, str], list[str]]:
             continue
         if flag.key:
             asked[flag.key] = flag.write(value)
+            if flag.never and value == "-1":
+                notes.append(f"--{flag.name}=-1: only the end is {flag.never}")
         else:
             notes.append(f"--{flag.name}={value} is passed over: {flag.note}")
     return asked, notes
@@ -147,7 +163,7 @@ def _defaults(asked: dict[str, str], settings: list[str], data: tuple[str, ...])
                 "there is no tokenizer: no --tokenizer is given, and no folder tokenizer is here",
                 fix="make one from your text:   duoka data tokenizer data --out tokenizer",
             )
-        out["model.tokenizer"] = "tokenizer"
+        out["model.tokenizer"] = _folder("tokenizer")
     if "data.train" not in written:
         if not data and not Path("data").is_dir():
             raise ConfigError(
@@ -155,6 +171,8 @@ def _defaults(asked: dict[str, str], settings: list[str], data: tuple[str, ...])
                 fix="write for example:   --data texts/   (Parquet, jsonl, txt)",
             )
         out |= _settings_of_data(data or ("data",))
+    if "train.max_steps" in written and "train.epochs" not in written:
+        out["train.epochs"] = "null"  # so many steps, however often the text is passed
     if "output" not in written:
         out["output"] = f"runs/d{asked['model.depth']}" if "model.depth" in asked else "runs/pretrain"
     return out
@@ -166,7 +184,7 @@ def _settings_of_data(names: tuple[str, ...]) -> dict[str, str]:
 
     paths = [Path(name).expanduser() for name in names]
     files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
-    out = {"data.train": yaml_text([str(path) for path in paths])}
+    out = {"data.train": yaml_text([str(path.absolute()) if path.exists() else str(path) for path in paths])}
     if files and all(file.suffix == ".parquet" for file in files):
         return out | {"data.stream": "true"} | ({"data.eval": "last_file"} if len(files) > 1 else {})
     return out | {"data.eval": "0.01"}

@@ -106,7 +106,7 @@ def _with_muon(value: Callable[[RunConfig], Any]) -> Callable[[RunConfig], Any]:
 
 
 def _rate(c: RunConfig) -> float | None:
-    rules = {"muon": _as_it_is(MATRIX_LR), "adamw": _by_width(ADAMW_LR)}
+    rules = {"muon": _as_it_is(MATRIX_LR), "adamw": _by_width(ADAMW_LR), "adamw8bit": _by_width(ADAMW_LR)}
     return rules[c.optim.name](c) if c.optim.name in rules else None
 
 
@@ -152,8 +152,10 @@ def derive(config: RunConfig, written: Container[str]) -> tuple[RunConfig, dict[
         value = None if any(key in written for key in (rule.key, *rule.unless)) else rule.value(config)
         if value is not None:
             config, origins[rule.key] = _with_value(config, rule.key, value), rule.origin
-    if config.train.tokens is not None and _FROM_TOKENS.key not in written:
-        config, origins[_FROM_TOKENS.key] = _with_value(config, _FROM_TOKENS.key, None), _FROM_TOKENS.origin
+    counted = config.train.tokens is not None or bool(config.model.depth and config.train.max_steps)
+    if counted and _FROM_TOKENS.key not in written:
+        origin = _FROM_TOKENS.origin if config.train.tokens is not None else "from train.max_steps"
+        config, origins[_FROM_TOKENS.key] = _with_value(config, _FROM_TOKENS.key, None), origin
     return config, origins
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from duoka.config.adapters import named_adapters
 from duoka.config.derive import is_outside_what_was_tried
 from duoka.config.rule import Rule
-from duoka.config.schema import RunConfig
+from duoka.config.schema import OptimConfig, RunConfig
 
 NO_PACKER = "model.quantization packs the base by bitsandbytes, which is not installed here"
 GET_PACKER = "install it: pip install 'duoka[quant]'"
@@ -38,6 +38,7 @@ def _lora_names(c: RunConfig) -> tuple[str, ...]:
     return c.lora.targets if c.lora is not None and isinstance(c.lora.targets, tuple) else ()
 
 
+_NO_RATE = ("lamb", "lars", "adafactor")
 _OF_NEW_MODELS = ("width", "head_dim", "kv_heads", "mlp_width", "context")
 
 
@@ -97,6 +98,29 @@ NEW_MODEL_RULES: tuple[Rule, ...] = (
         "model.width {c.model.width} in heads of {c.model.head_dim}, with {c.model.kv_heads} of keys and values, "
         "leaves a remainder",
         "make width a multiple of head_dim, and the number of heads one of kv_heads",
+    ),
+    Rule(
+        "rows-beyond-the-context",
+        ("model.context", "data.max_length", "model.depth"),
+        lambda c: c.model.depth is not None and (c.model.context or c.data.max_length) < c.data.max_length,
+        "model.context is {c.model.context}, and the new model would learn from rows of {c.data.max_length} tokens "
+        "(data.max_length)",
+        "delete context (it is max_length then), or write a smaller max_length",
+    ),
+    Rule(
+        "optimizer-without-a-known-rate",
+        ("optim.name", "model.depth"),
+        lambda c: c.model.depth is not None and c.optim.name in _NO_RATE and c.optim.lr == OptimConfig().lr,
+        "optim.name is {c.optim.name}, for which no rule makes a learning rate of model.depth, and {c.optim.lr:g} is "
+        "one for fine-tuning",
+        "write optim.lr, for example:   lr: 0.001   or   name: muon   or adamw, whose rates follow from depth",
+    ),
+    Rule(
+        "revision-of-a-new-model",
+        ("model.revision", "model.depth"),
+        lambda c: c.model.depth is not None and c.model.revision is not None,
+        "model.revision is {c.model.revision}, but model.depth begins a new model, which has no revisions",
+        "delete revision",
     ),
     Rule(
         "adapters-on-noise",
@@ -202,7 +226,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda c: c.model.quantization != "none" and c.lora is None,
         "model.quantization is {c.model.quantization}, and there is no lora block: packed weights cannot be trained, "
         "only adapters beside them",
-        "write for example:   lora: {{rank: 8}}   or delete quantization",
+        "write for example:   lora: {rank: 8}   or delete quantization",
     ),
     Rule(
         "quantized-base-is-whole",

@@ -5,11 +5,17 @@ A part of the table in rules.py, which evaluates it.
 
 from __future__ import annotations
 
+from duoka.config.derive import count_batch_tokens
 from duoka.config.rule import Rule, names_of
 from duoka.config.schema import RunConfig
-from duoka.units import parse_every
+from duoka.units import parse_budget, parse_every
 
 LAST_FILE = "last_file"  # what data.eval calls the last file of a stream
+
+
+def _ends_before_one_step(c: RunConfig) -> bool:
+    budget = None if c.train.tokens is None else parse_budget(c.train.tokens)
+    return budget is not None and not budget.is_per_parameter and budget.count < count_batch_tokens(c)
 
 
 def _counts_in_epochs(every: int | str) -> bool:
@@ -68,6 +74,21 @@ TEXT_RULES: tuple[Rule, ...] = (
         lambda c: c.train.tokens is not None and c.stage != "pretrain",
         "train.tokens ends stage pretrain, which learns every token alike; stage is {c.stage}",
         "write:   epochs: 3   or   max_steps: 1000",
+    ),
+    Rule(
+        "tokens-below-a-batch",
+        ("train.tokens", "train.global_batch"),
+        _ends_before_one_step,
+        "train.tokens is {c.train.tokens}, which is less text than one step learns from (train.global_batch "
+        "{c.train.global_batch})",
+        "a number of tokens is the whole run's:   tokens: 2B   for each parameter write:   tokens: 20x",
+    ),
+    Rule(
+        "samples-that-begin-with-nothing",
+        ("log.samples",),
+        lambda c: isinstance(c.log.samples, tuple) and "" in c.log.samples,
+        "log.samples has an empty beginning: there is nothing to continue",
+        "write for example:   samples: [Once upon a time]   or a number of beginnings from data.eval:   samples: 2",
     ),
     Rule(
         "samples-of-no-text",

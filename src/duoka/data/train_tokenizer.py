@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from duoka.data.detect import detect_format
 from duoka.data.example import AnyExample, BadRecord, Preference, SetFormat, Text, names_of
+from duoka.data.formats import check_whole
 from duoka.data.kinds import read_record
 from duoka.data.record import Record
 from duoka.data.records import check_file, find_pieces, is_data_file, read_piece
@@ -50,7 +51,7 @@ _TEMPLATE = """\
 {%- endif -%}
 {%- for message in messages -%}
 {%- if message.role == 'tool' -%}
-{{ '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{{ '<|im_start|>user\\n<tool_response>\\n' + (message.content or '') + '\\n</tool_response><|im_end|>\\n' }}
 {%- elif message.role != 'system' or not tools -%}
 {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') -}}
 {%- for given in message.tool_calls or [] -%}
@@ -190,15 +191,25 @@ def _texts_in(record: Record, form: SetFormat | None) -> list[str] | Fault:
         column = form.columns["text"]
         text = value.get(column)
         if isinstance(text, str):
-            return [text]
+            return _whole(record, [text])
         what = (
             f"{column!r} is no text" if column in value else f"there is no {column!r}; the record has {names_of(value)}"
         )
         return _fault(record, what, "name the column of the text:   --column NAME")
     try:
-        return _parts_of(read_record(value, form))
+        return _whole(record, _parts_of(read_record(value, form)))
     except BadRecord as error:
         return _fault(record, error.rule, error.fix)
+
+
+def _whole(record: Record, texts: list[str]) -> list[str] | Fault:
+    """The texts, if a UTF-8 file could hold them."""
+    try:
+        for place, text in enumerate(texts, 1):
+            check_whole(text, place)
+    except BadRecord as error:
+        return _fault(record, error.rule, error.fix)
+    return texts
 
 
 def _fault(record: Record, what: str, fix: str) -> Fault:

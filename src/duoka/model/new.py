@@ -17,7 +17,7 @@ from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError
 from duoka.plan.shape import facts_of_new
 from duoka.runs.cache import cache_folder, make_folder
-from duoka.runs.folder import read_json
+from duoka.runs.folder import apply_umask, read_json
 
 MARK = "new_model.json"
 VOCABULARY_MULTIPLE = 64  # matrix products of odd widths are slow on GPUs
@@ -55,6 +55,7 @@ def new_model_folder(model: ModelConfig, tokenizer: Path, say: Callable[[str], N
         shutil.copyfile(path, draft / path.name)
     (draft / "config.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     (draft / MARK).write_text(json.dumps({"depth": model.depth}) + "\n", encoding="utf-8")
+    apply_umask(draft)
     try:
         draft.rename(folder)
     except OSError:  # another rank was faster

@@ -220,7 +220,9 @@ def _tokenizer_folder(model: ModelConfig, base: Path, say: Callable[[str], None]
         return _demo_folder(say)
     if folder is None and model.tokenizer is not None and _is_hub_id(model.tokenizer):
         return _fetch_hub_folder("model.tokenizer", model.tokenizer, model, say)
-    return folder or Path("")
+    if folder is None:
+        raise ConfigError(f"model.tokenizer is {model.tokenizer!r}, and there is no such folder", fix=_MAKE_TOKENIZER)
+    return folder
 
 
 def _demo_target() -> Path:

@@ -66,7 +66,7 @@ def _tries(task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
                 yield f"parallel.strategy: {strategy}", task, how
     if layout.offload == "none" and work.device == "cuda":
         yield "parallel.offload: optimizer", task, replace(layout, offload="optimizer")
-    if work.lora is None:
+    if work.may_have_adapters:
         yield "lora: {rank: 8}", replace(task, work=replace(work, lora=LoraConfig())), layout
     half = length // 2
     fewer = Amount(max(half, layout.micro.count // 2), "tokens") if layout.micro.unit == "tokens" else layout.micro
@@ -109,7 +109,7 @@ def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_byte
             tries.append(("parallel.offload: params", task, replace(layout, offload="params")))
     half = replace(shared, micro=Amount(length // 2, "tokens"))
     tries.append((f"data.max_length: {length // 2}", _shorter(task, length // 2), half))
-    if task.work.lora is None:
+    if task.work.may_have_adapters:
         tries.append(("lora: {rank: 8}", adapters, shared))
     found: list[str] = []
     for words, changed, how in tries:

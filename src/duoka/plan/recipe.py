@@ -57,7 +57,13 @@ class Work:
     program: Program | None = None
     train_only: TrainOnlyConfig | None = None
     saves_beside: bool = False  # checkpoints are written while training goes on
+    is_new: bool = False  # begins from random weights, beside which adapters make no sense
     thin_gradients: bool = False  # PowerSGD: what it left out, now and a step before, is as large as the gradients
+
+    @property
+    def may_have_adapters(self) -> bool:
+        """True where adapters could take the place of what is trained now."""
+        return self.lora is None and self.train_only is None and not self.is_new
 
     @property
     def num_trainable(self) -> int:

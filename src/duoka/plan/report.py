@@ -266,7 +266,8 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
         frozen_bits=0 if config.model.quantization == "none" else 4,
-        saves_beside=config.checkpoint.is_async, thin_gradients=config.parallel.compress == "powersgd",
+        saves_beside=config.checkpoint.is_async, is_new=config.model.depth is not None,
+        thin_gradients=config.parallel.compress == "powersgd",
     )  # fmt: skip
 
 

@@ -125,7 +125,11 @@ def _find_adapted(model: str, adapter: str, say: Say) -> Trained:
 def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Trained:
     loaded = load_config(run.config)
     config = loaded.config
-    base = model_folder(config.model, loaded.base, say)
+    model = config.model
+    if model.depth is not None and (run.final / "tokenizer.json").is_file():
+        # A result has its tokenizer with it; the folder that training began with may lie elsewhere by now.
+        model = model.model_copy(update={"tokenizer": os.fspath(run.final.absolute())})
+    base = model_folder(model, loaded.base, say)
     base_name = find_model(config.model, loaded.base).hub_id or str(base)
     of_run: dict[str, Any] = {"run": run, "config": config, "config_base": loaded.base}
     if step is not None:
@@ -194,7 +198,8 @@ def load_trained(
     if trained.config is not None and trained.full is None:
         options["packing"] = Packing.of(trained.config.model, unpacked=unpacked)
     if base_only:
-        lm = load_model(trained.base, dtype=dtype, **options)
+        seed = 0 if trained.config is None else trained.config.train.seed  # a new model's base is drawn from it
+        lm = load_model(trained.base, dtype=dtype, seed=seed, **options)
     elif trained.adapter is not None:
         below = Earlier.of(LoraConfig(merge=trained.merged), Path())
         lm = load_adapter(load_model(trained.base, dtype=dtype, earlier=below, **options), trained.adapter, below)

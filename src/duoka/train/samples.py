@@ -80,6 +80,5 @@ def _continue(model: LossModel, prompt: list[int], precision: str, world: World)
 
 def _text(ids: list[int], tokenizer: ChatTokenizer) -> list[int]:
     """The tokens up to the end of the document."""
-    eos = tokenizer.eos_id
-    kept = ids[: ids.index(eos)] if eos in ids else ids
-    return kept[1:] if kept[:1] == [tokenizer.bos_id] else kept
+    kept = ids[1:] if ids[:1] == [tokenizer.bos_id] else ids  # first: one token may be both
+    return kept[: kept.index(tokenizer.eos_id)] if tokenizer.eos_id in kept else kept

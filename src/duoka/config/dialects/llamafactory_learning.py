@@ -70,6 +70,15 @@ def optimizer(value: Any, asked: Asked) -> Any:
     plain = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
     if str(value) in plain:
         return "adamw"
+    if str(value) in ("adamw_8bit", "adamw_bnb_8bit"):
+        return "adamw8bit"
+    if str(value).startswith("paged_adamw"):
+        name = "adamw_8bit" if str(value) == "paged_adamw_8bit" else "adamw_torch"
+        raise Refusal(
+            f"optim {value} moves its state to the host when the GPU is full, which duoka does not do by itself",
+            f"write:   optim: {name}   and, where that does not fit, offload the optimizer (DeepSpeed's "
+            "offload_optimizer, or parallel.offload: optimizer in duoka's own YAML)",
+        )
     raise Refusal(f"optim {value} is not there yet", f"write:   optim: adamw_torch   (known: {', '.join(plain)})")
 
 
