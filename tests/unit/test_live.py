@@ -10,7 +10,7 @@ from test_checkpoint import make_contents
 
 from duoka.parallel.world import World
 from duoka.plan.layout import Layout
-from duoka.train import checkpoint, snapshot
+from duoka.train import checkpoint, live, snapshot
 from duoka.train.checkpoint import CheckpointStore, SaveFault
 from duoka.train.retention import Keep
 
@@ -59,4 +59,19 @@ def test_weights_that_change_without_a_word_are_never_called_a_checkpoint(tmp_pa
     fault = store.wait()
     assert isinstance(fault, SaveFault) and "changed while they were being saved" in fault.where
     assert os.listdir(tmp_path) == []
+    store.close()
+
+
+def test_without_memory_for_a_copy_the_step_waits_for_the_writer(tmp_path, monkeypatch):
+    def nothing_left(num_bytes):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(snapshot, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(snapshot, "zlib", SlowChecksum())
+    monkeypatch.setattr(live, "HeapBuffer", nothing_left)
+    contents = make_contents(1, size=40)
+    store = CheckpointStore(tmp_path, World(), Layout())
+    store.save(contents, Keep())
+    contents.optimizer.step()
+    assert store.wait().blocked_s > 0 and store._spare == []
     store.close()

@@ -54,19 +54,28 @@ class LiveFile:
 
     def release(self, *, may_copy: bool) -> None:
         """Returns when no tensor will be read any more; without memory for copies the writer does all of it."""
-        while may_copy:
+        while may_copy and (copy := self._memory_for_a_copy()) is not None:
             with self._turn:
                 if not self._unread:
+                    self._spare.append(copy)
                     break
                 start = self._unread.pop()
-                copy = self._spare.pop() if self._spare else None
-            copy = copy or HeapBuffer(snapshot.CHUNK_BYTES)
             self._read(copy, start, self._stop_of[start])
             with self._turn:
                 self._copied[start] = copy
                 self._turn.notify_all()
         with self._turn:
             self._turn.wait_for(lambda: not self._unread and not self._is_writer_reading)
+
+    def _memory_for_a_copy(self) -> HeapBuffer | None:
+        """Asked for before a part is taken: the writer waits for parts that were."""
+        with self._turn:
+            if self._spare:
+                return self._spare.pop()
+        try:
+            return HeapBuffer(snapshot.CHUNK_BYTES)
+        except (MemoryError, RuntimeError):
+            return None
 
     def close(self) -> None:
         """The writer has ended, perhaps early: nobody waits for it any more."""
