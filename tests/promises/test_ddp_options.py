@@ -184,9 +184,14 @@ def exchange_thin():
         assert np.abs(power.kept["wide"].owed.cpu().numpy() - debts[world.rank]).max() < 1e-4
         both = all_reduce(power.kept["wide"].owed.clone()).cpu().numpy()
         assert np.abs(both + approximation - owing.sum(0)).max() < 1e-4, "nothing is lost"
+    kept = power.kept["wide"]
     bucket.flat.fill_(float("inf") if world.rank else 1.0)
     power.sum_over_ranks(bucket)
     assert not bucket.flat.isfinite().all(), "the step must be seen as lost"
+    power.take_back()
+    assert np.abs(kept.owed.cpu().numpy() - debts[world.rank]).max() < 1e-4, "a step that is given up leaves no debt"
+    assert np.abs(kept.factor.cpu().numpy() - factor).max() < 1e-4
+    power.sum_over_ranks(bucket)
     bucket.flat.fill_(1.0)
     power.sum_over_ranks(bucket)
     assert bucket.flat.isfinite().all(), "and the next one must not be"

@@ -1,6 +1,7 @@
 """A checkpoint is whole or it is passed over; what it holds comes back bit for bit."""
 
 import errno
+import fcntl
 import json
 import os
 import pickle
@@ -289,16 +290,20 @@ def test_a_frozen_base_is_not_saved(store):
         )
 
 
-def test_a_file_system_without_direct_writes_is_written_to_all_the_same(store, monkeypatch):
-    real = os.open
+@pytest.mark.parametrize("call", ["open", "write"])
+def test_a_file_system_without_direct_writes_is_written_to_all_the_same(store, monkeypatch, call):
+    real, direct, refused = getattr(os, call), getattr(os, "O_DIRECT", 0), []
 
-    def refuse(path, flags, *arguments, **options):
-        if flags & getattr(os, "O_DIRECT", 0):
+    def refuse(first, *arguments, **options):
+        flags = arguments[0] if call == "open" else fcntl.fcntl(first, fcntl.F_GETFL)
+        if flags & direct:
+            refused.append(call)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(path, flags, *arguments, **options)
+        return real(first, *arguments, **options)
 
-    monkeypatch.setattr("duoka.train.snapshot.os.open", refuse)
+    monkeypatch.setattr(f"duoka.train.snapshot.os.{call}", refuse)
     assert find_damage(save_at(store, make_contents(1), 5), World()) == ""
+    assert refused or not direct
 
 
 def test_files_have_the_modes_that_the_umask_asks_for(store):

@@ -28,19 +28,24 @@ def test_a_step_meets_the_writer_in_the_middle_of_a_file(tmp_path, monkeypatch, 
     monkeypatch.setattr(snapshot, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(snapshot, "zlib", SlowChecksum())
     monkeypatch.setattr(checkpoint, "available_memory_bytes", lambda: free_bytes)
-    contents = make_contents(1, size=40)
-    before = {name: tensor.clone() for name, tensor in contents.tensors().items()}
+    contents, other = make_contents(1, size=40), make_contents(2, size=40)
     store = CheckpointStore(tmp_path, World(), Layout())
-    store.save(contents, Keep())
-    time.sleep(0.02)
-    contents.optimizer.step()
-    ended = store.wait()
-    assert 0 < ended.blocked_s < ended.write_s
+    for step in (1, 2):
+        before = {name: tensor.clone() for name, tensor in contents.tensors().items()}
+        contents.state.step = step
+        store.save(contents, Keep())
+        time.sleep(0.02)
+        contents.optimizer.step()
+        ended = store.wait()
+        assert 0 < ended.blocked_s < ended.write_s
+        assert bool(store._spare) == bool(free_bytes), "the next save finds what this one needed"
+        store.load(ended.path, other)
+        assert all(torch.equal(other.tensors()[name], tensor) for name, tensor in before.items())
+        assert not all(torch.equal(contents.tensors()[name], tensor) for name, tensor in before.items())
+    contents.state.step = 3
+    assert store.save(contents, Keep()) is None and store.wait() is not None
+    assert store._spare == [], "no step met this one"
     store.close()
-    other = make_contents(2, size=40)
-    store.load(ended.path, other)
-    assert all(torch.equal(other.tensors()[name], tensor) for name, tensor in before.items())
-    assert not all(torch.equal(contents.tensors()[name], tensor) for name, tensor in before.items())
 
 
 def test_weights_that_change_without_a_word_are_never_called_a_checkpoint(tmp_path, monkeypatch):

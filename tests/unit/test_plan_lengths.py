@@ -46,6 +46,12 @@ def test_tokens_at_once_are_those_of_the_loader():
     assert abs(off[150]) < 0.02 and abs(off[285]) < 0.25, (off[150], off[285], off[-1])
 
 
+@pytest.mark.parametrize(("packing", "expected"), [(True, 1500), (False, 3000)])
+def test_the_longest_sample_counts_in_whatever_batch_it_lies(packing, expected):
+    known = Lengths("tokenised", 99, 105.0, 1500, (100,) * 16)
+    assert tokens_at_once(Amount(16, "samples"), 4, Amount(4096, "tokens"), Rows(4096, packing), known) == expected
+
+
 def test_short_samples_need_less_than_the_bound_and_the_plan_says_both():
     config = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"], "max_length": 512}, "lora": {}})
     machine = Machine(2, 64 * GIB, 60 * GIB)

@@ -116,6 +116,11 @@ class DdpExchange:
             if self.power is not None:
                 self.power.is_rehearsing = False
 
+    def give_up(self) -> None:
+        """The sums of the step just exchanged change nothing: what they left out is owed as before."""
+        if self.power is not None:
+            self.power.take_back()
+
     @contextlib.contextmanager
     def __call__(self, last: bool) -> Iterator[None]:
         with contextlib.nullcontext() if last else self.model.no_sync():

@@ -26,6 +26,17 @@ class ThinGradient:
 
     owed: torch.Tensor  # (rows, columns), this rank's own
     factor: torch.Tensor  # (columns, NUM_COLUMNS), the same on all ranks
+    before: tuple[torch.Tensor, torch.Tensor] | None = None  # both, ahead of the latest exchange
+
+    def remember(self) -> None:
+        self.before = self.before or (torch.empty_like(self.owed), torch.empty_like(self.factor))
+        self.before[0].copy_(self.owed)
+        self.before[1].copy_(self.factor)
+
+    def take_back(self) -> None:
+        if self.before is not None:
+            self.owed.copy_(self.before[0])
+            self.factor.copy_(self.before[1])
 
 
 class PowerSGD:
@@ -72,6 +83,7 @@ class PowerSGD:
             return bucket.buffer()
         # The two products of a power iteration; what travels is their thin results, of all matrices at once.
         for kept, gradient in thin:
+            kept.remember()
             kept.owed.add_(gradient)
         left = [kept.owed @ torch.linalg.qr(kept.factor).Q for kept, _ in thin]  # (rows, NUM_COLUMNS) each
         _sum_flat(left)
@@ -86,6 +98,12 @@ class PowerSGD:
             kept.owed.nan_to_num_(0.0, 0.0, 0.0)
             kept.factor.copy_(torch.where(columns.isfinite().all(), columns, kept.factor))
         return bucket.buffer()
+
+    def take_back(self) -> None:
+        """The step that was just exchanged is given up: nothing of it was left out, and the next is in its place."""
+        self.num_steps -= 1
+        for kept in self.kept.values():
+            kept.take_back()
 
     # --- for checkpoints ---
 

@@ -85,13 +85,16 @@ def _bound(step: Amount, num_ranks: int, micro: Amount, max_length: int) -> int:
 
 
 def _expected(lengths: Lengths, num_ranks: int, micro: Amount, packing: bool) -> int:
-    """Of the fullest batch. Samples are dealt to ranks longest first, so shares are nearly equal."""
+    """Of the fullest batch, or of the longest sample's micro-batch, whichever batch that lies in.
+
+    Samples are dealt to ranks longest first, so shares are nearly equal.
+    """
     batch = lengths.batch
     own = batch[::num_ranks]  # of the rank that gets the longest
     share = max(own[0], math.ceil(sum(batch) / num_ranks))
     if micro.unit == "samples":
         some = own[: micro.count]
-        return sum(some) if packing else len(some) * some[0]
+        return max(lengths.longest, sum(some)) if packing else len(some) * max(lengths.longest, some[0])
     if packing:
-        return min(max(micro.count, own[0]), share)
-    return own[0] * min(len(own), max(1, micro.count // own[0]))
+        return max(lengths.longest, min(micro.count, share))
+    return max(size * min(len(own), max(1, micro.count // size)) for size in (own[0], lengths.longest))

@@ -58,7 +58,7 @@ class Work:
     train_only: TrainOnlyConfig | None = None
     saves_beside: bool = False  # checkpoints are written while training goes on
     is_new: bool = False  # begins from random weights, beside which adapters make no sense
-    thin_gradients: bool = False  # PowerSGD: what it left out so far is as large as the gradients
+    thin_gradients: bool = False  # PowerSGD: what it left out, now and a step before, is as large as the gradients
 
     @property
     def may_have_adapters(self) -> bool:
@@ -205,7 +205,7 @@ def static_memory(work: Work, layout: Layout, share: Share | None = None) -> Sta
         own = ((4 * train + frozen) // ranks, 4 * train // ranks, int(state * train) // ranks)
         host = sum(own) if layout.offload == "params" else 0
     else:
-        copies = 1 + (not work.bucket_view) + work.thin_gradients if layout.strategy == "ddp" else 1
+        copies = 1 + (not work.bucket_view) + 2 * work.thin_gradients if layout.strategy == "ddp" else 1
         formula = f"4Pt + {4 * copies}Pt + {state:.3g}Pt{note}{axes}"
         own = (4 * train + frozen, 4 * copies * train, int(state * train))
         host = 0

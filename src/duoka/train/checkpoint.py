@@ -43,7 +43,7 @@ from duoka.train.live import LiveFile
 from duoka.train.loading import fill_contents, random_name
 from duoka.train.resume import STATE
 from duoka.train.retention import DRAFT, Keep, make_way, remove_old
-from duoka.train.snapshot import CHUNK_BYTES, Chunk, Copier, HostBuffer, Share, plan_share, write_share
+from duoka.train.snapshot import CHUNK_BYTES, Chunk, Copier, HeapBuffer, HostBuffer, Share, plan_share, write_share
 from duoka.train.state import TrainState, read_random_state
 from duoka.train.step import Numerics
 from duoka.units import format_bytes
@@ -133,6 +133,7 @@ class CheckpointStore:
         self._share: Share | None = None
         self._buffer: HostBuffer | None = None
         self._live: LiveFile | None = None
+        self._spare: list[HeapBuffer] = []  # as much as the latest save needed
         self._blocked_s = 0.0  # by the save under way
         # One thread, so that two saves can never be under way at once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="duoka-save")
@@ -208,7 +209,7 @@ class CheckpointStore:
             copier.fill(buffer, 0, size)
             self._writing = self._thread.submit(self._finish, target, started, small, lambda: buffer.chunks(size))
         else:
-            live = self._live = LiveFile(copier)
+            live = self._live = LiveFile(copier, self._spare)
             self._writing = self._thread.submit(
                 self._finish, target, started, small, lambda: live.chunks(buffer), live.close
             )

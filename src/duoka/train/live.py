@@ -17,10 +17,15 @@ from duoka.train.snapshot import Chunk, Copier, HeapBuffer, HostBuffer
 
 
 class LiveFile:
-    """Its parts are each read once from the live tensors, by the writer or by who trains."""
+    """Its parts are each read once from the live tensors, by the writer or by who trains.
 
-    def __init__(self, copier: Copier) -> None:
+    `spare` is memory for copies: what this save needed of it is there for the next one, the rest is let go.
+    """
+
+    def __init__(self, copier: Copier, spare: list[HeapBuffer]) -> None:
         self._copier = copier
+        self._spare = spare
+        self._used: list[HeapBuffer] = []
         size = copier.share.size_bytes
         starts = range(0, size, snapshot.CHUNK_BYTES)
         self._stop_of = {start: min(start + snapshot.CHUNK_BYTES, size) for start in starts}
@@ -39,7 +44,11 @@ class LiveFile:
     def chunks(self, buffer: HostBuffer) -> Iterator[Chunk]:
         """The whole file in order, through `buffer`; for the writing thread."""
         for start, stop in self._stop_of.items():
-            yield from (buffer if self._reads(start, stop, buffer) else self._wait_for(start)).chunks(stop - start)
+            if self._reads(start, stop, buffer):
+                yield from buffer.chunks(stop - start)
+            else:
+                self._used.append(copy := self._wait_for(start))
+                yield from copy.chunks(stop - start)
             if self._is_torn:
                 raise OSError(errno.EBUSY, "weights or the optimizer's state changed while they were being saved")
 
@@ -50,7 +59,8 @@ class LiveFile:
                 if not self._unread:
                     break
                 start = self._unread.pop()
-            copy = HeapBuffer(self._stop_of[start] - start)
+                copy = self._spare.pop() if self._spare else None
+            copy = copy or HeapBuffer(snapshot.CHUNK_BYTES)
             self._read(copy, start, self._stop_of[start])
             with self._turn:
                 self._copied[start] = copy
@@ -63,6 +73,7 @@ class LiveFile:
         with self._turn:
             self._unread.clear()
             self._is_writer_reading = False
+            self._spare[:] = self._used
             self._turn.notify_all()
 
     def _reads(self, start: int, stop: int, buffer: HostBuffer) -> bool:

@@ -52,7 +52,9 @@ def rehearse_largest(
 
     def lay_out() -> GlobalBatch:
         plan = guard.plan
-        largest = largest_batch(plan.memory.tokens, plan.task.max_length, plan.layout.packing)
+        known = plan.task.lengths
+        longest = plan.task.max_length if known is None or known.basis == "sampled" else known.longest
+        largest = largest_batch(plan.memory.tokens, longest, plan.layout.packing)
         counts = (largest.num_targets, largest.num_samples, largest.num_tokens)
         return GlobalBatch([largest], *counts, 0, 0, np.empty(0, dtype=np.int64))
 

@@ -252,6 +252,8 @@ def optimizer_step(
     if result.is_finite and not result.is_short:
         scaler.step(optimizer)
         watch.after_step()
+    elif isinstance(parallel.exchange, DdpExchange):
+        parallel.exchange.give_up()
     scaler.update(scaler.get_scale() if result.is_short else None)
     optimizer.zero_grad(set_to_none=True)
     waited = LEDGER.waited_s - waited  # for the norm and the sums
