@@ -154,6 +154,7 @@ def test_samples_are_what_the_model_goes_on_with(runs):
 def test_a_guides_line_under_torchrun_is_the_same_run(runs):
     out = runs / "guide"
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "duoka.pretrain"]
+    line.append("--")  # as the guides write it before the flags
     more = [
         f"--tokenizer={runs / 'tokenizer'}",
         f"--data={runs / 'text.jsonl'}",

@@ -254,6 +254,7 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
         ({"template": "qwen9"}, ("no template qwen9", "did you mean qwen")),
         ({"stage": "ppo"}, ("stage ppo", "does not have yet")),
         ({"stage": "stf"}, ("did you mean sft",)),
+        ({"optim": "paged_adamw_8bit"}, ("moves its state to the host", "optim: adamw_8bit")),
         ({"use_adam_mini": True}, ("use_adam_mini true is refused",)),
         ({"use_dft_loss": True, "label_smoothing_factor": 0.1}, ("train.loss is dft",)),
         ({"pissa_init": True, "pissa_iter": -2}, ("pissa_iter must be a whole number",)),

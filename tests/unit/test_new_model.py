@@ -12,13 +12,14 @@ from duoka.config.derive import derive, rules_kept
 from duoka.config.load import load_config, resolved_yaml
 from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError
+from duoka.model.build import load_model
 from duoka.model.draw import DrawnWeights
 from duoka.model.new import MARK, is_new, new_model_folder
 from duoka.model.source import model_folder
 from duoka.plan.horizon import find_horizon
 from duoka.plan.shape import shape_from_depth
 from duoka.runs.folder import RunFolder
-from duoka.serve.trained import find_trained
+from duoka.serve.trained import find_trained, load_trained
 from duoka.train.samples import _text
 
 
@@ -169,10 +170,15 @@ def test_a_finished_run_needs_its_tokenizers_folder_no_more(tiny_model, tmp_path
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_model / name, run.final / name)
     sizes = "depth: 2, width: 64, head_dim: 16, kv_heads: 4, mlp_width: 192"
-    text = f"model: {{tokenizer: ./moved/away, {sizes}}}\ndata: {{train: [identity]}}\noutput: {run.path}\n"
-    run.config.write_text(text, encoding="utf-8")
+    text = f"model: {{tokenizer: ./moved/away, {sizes}}}\ndata: {{train: [identity]}}\ntrain: {{seed: 5}}\n"
+    run.config.write_text(f"{text}output: {run.path}\n", encoding="utf-8")
     found = find_trained(str(run.path), say=print)
     assert found.full == run.final and is_new(found.base)
+    base, drawn = (
+        load_trained(found, dtype=torch.float32, base_only=True),
+        load_model(found.base, dtype=torch.float32, seed=5),
+    )
+    assert all(map(torch.equal, base.parameters(), drawn.parameters())), "the run began with another base"
 
 
 def test_where_one_token_begins_and_ends_texts_the_beginning_is_cut_first():

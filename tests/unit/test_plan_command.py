@@ -145,7 +145,8 @@ def test_a_question_without_a_config(tmp_path):
     answer = json.loads(plan("--params", "7e9", "--on", "8xA100-80G", "--json").output)
     assert answer["layout"]["name"] == "fsdp8" and answer["speed"]["mfu"] > 0.2
     assert {one["is_trainable"] for one in answer["ranking"]["candidates"]} == {True, False}
-    assert json.loads(plan("--depth", 12, "--on", "H100", "--json").output)["model"]["num_layers"] == 12
+    new = plan("--depth", 12, "--on", "H100", "--json").output
+    assert json.loads(new)["model"]["num_layers"] == 12 and "lora: {" not in new, "adapters on noise"
     assert "--params" in str(plan("--params", "many").exception)
     assert "name a CONFIG" in str(plan().exception)
 
