@@ -91,9 +91,10 @@ def _list_topics(language: Language) -> list[str]:
 
 
 def _read_own(config: str, nproc: int | None, language: Language) -> Own:
-    """The config with its plan; no data is read for it."""
+    """The config with the plan that `duoka plan` would print: of its data no more than a look is read."""
     from duoka.cli.plan import read_model_shape
     from duoka.config.load import Start, load_config
+    from duoka.data.known import find_lengths
     from duoka.explain.numbers import Own
     from duoka.plan.hardware import read_machine
     from duoka.plan.report import make_plan
@@ -102,4 +103,5 @@ def _read_own(config: str, nproc: int | None, language: Language) -> Own:
     ranks = nproc or max(1, len(machine.gpus))
     loaded = load_config(config, start=Start(ranks, bool(machine.gpus)))
     shape = read_model_shape(loaded.config.model, loaded.base)
-    return Own(loaded, make_plan(loaded.config, shape, machine, ranks), ranks, language)
+    lengths = find_lengths(loaded.config, loaded.base)
+    return Own(loaded, make_plan(loaded.config, shape, machine, ranks, lengths=lengths), ranks, language)
