@@ -14,7 +14,7 @@ from duoka.cli import config as config_cli
 from duoka.config.load import Start, load_config
 from duoka.plan.hardware import read_machine
 
-FILES: dict[str, Any] = {name: CORPUS["train"][name]["keys"] for name in LOADS_TODAY}
+FILES: dict[str, Any] = {name: CORPUS["train"][name]["keys"] for name in sorted(LOADS_TODAY)}
 FILES |= {
     "the guide's": yaml.safe_load(NESTED),
     "with an adapter": BASE | {"adapter_name_or_path": "a,b"},
