@@ -181,8 +181,17 @@ def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception)
     )
 
 
+_ended: list[object] = []  # never let go, see below
+
+
 def end_world(world: World) -> None:
+    """Leave the process group.
+
+    A gloo group that goes with the last model that used it waits for its threads, and these may be waiting for Python's
+    lock to let go of DDP's hook: a rank in four that ended right after a backward pass hung there. So it stays.
+    """
     if world.backend != "none" and dist.is_initialized():
+        _ended.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 
