@@ -16,6 +16,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware_bench, "SIZES", (64, 128))
     monkeypatch.setattr(hardware_bench, "TOUCHED_BYTES", 2**20)
     monkeypatch.setattr(hardware_bench, "WRITTEN_BYTES", 2**20)
+    monkeypatch.setattr(hardware_bench, "PASSES_FOR_S", 0.0)
     monkeypatch.chdir(tmp_path)
 
 
@@ -30,6 +31,8 @@ def test_what_is_measured_is_what_the_plan_takes(tmp_path, monkeypatch):
     cluster = catalogue.local_cluster(machine, 1, 1)
     assert cluster.is_measured and cluster.device.fp32_flops == facts["fp32_flops"]
     assert cluster.device.memory_bytes_per_s == facts["memory_bytes_per_s"]
+    if machine.num_cores > 1:
+        assert 0 < cluster.device.threads_share == facts["threads_share"] <= 1
     assert cluster.disk_bytes_per_s == facts["disk_bytes_per_s"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["own"], "the disk's trial file is left behind"
     assert "guess" not in " ".join(cluster.notes)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -88,6 +89,16 @@ def test_what_was_measured_here_overrides_and_elsewhere_does_not(tmp_path):
     path.write_text(json.dumps(own), encoding="utf-8")
     cluster = cluster_of(LAPTOP, 1, 2, catalogue.read_hardware(path))
     assert (cluster.device.fp32_flops, cluster.link.bytes_per_s, cluster.is_measured) == (1.5e11, 2e9, True)
+    shares = [
+        cluster_of(
+            replace(LAPTOP, num_cores=16),
+            1,
+            ranks,
+            own | {"device": f"{LAPTOP.cpu_name}, 16 cores", "threads_share": 0.5},
+        )
+        for ranks in (1, 4, 16)
+    ]
+    assert [round(one.device.threads_share, 3) for one in shares] == [0.5, 0.707, 1.0], "half is lost in four doublings"
     other = cluster_of(LAPTOP, 1, 2, own | {"device": "another"})
     assert not other.is_measured and "guess" in other.notes[0]
     path.write_text("{", encoding="utf-8")

@@ -76,6 +76,7 @@ def _facts(machine: Machine, found: HardwareBench) -> dict[str, Any]:
         "fp32_flops": found.best("fp32"),
         "half_flops": found.best("bf16"),
         "memory_bytes_per_s": found.memory_bytes_per_s,
+        "threads_share": found.threads_share,
         "products": [vars(one) for one in found.products],
     }
 

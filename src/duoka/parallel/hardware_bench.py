@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ SIZES = (512, 1024, 2048, 4096)
 ROUNDS = 4
 TOUCHED_BYTES = 256 * 2**20
 WRITTEN_BYTES = 256 * 2**20
+PASSES_FOR_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Product:
 class HardwareBench:
     products: tuple[Product, ...]
     memory_bytes_per_s: float
+    threads_share: float | None = None  # of a CPU with several cores
 
     def best(self, precision: str) -> float:
         return max((one.flops for one in self.products if one.precision == precision), default=0.0)
@@ -50,7 +53,39 @@ def measure_device(device: torch.device, limit_s: float = 20.0, say: Callable[[s
                 break
     bandwidth = _memory_bytes_per_s(device)
     say(f"memory: {bandwidth / 1e9:.3g} GB/s read and written")
-    return HardwareBench(tuple(products), bandwidth)
+    share = _threads_share(say) if device.type == "cpu" and torch.get_num_threads() > 1 else None
+    return HardwareBench(tuple(products), bandwidth, share)
+
+
+def _threads_share(say: Callable[[str], None]) -> float:
+    """What all threads of one process reach together in a layer's passes, of as many times what one reaches alone."""
+    threads = torch.get_num_threads()
+    rows, first, second = torch.randn(1024, 768), torch.randn(2048, 768), torch.randn(768, 2048)
+    for weight in (first, second):
+        weight.requires_grad_(True)
+
+    def passes() -> None:
+        inner = torch.nn.functional.silu(rows @ first.t())
+        (rows + inner @ second.t()).square().mean().backward()
+
+    together = _median_s(passes)
+    torch.set_num_threads(1)
+    alone = _median_s(passes)
+    torch.set_num_threads(threads)
+    share = min(1.0, alone / (threads * together))
+    say(f"a layer on {threads} threads of one process: {share:.0%} of {threads} times one thread's speed")
+    return share
+
+
+def _median_s(run: Callable[[], Any]) -> float:
+    """Of a while, not the best: threads that come late come late in training too."""
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - began < PASSES_FOR_S:
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
 def _product_flops(size: int, dtype: torch.dtype, device: torch.device) -> float:

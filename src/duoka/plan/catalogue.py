@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -57,6 +58,7 @@ class Device:
     nics_per_node: int = 1
     aliases: tuple[str, ...] = ()
     measured: bool = False  # peaks are what products really reach here, not a data sheet's
+    threads_share: float = 1.0  # of a CPU's speed, where one process has several threads: they wait for each other
 
     @property
     def has_bf16(self) -> bool:
@@ -250,9 +252,13 @@ def cluster_of(machine: Machine, num_nodes: int, per_node: int, own: Mapping[str
 def _on_some_cores(cluster: Cluster, machine: Machine, per_node: int) -> Cluster:
     """Peaks are those of all cores; with OMP_NUM_THREADS, ranks may leave some idle."""
     used = machine.cores_used(per_node)
+    # Measured with a thread on every core; each doubling of a process's threads costs as much.
+    doublings = math.log(max(1.0, used / per_node)) / math.log(max(2, machine.num_cores))
+    device = replace(cluster.device, threads_share=cluster.device.threads_share**doublings)
+    cluster = replace(cluster, device=device)
     if used >= machine.num_cores:
         return cluster
-    device, share = cluster.device, used / machine.num_cores
+    share = used / machine.num_cores
     note = f"OMP_NUM_THREADS={machine.threads_per_rank}: {used} of {machine.num_cores} cores compute"
     slower = replace(device, fp32_flops=share * device.fp32_flops, half_flops=share * device.half_flops)
     return replace(cluster, device=slower, notes=(*cluster.notes, note))
@@ -318,6 +324,7 @@ def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
             half_flops=float(own.get("half_flops") or device.half_flops),
             fp32_flops=float(own.get("fp32_flops") or device.fp32_flops),
             memory_bytes_per_s=float(own.get("memory_bytes_per_s") or device.memory_bytes_per_s),
+            threads_share=min(1.0, float(own.get("threads_share") or 1.0)),
             source="measured by duoka bench hardware",
             measured=True,
         )

@@ -142,6 +142,7 @@ def matmul_share(cluster: Cluster, tokens: float, rates: Rates) -> float:
     """Share of the peak that products of a micro-batch of so many tokens reach."""
     device = cluster.device
     best = MEASURED_SHARE if device.measured else rates.matmul.get(device.generation, 0.5)
+    best *= device.threads_share
     return best / (1 + rates.half_tokens / max(1.0, tokens)) if device.kind == "cuda" else best
 
 
@@ -187,6 +188,8 @@ def _exposed(
     hidden_forward = min(total["forward"] * (1 - 1 / layers), count * forward)
     hidden_backward = min(total["backward"] * (1 - 1 / layers), passes * backward)
     whole = sum(total.values())
+    if cluster.device.kind == "cpu":
+        return whole, whole  # the cores that exchange are those that compute
     return whole - hidden_forward - hidden_backward, whole
 
 
