@@ -1,6 +1,7 @@
 """Promise 6: a world of strangers is refused, and replicas that drift are found and named."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -42,6 +43,22 @@ def wait_alone(port):
 
 def test_fewer_processes_than_asked_for_are_refused():
     run_world(1, wait_alone, free_port())
+
+
+def meet_again_and_again():
+    """Each time another rank is late for the next world, or still in the last one while the others wait for it."""
+    for turn in range(7):
+        world = start_world(ParallelConfig(timeout="20s"))
+        assert world.sum([world.rank, turn]) == [3.0, 3.0 * turn]
+        if turn % 3 == world.rank:
+            time.sleep(0.2)
+        end_world(world)
+        if (turn + 1) % 3 == world.rank:
+            time.sleep(0.2)
+
+
+def test_the_same_processes_make_one_world_after_another():
+    run_world(3, meet_again_and_again)
 
 
 def bring_another(yamls, run_folder, change, word):

@@ -1,5 +1,6 @@
 """Worlds of processes for tests: forked from one process that has imported everything, ended whatever happens."""
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -7,6 +8,7 @@ import time
 from pathlib import Path
 
 WORLD_TIMEOUT_S = 240
+WORLD_HANGS_S = 165  # each rank says where it is, before pytest's own limit ends the test
 # Imported once by the fork server: each process of a world starts in a blink instead of ten seconds.
 PRELOADED = ["duoka.train.main", "transformers.models.llama.modeling_llama", "peft", "torch.utils.tensorboard"]
 
@@ -62,6 +64,7 @@ def end_processes(processes):
 
 def _enter(rank, size, port, env, function, arguments):
     os.environ.update(env)
+    faulthandler.dump_traceback_later(WORLD_HANGS_S)
     if size > 1:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),

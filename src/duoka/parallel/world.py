@@ -123,14 +123,38 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
         )
     with heart.exchange("meeting of all processes"):
         try:
-            ours = place.master_addr == LOOPBACK and parent_pid() == os.getppid()
-            store = _private_store(place, timeout) if ours else None
+            store = _meeting_place(place, timeout)
             dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, store=store)
         except (OSError, RuntimeError, ValueError) as error:
             raise _nobody_came(place, parallel.timeout, error) from error
     if dist.get_world_size() != place.size:
         raise WorkerFailed(f"asked for a world of {place.size} processes, got {dist.get_world_size()}")
     return World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend, heart)
+
+
+_met: dict[RankEnvironment, tuple[dist.Store, int]] = {}  # where this process met its world, and how many times
+
+
+def _meeting_place(place: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
+    """The store in which ranks find each other, with pages of its own for each world that these processes make.
+
+    The nth world of a process meets in the store of the first: what an earlier world left there, and a rank that is
+    still in it, would send the next one to addresses where nobody listens any more.
+    """
+    if place not in _met:
+        ours = place.master_addr == LOOPBACK and parent_pid() == os.getppid()
+        store = _private_store(place, timeout) if ours else _torchs_store(place, timeout)
+        _met[place] = (store, 0)
+    store, worlds = _met[place]
+    store.set_timeout(timeout)
+    _met[place] = (store, worlds + 1)
+    return dist.PrefixStore(f"duoka world {worlds}", store)
+
+
+def _torchs_store(place: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
+    store: dist.Store
+    store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timeout))
+    return store
 
 
 def _private_store(place: RankEnvironment, timeout: datetime.timedelta) -> dist.TCPStore:
@@ -142,7 +166,9 @@ def _private_store(place: RankEnvironment, timeout: datetime.timedelta) -> dist.
         listener.bind((LOOPBACK, place.master_port))
         listener.listen(socket.SOMAXCONN)
         file = listener.detach()
-    return dist.TCPStore(LOOPBACK, place.master_port, place.size, True, timeout, master_listen_fd=file)
+    return dist.TCPStore(
+        LOOPBACK, place.master_port, place.size, True, timeout, multi_tenant=True, master_listen_fd=file
+    )
 
 
 def join_world(parallel: ParallelConfig) -> tuple[World, bool]:
