@@ -14,6 +14,7 @@ from tiny import write_conversations
 from worlds import free_port, train_all
 
 from duoka.cluster.blows import strike, wait_for_ranks
+from duoka.cluster.listing import list_runs
 from duoka.runs.events import global_log, read_events, read_steps
 from duoka.runs.folder import RunFolder
 
@@ -53,6 +54,7 @@ def wait_for_world(run, number, num_machines, *machines, step=0):
             return
         assert time.monotonic() < deadline, f"no world {number}: {worlds}, last steps {steps[-3:]}"
         assert all(machine.poll() is None for machine in machines), "one has ended; see the logs beside the run"
+        assert list_runs(run.path)[0].state in ("starting", "running"), "also between two worlds"
         time.sleep(0.05)
 
 

@@ -7,7 +7,9 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from duoka.cluster.blame import judge_world, last_step, read_last_traceback
@@ -22,7 +24,9 @@ from duoka.cluster.launch import (
 from duoka.cluster.passthrough import PlainCopy
 from duoka.cluster.ranks import Place, Ranks, node_environment
 from duoka.errors import ConfigError, DataError
+from duoka.parallel.environ import RankEnvironment
 from duoka.parallel.exits import RankExit
+from duoka.parallel.interface import choose_interface, interface_towards
 from duoka.parallel.rank import start_mark
 from duoka.runs.events import EventWriter, global_log
 from duoka.runs.failure import clear_failures, read_failures, write_failure
@@ -184,6 +188,19 @@ def test_one_process_per_gpu_unless_told_otherwise(asked: int | None, gpus: int,
             count_processes(asked, gpus)
     else:
         assert count_processes(asked, gpus) == expected
+
+
+def test_ranks_of_several_machines_use_the_network_that_leads_to_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lan0": [SimpleNamespace(address="127.0.0.1")]})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    choose_interface(RankEnvironment(0, 0, 2, 2, 0, "127.0.0.1", 1))
+    assert not os.environ["GLOO_SOCKET_IFNAME"], "one machine: as its launcher says"
+    choose_interface(RankEnvironment(0, 0, 2, 1, 0, "127.0.0.1", 1))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lan0"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    choose_interface(RankEnvironment(0, 0, 2, 1, 0, "127.0.0.1", 1))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    assert interface_towards("no such host") == ""
 
 
 def test_ports_are_checked() -> None:

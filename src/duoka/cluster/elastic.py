@@ -20,7 +20,7 @@ from duoka.cluster.blame import Verdict
 from duoka.cluster.launch import ALLOW_LOOPBACK
 from duoka.cluster.meeting import Meeting, Rules
 from duoka.cluster.ranks import Place, Ranks, node_environment
-from duoka.cluster.supervise import Request, listen_to_signals
+from duoka.cluster.supervise import Request, listen_to_signals, write_end
 from duoka.cluster.wire import SECRET, Wire, is_proven, new_nonce, prove, read_secret, write_secret
 from duoka.errors import ConfigError, StoppedEarly, StorageError, WorkerFailed
 from duoka.parallel.lifeline import JOINS, QUIET
@@ -56,13 +56,14 @@ def run_elastic(
         else:
             say(f"this machine holds the meeting at {rules.host}:{rules.port}; when it ends, the run ends")
         try:
-            while True:
-                verdict = machine.look()
-                if verdict is not None:
-                    return verdict
+            while (verdict := machine.look()) is None:
                 time.sleep(_LOOK_EVERY_S)
         finally:
             machine.close()
+        if meeting is not None and meeting.verdict is None:  # left at once: the meeting has not said how it ended
+            meeting.leave()
+            write_end(run, verdict)
+        return verdict
 
 
 @contextlib.contextmanager

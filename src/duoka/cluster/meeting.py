@@ -7,6 +7,7 @@ command goes on.
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import signal
 import socket
@@ -20,7 +21,7 @@ from duoka.cluster.blame import Verdict, judge_world, last_step
 from duoka.cluster.door import Door
 from duoka.cluster.launch import WorldSpec, hold_free_port
 from duoka.cluster.restart import FIRST_WAIT_S, LONGEST_WAIT_S, failure_kind, note_in_log
-from duoka.cluster.supervise import write_end
+from duoka.cluster.supervise import write_end, write_start
 from duoka.cluster.wire import Wire
 from duoka.errors import StoppedEarly, StorageError, WorkerFailed
 from duoka.parallel.exits import RankExit
@@ -263,11 +264,12 @@ class Meeting(threading.Thread):
     def _next(self, text: str, step: int) -> None:
         self._tell_all(text)
         note_in_log(self.run_folder, text, step)
+        with contextlib.suppress(WorkerFailed):  # a disk that is full is said when the world begins
+            write_start(self.run_folder)
 
     def _finish(self, verdict: Verdict) -> None:
         self.verdict = verdict
-        if verdict.exit_code not in (0, StoppedEarly.exit_code):  # else rank 0 has written how it ended
-            write_end(self.run_folder, verdict)
+        write_end(self.run_folder, verdict)
         for member in self._members:
             member.wire.send(
                 done=verdict.exit_code, lines=verdict.lines, details=verdict.details, stopped=verdict.stopped
@@ -297,6 +299,7 @@ class Meeting(threading.Thread):
     def _start(self, members: list[Member]) -> None:
         before = self._number
         self._number, self._told_count = before + 1, -1
+        size = len(members) * self.num_processes
         known = {member.name for member in members if member.exits is not None}
         for member in members:
             member.exits = None
@@ -304,11 +307,13 @@ class Meeting(threading.Thread):
         try:
             clear_failures(self.run_folder)
             clear_beats(self.run_folder)
+            write_start(self.run_folder, world_size=size)
         except OSError as error:
             what = f"{StorageError.title}: cannot write in {self.run_folder.logs}: {error.strerror or error}"
             return self._finish(Verdict(StorageError.exit_code, (what,)))
+        except WorkerFailed as error:
+            return self._finish(Verdict(error.exit_code, tuple(error.lines())))
         port, held = hold_free_port()
-        size = len(members) * self.num_processes
         spec = WorldSpec((), size, self.run_folder, num_restarts=before)
         self._world = _World(self._number, members, spec, newcomers, held)
         names = ", ".join(member.name for member in members)

@@ -55,7 +55,7 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
     """`run_world` for a caller that listens to signals itself, as restarts do between two worlds."""
     clear_failures(spec.run)
     clear_beats(spec.run)
-    _note_status(spec.run, "starting", world_size=spec.num_processes, exit_code=None, cause="", **leader_identity())
+    write_start(spec.run, world_size=spec.num_processes)
     world = _World(spec, request)
     try:
         world.run()
@@ -198,6 +198,11 @@ def listen_to_signals(request: Request) -> Iterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def write_start(run: RunFolder, **facts: Any) -> None:
+    """A world begins, or will: this process leads the run, and lives on when the world's ranks do not."""
+    _note_status(run, "starting", exit_code=None, cause="", **facts, **leader_identity())
 
 
 def write_end(run: RunFolder, verdict: Verdict) -> None:

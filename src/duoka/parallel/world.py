@@ -22,6 +22,7 @@ from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, WorkerFailed
 from duoka.parallel.collectives import all_reduce
 from duoka.parallel.environ import LOOPBACK, RankEnvironment, read_rank_environment
+from duoka.parallel.interface import choose_interface
 from duoka.parallel.lifeline import parent_pid
 from duoka.runs.heart import Heart
 from duoka.units import parse_seconds
@@ -121,6 +122,7 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
             f"parallel.strategy is {parallel.strategy}, which is one process, but {place.size} processes were started",
             fix="write strategy: auto, or start one process (--nproc 1)",
         )
+    choose_interface(place)
     with heart.exchange("meeting of all processes"):
         try:
             store = _meeting_place(place, timeout)

@@ -56,7 +56,7 @@ from duoka.train.samples import build_sampler
 from duoka.train.saving import Saver, check_room
 from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices, library_versions
 from duoka.train.shortage import MemoryGuard, read_shortage
-from duoka.train.state import TrainState, seed_everything
+from duoka.train.state import TrainState, read_random_state, seed_everything, set_random_state
 from duoka.train.step import build_numerics
 from duoka.train.takeover import take_over_state
 
@@ -151,6 +151,7 @@ def _run(
 ) -> int:
     """The loop with its record, which is closed whatever happens."""
     state = contents.state
+    random_state = read_random_state(world.device)
     record = Recorder(inputs.run, world, settings.total_steps, inputs.config.log, state.step, plan.yardstick)
     try:
         record.start(state, world_size=world.size, layout=plan.layout.to_json())
@@ -165,6 +166,8 @@ def _run(
             rehearse_largest(contents.parallel, contents.optimizer, contents.numerics, guard)
         sample = build_sampler(inputs.prepared, inputs.config, inputs.tokenizer, contents.parallel, plan.layout, world)
         job = Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite, sample)
+        # Some packages draw when they are imported (the progress line's does, on rank 0): no part of the run.
+        set_random_state(random_state, world.device)
         stopped_by = train(job)
         if feed.summary():
             record.say(f"data since this start: {feed.summary()}")
