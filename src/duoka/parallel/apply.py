@@ -28,7 +28,7 @@ from duoka.parallel.dp import Replicas, apply_dp
 from duoka.parallel.matrices import OwnedExchange, OwnedMatrices, RowMatrices
 from duoka.parallel.recompute import apply_recompute
 from duoka.parallel.sharded import HALF, apply_sharded, fill_shards, find_layers
-from duoka.parallel.world import World
+from duoka.parallel.world import World, keep_group
 from duoka.plan.layout import Layout
 
 
@@ -147,7 +147,7 @@ def _apply_sharing(
         world.size,
         world.rank,
         # A group of their own: their gradients travel between those of FSDP's units, in whatever order.
-        dist.new_group(),
+        keep_group(dist.new_group()),
         every_pass=layout.strategy == "zero2",
         wire=HALF.get(parallel.compress, torch.float32),
     )

@@ -209,17 +209,23 @@ def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception)
     )
 
 
-_ended: list[object] = []  # never let go, see below
+_kept: list[object] = []  # never let go, see below
 
 
-def end_world(world: World) -> None:
-    """Leave the process group.
+def keep_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Let a group outlive whoever uses it.
 
     A gloo group that goes with the last model that used it waits for its threads, and these may be waiting for Python's
     lock to let go of DDP's hook: a rank in four that ended right after a backward pass hung there. So it stays.
     """
+    _kept.append(group)
+    return group
+
+
+def end_world(world: World) -> None:
+    """Leave the process group."""
     if world.backend != "none" and dist.is_initialized():
-        _ended.append(dist.group.WORLD)
+        keep_group(dist.group.WORLD)
         dist.destroy_process_group()
 
 
@@ -232,7 +238,7 @@ def open_side_world(world: World) -> World:
     if world.size == 1:
         return replace(world, device=torch.device("cpu"), heart=Heart())
     # Without a limit of its own: a slow disk is no hang, and a rank that dies closes its connections.
-    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    group = keep_group(dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1)))
     return replace(world, device=torch.device("cpu"), backend="gloo", group=group, heart=Heart())
 
 
