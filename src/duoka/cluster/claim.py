@@ -17,6 +17,7 @@ from duoka.config.changes import LENGTH_KEYS, allowed_changes, how_to_allow, ref
 from duoka.config.load import Loaded, load_config
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DuokaError, StorageError
+from duoka.parallel.lifeline import parent_pid
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
 from duoka.runs.manifest import CONFIG, find_requested, list_checkpoints
@@ -90,7 +91,7 @@ def _check_resume(loaded: Loaded, run: RunFolder) -> None:
 def check_nobody_works(run: RunFolder) -> None:
     status = read_status(run)
     if status is not None and status.state in ("starting", "running") and is_alive(status):
-        if status.pid == os.getpid():
+        if status.pid in (os.getpid(), parent_pid()):  # an elastic world's launcher leads its run
             return
         raise ConfigError(
             f"another process works in {run.path}: pid {status.pid}, at step {status.step}",

@@ -265,7 +265,7 @@ class Meeting(threading.Thread):
         self._tell_all(text)
         note_in_log(self.run_folder, text, step)
         with contextlib.suppress(WorkerFailed):  # a disk that is full is said when the world begins
-            write_start(self.run_folder)
+            write_start(self.run_folder)  # rank 0 has said that it stopped, or nothing
 
     def _finish(self, verdict: Verdict) -> None:
         self.verdict = verdict
@@ -299,7 +299,6 @@ class Meeting(threading.Thread):
     def _start(self, members: list[Member]) -> None:
         before = self._number
         self._number, self._told_count = before + 1, -1
-        size = len(members) * self.num_processes
         known = {member.name for member in members if member.exits is not None}
         for member in members:
             member.exits = None
@@ -307,13 +306,11 @@ class Meeting(threading.Thread):
         try:
             clear_failures(self.run_folder)
             clear_beats(self.run_folder)
-            write_start(self.run_folder, world_size=size)
         except OSError as error:
             what = f"{StorageError.title}: cannot write in {self.run_folder.logs}: {error.strerror or error}"
             return self._finish(Verdict(StorageError.exit_code, (what,)))
-        except WorkerFailed as error:
-            return self._finish(Verdict(error.exit_code, tuple(error.lines())))
         port, held = hold_free_port()
+        size = len(members) * self.num_processes
         spec = WorldSpec((), size, self.run_folder, num_restarts=before)
         self._world = _World(self._number, members, spec, newcomers, held)
         names = ", ".join(member.name for member in members)

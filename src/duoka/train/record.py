@@ -16,6 +16,7 @@ import torch
 
 from duoka.config.schema import LogConfig
 from duoka.parallel.ledger import sent_bytes
+from duoka.parallel.lifeline import launcher_speaks, parent_pid
 from duoka.parallel.world import World
 from duoka.plan.yardstick import Yardstick
 from duoka.runs.events import EventWriter, global_log, rank_log
@@ -60,8 +61,9 @@ class Recorder:
         self.event("resume" if state.step else "run", step=state.step, total_steps=self.total_steps, **facts)
         if self.world.is_main:
             now = read_status(self.run)
-            # Without a launcher of ours, rank 0 is the process that leads the run.
-            leader = leader_identity() if now is None or now.state != "starting" or not now.pid else {}
+            # Without a launcher of ours rank 0 leads the run; an elastic one is led by its launcher.
+            own = leader_identity(parent_pid() if launcher_speaks() else None)
+            leader = own if now is None or now.state != "starting" or not now.pid else {}
             update_status(
                 self.run, state="running", step=state.step, total_steps=self.total_steps,
                 world_size=self.world.size, exit_code=None, cause="", **leader,
