@@ -265,7 +265,7 @@ class Meeting(threading.Thread):
         self._tell_all(text)
         note_in_log(self.run_folder, text, step)
         with contextlib.suppress(WorkerFailed):  # a disk that is full is said when the world begins
-            write_start(self.run_folder)  # rank 0 has said that it stopped, or nothing
+            write_start(self.run_folder)
 
     def _finish(self, verdict: Verdict) -> None:
         self.verdict = verdict

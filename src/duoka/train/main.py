@@ -284,7 +284,9 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
         # In an elastic world it may be only the world that ends, not the run: its launcher says which.
         goes_on = "" if launcher_speaks() else ". The same command goes on."
         record.say(f"stopped by {stopped_by} after step {step}; saved{goes_on}")
-        if world.is_main:
+        if world.is_main and launcher_speaks():
+            update_status(inputs.run, step=step)
+        elif world.is_main:
             update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=f"stopped by {stopped_by}")
         return StoppedEarly.exit_code
     world.heart.tell("end", step)
