@@ -54,7 +54,7 @@ def wait_for_world(run, number, num_machines, *machines, step=0):
             return
         assert time.monotonic() < deadline, f"no world {number}: {worlds}, last steps {steps[-3:]}"
         assert all(machine.poll() is None for machine in machines), "one has ended; see the logs beside the run"
-        assert not worlds or list_runs(run.path)[0].state in ("starting", "running"), "also between two worlds"
+        assert not steps or list_runs(run.path)[0].state in ("starting", "running"), "also between two worlds"
         time.sleep(0.05)
 
 
