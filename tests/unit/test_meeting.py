@@ -359,6 +359,18 @@ def test_a_machine_whose_meeting_is_gone_waits_a_while_and_says_why_it_ends(tmp_
         fresh.look()
 
 
+def test_somebody_who_hangs_up_at_once_is_nobody(tmp_path, at_once):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one, said = machine(Rules(1, 2, *listener.getsockname(), wait_s=0.05), tmp_path)
+        with pytest.raises(WorkerFailed, match="nobody answers at 127") as caught:
+            for _ in range(100):
+                assert one.look() is None
+                listener.accept()[0].close()
+                time.sleep(0.002)
+                assert one.look() is None
+    assert "hangs up" in str(caught.value) and not said
+
+
 ORDERS = b'{"go": 1, "node": 0, "num_nodes": 1, "port": 1}\n{"done": 0, "lines": [], "details": [], "stopped": false}\n'
 
 
