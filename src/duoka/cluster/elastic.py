@@ -236,13 +236,13 @@ class _Machine:
             is_silent = not self.wire.is_foreign
             return self._keep_off("who answers there says nothing" if is_silent else "who answers there is no meeting")
         self.wire.close_now()
-        if self.is_welcome:
+        was_welcome, self.wire, self.is_welcome = self.is_welcome, None, False
+        if was_welcome:
             text = f"the meeting at {self.rules.host}:{self.rules.port} is gone: ending the ranks here, and"
             self.say(f"{text} trying to come back for {format_seconds(RETURN_S)}")
             self.apart_since = time.monotonic()
         else:  # a forwarder of ports, say, whose other end is down: it takes every call and hangs up
             self._be_patient("who answers there hangs up at once")
-        self.wire, self.is_welcome = None, False
         self._end_ranks()
 
     def _hear(self, message: dict[str, Any]) -> Verdict | None:
