@@ -125,16 +125,19 @@ def digest(folder: Path) -> str:
     return hashlib.blake2b((folder / WEIGHTS).read_bytes(), digest_size=8).hexdigest()
 
 
+def read_held(folder: Path) -> dict[str, str]:
+    """Other adapters that are part of the one in `folder`: their names and digests."""
+    return dict(json.loads((folder / HOLDS).read_text(encoding="utf-8"))) if (folder / HOLDS).is_file() else {}
+
+
 def check_counted_once(named: list[tuple[str, str]], base: Path) -> list[Fault]:
     """Faults of adapters that are part of another one already: what began above them was written with them."""
     folders = [(key, name, find_adapter(name, base, key)) for key, name in named]
     faults = []
     for _, holder, folder in folders:
-        if not (folder / HOLDS).is_file():
-            continue
-        held = json.loads((folder / HOLDS).read_text(encoding="utf-8"))
+        held = read_held(folder)
         for key, name, other in folders:
-            if other != folder and digest(other) in held.values():
+            if held and other != folder and digest(other) in held.values():
                 what = f"{key} names {name!r}, and {holder!r} was trained above it and holds it: it would count twice"
                 faults.append(Fault(what, key=key, fix=f"name {holder} alone"))
     return faults

@@ -132,7 +132,8 @@ def _other_fault(layout: Layout, shape: ModelShape, task: Task) -> str | None:
     samples = max(1.0, task.tokens_per_step / task.length)
     if layout.dp > samples:
         about = "" if task.step.unit == "samples" else "about "
-        return f"a step of {about}{samples:.0f} samples cannot be shared by {layout.dp} data ranks"
+        few = f"a step of {about}{samples:.0f} samples is too small for {layout.dp} data ranks"
+        return f"{few}: some would have nothing"
     if layout.pp > 1 and task.tokens_per_step / layout.dp / task.max_length < layout.pp:
         return f"fewer micro-batches than {layout.pp} stages: most of them would wait"
     return None
