@@ -123,8 +123,8 @@ running. Memory is of runs in which each tensor has pages of its own; tokens/s o
 {rows}
 
 The aim is {memory:.0%} for memory and {speed:.0%} for tokens/s. Memory: {memory_words}. Tokens/s: {speed_words}.
-Two measurements of this virtual machine's products, two hours apart, gave 169 and 130 GFLOP/s: a plan of tokens/s can be
-no surer than that.
+Two measurements of this virtual machine's products on one afternoon gave 169 and 130 GFLOP/s: a plan of tokens/s can
+be no surer than that.
 """
 AIMS = {"bytes": 0.05, "tokens_per_s": 0.25}
 
