@@ -95,7 +95,7 @@ def test_a_run_stands_for_its_result_and_says_when_it_has_none(tiny_model: Path)
     Path("c/checkpoints").mkdir(parents=True)
     with pytest.raises(Faults, match="a run that has not ended"):
         load(tiny_model, "lora.adapter=c")
-    with pytest.raises(Faults, match="is the adapter in './a' again: it would count twice"):
+    with pytest.raises(Faults, match=r"is the adapter in '\./a' again: it would count twice"):
         load(tiny_model, "lora.merge=[./a]")
     with pytest.raises(ConfigError, match="names an adapter twice"):
         find_trained_on("demo", ["a", "./a/final/../../a", "a"], say=print)
