@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from watching import fill_page, stamp
+from watching import end_like_an_interrupt, fill_page, stamp
 
 CONFIG = """model: demo
 data: {{train: [./demo.jsonl], max_length: 512}}
@@ -74,6 +74,7 @@ def main() -> None:
         folder = Path(name)
         (folder / "run.yaml").write_text(CONFIG.format(tokens=options.tokens, steps=options.steps))
         write_data(folder)
+        end_like_an_interrupt()
         rows = [measure(*run, folder) for run in RUNS]
     for row in rows:
         row["of_ideal_per_cpu_s"] = row["tokens_per_cpu_s"] / rows[0]["tokens_per_cpu_s"]

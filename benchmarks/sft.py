@@ -158,6 +158,7 @@ def main() -> None:
         data = Path(name) / "chats.jsonl"
         write_chats(data)
         results: list[dict[str, Any]] = []
+        write(options, results)  # what cannot be written is said before anything is measured
         for case in choose_cases(options):
             if time.monotonic() - started > options.budget_s:
                 print(case.name, "left out: no time", flush=True)
