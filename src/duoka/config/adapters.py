@@ -131,13 +131,19 @@ def read_held(folder: Path) -> dict[str, str]:
 
 
 def check_counted_once(named: list[tuple[str, str]], base: Path) -> list[Fault]:
-    """Faults of adapters that are part of another one already: what began above them was written with them."""
+    """Faults of adapters that are named twice, or are part of another one: what began above them was written with them.
+
+    One that is spelled twice alike under lora is a rule's matter.
+    """
     folders = [(key, name, find_adapter(name, base, key)) for key, name in named]
     faults = []
-    for _, holder, folder in folders:
-        held = read_held(folder)
-        for key, name, other in folders:
-            if held and other != folder and digest(other) in held.values():
+    for key, name, place in folders if len(folders) > 1 else ():
+        first, own = next(one for _, one, folder in folders if folder == place), digest(place)
+        if first != name:
+            what = f"{key} names {name!r}, which is the adapter in {first!r} again: it would count twice"
+            faults.append(Fault(what, key=key, fix="name it once"))
+        for _, holder, folder in folders:
+            if own in read_held(folder).values() and folder != place:
                 what = f"{key} names {name!r}, and {holder!r} was trained above it and holds it: it would count twice"
                 faults.append(Fault(what, key=key, fix=f"name {holder} alone"))
     return faults
