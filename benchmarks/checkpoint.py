@@ -1,6 +1,7 @@
 """What saving and going on cost: a 135M model with AdamW's state, beside the savers that people use.
 
-    python benchmarks/checkpoint.py --out benchmarks/checkpoint.json [--only blocked overhead load] [--folder DIR]
+    python benchmarks/checkpoint.py --out benchmarks/checkpoint.json --page benchmarks/checkpoint.md \
+        [--only blocked overhead load] [--folder DIR]
 
 Times are of one machine; nothing is asserted. Each measure runs in a process of its own, files are dropped from the
 page cache before they are read, and `blocked` alternates all savers, so that a slow disk slows them all.
@@ -22,6 +23,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from watching import fill_page, stamp
 
 ROUNDS = 4
 TOKENS = 64  # of one row: a step of about a second on two cores; people's are longer
@@ -281,6 +284,7 @@ MEASURES = {"blocked": measure_blocked, "overhead": measure_overhead, "load": me
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", type=Path, help="a page whose block of figures is made from --out")
     parser.add_argument("--only", nargs="*", choices=list(MEASURES), default=list(MEASURES))
     parser.add_argument("--folder", type=Path, help="Where checkpoints go; default: beside the result.")
     parser.add_argument("--one", choices=list(MEASURES), help=argparse.SUPPRESS)
@@ -294,13 +298,46 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=base) as folder:
             command = [sys.executable, __file__, "--one", name, "--folder", folder]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found[name] = json.loads(done.stdout.splitlines()[-1])
+        threads = os.environ.get("OMP_NUM_THREADS", f"all of {os.cpu_count()}")
+        found[name] = {**json.loads(done.stdout.splitlines()[-1]), "threads": threads, **stamp()}
         print(name, json.dumps(found[name], indent=1), flush=True)
     names = ("duoka", "torch", "transformers", "accelerate")
     found["machine"] = {"cpu": platform.processor() or platform.machine(), "num_cores": os.cpu_count()}
     found["versions"] = {name: version(name) for name in names} | {"python": platform.python_version()}
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
+    if given.page:
+        fill_page(given.page, page_text(found), "figures")
+
+
+def page_text(found: dict[str, Any]) -> str:
+    """All that was measured, as tables; a measure that is not in `found` is left out."""
+    lines: list[str] = []
+    if blocked := found.get("blocked"):
+        lines += ["| saver | training stands still, median | spread | of `torch.save` |", "|---|---|---|---|"]
+        for name, share in sorted(blocked["of_torch_save"].items(), key=lambda item: item[1]):
+            times = blocked["blocked_s"][name]
+            middle = statistics.median(times)
+            lines.append(f"| {name} | {middle:.2f} s | {min(times):.2f} to {max(times):.2f} | {share:.2f} |")
+        until = statistics.median(blocked["duoka_until_on_disk_s"])
+        lines += ["", f"duoka's was on the disk, checksummed, {until:.2f} s after the request (median)."]
+        lines += [_measured(blocked), ""]
+    if load := found.get("load"):
+        lines += ["| going on | median |", "|---|---|"]
+        lines += [f"| {name} | {seconds:.2f} s |" for name, seconds in load["median_s"].items()]
+        lines += ["", _measured(load), ""]
+    if overhead := found.get("overhead"):
+        costs = overhead["cost_of_a_save_s"]
+        lines += [
+            f"A save costs a run of steps of {overhead['step_s']:.2f} s {statistics.median(costs):.2f} s (median; "
+            f"{min(costs):.2f} to {max(costs):.2f}): {overhead['overhead_at_one_save_a_minute']:.1%} at one a minute.",
+            _measured(overhead),
+        ]
+    return "\n".join(lines)
+
+
+def _measured(part: dict[str, Any]) -> str:
+    return f"Measured {part['measured']} UTC, code {part['code']}, threads: {part['threads']}."
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The plan's memory and speed beside what runs on this machine really take, over strategies.
 
     duoka bench hardware                          # first, on an idle machine
-    python benchmarks/plan_cpu.py OUT.json        # --only WORD: cases with that word
+    python benchmarks/plan_cpu.py OUT.json        # --only WORD: cases with that word; --page FILE.md: a table too
 
 Trains a few steps per case in fresh processes, twice, and reads plan.json and the event log. Memory is the highest
 resident size of any rank in a run where each tensor has pages of its own (MALLOC_MMAP_THRESHOLD_), so that resident is
@@ -103,7 +103,7 @@ def run(folder: Path, title: str) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    memory, speed = (row[f"predicted_{key}"] / row[f"measured_{key}"] - 1 for key in ("bytes", "tokens_per_s"))
+    memory, speed = off(row, "bytes"), off(row, "tokens_per_s")
     sizes = [row[f"{kind}_bytes"] / 2**20 for kind in ("predicted", "measured")]
     held = f"{sizes[0]:>7,.0f} MiB planned{sizes[1]:>7,.0f} held ({memory:+.0%})"
     held += f"{row['resident_bytes'] / 2**20:>7,.0f} with glibc's blocks"
@@ -111,12 +111,71 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['case']:<28}{held}{rates} ({speed:+.0%})  {row['wall_s']:.0f} s"
 
 
+PAGE = """# The plan beside what runs take, on a CPU
+
+`duoka bench hardware`, then `python benchmarks/plan_cpu.py benchmarks/plan_cpu.json --page benchmarks/plan_cpu.md`: a
+Llama of 25M parameters (about 2,200 tokens a step) and the 135M demo model, {cores} cores ({machine}), nothing else
+running. Memory is of runs in which each tensor has pages of its own; tokens/s of runs left alone
+([plan_cpu.json](plan_cpu.json) has the parts). What `duoka bench hardware` measured before: {measured}.
+
+| case | planned MiB | held | | planned tokens/s | reached | |
+|---|---|---|---|---|---|---|
+{rows}
+
+The aim is {memory:.0%} for memory and {speed:.0%} for tokens/s. Memory: {memory_words}. Tokens/s: {speed_words}.
+Two measurements of this virtual machine's products on one afternoon gave 169 and 130 GFLOP/s: a plan of tokens/s can
+be no surer than that.
+"""
+AIMS = {"bytes": 0.05, "tokens_per_s": 0.25}
+
+
+def off(row: dict[str, Any], what: str) -> float:
+    return float(row[f"predicted_{what}"] / row[f"measured_{what}"] - 1)
+
+
+def page(facts: dict[str, Any]) -> str:
+    """All rows as a table, and which of them miss the aim."""
+    lines, words = [], {}
+    for row in facts["rows"]:
+        sizes = [f"{row[f'{kind}_bytes'] / 2**20:,.0f}" for kind in ("predicted", "measured")]
+        rates = [f"{row[f'{kind}_tokens_per_s']:,.0f}" for kind in ("predicted", "measured")]
+        cells = [row["case"], *sizes, f"{off(row, 'bytes'):+.0%}", *rates, f"{off(row, 'tokens_per_s'):+.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    for what, aim in AIMS.items():
+        missed = [f"{row['case']} {off(row, what):+.1%}" for row in facts["rows"] if abs(off(row, what)) > aim]
+        within = f"{len(lines) - len(missed)} of {len(lines)} rows are within it"
+        words[what] = f"{within}; not {'; '.join(missed)}" if missed else within
+    return PAGE.format(
+        cores=facts["cores"], machine=facts["machine"], measured=facts["hardware"], rows="\n".join(lines),
+        memory=AIMS["bytes"], speed=AIMS["tokens_per_s"], memory_words=words["bytes"],
+        speed_words=words["tokens_per_s"],
+    )  # fmt: skip
+
+
+def hardware() -> str:
+    """What the plans counted with."""
+    from duoka.plan.catalogue import local_cluster
+    from duoka.plan.hardware import read_machine
+
+    cluster = local_cluster(read_machine(), 2, 2)
+    if not cluster.is_measured:
+        return "none, so that its speeds are guesses"
+    device = cluster.device
+    memory, link = device.memory_bytes_per_s / 1e9, cluster.link.bytes_per_s / 1e9
+    return f"{device.fp32_flops / 1e9:.0f} GFLOP/s in fp32, memory at {memory:.0f} GB/s, all-reduces at {link:.2f} GB/s"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="cases with this word in their name")
+    parser.add_argument("--page", type=Path, help="a Markdown table of them")
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    facts = {
+        "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": version("torch"),
+        "hardware": hardware(), "rows": rows,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tiny_model(folder / "model", hidden=768)
@@ -125,11 +184,10 @@ def main() -> None:
             if options.only in title:
                 rows.append(run(folder, title))
                 print(line(rows[-1]), flush=True)
-    facts = {
-        "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": version("torch"),
-        "rows": rows,
-    }  # fmt: skip
-    options.out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+                # After each, so that a run that is ended early leaves what it measured.
+                options.out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+                if options.page:
+                    options.page.write_text(page(facts), encoding="utf-8")
 
 
 if __name__ == "__main__":

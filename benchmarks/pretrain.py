@@ -172,7 +172,7 @@ def measure(
             where, variables = Path(options.nanochat), nanochat_variables(base, options)
         load = os.getloadavg()[0]
         seen = watch(
-            command, logs, folder, options.steps, options.limit_s, to_end=True, look_every_s=0.2, cwd=where,
+            command, logs, folder, options.steps, options.limit_s, to_end=True, cwd=where,
             variables=variables,
         )  # fmt: skip
         found = {**asdict(case), "steps": options.steps, **seen.numbers(), "load_at_start": round(load, 1)}

@@ -1,10 +1,11 @@
 """What fine-tuning costs: duoka beside transformers' Trainer, TRL and LLaMA-Factory, on the same conversations.
 
-    python benchmarks/sft.py --out benchmarks/sft.json [--peers PYTHON] [--llamafactory PYTHON] [--cases ...]
+    python benchmarks/sft.py --out benchmarks/sft.json --page benchmarks/sft.md [--peers PYTHON] [--llamafactory PYTHON]
 
 `--peers` is the interpreter of an environment with transformers, trl, peft and datasets; `--llamafactory` that of one
 with LLaMA-Factory. A tool without one is left out. All cases run in turns, one at a time; each is watched from outside:
 CPU time of its whole process tree, its largest process's peak memory, and a line per optimizer step that it writes.
+Rows that `--out` has already stay, unless the same case is measured again; each says when, and of which code.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from watching import describe_machine, package_versions, watch
+from sft_page import page_text
+from watching import describe_machine, end_like_an_interrupt, fill_page, package_versions, stamp, watch
 
 PEERS = Path(__file__).with_name("sft_peers.py")
 NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
@@ -112,7 +115,7 @@ def measure(case: Case, python: str, data: Path, model: str, options: argparse.N
             command, logs = peer_command(case, python, folder, data, model, options.steps, options.accumulation)
         load = os.getloadavg()[0]
         seen = watch(command, logs, folder, options.steps, options.limit_s)
-        return {**asdict(case), **seen.numbers(), "load_at_start": round(load, 1)}
+        return {**asdict(case), **seen.numbers(), "load_at_start": round(load, 1), **stamp()}
 
 
 def choose_cases(options: argparse.Namespace) -> list[Case]:
@@ -130,7 +133,8 @@ def choose_cases(options: argparse.Namespace) -> list[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--table", type=Path, help="a page of the same, as a table")
+    parser.add_argument("--page", type=Path, help="a page whose block of figures is made from --out")
+    parser.add_argument("--budget-s", type=float, default=1e9, help="start no case after so many seconds")
     parser.add_argument("--peers", help="interpreter with transformers, trl, peft, datasets")
     parser.add_argument("--llamafactory", help="interpreter with LLaMA-Factory")
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
@@ -140,8 +144,9 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps, the first of which is start-up")
     parser.add_argument("--accumulation", type=int, default=2)
-    parser.add_argument("--limit-s", type=float, default=240.0)
-    options = parser.parse_args()
+    parser.add_argument("--limit-s", type=float, default=400.0, help="of one case")
+    options, started = parser.parse_args(), time.monotonic()
+    end_like_an_interrupt()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as name:
         os.environ.setdefault("DUOKA_CACHE", str(Path(name) / "cache"))
@@ -152,8 +157,12 @@ def main() -> None:
         model = str(model_folder(ModelConfig(name="demo"), Path()))
         data = Path(name) / "chats.jsonl"
         write_chats(data)
-        results = []
+        results: list[dict[str, Any]] = []
+        write(options, results)  # what cannot be written is said before anything is measured
         for case in choose_cases(options):
+            if time.monotonic() - started > options.budget_s:
+                print(case.name, "left out: no time", flush=True)
+                continue
             python = options.llamafactory if case.tool == "llamafactory" else options.peers
             results.append(measure(case, python or "", data, model, options))
             print(case.name, {k: v for k, v in results[-1].items() if k not in asdict(case)}, flush=True)
@@ -162,7 +171,9 @@ def main() -> None:
 
 def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """After every case, so that a run that is cut short leaves what it measured."""
-    versions = {"duoka": package_versions(sys.executable, ("torch", "transformers", "peft"))}
+    before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    versions = before.get("versions", {})
+    versions["duoka"] = package_versions(sys.executable, ("torch", "transformers", "peft"))
     if options.peers:
         versions["trainer, trl"] = package_versions(options.peers, ("torch", "transformers", "trl", "peft"))
     if options.llamafactory:
@@ -173,34 +184,17 @@ def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
         "rows_per_process": ROWS, "accumulation": options.accumulation, "steps": options.steps,
         "measured": "CPU of the process tree from the end of the first step to the end of the last; wall likewise",
     }  # fmt: skip
-    text = json.dumps({"machine": describe_machine(), "versions": versions, "work": work, "results": results}, indent=1)
-    options.out.write_text(text + "\n", encoding="utf-8")
-    if options.table:
-        options.table.write_text(table(results), encoding="utf-8")
+    if before.get("work", work) != work:
+        raise SystemExit(f"{options.out} holds rows of other work ({before['work']}): give another --out.")
+    rows = {case_of(row): row for row in [*before.get("results", []), *results]}
+    found = {"machine": describe_machine(), "versions": versions, "work": work, "results": list(rows.values())}
+    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if options.page:
+        fill_page(options.page, page_text(found), "figures")
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Per work, each tool and how many times as much duoka does, or holds."""
-    lines = [
-        "| work | tool | real tokens per CPU-s | duoka / it | peak GiB | duoka / it | CPU-s to step 1 | duoka / it |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for work, rows in itertools.groupby(results, key=_work):
-        group = list(rows)
-        ours = next((row for row in group if row["tool"] == "duoka" and "error" not in row), None)
-        for row in group:
-            if "error" in row:
-                lines.append(f"| {work} | {row['tool']} | {row['error']} | | | | | |")
-                continue
-            cells = []
-            for key, unit in (("tokens_per_cpu_s", 1), ("peak_bytes", 2**30), ("first_step_cpu_s", 1)):
-                cells += [f"{row[key] / unit:.4g}", f"{ours[key] / row[key]:.2f}" if ours and row is not ours else ""]
-            lines.append(f"| {work} | {row['tool']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _work(row: dict[str, Any]) -> str:
-    return f"{row['method']}, {row['precision']}, {row['layout']}, {row['processes']} process(es)"
+def case_of(row: dict[str, Any]) -> Case:
+    return Case(**{field.name: row[field.name] for field in fields(Case)})
 
 
 if __name__ == "__main__":

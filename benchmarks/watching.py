@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-LOOK_EVERY_S = 0.05
+# A look at a process tree costs 5 ms of a core that the watched ones may want.
+LOOK_EVERY_S = 0.2
 
 
 @dataclass
@@ -100,14 +101,10 @@ def watch(
     limit_s: float,
     *,
     to_end: bool = False,
-    look_every_s: float = LOOK_EVERY_S,
     cwd: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Watched:
-    """Run until `steps` steps are done, then end it: what it writes afterwards is not the question, unless `to_end`.
-
-    Looking costs time of its own on the machine: a few ms each.
-    """
+    """Run until `steps` steps are done, then end it: what it writes afterwards is not the question, unless `to_end`."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "DUOKA_CACHE": str(folder / "cache"), "HF_HOME": str(folder / "hf")}
     env |= variables or {}
     seen, started = Watched(), time.monotonic()
@@ -116,21 +113,52 @@ def watch(
             command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=cwd, start_new_session=True
         )
         tree = Tree(process.pid)
-        while to_end or len(seen.steps) < steps:
-            ended = process.poll() is not None
-            cpu_s, wall_s = tree.look(), time.monotonic() - started
-            for tokens in read_steps(logs)[len(seen.steps) :]:
-                seen.steps.append((cpu_s, wall_s, tokens))
-            if ended or wall_s > limit_s:
-                break
-            time.sleep(look_every_s)
-        tree.end()
+        try:
+            while to_end or len(seen.steps) < steps:
+                ended = process.poll() is not None
+                cpu_s, wall_s = tree.look(), time.monotonic() - started
+                for tokens in read_steps(logs)[len(seen.steps) :]:
+                    seen.steps.append((cpu_s, wall_s, tokens))
+                if ended or wall_s > limit_s:
+                    break
+                time.sleep(LOOK_EVERY_S)
+        finally:  # also when a benchmark is stopped: what it watches has a session of its own
+            tree.end()
     seen.peak_bytes = max(tree.peak_bytes.values(), default=0)
     seen.sum_of_peaks_bytes = sum(tree.peak_bytes.values())
     if len(seen.steps) < 2 or (to_end and process.wait() != 0):
         last = (folder / "out.log").read_text(errors="replace").strip().splitlines()
         seen.error = f"{len(seen.steps)} steps in {limit_s:.0f} s; last line: {last[-1][:200] if last else ''}"
     return seen
+
+
+def end_like_an_interrupt() -> None:
+    """SIGTERM (`timeout`) as Ctrl-C: what runs is ended, folders are removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def stamp() -> dict[str, str]:
+    """When a row was measured, and of which code."""
+    source = Path(__file__).parent.parent / "src"
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    code = git("rev-parse", "--short", "HEAD") or "unknown"
+    changed = " with changes" if git("status", "--porcelain", ".") else ""
+    return {"measured": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), "code": code + changed}
+
+
+def fill_page(page: Path, text: str, name: str) -> None:
+    """Put `text` where the page has `<!-- NAME: made by ... -->` up to `<!-- end -->`; a page without is an error."""
+    start, found = f"<!-- {name}:", page.read_text(encoding="utf-8")
+    if found.count(start) != 1:
+        raise SystemExit(f"{page} has no single block that begins with '{start}'")
+    head, rest = found.split(start)
+    line, rest = rest.split("\n", 1)
+    _, tail = rest.split("<!-- end -->", 1)
+    page.write_text(f"{head}{start}{line}\n{text.strip()}\n<!-- end -->{tail}", encoding="utf-8")
 
 
 def describe_machine() -> dict[str, Any]:

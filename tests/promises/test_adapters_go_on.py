@@ -14,6 +14,7 @@ from worlds import train_all
 
 from duoka.config.load import load_config, resolved_yaml
 from duoka.errors import Faults
+from duoka.model.lora import save_adapter
 from duoka.runs.folder import RunFolder
 from duoka.serve.trained import find_trained, find_trained_on, load_trained
 
@@ -124,8 +125,14 @@ def test_the_result_is_one_plain_adapter_of_the_base_as_it_came(case, oracles):
     assert facts["r"] == 2 + 3 + 4 and set(facts["target_modules"]) >= {"q_proj", "up_proj", "v_proj", "down_proj"}
     with pytest.raises(Faults, match="would count twice"):  # as a file of LLaMA-Factory's would name them
         find_trained_on(str(model), [str(folder / "other"), str(folder / "above/final")], say=print)
+    for name, asked in (("above", ABOVE), ("further", FURTHER)):
+        RunFolder(folder / name).config.write_text(resolved_yaml(load_config(folder / "x.yaml", [asked])), "utf-8")
+    for name, below in (("above", "other"), ("further", "first/final")):  # in a copy too
+        again = load_trained(find_trained(str(folder / name), say=print), dtype=torch.float32)
+        save_adapter(again, copy := folder / f"copy of {name}")
+        with pytest.raises(Faults, match="would count twice"):
+            find_trained_on(str(model), [str(folder / below), str(copy)], say=print)
     base = AutoModelForCausalLM.from_pretrained(model)
-    RunFolder(folder / "above").config.write_text(resolved_yaml(load_config(folder / "x.yaml", [ABOVE])), "utf-8")
     with torch.no_grad():
         final = peft.PeftModel.from_pretrained(base, folder / "above/final").eval()(input_ids=ids).logits
         lm = load_trained(find_trained(str(folder / "above"), step=2, say=print), dtype=torch.float32)

@@ -67,11 +67,8 @@ def take_turns(accelerator, folder):
     accelerator.wait_for_everyone()
     assert accelerator.on_main_process(lambda: "ran")() == (None if rank else "ran")
     assert accelerator.on_last_process(lambda: "ran")() == ("ran" if rank else None)
-    assert (accelerator.num_processes, accelerator.is_main_process, accelerator.is_last_process) == (
-        2,
-        not rank,
-        bool(rank),
-    )
+    who = (accelerator.num_processes, accelerator.is_main_process, accelerator.is_last_process)
+    assert who == (2, not rank, bool(rank)) and accelerator.is_local_main_process == (not rank)
     accelerator.print("once")
 
 
@@ -111,6 +108,33 @@ class HalfUsed(Small):
     def __init__(self):
         super().__init__()
         self.spare = torch.nn.Linear(2, 2)
+
+
+def by_hand():
+    """no_sync and clip_grad_value_ as Accelerate's pages have them: sums of passes, means of ranks, values cut."""
+    from duoka import Accelerator
+
+    parts = torch.arange(12).view(4, 1, 3)
+    for strategy in ("ddp", "zero1", "fsdp"):
+        verbs = Accelerator(strategy=strategy)
+        torch.manual_seed(3)
+        plain, alone = Small(), Small()
+        alone.load_state_dict(plain.state_dict())
+        model = verbs.prepare(plain)
+        with verbs.no_sync(model):
+            verbs.backward(model(parts[verbs.process_index]).square().mean())
+        verbs.backward(model(parts[2 + verbs.process_index]).square().mean())
+        (sum(alone(part).square().mean() for part in parts) / 2).backward()
+        for limit in (None, 0.01):
+            if limit:
+                verbs.clip_grad_value_(model.parameters(), limit)
+                torch.nn.utils.clip_grad_value_(alone.parameters(), limit)
+            for name, parameter in verbs.unwrap_model(model).named_parameters():
+                grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+                wanted = dict(alone.named_parameters())[name].grad
+                assert torch.allclose(grad, wanted, rtol=1e-5, atol=1e-7), (strategy, name, limit)
+        assert float(wanted.abs().max()) == pytest.approx(0.01), "nothing was cut"
+        verbs.free_memory()
 
 
 def traps(accelerator):
@@ -168,6 +192,7 @@ def all_of_it(folder):
     travel(accelerator)
     take_turns(accelerator, folder)
     two_backwards(accelerator)
+    by_hand()
     uneven(accelerator)
     traps(accelerator)
     (Path(folder) / f"done-{accelerator.process_index}").touch()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from duoka.config.load import load_config, resolved_yaml
-from duoka.errors import Faults
+from duoka.errors import ConfigError, Faults
 from duoka.model.source import check_model
+from duoka.serve.trained import find_trained_on
 
 TARGETS = {"q_proj": (64, 64), "up_proj": (64, 160)}  # of the tiny model: in, out
 
@@ -94,5 +95,9 @@ def test_a_run_stands_for_its_result_and_says_when_it_has_none(tiny_model: Path)
     Path("c/checkpoints").mkdir(parents=True)
     with pytest.raises(Faults, match="a run that has not ended"):
         load(tiny_model, "lora.adapter=c")
+    with pytest.raises(Faults, match=r"is the adapter in '\./a' again: it would count twice"):
+        load(tiny_model, "lora.merge=[./a]")
+    with pytest.raises(ConfigError, match="names an adapter twice"):
+        find_trained_on("demo", ["a", "./a/final/../../a", "a"], say=print)
     with pytest.raises(Faults, match="which holds a whole model"):
         load(tiny_model, f"lora.adapter={tiny_model}")

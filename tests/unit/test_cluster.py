@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from duoka.cluster.blame import judge_world, last_step, read_last_traceback
+from duoka.cluster.elastic import _listen
 from duoka.cluster.launch import (
     WorldSpec,
     build_environment,
@@ -21,6 +22,7 @@ from duoka.cluster.launch import (
     hold_free_port,
     threads_per_process,
 )
+from duoka.cluster.meeting import Rules
 from duoka.cluster.passthrough import PlainCopy
 from duoka.cluster.ranks import Place, Ranks, node_environment
 from duoka.errors import ConfigError, DataError
@@ -259,3 +261,9 @@ def test_a_progress_line_that_never_ends_does_not_fill_memory(tmp_path: Path) ->
     assert len(copy._line) < 70000
     copy.close()
     assert (tmp_path / "log").read_text() == "step 019999 of many\n"
+
+
+def test_a_name_that_means_this_machine_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DUOKA_ALLOW_LOOPBACK", raising=False)
+    with pytest.raises(ConfigError, match=r"which on this machine is 127\.0\.0\.1: no other one gets there"):
+        _listen(Rules(1, 2, "localhost", 29500))

@@ -85,7 +85,7 @@ def real_peak(lora, recompute):
 
 @pytest.mark.parametrize(("config", "recompute"), [(PLAIN, "none"), (PLAIN, "full"), (ADAPTED, "none")])
 def test_a_dry_run_sees_what_a_real_step_allocates(config, recompute):
-    found = dry_run(config, FACTS, Layout(recompute=recompute, packing=False), TOKENS)
+    found = dry_run(config, FACTS, Layout(recompute=recompute, packing=False), [TOKENS])
     measured = real_peak(config.lora, recompute)
     assert abs(found.peak_bytes / measured - 1) <= 0.03, (
         f"{found.peak_bytes / 2**20:.2f} against {measured / 2**20:.2f}"
@@ -96,7 +96,7 @@ def test_a_dry_run_sees_what_a_real_step_allocates(config, recompute):
 @pytest.mark.parametrize("name", ["fsdp8", "zero1x8", "zero2x8", "hsdp2x4"])
 def test_a_rank_of_a_world_that_is_not_there_sends_what_theory_says(name):
     layout = replace(parse_layout(name), packing=False)
-    found = dry_run(PLAIN, FACTS, layout, TOKENS)
+    found = dry_run(PLAIN, FACTS, layout, [TOKENS])
     shape = shape_from_config(FACTS)
     theory = traffic(Work(shape, None), layout, 8, accumulation=1, tokens=TOKENS)
     wanted = sum(one.sent_bytes for one in theory)
@@ -107,9 +107,9 @@ def test_a_rank_of_a_world_that_is_not_there_sends_what_theory_says(name):
 def test_layers_are_extrapolated_along_a_line(monkeypatch):
     layout, facts = replace(parse_layout("ddp4"), packing=False), FACTS | {"num_hidden_layers": 5}
     monkeypatch.setattr(dryrun, "PROBED_LAYERS", (2, 3))
-    line = dry_run(PLAIN, facts, layout, TOKENS)
+    line = dry_run(PLAIN, facts, layout, [TOKENS])
     monkeypatch.setattr(dryrun, "PROBED_LAYERS", (5, 6))
-    whole = dry_run(PLAIN, facts, layout, TOKENS)
+    whole = dry_run(PLAIN, facts, layout, [TOKENS])
     assert (line.probed, whole.probed) == ((2, 3), (5,))
     for phase in ("forward", "backward", "optimizer step"):
         assert line.phases[phase] == pytest.approx(whole.phases[phase], rel=1e-3), phase
@@ -117,4 +117,4 @@ def test_layers_are_extrapolated_along_a_line(monkeypatch):
 
 def test_what_is_only_planned_has_no_code_to_run():
     with pytest.raises(ValueError, match="planned only"):
-        dry_run(PLAIN, FACTS, parse_layout("fsdp4·tp2"), TOKENS)
+        dry_run(PLAIN, FACTS, parse_layout("fsdp4·tp2"), [TOKENS])

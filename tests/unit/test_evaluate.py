@@ -95,6 +95,11 @@ def _measure_share(trained: Trained, data: EvalData, rank: int):
     )
 
 
+def test_a_measurement_is_planned_with_lengths_as_they_are(data: EvalData) -> None:
+    known = data.lengths
+    assert (known.basis, known.num_samples, known.longest) == ("tokenised", len(data.store), data.store.lengths.max())
+
+
 def test_a_model_needs_data_to_be_measured_on(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="what shall it be measured on"):
         read_eval_data(find_trained(str(tiny_model), say=quiet), [], say=quiet)

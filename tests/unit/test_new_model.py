@@ -11,7 +11,7 @@ import torch
 from duoka.config.derive import derive, rules_kept
 from duoka.config.load import load_config, resolved_yaml
 from duoka.config.schema import ModelConfig
-from duoka.errors import ConfigError
+from duoka.errors import ConfigError, Faults
 from duoka.model.build import load_model
 from duoka.model.draw import DrawnWeights
 from duoka.model.new import MARK, is_new, new_model_folder
@@ -103,6 +103,14 @@ def test_written_steps_end_the_run_whatever_they_pass_over(tmp_path):
 def test_adamw_of_eight_bits_takes_the_rate_of_adamw(tmp_path):
     rates = {load(tmp_path, BARE, f"optim.name={name}").config.optim.lr for name in ("adamw", "adamw8bit")}
     assert len(rates) == 1 and rates != {2e-5}
+
+
+def test_an_optimizer_without_a_rule_takes_any_rate_that_is_written(tmp_path):
+    assert load(tmp_path, BARE, "optim.name=lamb", "optim.lr=2e-5").config.optim.lr == 2e-5
+    with pytest.raises(Faults) as caught:
+        load(tmp_path, BARE, "model.quantization=nf4")
+    (fault,) = caught.value.faults  # one advice, and none that another rule refuses
+    assert "delete" in fault.fix and "rank" not in fault.fix
 
 
 def test_a_config_without_depth_is_left_alone(tmp_path):

@@ -133,6 +133,7 @@ def test_other_machines_are_planned_for_from_a_laptop(config):
         "device-hours",
     ):
         assert words in result.output, result.output
+    assert "of 4 samples is too small for 16 data" in plan(config, "--on", "16xH100", "train.global_batch=4").output
     with pytest.raises(Exception, match="leave --nproc out"):
         raise plan(config, "--on", "H100", "--nproc", 2).exception
 

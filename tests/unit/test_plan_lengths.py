@@ -12,37 +12,45 @@ from duoka.config.schema import RunConfig
 from duoka.data.epoch_plan import EpochPlan, share_batch
 from duoka.data.known import find_lengths, lengths_of, remember_lengths
 from duoka.plan.hardware import Machine
-from duoka.plan.lengths import Lengths, Rows, tokens_at_once
+from duoka.plan.layout import Layout
+from duoka.plan.lengths import Lengths, Rows, tokens_at_once, tokens_later
+from duoka.plan.recipe import Work
 from duoka.plan.report import make_plan
 from duoka.plan.shape import demo_shape
+from duoka.plan.task import task_of
 from duoka.units import Amount
 
 GIB = 2**30
 
 
 def fullest(lengths, ranks, micro, packing):
-    """As the loader lays it out: the most tokens, padding included, of any micro-batch."""
+    """As the loader lays it out: tokens, padding included, of the fullest micro-batch, and of those after the first."""
     plans = share_batch(np.arange(len(lengths)), np.array(lengths), ranks, micro, packing=packing, max_length=512)
-    sizes = []
-    for plan in (plan for rank in plans for plan in rank if plan.rows):
+    sizes = [[], [0]]
+    for place, plan in (one for rank in plans for one in enumerate(rank) if one[1].rows):
         rows = [sum(lengths[sample] for sample in row) for row in plan.rows]
-        sizes.append(len(rows) * max(rows))
-    return max(sizes)
+        sizes[place > 0].append(len(rows) * max(rows))
+    assert max(sizes[0]) >= max(sizes[1]), "the fullest is not the first"
+    return max(sizes[0]), max(sizes[1])
 
 
 def test_tokens_at_once_are_those_of_the_loader():
     dice = random.Random(0)
-    off = []
+    off, off_later = [], []
     for _ in range(300):
         lengths = sorted((dice.randint(5, 512) for _ in range(dice.choice((8, 16, 64)))), reverse=True)
         ranks, packing = dice.choice((1, 2, 4)), dice.random() < 0.6
         micro = dice.choice((Amount(512, "tokens"), Amount(4096, "tokens"), Amount(1, "samples"), Amount(4, "samples")))
         known = Lengths("tokenised", 99, sum(lengths) / len(lengths), lengths[0], tuple(lengths))
         step, rows = Amount(len(lengths), "samples"), Rows(512, packing)
-        expected, real = tokens_at_once(step, ranks, micro, rows, known), fullest(lengths, ranks, micro, packing)
+        real, later = fullest(lengths, ranks, micro, packing)
+        expected = tokens_at_once(step, ranks, micro, rows, known)
+        off_later.append((min(expected, tokens_later(known, ranks, micro, packing)) - later) / real)
         off.append(expected / real - 1)
         assert real <= tokens_at_once(step, ranks, micro, rows) + 1e-9, "the bound is none"
     off.sort(key=abs)
+    off_later.sort(key=abs)
+    assert abs(off_later[150]) < 0.02 and abs(off_later[285]) < 0.25, (off_later[150], off_later[285], off_later[-1])
     assert abs(off[150]) < 0.02 and abs(off[285]) < 0.25, (off[150], off[285], off[-1])
 
 
@@ -50,6 +58,17 @@ def test_tokens_at_once_are_those_of_the_loader():
 def test_the_longest_sample_counts_in_whatever_batch_it_lies(packing, expected):
     known = Lengths("tokenised", 99, 105.0, 1500, (100,) * 16)
     assert tokens_at_once(Amount(16, "samples"), 4, Amount(4096, "tokens"), Rows(4096, packing), known) == expected
+
+
+def test_an_evaluation_of_few_samples_computes_few_at_once():
+    known = Lengths("tokenised", 108, 40.0, 73, (73,) * 8)
+    layout = Layout(micro=Amount(16384, "tokens"))
+    tokens = {}
+    for words in ({}, {"eval": 0.1}, {"eval": ["x"]}):
+        data = {"train": ["x"], "max_length": 512, **words}
+        config = RunConfig.model_validate({"model": "demo", "data": data})
+        tokens[str(words)] = task_of(config, Work(demo_shape(), None), known).eval_tokens(layout)
+    assert list(tokens.values()) == [0, 12 * 512, 16384]  # 12 of 120 samples were kept aside
 
 
 def test_short_samples_need_less_than_the_bound_and_the_plan_says_both():

@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def measured_peak(lora, precision, recompute):
+def measured_peak(lora, precision, recompute, sizes=(TOKENS,)):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from duoka.model.attention import register_attention
@@ -69,16 +69,18 @@ def measured_peak(lora, precision, recompute):
         apply_recompute(lm, recompute)
     model = LossModel(lm.train())
     optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad])
-    tokens = torch.randint(0, FACTS["vocab_size"], (1, TOKENS))
-    places = torch.arange(TOKENS)[None] % DOCUMENT
-    edges = torch.arange(0, TOKENS + 1, DOCUMENT, dtype=torch.int32)
     for _ in range(2):  # the optimizer's state exists from the second step on
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         half = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
         with LiveBytes([*lm.parameters(), *lm.buffers(), *states]) as live:
-            with half:
-                loss, _ = model(tokens, tokens, places, edges)
-            loss.backward()
+            for size in sizes:
+                tokens = torch.randint(0, FACTS["vocab_size"], (1, size))
+                places = torch.arange(size)[None] % DOCUMENT
+                edges = torch.arange(0, size + 1, DOCUMENT, dtype=torch.int32)
+                with half:
+                    loss, _ = model(tokens, tokens, places, edges)
+                loss.backward()
+                del loss, tokens
             optimizer.step()
         optimizer.zero_grad()
     return live.peak
@@ -102,12 +104,21 @@ def measured_peak(lora, precision, recompute):
 def test_predicted_peak_is_what_a_real_step_allocates(dropout, precision, recompute):
     lora = None if dropout is None else LoraConfig(dropout=dropout)
     layout = Layout(precision=precision, recompute=recompute, micro=Amount(TOKENS, "tokens"))
-    memory = estimate_memory(Work(SHAPE, lora), layout, TOKENS, accumulates=False)
+    memory = estimate_memory(Work(SHAPE, lora), layout, TOKENS, later=0)
     predicted = memory.peak_bytes - CPU_FRAMEWORK_BYTES[1]
     measured = measured_peak(lora, precision, recompute)
     allowed = 0.05 if recompute == "none" else 0.15
     ratio = predicted / measured
     assert abs(ratio - 1) < allowed, f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
+
+
+@pytest.mark.parametrize("later", [64, 128, 256])
+def test_gradients_stand_beside_later_micro_batches_only(later):
+    layout = Layout(precision="fp32", recompute="none", micro=Amount(2 * TOKENS, "tokens"))
+    memory = estimate_memory(Work(SHAPE, None), layout, 2 * TOKENS, later=later)
+    predicted = memory.peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    assert abs(predicted / measured_peak(None, "fp32", "none", (2 * TOKENS, later)) - 1) < 0.05
+    assert ("gradients" in memory.parts) == (memory.peak_tokens == later)
 
 
 def test_static_bytes_are_those_of_real_tensors():

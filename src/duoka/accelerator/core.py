@@ -24,7 +24,7 @@ from duoka.accelerator.prepared import (
 )
 from duoka.accelerator.roles import Roles
 from duoka.accelerator.saving import Saving
-from duoka.accelerator.settings import choose_layout, read_parallel, read_precision, read_steps
+from duoka.accelerator.settings import choose_layout, read_parallel, read_precision, read_steps, refuse_others
 from duoka.accelerator.snapshot import Parts
 from duoka.accelerator.trackers import Tracking
 from duoka.accelerator.window import Window
@@ -54,12 +54,15 @@ class Accelerator(Saving, Tracking, Roles):
         dispatch_batches: bool = False,
         seed: int = 0,
         debug: bool = False,
+        **others: Any,
     ) -> None:
         """`strategy`: single, ddp, zero1, zero2, zero3 (fsdp) or hsdp; `parallel`: further keys of the YAML's block.
 
         `seed` orders shuffled loaders; `split_batches`: a loader's batch size is that of all ranks together;
         `dispatch_batches`: rank 0 reads iterable data for all; `debug`: compare shapes before each collective.
+        `others` are refused by name, with what to write instead of Accelerate's.
         """
+        refuse_others(others)
         asked = read_parallel(strategy, parallel)
         Tracking.__init__(self, log_with)
         world, started = join_world(asked)

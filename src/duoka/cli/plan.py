@@ -248,8 +248,7 @@ def _dry_run(subject: _Subject, plan: Plan) -> DryRun:
     from duoka.parallel.dryrun import dry_run
 
     try:
-        accumulates = plan.batch.accumulation > 1
-        return dry_run(subject.config, subject.facts, plan.layout, plan.memory.tokens, accumulates=accumulates)
+        return dry_run(subject.config, subject.facts, plan.layout, (plan.memory.tokens, plan.memory.later))
     except ValueError as error:
         raise ConfigError(f"--dry-run: {error}") from None
 

@@ -177,22 +177,27 @@ class _Machine:
         try:
             connection = socket.create_connection((rules.host, rules.port), timeout=_CONNECT_S)
         except OSError as error:
-            limit_s = RETURN_S if self.was_there else rules.wait_s
-            if time.monotonic() - self.apart_since < limit_s:
-                return None
-            place = f"{rules.host}:{rules.port}"
-            what = f"nobody answers at {place}" if not self.was_there else f"the meeting at {place} did not come back"
-            raise WorkerFailed(
-                f"{what} within {format_seconds(limit_s)}",
-                where=error.strerror or str(error),
-                fix="start the same command on the machine that has this address (hostname -I prints a machine's own), "
-                "and here; the run goes on from the newest checkpoint",
-            ) from None
+            self._be_patient(error.strerror or str(error))
+            return None
         if connection.getsockname() == connection.getpeername():  # TCP met itself: nobody listens there
             connection.close()
             return None
         self.wire, self.is_welcome = Wire(connection), False
         return None
+
+    def _be_patient(self, why: str) -> None:
+        """Nobody is there yet, or not any more: raises once that has lasted too long."""
+        rules, limit_s = self.rules, RETURN_S if self.was_there else self.rules.wait_s
+        if time.monotonic() - self.apart_since < limit_s:
+            return
+        place = f"{rules.host}:{rules.port}"
+        what = f"nobody answers at {place}" if not self.was_there else f"the meeting at {place} did not come back"
+        raise WorkerFailed(
+            f"{what} within {format_seconds(limit_s)}",
+            where=why,
+            fix="start the same command on the machine that has this address (hostname -I prints a machine's own), "
+            "and here; the run goes on from the newest checkpoint",
+        )
 
     def _greet(self, message: dict[str, Any]) -> Verdict | None:
         """Show that this machine is of the run, and see that the other one is: until then no order counts."""
@@ -232,11 +237,13 @@ class _Machine:
             is_silent = not self.wire.is_foreign
             return self._keep_off("who answers there says nothing" if is_silent else "who answers there is no meeting")
         self.wire.close_now()
-        if self.is_welcome:
+        was_welcome, self.wire, self.is_welcome = self.is_welcome, None, False
+        if was_welcome:
             text = f"the meeting at {self.rules.host}:{self.rules.port} is gone: ending the ranks here, and"
             self.say(f"{text} trying to come back for {format_seconds(RETURN_S)}")
             self.apart_since = time.monotonic()
-        self.wire, self.is_welcome = None, False
+        else:  # a forwarder of ports, say, whose other end is down: it takes every call and hangs up
+            self._be_patient("who answers there hangs up at once")
         self._end_ranks()
 
     def _hear(self, message: dict[str, Any]) -> Verdict | None:

@@ -125,16 +125,25 @@ def digest(folder: Path) -> str:
     return hashlib.blake2b((folder / WEIGHTS).read_bytes(), digest_size=8).hexdigest()
 
 
+def read_held(folder: Path) -> dict[str, str]:
+    """Other adapters that are part of the one in `folder`: their names and digests."""
+    return dict(json.loads((folder / HOLDS).read_text(encoding="utf-8"))) if (folder / HOLDS).is_file() else {}
+
+
 def check_counted_once(named: list[tuple[str, str]], base: Path) -> list[Fault]:
-    """Faults of adapters that are part of another one already: what began above them was written with them."""
+    """Faults of adapters that are named twice, or are part of another one: what began above them was written with them.
+
+    One that is spelled twice alike under lora is a rule's matter.
+    """
     folders = [(key, name, find_adapter(name, base, key)) for key, name in named]
     faults = []
-    for _, holder, folder in folders:
-        if not (folder / HOLDS).is_file():
-            continue
-        held = json.loads((folder / HOLDS).read_text(encoding="utf-8"))
-        for key, name, other in folders:
-            if other != folder and digest(other) in held.values():
+    for key, name, place in folders if len(folders) > 1 else ():
+        first, own = next(one for _, one, folder in folders if folder == place), digest(place)
+        if first != name:
+            what = f"{key} names {name!r}, which is the adapter in {first!r} again: it would count twice"
+            faults.append(Fault(what, key=key, fix="name it once"))
+        for _, holder, folder in folders:
+            if own in read_held(folder).values() and folder != place:
                 what = f"{key} names {name!r}, and {holder!r} was trained above it and holds it: it would count twice"
                 faults.append(Fault(what, key=key, fix=f"name {holder} alone"))
     return faults

@@ -10,7 +10,7 @@ from pathlib import Path
 from duoka.config.adapters import named_adapters
 from duoka.config.derive import is_outside_what_was_tried
 from duoka.config.rule import Rule
-from duoka.config.schema import OptimConfig, RunConfig
+from duoka.config.schema import RunConfig
 
 NO_PACKER = "model.quantization packs the base by bitsandbytes, which is not installed here"
 GET_PACKER = "install it: pip install 'duoka[quant]'"
@@ -110,7 +110,7 @@ NEW_MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer-without-a-known-rate",
         ("optim.name", "model.depth"),
-        lambda c: c.model.depth is not None and c.optim.name in _NO_RATE and c.optim.lr == OptimConfig().lr,
+        lambda c: c.model.depth is not None and c.optim.name in _NO_RATE and "lr" not in c.optim.model_fields_set,
         "optim.name is {c.optim.name}, for which no rule makes a learning rate of model.depth, and {c.optim.lr:g} is "
         "one for fine-tuning",
         "write optim.lr, for example:   lr: 0.001   or   name: muon   or adamw, whose rates follow from depth",
@@ -124,10 +124,11 @@ NEW_MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "adapters-on-noise",
-        ("lora", "train_only", "model.depth"),
-        lambda c: c.model.depth is not None and (c.lora is not None or c.train_only is not None),
-        "model.depth begins from random weights, and lora or train_only would leave most of them as they are",
-        "delete the block",
+        ("lora", "train_only", "model.quantization", "model.depth"),
+        lambda c: c.model.depth is not None and bool(c.lora or c.train_only or c.model.quantization != "none"),
+        "model.depth begins from random weights, and lora, train_only or quantization would leave most of them as they "
+        "are",
+        "delete lora, train_only and quantization",
     ),
     Rule(
         "new-model-learns-text-first",
@@ -223,7 +224,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "quantized-base-is-frozen",
         ("model.quantization", "lora"),
-        lambda c: c.model.quantization != "none" and c.lora is None,
+        lambda c: c.model.quantization != "none" and c.lora is None and c.model.depth is None,
         "model.quantization is {c.model.quantization}, and there is no lora block: packed weights cannot be trained, "
         "only adapters beside them",
         "write for example:   lora: {rank: 8}   or delete quantization",

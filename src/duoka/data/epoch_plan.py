@@ -252,7 +252,7 @@ def _share_by_cost(pairs: Sequence[tuple[int, int]], num_ranks: int) -> list[lis
 
 
 def _cut_share(share: Sequence[tuple[int, int]], micro: Amount, packing: bool) -> list[MicroPlan]:
-    """A rank's samples, longest first, into micro-batches."""
+    """A rank's samples, longest first, into micro-batches, the fullest first: it finds no gradients of others yet."""
     if micro.unit == "samples":
         groups: Sequence[Sequence[tuple[int, int]]] = [
             share[at : at + micro.count] for at in range(0, len(share), micro.count)
@@ -261,6 +261,12 @@ def _cut_share(share: Sequence[tuple[int, int]], micro: Amount, packing: bool) -
         groups = _fill_bins(share, micro.count)
     else:
         groups = _group_rows(share, micro.count)
+
+    def size(group: Sequence[tuple[int, int]]) -> int:
+        lengths = [length for _, length in group]
+        return sum(lengths) if packing else len(lengths) * max(lengths)
+
+    groups = sorted(groups, key=size, reverse=True)
     ids = [tuple(sample for sample, _ in group) for group in groups]
     return [MicroPlan((row,)) if packing else MicroPlan(tuple((sample,) for sample in row)) for row in ids]
 

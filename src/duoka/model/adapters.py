@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from duoka.config.adapters import WEIGHTS, digest, read_adapter
+from duoka.config.adapters import WEIGHTS, digest, read_adapter, read_held
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 
@@ -28,6 +28,7 @@ class PlainAdapter:
     scale: float
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
     digest: str
+    held: dict[str, str]  # others that are part of it, by name and digest
 
     @classmethod
     def read(cls, name: str, base: Path) -> PlainAdapter:
@@ -38,7 +39,7 @@ class PlainAdapter:
             if stored.endswith(".lora_A.weight"):
                 up = tensors[stored.replace(".lora_A.", ".lora_B.")]
                 pairs[stored.removeprefix(PREFIX).removesuffix(".lora_A.weight")] = (down.float(), up.float())
-        return cls(name, facts.rank, facts.scale, pairs, digest(facts.folder))
+        return cls(name, facts.rank, facts.scale, pairs, digest(facts.folder), read_held(facts.folder))
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Earlier:
         goes_on = PlainAdapter.read(adapter, base) if adapter else None
         merged = tuple(PlainAdapter.read(name, base) for name in lora.merge)
         return cls(goes_on, merged) if goes_on or merged else None
+
+    def held(self) -> dict[str, str]:
+        """What a result holds that begins here: all of these, and what they hold."""
+        parts = [*self.merged, *([self.goes_on] if self.goes_on else [])]
+        return {name: value for one in parts for name, value in (one.held | {one.name: one.digest}).items()}
 
     def begins(self, name: str) -> bool:
         """True for a parameter of an adapter whose values come from the one that goes on."""
@@ -100,6 +106,11 @@ class Earlier:
                 raise ConfigError(
                     f"lora.merge names an adapter on {module}, which the model does not have",
                     fix="name the model that it was trained on",
+                )
+            if hasattr(weight, "quant_state"):
+                raise ConfigError(
+                    f"the base is packed, and nothing can be laid into packed weights: {self.merged[0].name}",
+                    fix="merge all of them first (duoka export FILE), and name the result",
                 )
             with torch.no_grad():
                 weight.copy_(self.merge_rows(module, weight))

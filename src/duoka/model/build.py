@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from duoka.config.adapters import read_held
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.errors import ConfigError
 from duoka.model.adapters import Earlier
@@ -23,7 +24,7 @@ from duoka.model.attention import register_attention
 from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
-from duoka.model.lora import EARLIER, apply_lora, without_packer
+from duoka.model.lora import apply_lora, keep_earlier, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.new import is_new
 from duoka.model.packed import Packing, unpack
@@ -120,7 +121,7 @@ def load_adapter(base: torch.nn.Module, folder: Path, earlier: Earlier | None = 
         import peft
 
         adapted = peft.PeftModel.from_pretrained(base, os.fspath(folder))
-    setattr(adapted, EARLIER, earlier)
+    keep_earlier(adapted, earlier, read_held(folder))
     return adapted
 
 

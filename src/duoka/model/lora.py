@@ -20,6 +20,7 @@ from duoka.model.pissa import PissaStarts, as_plain_adapter, check_untied, draw_
 
 STARTS = "pissa_starts"  # where a model keeps what its adapters began with
 EARLIER = "earlier_adapters"  # and those that were laid into its base
+HELD = "held_adapters"  # and all that are part of its adapter, by name and digest
 
 
 def apply_lora(
@@ -68,7 +69,7 @@ def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int, earlier: Ea
         bias="none",
     )
     adapted = peft.get_peft_model(model, settings)
-    setattr(adapted, EARLIER, earlier)
+    keep_earlier(adapted, earlier)
     if any(parameter.is_meta for parameter in adapted.parameters()):
         return adapted
     with torch.no_grad():
@@ -100,6 +101,12 @@ def keep_starts(adapted: torch.nn.Module, starts: PissaStarts) -> None:
     setattr(adapted, STARTS, starts)
 
 
+def keep_earlier(adapted: torch.nn.Module, earlier: Earlier | None, held: dict[str, str] | None = None) -> None:
+    """Leave with the model what lies below its adapter, and the names of all that is part of it."""
+    setattr(adapted, EARLIER, earlier)
+    setattr(adapted, HELD, (held or {}) | (earlier.held() if earlier else {}))
+
+
 def adapted_modules(adapted: torch.nn.Module) -> dict[str, bool]:
     """Names of the modules with an adapter beside them, and whether their base weight is (in, out)."""
     return {
@@ -111,6 +118,12 @@ def adapted_modules(adapted: torch.nn.Module) -> dict[str, bool]:
 
 def save_adapter(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
     """Write the adapter as a PEFT folder for the base as it came; `state` has whole tensors where `lm` has shards."""
+    _save_tensors(lm, folder, state)
+    if held := getattr(lm, HELD, {}):
+        (folder / HOLDS).write_text(json.dumps(held, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _save_tensors(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tensor] | None) -> None:
     starts: PissaStarts | None = getattr(lm, STARTS, None)
     earlier: Earlier | None = getattr(lm, EARLIER, None)
     if starts is None and not (earlier and earlier.merged):
@@ -134,8 +147,6 @@ def save_adapter(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tenso
         # PEFT leaves out what lies beside modules that the new adapter has nothing on.
         tensors = {name.replace(".default.", "."): value.contiguous() for name, value in plain.items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        held = {one.name: one.digest for one in earlier.merged} if earlier else {}
-        (folder / HOLDS).write_text(json.dumps(held, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def is_adapter(name: str) -> bool:

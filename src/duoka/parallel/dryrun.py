@@ -11,7 +11,7 @@ import contextlib
 import copy
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,10 +59,8 @@ class DryRun:
         return {**vars(self), "probed": list(self.probed), "phases": dict(self.phases), "traffic": sent}
 
 
-def dry_run(
-    config: RunConfig, facts: Mapping[str, Any], layout: Layout, tokens: int, *, accumulates: bool = False
-) -> DryRun:
-    """Two steps of a micro-batch of `tokens` on rank 0, or of two when gradients are accumulated over several.
+def dry_run(config: RunConfig, facts: Mapping[str, Any], layout: Layout, sizes: Sequence[int]) -> DryRun:
+    """Two steps on rank 0, each of micro-batches of `sizes` tokens; one of 0 is none.
 
     `facts` is the model's config.json. What is exchanged is that of a step's last micro-batch.
 
@@ -76,7 +74,7 @@ def dry_run(
     layers = int(_text(facts)["num_hidden_layers"])
     # One kind of layer only: windows and experts that alternate need a whole period, as 4 and 8 have of 2 and 4.
     probed = PROBED_LAYERS if layers > PROBED_LAYERS[-1] else (layers,)
-    runs = [_probe(config, _cut(facts, number), layout, tokens, 1 + accumulates) for number in probed]
+    runs = [_probe(config, _cut(facts, number), layout, [size for size in sizes if size]) for number in probed]
     phases = {name: _line(probed, [run.phases[name] for run in runs], layers) for name in PHASES}
     kinds = dict.fromkeys(kind for run in runs for kind in run.traffic)
     carried = {
@@ -130,7 +128,7 @@ class _Probe:
     traffic: Mapping[str, Traffic]
 
 
-def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, tokens: int, num_passes: int) -> _Probe:
+def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, sizes: Sequence[int]) -> _Probe:
     with _fake_world(layout) as world:
         parallel = _parallelized(config, facts, layout, world)
         with FakeTensorMode(allow_non_fake_inputs=True), StoragePeak() as live:
@@ -140,7 +138,7 @@ def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, tokens: int
             live.hold(parallel.bare)
             phases: dict[str, int] = {}
             for _ in range(2):  # the optimizer's state exists from the second step on
-                phases = _step(parallel, optimizer, layout, tokens, num_passes, config.optim.clip, live)
+                phases = _step(parallel, optimizer, layout, sizes, config.optim.clip, live)
             traffic = dict(LEDGER.traffic)
             LEDGER.traffic.clear()
     return _Probe(phases, traffic)
@@ -155,25 +153,23 @@ def _step(
     parallel: Parallelized,
     optimizer: torch.optim.Optimizer,
     layout: Layout,
-    tokens: int,
-    num_passes: int,
+    sizes: Sequence[int],
     clip: float,
     live: StoragePeak,
 ) -> dict[str, int]:
     phases: dict[str, int] = {}
     device = torch.device("cpu")
-    ids = torch.zeros((1, tokens), dtype=torch.long)
-    places = torch.zeros((1, tokens), dtype=torch.long)
     live.start_phase()
-    for number in range(num_passes):
+    for number, tokens in enumerate(sizes, 1):
         LEDGER.traffic.clear()
-        with parallel.exchange(number == num_passes - 1):
+        ids = torch.zeros((1, tokens), dtype=torch.long)
+        with parallel.exchange(number == len(sizes)):
             with compute_in(layout.precision, device):
-                loss, _ = parallel.model(ids, ids, places)
-            phases["forward"] = live.start_phase()
+                loss, _ = parallel.model(ids, ids, ids)
+            phases["forward"] = max(live.start_phase(), phases.get("forward", 0))
             loss.backward()
             del loss
-            phases["backward"] = live.start_phase()
+            phases["backward"] = max(live.start_phase(), phases.get("backward", 0))
     clip_gradients(_trainable(parallel).values(), clip)
     optimizer.step()
     phases["optimizer step"] = live.start_phase()

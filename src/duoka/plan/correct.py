@@ -51,12 +51,12 @@ class Correction:
         )
 
 
-def correct_plan(work: Work, layout: Layout, seen: Shortfall, *, accumulates: bool = True) -> Correction:
+def correct_plan(work: Work, layout: Layout, seen: Shortfall) -> Correction:
     """The largest share of what failed that fits by the corrected estimate; the smallest when none does."""
 
     def estimate(tokens: int) -> tuple[int, int]:
         """(counted, estimated) bytes at the peak."""
-        memory = estimate_memory(work, layout, tokens, accumulates=accumulates)
+        memory = estimate_memory(work, layout, tokens)
         return counted_bytes(memory), memory.peak_bytes - counted_bytes(memory)
 
     counted, loose = estimate(seen.tokens)

@@ -74,6 +74,23 @@ def tokens_at_once(step: Amount, num_ranks: int, micro: Amount, rows: Rows, leng
     return min(most, _expected(lengths, num_ranks, micro, rows.packing)) if lengths and lengths.batch else most
 
 
+def tokens_later(lengths: Lengths, num_ranks: int, micro: Amount, packing: bool) -> int:
+    """The most tokens of a micro-batch that finds gradients of an earlier one; 0: a step has one micro-batch.
+
+    The loader puts a step's fullest micro-batch first, so this one may be much smaller.
+    """
+    own = lengths.batch[::num_ranks]
+    if packing and micro.unit == "tokens":
+        share = max(own[0], math.ceil(sum(lengths.batch) / num_ranks))
+        return min(micro.count, max(0, share - micro.count))
+    at, sizes = 0, [0]
+    while at < len(own):
+        group = own[at : at + (micro.count if micro.unit == "samples" else max(1, micro.count // own[at]))]
+        sizes.append(sum(group) if packing else len(group) * group[0])
+        at += len(group)
+    return sorted(sizes)[-2]
+
+
 def _bound(step: Amount, num_ranks: int, micro: Amount, max_length: int) -> int:
     """Its own limit, or the rank's whole share when that is less, if all samples were as long as they may be."""
     if step.unit == "samples":

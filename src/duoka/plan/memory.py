@@ -26,6 +26,8 @@ RANGE = (0.85, 1.30)
 # passes by took 1.4 (adapters) to 2.1 times (all weights) its own size (benchmarks/scaling.md).
 HOLES = 1.90
 
+_LAST_OF_PASS = "end of the backward pass"
+
 FITS, TIGHT = 0.90, 0.97  # shares of the available memory below which a run fits, or is tight
 
 
@@ -38,7 +40,9 @@ class Memory:
     peak_moment: str
     low_bytes: int
     high_bytes: int
-    tokens: int  # in one micro-batch
+    tokens: int  # in the fullest micro-batch
+    later: int  # in the fullest of those that find gradients; 0: a step has one micro-batch
+    peak_tokens: int  # of the one that makes the peak
     formula: str
     formulas: Mapping[str, str] = field(default_factory=dict)  # of each part of the peak, by its name
     host_bytes: int = 0  # of this rank, in host memory
@@ -56,29 +60,28 @@ def estimate_memory(
     layout: Layout,
     tokens: int,
     *,
-    accumulates: bool = True,
+    later: int | None = None,
     accumulation: int = 1,
     length: int = 0,
     eval_tokens: int = 0,
 ) -> Memory:
-    """The peak of one rank that computes `tokens` at once, and `accumulates` gradients over micro-batches or not.
+    """The peak of one rank that computes `tokens` at once, then `later` tokens beside its gradients; 0: nothing more.
 
     Of a pipeline, the fullest stage; `accumulation` micro-batches feed it. `length` is the longest sequence, which
     matters only where attention keeps its scores. Evaluations measure up to `eval_tokens` at once.
     """
-    tokens = -(-tokens // layout.sp)
+    sizes = -(-tokens // layout.sp), -(-(tokens if later is None else later) // layout.sp)
     stages = [
-        _estimate(work, layout, share, tokens, accumulates, length, eval_tokens)
-        for share in shares(work, layout, accumulation)
+        _estimate(work, layout, share, sizes, length, eval_tokens) for share in shares(work, layout, accumulation)
     ]
     return max(stages, key=lambda memory: memory.peak_bytes)
 
 
 def _estimate(
-    work: Work, layout: Layout, share: Share, tokens: int, accumulates: bool, length: int, eval_tokens: int
+    work: Work, layout: Layout, share: Share, sizes: tuple[int, int], length: int, eval_tokens: int
 ) -> Memory:
+    """`sizes`: tokens of the first micro-batch, and of the fullest later one."""
     static = static_memory(work, layout, share)
-    one_layer, kept, formula = _activations(work, layout, share, tokens, length)
     low, framework, high = _framework_bytes(work, layout)
     held = _on_device(static, layout)
     base = {"weights": held["weights"], "optimizer": held["optimizer"], "framework": framework}
@@ -88,26 +91,22 @@ def _estimate(
     gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") else {}
     gradients = {"gradients": held["gradients"]}
     # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
-    before = gradients if accumulates or layout.strategy == "ddp" else {}
-    casts = _cast_bytes(work, layout, share)
-    loss, head_gradient = loss_bytes(work, layout, share, tokens)
-    working = _working_bytes(work, layout, tokens)
-    again = one_layer if layout.recompute != "none" else 0
-    moments = {
-        "loss": base | before | {"casts": casts, "activations": kept, "loss": loss + head_gradient},
-        "start of the backward pass": base
-        | before
-        | {"casts": casts, "activations": kept + again, "loss": head_gradient, "working": working},
-        "end of the backward pass": base | gradients | {"casts": casts, "activations": one_layer, "working": working},
-        "optimizer step": base | gradients | {"temporaries": _optimizer_bytes(work, layout, share)},
-    }
+    buckets = gradients if layout.strategy == "ddp" else {}
+    one_layer, _, formula = _activations(work, layout, share, sizes[0], length)
+    moments = {"optimizer step": base | gradients | {"temporaries": _optimizer_bytes(work, layout, share)}}
+    tokens_of = {"optimizer step": sizes[0]}
+    for tokens, before in ((sizes[0], buckets), (sizes[1], gradients)):
+        passing = _pass_moments(work, layout, share, tokens, length) if tokens else {}
+        for moment, own in passing.items():
+            whole = base | (gradients if moment == _LAST_OF_PASS else before) | own
+            if sum(whole.values()) > sum(moments.get(moment, {}).values()):
+                moments[moment], tokens_of[moment] = whole, tokens
     if eval_tokens:
         # Nothing is kept for a backward pass: one layer's tensors, and a chunk of logits.
-        passing = one_layer * eval_tokens // max(1, tokens)
-        buckets = gradients if layout.strategy == "ddp" else {}
-        moments["evaluation"] = (
-            base | buckets | {"activations": passing, "loss": loss_bytes(work, layout, share, eval_tokens)[0]}
-        )
+        kept = one_layer * eval_tokens // max(1, sizes[0])
+        logits = loss_bytes(work, layout, share, eval_tokens)[0]
+        moments["evaluation"] = base | buckets | {"activations": kept, "loss": logits}
+        tokens_of["evaluation"] = eval_tokens
     for moment, size in gathered.items():
         moments[moment] = moments[moment] | {"gathered": size}
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
@@ -121,11 +120,27 @@ def _estimate(
         peak_moment=peak,
         low_bytes=int(fixed + low + RANGE[0] * loose),
         high_bytes=int(fixed + high + (HOLES if work.device == "cpu" and gathered else RANGE[1]) * loose),
-        tokens=tokens,
+        tokens=sizes[0],
+        later=sizes[1],
+        peak_tokens=tokens_of[peak],
         formula=formula,
         formulas=_name_formulas(work, layout, static, formula, share),
         host_bytes=static.host_bytes + copied - copy,
     )
+
+
+def _pass_moments(work: Work, layout: Layout, share: Share, tokens: int, length: int) -> dict[str, dict[str, int]]:
+    """What passes by at the loss and at both ends of the backward pass of one micro-batch."""
+    one_layer, kept, _ = _activations(work, layout, share, tokens, length)
+    loss, head_gradient = loss_bytes(work, layout, share, tokens)
+    working = _working_bytes(work, layout, tokens)
+    again = one_layer if layout.recompute != "none" else 0
+    casts = {"casts": _cast_bytes(work, layout, share)}
+    return {
+        "loss": casts | {"activations": kept, "loss": loss + head_gradient},
+        "start of the backward pass": casts | {"activations": kept + again, "loss": head_gradient, "working": working},
+        _LAST_OF_PASS: casts | {"activations": one_layer, "working": working},
+    }
 
 
 def _activations(work: Work, layout: Layout, share: Share, tokens: int, length: int) -> tuple[int, int, str]:
@@ -205,7 +220,7 @@ def _gathered_bytes(work: Work, layout: Layout, share: Share) -> dict[str, int]:
     return {
         "loss": root + size * share.per_layer + size * share.head,
         "start of the backward pass": root + 2 * size * share.per_layer + gradients,
-        "end of the backward pass": root + size * share.per_layer + embedding + (8 * share.embedding if trains else 0),
+        _LAST_OF_PASS: root + size * share.per_layer + embedding + (8 * share.embedding if trains else 0),
     }
 
 

@@ -85,7 +85,7 @@ def peak_lines(plan: Plan) -> list[str]:
     out = [
         f"peak     {plan.memory_sentence()}",
         f"         {plan.samples_sentence()}",
-        f"         at the {memory.peak_moment}, with {memory.tokens:,} tokens at once:",
+        f"         at the {memory.peak_moment}, with {memory.peak_tokens:,} tokens at once:",
     ]
     scale = max(available, memory.peak_bytes, 1)
     before = 0
@@ -140,7 +140,7 @@ def ranking_lines(plan: Plan) -> list[str]:
     if best is not None and best not in plan.ranking.candidates[:5]:
         out.append(f"     {_candidate(best)}")
     if not plan.ranking.candidates:
-        out.append("     none is left")
+        out.append("     none is left, each for its reason:")
     shown = {one.reason: one for one in reversed(plan.ranking.rejected)}
     out += [f"     not {one.layout}: {one.reason}" for one in list(shown.values())[::-1][:4]]
     return out

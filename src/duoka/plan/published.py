@@ -60,7 +60,7 @@ class Point:
         tokens = round(self.load.tokens)
         accumulation = max(1, round(self.load.accumulation))
         return estimate_memory(
-            self.work, self.layout, tokens, accumulates=accumulation > 1, accumulation=accumulation,
+            self.work, self.layout, tokens, later=tokens if accumulation > 1 else 0, accumulation=accumulation,
             length=round(self.load.length),
         )  # fmt: skip
 

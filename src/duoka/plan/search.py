@@ -129,9 +129,11 @@ def _other_fault(layout: Layout, shape: ModelShape, task: Task) -> str | None:
         return f"{shape.num_heads} heads and {shape.num_kv_heads} key-value heads, for {layout.sp} sequence ranks"
     if layout.pp > 1 and layout.strategy in ("zero2", "fsdp", "hsdp"):
         return "a pipeline keeps its weights for many micro-batches: sharing them out would gather them for each"
-    samples = task.tokens_per_step / task.max_length
-    if layout.dp > max(1.0, task.tokens_per_step / task.length):
-        return f"a step of about {samples:.0f} samples cannot be shared by {layout.dp} data ranks"
+    samples = max(1.0, task.tokens_per_step / task.length)
+    if layout.dp > samples:
+        about = "" if task.step.unit == "samples" else "about "
+        few = f"a step of {about}{samples:.0f} samples is too small for {layout.dp} data ranks"
+        return f"{few}: some would have nothing"
     if layout.pp > 1 and task.tokens_per_step / layout.dp / task.max_length < layout.pp:
         return f"fewer micro-batches than {layout.pp} stages: most of them would wait"
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from duoka.config.schema import RunConfig
 from duoka.plan.layout import Layout
-from duoka.plan.lengths import Lengths, Rows, tokens_at_once
+from duoka.plan.lengths import Lengths, Rows, tokens_at_once, tokens_later
 from duoka.plan.memory import Memory, estimate_memory
 from duoka.plan.recipe import Work
 from duoka.plan.speed import Load
@@ -23,7 +23,7 @@ class Task:
     max_length: int
     lengths: Lengths | None = None
     fixed_rows: bool = False
-    measures: bool = False  # evaluates on the way
+    eval_share: float = 0.0  # of the samples that evaluations measure; 1: data of its own, however much
 
     @property
     def length(self) -> float:
@@ -41,19 +41,37 @@ class Task:
         """The most tokens that a rank computes at once: expected, or at most where lengths are not known."""
         return tokens_at_once(self.step, layout.dp, layout.micro, self.rows(layout), self.lengths)
 
+    def later(self, layout: Layout) -> int:
+        """The most that it computes at once beside gradients of an earlier micro-batch; 0: a step has one."""
+        at_once, lengths = self.at_once(layout), self.lengths
+        if lengths is None or not lengths.batch or self.fixed_rows or layout.pp > 1:
+            return at_once if math.ceil(load_of(self, layout).accumulation) > 1 else 0
+        return min(at_once, tokens_later(lengths, layout.dp, layout.micro, layout.packing))
+
+    def eval_tokens(self, layout: Layout) -> int:
+        """The most that a rank measures at once; 0: no evaluations."""
+        if not self.eval_share:
+            return 0
+        micro, known = layout.micro, self.lengths
+        most = max(micro.count if micro.unit == "tokens" else micro.count * self.max_length, self.max_length)
+        if known is None or known.num_samples is None or self.eval_share >= 1:
+            return most
+        samples = math.ceil(known.num_samples * self.eval_share / (1 - self.eval_share) / layout.dp)
+        return min(most, max(1, samples) * self.max_length)
+
 
 def task_of(config: RunConfig, work: Work, lengths: Lengths | None) -> Task:
-    step = parse_amount(config.train.global_batch)
-    return Task(work, step, config.data.max_length, lengths, config.data.fixed_rows, bool(config.data.eval))
+    step, aside = parse_amount(config.train.global_batch), config.data.eval
+    share = aside if isinstance(aside, float) else 1.0
+    return Task(work, step, config.data.max_length, lengths, config.data.fixed_rows, share)
 
 
 def memory_of(task: Task, layout: Layout) -> Memory:
     """The peak of one rank."""
-    accumulation, micro = math.ceil(load_of(task, layout).accumulation), layout.micro
-    full = micro.count if micro.unit == "tokens" else micro.count * task.max_length
+    load = load_of(task, layout)
     return estimate_memory(
-        task.work, layout, task.at_once(layout), accumulates=accumulation > 1,
-        accumulation=accumulation, length=task.max_length, eval_tokens=max(full, task.max_length) * task.measures,
+        task.work, layout, task.at_once(layout), later=task.later(layout), accumulation=math.ceil(load.accumulation),
+        length=task.max_length, eval_tokens=task.eval_tokens(layout),
     )  # fmt: skip
 
 

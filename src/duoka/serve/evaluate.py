@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from duoka.data.store import TokenStore
     from duoka.parallel.world import World
     from duoka.plan.layout import Layout
+    from duoka.plan.lengths import Lengths
     from duoka.train.measure import Measured
 
 
@@ -32,6 +33,7 @@ class EvalData:
     label: str
     store: TokenStore | TextRows
     pad_id: int
+    lengths: Lengths  # of what was trained on, or of the named sets
     text_bytes: np.ndarray | None = None  # of each token
 
 
@@ -75,6 +77,7 @@ def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say, asked: D
 
     `asked` says how a file of another tool wants its sets read; then `names` is its list.
     """
+    from duoka.data.known import lengths_of
     from duoka.data.prepare import prepare_data, read_tokenizer
     from duoka.data.stream_source import StreamSource
 
@@ -97,21 +100,22 @@ def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say, asked: D
     config = config.model_copy(update={"parallel": ParallelConfig(timeout=config.parallel.timeout)})
     prepared = prepare_data(config, trained.config_base, trained.base, say=say)
     pad_id = read_tokenizer(config, trained.config_base, trained.base).pad_id
+    lengths = lengths_of(prepared, config)
     if names:
         assert not isinstance(prepared.train, StreamSource), "names are tokenised ahead"
-        return EvalData(config, ", ".join(names), prepared.train, pad_id, prepared.text_bytes)
+        return EvalData(config, ", ".join(names), prepared.train, pad_id, lengths, prepared.text_bytes)
     if prepared.eval is None:
         raise ConfigError(f"{trained.name} has no evaluation data left", fix="name what to measure on: --data NAME")
-    return EvalData(config, "the data it kept aside", prepared.eval, pad_id, prepared.text_bytes)
+    return EvalData(config, "the data it kept aside", prepared.eval, pad_id, lengths, prepared.text_bytes)
 
 
-def choose_layout(config: RunConfig, folder: Path, world_size: int) -> Layout:
+def choose_layout(data: EvalData, folder: Path, world_size: int) -> Layout:
     """The arithmetic and micro-batch that training would choose here, so that its eval lines can be compared."""
     from duoka.plan.hardware import read_machine
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
 
-    return make_plan(config, read_shape(folder), read_machine(), world_size).layout
+    return make_plan(data.config, read_shape(folder), read_machine(), world_size, lengths=data.lengths).layout
 
 
 def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation | None:
@@ -128,7 +132,7 @@ def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Ev
 
 def evaluate_in(world: World, trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation:
     """The same in a world that stands already; the answer on every rank."""
-    layout = world.agree(choose_layout(data.config, trained.base, world.size))
+    layout = world.agree(choose_layout(data, trained.base, world.size))
     measured = measure(trained, data, layout, world, base_only=base_only)
     label = f"{trained.name} before training" if base_only else trained.name
     return Evaluation(label, data.label, layout.precision, world.size, measured)

@@ -94,6 +94,10 @@ def find_trained_on(model: str, adapters: Sequence[str], *, say: Say) -> Trained
     """A model, or adapters on it, named apart as files of LLaMA-Factory do; all may be runs of duoka."""
     if not adapters:
         return find_trained(model, say=say)
+    runs = [find_run(name) for name in adapters]
+    adapters = [name if run is None else os.fspath(run.path) for name, run in zip(adapters, runs, strict=True)]
+    if len(set(adapters)) < len(adapters):
+        raise ConfigError("adapter_name_or_path names an adapter twice: it would count twice", fix="name it once")
     *below, last = adapters
     for name in below:
         read_adapter(name, Path(), "adapter_name_or_path")

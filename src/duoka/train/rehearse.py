@@ -1,4 +1,4 @@
-"""The largest micro-batch first: one pass at a run's start, thrown away, so that too little memory shows at once.
+"""The largest micro-batches first: passes at a run's start, thrown away, so that too little memory shows at once.
 
 `main.py` calls it before the loop, on every rank. Weights, gradients, optimizer steps, random numbers and the order of
 the data are as if it had not been.
@@ -30,6 +30,7 @@ def rehearse_largest(
 ) -> None:
     """A forward and a backward pass over as many tokens as any micro-batch will have, beside the optimizer's state.
 
+    Then one over as many as any has that finds gradients of another; DDP's have their place from the start.
     Too little memory is answered as in a step: with less at once where that may be, else by ending the run.
     """
     world = guard.world
@@ -54,9 +55,10 @@ def rehearse_largest(
         plan = guard.plan
         known = plan.task.lengths
         longest = plan.task.max_length if known is None or known.basis == "sampled" else known.longest
-        largest = largest_batch(plan.memory.tokens, longest, plan.layout.packing)
-        counts = (largest.num_targets, largest.num_samples, largest.num_tokens)
-        return GlobalBatch([largest], *counts, 0, 0, np.empty(0, dtype=np.int64))
+        sizes = [plan.memory.tokens, 0 if plan.layout.strategy == "ddp" else plan.memory.later]
+        micros = [largest_batch(size, longest, plan.layout.packing) for size in sizes if size]
+        counts = [sum(getattr(one, name) for one in micros) for name in ("num_targets", "num_samples", "num_tokens")]
+        return GlobalBatch(micros, *counts, 0, 0, np.empty(0, dtype=np.int64))
 
     guard.until_it_fits(attempt, lay_out(), lay_out)
 

@@ -164,31 +164,38 @@ def _take_part(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, w
     return True
 
 
-def rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, world: World) -> None:
-    """One pass with an exchange, whose gradients are thrown away and whose random numbers are drawn again."""
+def rehearse(parallel: Parallelized, micro: Batch, numerics: Numerics, world: World, *, is_last: bool = True) -> None:
+    """A pass with a step's last exchange or one before it; its random numbers are drawn again.
+
+    Gradients of the last one are thrown away, and what was gathered until then.
+    """
     device = world.device
     devices = [device] if device.type == "cuda" else []
     exchange = parallel.exchange
-    rehearsing = exchange.rehearsing() if isinstance(exchange, DdpExchange) else exchange(True)
+    rehearsing = exchange.rehearsing() if isinstance(exchange, DdpExchange) else exchange(is_last)
     with torch.random.fork_rng(devices), rehearsing:
         world.heart.tell("forward")
         with compute_in(numerics.precision, device):
             loss, _ = parallel.model(**model_inputs(micro, device))
         world.heart.tell("backward")
         (loss * 0.0).backward()
-    parallel.model.zero_grad(set_to_none=True)
+    if is_last:
+        parallel.model.zero_grad(set_to_none=True)
 
 
 def try_rehearsal(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics, world: World) -> StepResult:
-    """`rehearse` with the batch's first micro-batch: whether memory is enough on all ranks, as after a step."""
-    micro, shortage = batch.micro_batches[0], None
-    try:
-        inject.strike_forward(world.heart.beat.step + 1, world.rank)
-        rehearse(parallel, micro, numerics, world)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        shortage = _shortage(micro, error, world, is_last=True)
+    """`rehearse` with the batch's micro-batches: whether memory is enough on all ranks, as after a step."""
+    shortage = None
+    for micro in batch.micro_batches:
+        is_last = micro is batch.micro_batches[-1]
+        try:
+            inject.strike_forward(world.heart.beat.step + 1, world.rank)
+            rehearse(parallel, micro, numerics, world, is_last=is_last)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            shortage = _shortage(micro, error, world, is_last=is_last)
+            break
     if shortage:
         parallel.model.zero_grad(set_to_none=True)
         exchange = parallel.exchange

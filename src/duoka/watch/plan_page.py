@@ -107,7 +107,8 @@ def _layouts(plan: Plan) -> str:
     ]
     reasons = {one.reason: one.layout for one in reversed(plan.ranking.rejected)}
     out = "".join(f"<li>{escape(layout)}: {escape(reason)}</li>" for reason, layout in list(reasons.items())[:8])
-    table = grid_table(("layout", "memory", "tokens/s", "MFU", ""), rows) if rows else "<p>No layout fits.</p>"
+    none = "<p>None is left; each has its reason below.</p>"
+    table = grid_table(("layout", "memory", "tokens/s", "MFU", ""), rows) if rows else none
     return card("Layouts, from the fastest", f"{table}<details><summary>Left out</summary><ul>{out}</ul></details>")
 
 

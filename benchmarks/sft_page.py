@@ -1,0 +1,86 @@
+"""The figures of sft.json as the tables of sft.md: every row, and duoka beside the best peer. Called by sft.py.
+
+python benchmarks/sft_page.py benchmarks/sft.json benchmarks/sft.md    makes the page's block again
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from watching import fill_page
+
+Row = dict[str, Any]
+ORDER = ("processes", "precision", "method", "layout")
+PLACES = {"full": 0, "lora": 1, "padded": 0, "packed": 1, "fp32": 0, "bf16": 1}
+# What is promised: in words, duoka's tool and layout, the peers' layout, the row's key, the aim. A peer is the one of
+# most tokens per CPU-second; the last line compares two that compute their activations again.
+AIMS = (
+    ("tokens per CPU-s, its defaults", ("duoka", "packed"), "padded", "tokens_per_cpu_s", 1.5),
+    ("tokens per CPU-s, tuned", ("duoka", "packed"), "packed", "tokens_per_cpu_s", 1.1),
+    ("peak memory, its defaults", ("duoka", "packed"), "padded", "peak_bytes", 0.7),
+    ("peak memory, tuned", ("duoka", "packed"), "packed", "peak_bytes", 0.7),
+    ("CPU-s to the first step, its defaults", ("duoka", "packed"), "padded", "first_step_cpu_s", 0.5),
+    ("CPU-s to the first step, tuned", ("duoka", "packed"), "packed", "first_step_cpu_s", 0.5),
+    ("peak memory, both recompute", ("duoka-recompute", "packed"), "padded trl", "peak_bytes", 0.7),
+)
+
+
+def page_text(found: dict[str, Any]) -> str:
+    rows = sorted(found["results"], key=lambda row: [PLACES.get(row[key], row[key]) for key in ORDER])
+    lines = [*table(rows), "", "duoka as it is by default (packed) beside the peer of most tokens per CPU-second:", ""]
+    lines += verdicts(rows)
+    machine = found["machine"]
+    cores = f"{machine['processor']}, {machine['cores']} cores, {machine['threads_per_process']} thread(s) a process"
+    packages = "; ".join(
+        f"{who}: {', '.join(f'{name} {number}' for name, number in names.items())}"
+        for who, names in found["versions"].items()
+    )
+    return "\n".join([*lines, "", f"{cores}. {packages}."])
+
+
+def table(rows: list[Row]) -> Iterable[str]:
+    yield "| work | tool | real tokens per CPU-s | per s | peak GiB | CPU-s to step 1 | measured (UTC), code |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        work = f"{row['method']}, {row['precision']}, {row['layout']}, {row['processes']} process(es)"
+        when = f"{row['measured']}, {row['code']}"
+        if "error" in row:
+            yield f"| {work} | {row['tool']} | {row['error'].replace('|', '/')} | | | | {when} |"
+            continue
+        numbers = (row["tokens_per_cpu_s"], row["tokens_per_wall_s"], row["peak_bytes"] / 2**30)
+        cells = " | ".join(f"{number:.4g}" for number in (*numbers, row["first_step_cpu_s"]))
+        yield f"| {work} | {row['tool']} | {cells} | {when} |"
+
+
+def verdicts(rows: list[Row]) -> Iterable[str]:
+    """One line per aim that has both sides measured; a ratio is duoka's number over the peer's."""
+    yield "| work | what | duoka | best peer | ratio | aim | reached |"
+    yield "|---|---|---|---|---|---|---|"
+    good = [row for row in rows if "error" not in row]
+    work: Callable[[Row], tuple[Any, ...]] = lambda row: (row["processes"], row["precision"], row["method"])  # noqa: E731
+    for (processes, precision, method), members in itertools.groupby(good, key=work):
+        group = list(members)
+        for what, (tool, packing), peers_layout, key, aim in AIMS:
+            ours = next((row for row in group if (row["tool"], row["layout"]) == (tool, packing)), None)
+            layout, _, only = peers_layout.partition(" ")
+            peers = [row for row in group if not row["tool"].startswith("duoka") and row["layout"] == layout]
+            peers = [row for row in peers if row["tool"] == only or not only]
+            if ours is None or not peers:
+                continue
+            best = max(peers, key=lambda row: row["tokens_per_cpu_s"])
+            ratio, unit = ours[key] / best[key], 2**30 if key == "peak_bytes" else 1
+            reached = ratio >= aim if aim > 1 else ratio <= aim
+            sign, place = (">=" if aim > 1 else "<="), f"{method}, {precision}, {processes} process(es)"
+            yield (
+                f"| {place} | {what} | {ours[key] / unit:.4g} | {best[key] / unit:.4g} ({best['tool']}) "
+                f"| {ratio:.2f} | {sign} {aim} | {'yes' if reached else 'no'} |"
+            )
+
+
+if __name__ == "__main__":
+    fill_page(Path(sys.argv[2]), page_text(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), "figures")
