@@ -125,6 +125,10 @@ running. Memory is of runs in which each tensor has pages of its own; tokens/s o
 The aim is {memory:.0%} for memory and {speed:.0%} for tokens/s. Memory: {memory_words}. Tokens/s: {speed_words}.
 Two measurements of this virtual machine's products on one afternoon gave 169 and 130 GFLOP/s: a plan of tokens/s can
 be no surer than that.
+
+Sharded runs of few tokens are planned too fast: beside the wire, gathers cost copies between flat buffers and weights,
+and threads that send and receive on cores that should compute ([scaling.md](scaling.md), "Where fsdp's time goes");
+the plan counts neither. A LoRA run gathers as much as a full one and computes less beside it: there it shows most.
 """
 AIMS = {"bytes": 0.05, "tokens_per_s": 0.25}
 
