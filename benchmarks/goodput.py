@@ -1,6 +1,7 @@
 """What crashes cost: a run of two processes of which one is killed every two minutes, and that restarts by itself.
 
-    python benchmarks/goodput.py --out benchmarks/goodput.json [--kills 4] [--period 120] [--every 10s] [--model demo]
+    python benchmarks/goodput.py --out benchmarks/goodput.json --page benchmarks/goodput.md \
+        [--kills 4] [--period 120] [--every 10s] [--model demo]
 
 Goodput is the share of the time in which the run gets further: from the first kill to one period after the last, the
 steps won (learnt again does not count), each at the median time of a step, over the time that passed. Noticing,
@@ -22,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from watching import fill_page, stamp
 
 from duoka.cluster.blows import living_ranks, strike
 from duoka.runs.events import global_log, read_events
@@ -109,6 +112,7 @@ def summarize(steps: list[dict[str, Any]], first: float, kills: int, period_s: f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", type=Path, help="a page whose block of figures is made from the same")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--every", default="10s", help="checkpoint.every")
     parser.add_argument("--kills", type=int, default=4)
@@ -117,10 +121,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), options.model, options.every, options.kills, options.period)
     machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "model": options.model}
-    text = json.dumps({"machine": machine, **found}, indent=1)
+    found = {"machine": machine, **found, **stamp()}
+    text = json.dumps(found, indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")
+    if options.page:
+        fill_page(options.page, page_text(found), "figures")
+
+
+def page_text(found: dict[str, Any]) -> str:
+    silent = found["from_last_step_to_next_s"]
+    return f"""| {found["kills"]} kills, one every {found["period_s"]:g} s, saved every {found["saved_every"]} | |
+|---|---|
+| goodput: steps won, each at the median step's time, over the time that passed | {found["goodput"]:.1%} |
+| what one kill costs | {found["cost_of_a_kill_s"]} s |
+| of which from the last step to the next one | {min(silent)} to {max(silent)} s (a step: {found["step_s"]:.1f} s) |
+| steps learnt again, over all kills | {found["steps_learnt_again"]} |
+
+Measured {found["measured"]} UTC, code {found["code"]}."""
 
 
 if __name__ == "__main__":

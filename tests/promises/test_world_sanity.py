@@ -11,6 +11,7 @@ from worlds import free_port, run_world
 from duoka.config.load import load_config
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, DuokaError, WorkerFailed
+from duoka.parallel.lifeline import PARENT_PID
 from duoka.parallel.world import check_same_everywhere, checksum, end_world, start_world
 from duoka.plan.layout import Layout
 from duoka.runs.folder import RunFolder
@@ -45,8 +46,10 @@ def test_fewer_processes_than_asked_for_are_refused():
     run_world(1, wait_alone, free_port())
 
 
-def meet_again_and_again():
+def meet_again_and_again(launched):
     """Each time another rank is late for the next world, or still in the last one while the others wait for it."""
+    if launched:  # as ranks of our own launcher, whose store listens on loopback only
+        os.environ[PARENT_PID] = str(os.getppid())
     for turn in range(7):
         world = start_world(ParallelConfig(timeout="20s"))
         assert world.sum([world.rank, turn]) == [3.0, 3.0 * turn]
@@ -57,8 +60,9 @@ def meet_again_and_again():
             time.sleep(0.2)
 
 
-def test_the_same_processes_make_one_world_after_another():
-    run_world(3, meet_again_and_again)
+@pytest.mark.parametrize("launched", [False, True])
+def test_the_same_processes_make_one_world_after_another(launched):
+    run_world(3, meet_again_and_again, launched)
 
 
 def bring_another(yamls, run_folder, change, word):
