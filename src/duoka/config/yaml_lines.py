@@ -1,6 +1,6 @@
 """YAML text to a tree of nodes, each of which knows its file, line and source line.
 
-`layers.py` calls it for files and for command-line values. PyYAML composes; types are read here, because YAML 1.1
+`overlays.py` calls it for files and for command-line values. PyYAML composes; types are read here, because YAML 1.1
 takes 2e-5 for text, `no` for false and 12:30 for a number. It never raises for a user's fault: it collects them.
 """
 
