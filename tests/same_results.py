@@ -268,7 +268,8 @@ def compare(before: Path, after: Path) -> int:
     print(f"\n{'run':24} {'steps':>5}  result")
     num_different = 0
     for name, (one, other) in both(ours["runs"], theirs["runs"]):
-        found = next(differences(one, other), "")
+        missing = before if one is None else after if other is None else None
+        found = f"not in {missing}" if missing else next(differences(one, other), "")
         num_different += bool(found)
         print(f"{name:24} {len((one or other)['steps']):>5}  {found or 'equal'}")
     if not ours["runs"] or not theirs["runs"]:
