@@ -181,7 +181,7 @@ SHOWN_ELSEWHERE = {
     "optim": "promises/test_optimizers.py::adamw", "output_dir": "promises/test_guides_files.py::ddp_training_output",
     "logging_steps": "unit/test_cli_train.py::log.every", "pissa_iter": "unit/test_pissa.py::pissa_iterations",
     "preprocessing_num_workers": "unit/test_data_prepare.py::workers", "quantization_bit": "unit/test_quantize.py::nf4",
-    "quantization_type": "unit/test_quantize.py::fp4", "double_quantization": "unit/test_packed.py::double",
+    "quantization_type": "unit/test_quantize.py::fp4", "double_quantization": "unit/test_quantize.py::double",
     "quantization_method": "unit/test_dialects.py::quantization_method",
     "resume_from_checkpoint": "promises/test_guides_corpus.py::resume_from_checkpoint",
     "torch_compile": "promises/test_ddp_options.py::train.compile",
