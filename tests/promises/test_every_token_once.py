@@ -93,11 +93,13 @@ def train_and_watch(folder, jobs):
     """Train jobs; what the model was given at each optimizer step goes to a file per rank."""
     from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
+    from duoka.parallel import token_loss
+    from duoka.parallel.engine import Engine
     from duoka.runs.folder import RunFolder
-    from duoka.train import loop, main, step
+    from duoka.train import loop, main
 
     given, steps = [], []
-    inputs_of, optimizer_step, rehearse = step.model_inputs, loop.optimizer_step, step.rehearse
+    inputs_of, optimizer_step, rehearse = token_loss.model_inputs, loop.optimizer_step, Engine.rehearse
 
     def seen(micro, device):
         inputs = inputs_of(micro, device)
@@ -115,7 +117,7 @@ def train_and_watch(folder, jobs):
         rehearse(*arguments)  # a pass whose gradients are thrown away
         del given[count:]
 
-    step.model_inputs, loop.optimizer_step, step.rehearse = seen, watched, unlearned
+    token_loss.model_inputs, loop.optimizer_step, Engine.rehearse = seen, watched, unlearned
     world = None
     for yaml, overrides, name, source in jobs:
         steps.clear()
