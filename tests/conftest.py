@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch is imported: tests run side by side with the worlds they start.
@@ -59,3 +59,18 @@ def demo_model(duoka_cache: Path) -> Path:
     from duoka.hub.models import model_folder
 
     return model_folder(ModelConfig(name="demo"), Path())
+
+
+@pytest.fixture
+def cpu_computes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Call it with fp32 or bf16: what `auto` takes in this process from then on, whatever CPU the tests run on.
+
+    Processes of their own are given `train.precision` instead, or `worlds.OLDER_CPU`.
+    """
+
+    def force(precision: str) -> None:
+        flag = {"fp32": "", "bf16": "avx512_bf16"}[precision]
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+        monkeypatch.setattr("duoka.plan.hardware.read_cpu", lambda: ("a CPU of the tests", flag))
+
+    return force

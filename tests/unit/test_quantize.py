@@ -110,15 +110,16 @@ def test_a_base_is_packed_the_same_in_whatever_it_computes(stored, tmp_path):
         assert weight.dtype == torch.bfloat16 and weight.equal(fp32[name].to(torch.bfloat16)), name
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A short run on a packed base, an adapter that has learned."""
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def run(request, tmp_path_factory):
+    """In either arithmetic, whatever this machine's CPU is: a short run on a packed base, an adapter that has learned."""
     folder = tmp_path_factory.mktemp("packed")
     base = write_tiny_model(folder / "base", tied=False)
     data = write_conversations(folder / "talks.jsonl", 12)
     (folder / "x.yaml").write_text(
         f"model: {{name: {base}, quantization: nf4}}\ndata: {{train: [{data}], eval: 0.25, max_length: 128}}\n"
-        f"lora: {{rank: 4, dropout: 0.1}}\noptim: {{lr: 0.02, warmup: 0}}\ntrain: {{max_steps: 3, global_batch: 3}}\n"
+        f"lora: {{rank: 4, dropout: 0.1}}\noptim: {{lr: 0.02, warmup: 0}}\ntrain: {{max_steps: 3, global_batch: 3, "
+        f"precision: {request.param}}}\n"
         f"parallel: {{strategy: single}}\ncheckpoint: {{every: 2}}\noutput: {folder}/run\n"
     )
     assert duoka(["train", str(folder / "x.yaml")]) == 0
