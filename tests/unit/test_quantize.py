@@ -112,7 +112,7 @@ def test_a_base_is_packed_the_same_in_whatever_it_computes(stored, tmp_path):
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def run(request, tmp_path_factory):
-    """In either arithmetic, whatever this machine's CPU is: a short run on a packed base, an adapter that has learned."""
+    """In either arithmetic, whatever CPU this is: a short run on a packed base, an adapter that has learned."""
     folder = tmp_path_factory.mktemp("packed")
     base = write_tiny_model(folder / "base", tied=False)
     data = write_conversations(folder / "talks.jsonl", 12)
