@@ -18,6 +18,9 @@ from tiny import SPECIAL, write_conversations
 from worlds import run_world
 
 TOLERANCE = 1e-5
+# Gradients magnify what weights differ by: at one step of eight of "padded", 5 to 10 times what they do at the others.
+# Measured there: 2e-6 with AVX2, 1.01e-5 with AVX-512, while losses stay within 2e-7 and weights within 6e-6.
+NORM_TOLERANCE = 3e-5
 SIZES = (1, 2, 3, 4)
 BEGIN, END = (SPECIAL.index(name) for name in ("<|im_start|>", "<|im_end|>"))
 SAVED = "checkpoints/step-00000005"
@@ -229,7 +232,7 @@ def test_losses_and_weights_are_those_of_one_process(runs, name, size):
     assert seen_in(ours) == seen_in(alone), "the same global batches"
     for mine, theirs in zip(events_of(ours), events_of(alone), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=TOLERANCE)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=TOLERANCE)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=NORM_TOLERANCE)
     same_weights(ours, alone)
 
 
