@@ -28,6 +28,7 @@ def build(yaml, overrides, folder, world=None):
     from duoka.comm.world import start_world
     from duoka.config.load import load_config
     from duoka.data.build_feed import build_feed
+    from duoka.parallel.mesh import build_mesh
     from duoka.runs.folder import RunFolder
     from duoka.train.main import _agree_on_plan, _build_contents, read_inputs
 
@@ -37,7 +38,7 @@ def build(yaml, overrides, folder, world=None):
     inputs = read_inputs(loaded, run)
     world = world or start_world(loaded.config.parallel)
     plan = _agree_on_plan(inputs, world, None)
-    contents = _build_contents(inputs, plan, world)
+    contents = _build_contents(inputs, plan, build_mesh(plan.layout, world))
     feed = build_feed(loaded.config, inputs.prepared, plan.layout, world.rank, world.sum)
     return inputs, world, plan, contents, feed
 

@@ -12,6 +12,7 @@ from duoka.comm.world import check_same_everywhere, checksum, end_world, start_w
 from duoka.config.load import load_config
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, DuokaError, WorkerFailed
+from duoka.parallel.mesh import build_mesh
 from duoka.plan.layout import Layout
 from duoka.process.lifeline import PARENT_PID
 from duoka.runs.folder import RunFolder
@@ -117,7 +118,7 @@ def flip_one_weight(yaml, folder):
     run = RunFolder(folder)
     inputs: Inputs = read_inputs(loaded, run)
     world = start_world(loaded.config.parallel)
-    contents = _build_contents(inputs, _Plan, world)
+    contents = _build_contents(inputs, _Plan, build_mesh(_Plan.layout, world))
     check_replicas(contents, world)
     name = "model.layers.2.mlp.up_proj.weight"
     if world.rank == 1:

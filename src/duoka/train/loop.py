@@ -80,7 +80,7 @@ def _step(
     def attempt(batch: GlobalBatch) -> StepResult:
         return optimizer_step(
             contents.engine, contents.optimizer, batch, job.objective,
-            clip=settings.config.optim.clip, world=world, local_flags=local_flags, observer=job.memory,
+            clip=settings.config.optim.clip, local_flags=local_flags, observer=job.memory,
         )  # fmt: skip
 
     result = job.guard.until_it_fits(attempt, batch)

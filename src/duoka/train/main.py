@@ -33,6 +33,7 @@ from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
 from duoka.parallel.gather import gather_state
 from duoka.parallel.measure import Measured, measure_loss
+from duoka.parallel.mesh import Mesh, build_mesh
 from duoka.parallel.sharded import find_layers
 from duoka.parallel.token_loss import TokenLoss
 from duoka.plan.catalogue import local_cluster
@@ -123,8 +124,9 @@ def run_in_world(inputs: Inputs, world: World) -> int:
         notes += check_changes(found, inputs.loaded, identity["training data"], plan.layout, world).notes()
     if world.is_main:
         notes += [f"removed {name}, which a killed process left half-written" for name in clean_drafts(run.checkpoints)]
-    contents = _build_contents(inputs, plan, world)
-    feed = build_feed(config, inputs.prepared, plan.layout, world.rank, world.sum)
+    mesh = build_mesh(plan.layout, world)
+    contents = _build_contents(inputs, plan, mesh)
+    feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum)
     facts = Facts(identity["config"], resolved_yaml(inputs.loaded), identity["training data"], library_versions())
     store = CheckpointStore(run.checkpoints, world, plan.layout, facts, asynchronous=config.checkpoint.is_async)
     try:
@@ -161,7 +163,7 @@ def _run(
         record.start(state, world_size=world.size, layout=plan.layout.to_json())
         for note in notes:
             record.event("warning", step=state.step, text=note)
-        evaluate = _build_evaluation(inputs, plan, contents.engine, world)
+        evaluate = _build_evaluation(inputs, plan, contents.engine)
         saver = Saver(store, contents, settings, record, world)
         guard = MemoryGuard(inputs.config, plan, record, feed)
         nonfinite = NonFinite(inputs.config.faults.nonfinite, saver, record)
@@ -201,20 +203,20 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
     return keep_choices(plan, inputs.config, found, world.agree(read_shortage(inputs.run)))
 
 
-def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
+def _build_contents(inputs: Inputs, plan: Plan, mesh: Mesh) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
-    engine, roles = _build_model(inputs, plan, world)
+    engine, roles = _build_model(inputs, plan, mesh)
     optimizer = build_optimizer(
         engine.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
         b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
     )  # fmt: skip
     # The same initial values everywhere, but each rank draws its own dropout.
-    torch.manual_seed(config.train.seed + world.rank)
+    torch.manual_seed(config.train.seed + mesh.data.rank)
     return Contents(engine, optimizer, TrainState())
 
 
-def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Engine, dict[str, Role]]:
+def _build_model(inputs: Inputs, plan: Plan, mesh: Mesh) -> tuple[Engine, dict[str, Role]]:
     config = inputs.config
     # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
     frozen_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.layout.precision]
@@ -237,30 +239,31 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Engine, dict
     matrices = whole if config.optim.name == "muon" else ()
     goal = Goal(config.train.label_smoothing, by_probability=config.train.loss == "dft")
     model = LossModel(lm, goal)
-    return parallelize(model, plan.layout, config.parallel, world, source, matrices), roles
+    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices), roles
 
 
 def _build_evaluation(
-    inputs: Inputs, plan: Plan, engine: Engine, world: World
+    inputs: Inputs, plan: Plan, engine: Engine
 ) -> Callable[[Callable[[], bool]], Measured | None] | None:
     store, text_bytes = inputs.prepared.eval, inputs.prepared.text_bytes
     if store is None:
         return None
+    mesh = engine.mesh
     sizes = None if text_bytes is None else torch.from_numpy(text_bytes)
 
     def evaluate(is_stopped: Callable[[], bool]) -> Measured | None:
         batches = eval_batches(
-            store, rank=world.rank, num_ranks=world.size, micro=plan.layout.micro, packing=plan.layout.packing,
+            store, rank=mesh.data.rank, num_ranks=mesh.data.size, micro=plan.layout.micro, packing=plan.layout.packing,
             max_length=inputs.config.data.max_length, pad_id=inputs.prepared.pad_id,
         )  # fmt: skip
 
         def all_are_stopped() -> bool:
-            return world.sum([float(is_stopped())])[0] > 0
+            return mesh.everyone.sum([float(is_stopped())])[0] > 0
 
-        # Sharded ranks gather layers together: none may leave a pass before the others.
-        ask = all_are_stopped if plan.layout.is_sharded else is_stopped
+        # Ranks that compute a pass together, or gather its layers: none may leave it before the others.
+        ask = all_are_stopped if plan.layout.is_sharded or plan.layout.axes else is_stopped
         with engine.evaluate() as model:
-            return measure_loss(model, batches, world, plan.layout.precision, ask, sizes)
+            return measure_loss(model, batches, mesh.loss, plan.layout.precision, ask, sizes)
 
     return evaluate
 
@@ -296,7 +299,7 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
         return StoppedEarly.exit_code
     world.heart.tell("end", step)
     lm = contents.engine.bare.lm
-    whole = gather_state(lm, keep=world.is_main)
+    whole = gather_state(lm, keep=world.is_main, pipeline=contents.engine.mesh.pipeline)
     if world.is_main:
         _write_result(inputs, lm, whole)
     world.barrier()
