@@ -79,6 +79,7 @@ def measure(strategy: str, world: Any, *, is_honest: bool) -> list[dict[str, Any
     from duoka.config.schema import ParallelConfig
     from duoka.parallel import fsdp_comm
     from duoka.parallel.apply import parallelize
+    from duoka.parallel.mesh import build_mesh
     from duoka.plan.layout import Layout
 
     plain = fsdp_comm.is_gloo
@@ -86,7 +87,7 @@ def measure(strategy: str, world: Any, *, is_honest: bool) -> list[dict[str, Any
     config = ParallelConfig(strategy=strategy)  # type: ignore[arg-type]
     shard = 1 if strategy == "ddp" else world.size
     layout = Layout(dp=world.size, strategy=strategy, shard=shard)  # type: ignore[arg-type]
-    engine = parallelize(build_model(), layout, config, world)
+    engine = parallelize(build_model(), layout, config, build_mesh(layout, world))
     parameters = sum(p.numel() for p in engine.named_trainable().values())
     rows = []
     for count in MICRO_BATCHES:

@@ -250,7 +250,7 @@ def overflow_once(yaml, folder):
             if step == 3:
                 numerics.scaler._scale.fill_(1e38)
             result = optimizer_step(
-                contents.engine, contents.optimizer, batch, TokenLoss(), clip=0.5, world=world,
+                contents.engine, contents.optimizer, batch, TokenLoss(), clip=0.5,
             )  # fmt: skip
             after = values(contents)
             changed = [name for name in before if before[name].numel() and not torch.equal(before[name], after[name])]

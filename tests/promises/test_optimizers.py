@@ -91,6 +91,7 @@ def build(model, config, world, strategy):
     from duoka.optim.build import build_optimizer
     from duoka.optim.roles import assign_roles
     from duoka.parallel.apply import parallelize
+    from duoka.parallel.mesh import build_mesh
     from duoka.parallel.sharded import find_layers
     from duoka.plan.layout import Layout
     from duoka.units import parse_amount
@@ -108,7 +109,7 @@ def build(model, config, world, strategy):
     trained = {n for n, p in lm.named_parameters() if p.requires_grad}
     matrices = {n for n in trained if roles[n] == "matrix"} if config.optim.name == "muon" else ()
     smooth = LossModel(lm, Goal(smoothing=config.train.label_smoothing))
-    engine = parallelize(smooth, layout, config.parallel, world, None, matrices)
+    engine = parallelize(smooth, layout, config.parallel, build_mesh(layout, world), None, matrices)
     named = engine.named_trainable()
     return engine, named, build_optimizer(named, config.optim, roles=roles, sharing=engine.share_matrices)
 

@@ -27,19 +27,17 @@ def build(yaml, overrides, folder, world=None):
     """(inputs, world, plan, contents, loader) of a run that is not trained."""
     from duoka.comm.world import start_world
     from duoka.config.load import load_config
-    from duoka.data.build_feed import build_feed
     from duoka.runs.folder import RunFolder
-    from duoka.train.main import _agree_on_plan, _build_contents, read_inputs
+    from duoka.train.main import read_inputs
+    from duoka.train.run import build_run
 
-    run = RunFolder(Path(folder))
-    run.make()
+    place = RunFolder(Path(folder))
+    place.make()
     loaded = load_config(yaml, overrides)
-    inputs = read_inputs(loaded, run)
+    inputs = read_inputs(loaded, place)
     world = world or start_world(loaded.config.parallel)
-    plan = _agree_on_plan(inputs, world, None)
-    contents = _build_contents(inputs, plan, world)
-    feed = build_feed(loaded.config, inputs.prepared, plan.layout, world.rank, world.sum)
-    return inputs, world, plan, contents, feed
+    run = build_run(inputs, world)
+    return inputs, world, run.plan, run.contents, run.feed
 
 
 def live_bytes():

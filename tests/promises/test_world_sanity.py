@@ -12,11 +12,11 @@ from duoka.comm.world import check_same_everywhere, checksum, end_world, start_w
 from duoka.config.load import load_config
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, DuokaError, WorkerFailed
-from duoka.plan.layout import Layout
 from duoka.process.lifeline import PARENT_PID
 from duoka.runs.folder import RunFolder
-from duoka.train.main import Inputs, _build_contents, read_inputs
+from duoka.train.main import read_inputs
 from duoka.train.replicas import check_replicas
+from duoka.train.run import build_run
 
 
 def expect(kind, words, action):
@@ -108,16 +108,13 @@ def test_ranks_with_other_data_are_named_before_the_first_step():
     run_world(2, meet_strangers)
 
 
-class _Plan:
-    layout = Layout(dp=2, strategy="ddp")
-
-
 def flip_one_weight(yaml, folder):
-    loaded = load_config(yaml)
+    loaded = load_config(yaml, ["parallel.strategy=ddp"])
     run = RunFolder(folder)
-    inputs: Inputs = read_inputs(loaded, run)
+    run.make()
+    inputs = read_inputs(loaded, run)
     world = start_world(loaded.config.parallel)
-    contents = _build_contents(inputs, _Plan, world)
+    contents = build_run(inputs, world).contents
     check_replicas(contents, world)
     name = "model.layers.2.mlp.up_proj.weight"
     if world.rank == 1:

@@ -34,6 +34,7 @@ from duoka.errors import ConfigError
 from duoka.model.build import named_part
 from duoka.optim.clip import clip_gradients
 from duoka.optim.host import local_part
+from duoka.parallel.mesh import build_mesh
 from duoka.parallel.precision import build_numerics, compute_in
 
 
@@ -73,11 +74,12 @@ class Accelerator(Saving, Tracking, Roles):
             self.print(note)
         self.parallel = asked
         self.layout = choose_layout(asked, precision, world)
+        self.mesh = build_mesh(self.layout, world)
         self.project_dir = None if project_dir is None else str(project_dir)
         self.settings = LoaderSettings(seed, split_batches, dispatch_batches)
         self.parts = Parts()
         self.numerics = build_numerics(precision, world.device)
-        self.window = Window(world, read_steps(gradient_accumulation_steps))
+        self.window = Window(self.mesh.loss, read_steps(gradient_accumulation_steps))
         self.optimizer_step_was_skipped = False
         self._scale_is_due = False
         self._is_joining = False
@@ -130,7 +132,7 @@ class Accelerator(Saving, Tracking, Roles):
         for prepared in self.parts.models:
             if model in (prepared.engine.model, prepared.bare):
                 return prepared.engine.model
-        prepared = prepare_model(model, self.layout, self.parallel, self.world)
+        prepared = prepare_model(model, self.layout, self.parallel, self.mesh)
         self.parts.models.append(prepared)
         for optimizer in self.parts.optimizers:
             optimizer.repoint(prepared.replaced)
@@ -155,7 +157,7 @@ class Accelerator(Saving, Tracking, Roles):
         """`own_items`: an iterable data set that gives this rank items which no other rank gets."""
         if isinstance(loader, PreparedLoader):
             return loader
-        self.parts.loaders.append(prepare_loader(loader, self.world, self.window.active, self.settings, own_items))
+        self.parts.loaders.append(prepare_loader(loader, self.mesh.data, self.window.active, self.settings, own_items))
         return self.parts.loaders[-1]
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> SkippedLoader:

@@ -19,6 +19,7 @@ from duoka.errors import ConfigError
 from duoka.model.build import named_part
 from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
+from duoka.parallel.mesh import Mesh
 from duoka.parallel.precision import Numerics, compute_in
 from duoka.plan.layout import Layout
 
@@ -105,13 +106,14 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def prepare_model(model: torch.nn.Module, layout: Layout, parallel: ParallelConfig, world: World) -> PreparedModel:
+def prepare_model(model: torch.nn.Module, layout: Layout, parallel: ParallelConfig, mesh: Mesh) -> PreparedModel:
     """Rank 0's weights on every rank, spread as the layout says."""
+    device = mesh.everyone.device
     before = dict(named_part(model).named_parameters())
-    if layout.is_sharded and world.size > 1:
-        model.to(world.device)
-        _share_first_weights(model)
-    engine = parallelize(model, layout, parallel, world)
+    if layout.is_sharded and mesh.loss.size > 1:
+        model.to(device)
+        _share_first_weights(model, mesh.loss)
+    engine = parallelize(model, layout, parallel, mesh)
     # Gradients may be gone by the end of `accumulate`: prepared models look right after the backward pass.
     engine.checks_all_used = False
     prepared = PreparedModel(engine, layout, engine.named_trainable())
@@ -119,7 +121,7 @@ def prepare_model(model: torch.nn.Module, layout: Layout, parallel: ParallelConf
     def notice() -> None:
         prepared.touched = True
 
-    call = CallIn(layout.precision, world.device, layout.is_sharded, notice)
+    call = CallIn(layout.precision, device, layout.is_sharded, notice)
     # On the instance: FSDP gathers weights inside of this call, DDP around it. A bound method is copied rightly.
     engine.bare._call_impl = types.MethodType(call, engine.bare)  # type: ignore[method-assign]
     now = dict(named_part(model).named_parameters())
@@ -131,10 +133,10 @@ def prepare_model(model: torch.nn.Module, layout: Layout, parallel: ParallelConf
 
 
 @torch.no_grad()
-def _share_first_weights(model: torch.nn.Module) -> None:
+def _share_first_weights(model: torch.nn.Module, world: World) -> None:
     """Shards are cut from every rank's own weights: they must be one model's."""
     for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.data, src=0)
+        dist.broadcast(tensor.data, group_src=0, group=world.group)
 
 
 class PreparedOptimizer(torch.optim.Optimizer):

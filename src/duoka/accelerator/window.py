@@ -21,7 +21,7 @@ from duoka.optim.host import local_part
 class Window:
     """The open window. `sync`: this micro-batch is its last, or there is no accumulation."""
 
-    world: World
+    world: World  # the ranks whose losses make the mean
     num_steps: int = 1
     active: list[PreparedLoader] = field(default_factory=list)
     sync: bool = True
@@ -111,7 +111,7 @@ class Window:
             return
         total = self.num_targets.clone()
         if self.world.size > 1:
-            torch.distributed.all_reduce(total)
+            torch.distributed.all_reduce(total, group=self.world.group)
         scale_all(grads, torch.where(total > 0, self.scale / total.clamp(min=1.0), 0.0))
         self.scale = total.clamp(min=1.0)
 

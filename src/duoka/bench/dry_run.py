@@ -33,6 +33,7 @@ from duoka.optim.build import build_optimizer
 from duoka.optim.clip import clip_gradients
 from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
+from duoka.parallel.mesh import build_mesh
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
 
@@ -197,8 +198,10 @@ def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: Wor
     if not layout.is_sharded:
         # One process, whatever the number of copies; it stays on the meta device until the fake mode is entered.
         single = replace(layout, strategy="single", dp=1, shard=1)
-        return parallelize(bare, single, config.parallel, replace(world, device=torch.device("meta")))
-    return parallelize(bare, layout, config.parallel, world)
+        return parallelize(
+            bare, single, config.parallel, build_mesh(single, replace(world, device=torch.device("meta")))
+        )
+    return parallelize(bare, layout, config.parallel, build_mesh(layout, world))
 
 
 def _model_config(facts: dict[str, Any]) -> Any:

@@ -40,7 +40,9 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
     heart: Heart = field(default_factory=Heart, compare=False)
-    group: dist.ProcessGroup | None = None  # None: the one that training talks in
+    group: dist.ProcessGroup | None = None  # None: that of all ranks, which training talks in
+    name: str = "everyone"  # or the axes along which its ranks lie (parallel/mesh.py)
+    is_aside: bool = False  # talks beside training: no part of a step, and not in its ledger
 
     @property
     def is_main(self) -> bool:
@@ -51,31 +53,34 @@ class World:
         if self.is_main:
             print(text, flush=True)
 
+    def _called(self, collective: str) -> str:
+        return collective if self.name == "everyone" else f"{collective} (over {self.name})"
+
     def barrier(self) -> None:
         if self.size > 1:
-            with self.heart.exchange("barrier"):
+            with self.heart.exchange(self._called("barrier")):
                 dist.barrier(group=self.group)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Each value summed over all ranks, in fp64."""
+        """Each value summed over the ranks of this world, in fp64."""
         if self.size == 1:
             return list(values)
         # MPS-like devices know no fp64; gloo and nccl both do.
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self.heart.exchange("all_reduce of the step's sums"):
-            if self.group is None:
-                all_reduce(tensor)
-            else:  # beside training: no part of a step, and not in its ledger
+        with self.heart.exchange(self._called("all_reduce of the step's sums")):
+            if self.is_aside:
                 dist.all_reduce(tensor, group=self.group)
+            else:
+                all_reduce(tensor, self.group)
         return [float(value) for value in tensor.tolist()]
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """The value of this world's rank 0, on every rank of it."""
         if self.size == 1:
             return value
         box = [value]
-        with self.heart.exchange("broadcast of rank 0's choice"):
-            dist.broadcast_object_list(box, src=0, device=self.device, group=self.group)
+        with self.heart.exchange(self._called("broadcast of rank 0's choice")):
+            dist.broadcast_object_list(box, group_src=0, device=self.device, group=self.group)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -83,7 +88,7 @@ class World:
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
-        with self.heart.exchange("all_gather of facts"):
+        with self.heart.exchange(self._called("all_gather of facts")):
             dist.all_gather_object(box, value, group=self.group)
         return box
 
@@ -239,7 +244,7 @@ def open_side_world(world: World) -> World:
         return replace(world, device=torch.device("cpu"), heart=Heart())
     # Without a limit of its own: a slow disk is no hang, and a rank that dies closes its connections.
     group = keep_group(dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1)))
-    return replace(world, device=torch.device("cpu"), backend="gloo", group=group, heart=Heart())
+    return replace(world, device=torch.device("cpu"), backend="gloo", group=group, heart=Heart(), is_aside=True)
 
 
 def close_side_world(world: World) -> None:

@@ -13,11 +13,14 @@ from pydantic import BeforeValidator, Field, create_model
 from duoka.config.fields import Number, Often, Patience, SampleChoice, Seconds, Section, Whole, step_as_text
 from duoka.units import parse_seconds
 
+# Each is an engine of parallel/apply.py; a layout has one of them.
+Strategy = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+
 
 class ParallelConfig(Section):
     """How processes share the work. Changes speed and memory, never results."""
 
-    strategy: Literal["auto", "single", "dp", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = Field(
+    strategy: Literal["auto", Strategy, "zero3"] = Field(
         "auto", description="How ranks share the work; fsdp is another name for zero3."
     )
     shard_ranks: Annotated[Whole, Field(ge=1)] | None = Field(

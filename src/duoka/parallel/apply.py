@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.fused import apply_fused
@@ -20,6 +19,7 @@ from duoka.model.shards import Weights
 from duoka.parallel.ddp import Ddp
 from duoka.parallel.dp import DataParallel
 from duoka.parallel.engine import Engine, EngineSpec
+from duoka.parallel.mesh import Mesh
 from duoka.parallel.recompute import apply_recompute
 from duoka.parallel.sharded import Sharded, find_layers
 from duoka.parallel.single import Single
@@ -70,7 +70,7 @@ def parallelize(
     bare: torch.nn.Module,
     layout: Layout,
     parallel: ParallelConfig,
-    world: World,
+    mesh: Mesh,
     source: Weights | None = None,
     matrices: Collection[str] = (),
 ) -> Engine:
@@ -78,7 +78,7 @@ def parallelize(
 
     `matrices` names what the optimizer needs whole: under zero1 and zero2 each has a rank that owns it.
     """
-    spec = EngineSpec(bare, layout, parallel, world, source, matrices)
+    spec = EngineSpec(bare, layout, parallel, mesh, source, matrices)
     for step in STEPS:
         if step.applies(spec):
             step.apply(spec)

@@ -35,6 +35,7 @@ class Summing:
     compress: str
     power: PowerSGD | None
     heart: Heart
+    group: dist.ProcessGroup | None
 
 
 def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -47,7 +48,7 @@ def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Fu
         return summed
     buffer = bucket.buffer()
     travels = buffer.to(HALF[summing.compress]) if summing.compress in HALF else buffer
-    work = start_all_reduce(travels)
+    work = start_all_reduce(travels, summing.group)
 
     def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         LEDGER.came_back = time.perf_counter()
@@ -66,13 +67,14 @@ class Ddp(Engine):
     exchanges_whole_gradients = True
 
     def __init__(self, spec: EngineSpec) -> None:
-        bare, parallel, world = spec.bare, spec.parallel, spec.world
+        bare, parallel, world = spec.bare, spec.parallel, spec.mesh.loss
         bare.to(world.device)
         with warnings.catch_warnings():
             # Torch's new name for broadcast_buffers has no way yet to leave the first broadcast out.
             warnings.simplefilter("ignore", FutureWarning)
             self.replica = DistributedDataParallel(
                 bare,
+                process_group=world.group,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 find_unused_parameters=parallel.find_unused_parameters,
                 gradient_as_bucket_view=parallel.bucket_view,
@@ -84,8 +86,8 @@ class Ddp(Engine):
         super().__init__(spec, self.replica)
         self.power: PowerSGD | None = None
         if parallel.compress == "powersgd":
-            self.power = PowerSGD(world.rank, self.named_trainable())
-        self.replica.register_comm_hook(Summing(parallel.compress, self.power, world.heart), sum_gradients)
+            self.power = PowerSGD(spec.mesh.everyone.rank, self.named_trainable(), world.group)
+        self.replica.register_comm_hook(Summing(parallel.compress, self.power, world.heart, world.group), sum_gradients)
         # With a static graph DDP has learned by itself which parameters are never used.
         self.checks_all_used = not (parallel.find_unused_parameters or parallel.static_graph)
         # A static graph is learned in a first pass that exchanges; DDP breaks when that pass is one without. And its
@@ -95,7 +97,7 @@ class Ddp(Engine):
     def resumed(self) -> None:
         """Where a gradient lies in its bucket says in which order gloo adds more than two of them, and so what the
         last bit is."""
-        self.needs_rehearsal = self.needs_rehearsal or dist.get_world_size() > 2
+        self.needs_rehearsal = self.needs_rehearsal or self.mesh.loss.size > 2
 
     def extra_tensors(self, model: str = "") -> dict[str, torch.Tensor]:
         """What a compressed exchange left out so far (error feedback)."""
@@ -127,7 +129,7 @@ class Ddp(Engine):
 
     def rejoin(self, shortage: Shortage, batch: GlobalBatch, objective: Objective) -> bool:
         """By a pass over one token in place of the one that ran out: the others' exchange finds this rank there."""
-        if shortage.is_in_exchange and self.world.size > 1:
+        if shortage.is_in_exchange and self.mesh.loss.size > 1:
             return False
         device = self.world.device
         with self.exchange(True):

@@ -74,7 +74,7 @@ class DataParallel(Engine):
     def __init__(self, spec: EngineSpec) -> None:
         bare = spec.bare
         assert isinstance(bare, LossModel)
-        bare.to(spec.world.device)
+        bare.to(spec.mesh.everyone.device)
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         super().__init__(spec, Replicas(bare, list(range(count)), spec.layout.precision) if count > 1 else None)
 

@@ -19,7 +19,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from duoka.comm.ledger import LEDGER
-from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.model.build import named_part
@@ -29,6 +28,7 @@ from duoka.optim.muon import Sharing, WholeMatrices
 from duoka.optim.spread import Groups, spread_of
 from duoka.parallel import inject
 from duoka.parallel.matrices import RowMatrices
+from duoka.parallel.mesh import Mesh
 from duoka.parallel.objective import Objective, mean_loss, no_loss
 from duoka.parallel.out_of_memory import Shortage, describe_shortage, is_out_of_memory
 from duoka.parallel.precision import build_numerics, compute_in
@@ -45,7 +45,7 @@ class EngineSpec:
     bare: torch.nn.Module
     layout: Layout = field(default_factory=Layout)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    world: World = field(default_factory=World)
+    mesh: Mesh = field(default_factory=Mesh)
     source: Weights | None = None
     matrices: Collection[str] = ()
 
@@ -103,9 +103,9 @@ class Engine:
     def __init__(self, spec: EngineSpec, model: torch.nn.Module | None = None) -> None:
         self.bare = spec.bare
         self.model = spec.bare if model is None else model
-        self.world = spec.world
-        self.numerics = build_numerics(spec.layout.precision, spec.world.device)
-        self.num_sharing = spec.layout.shard  # ranks that hold one copy of weights and state together
+        self.mesh = spec.mesh
+        self.world = spec.mesh.everyone  # this process: its device, its heart, and the rank that faults name
+        self.numerics = build_numerics(spec.layout.precision, self.world.device)
 
     # --- what is trained, and where it lies ---
 

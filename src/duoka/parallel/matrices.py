@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from duoka.comm.collectives import TimedWork, all_to_all, start_all_to_all
+from duoka.errors import ConfigError
 from duoka.optim.owners import Bucket, share_matrices
 
 
@@ -168,8 +169,7 @@ class RowMatrices:
     """Matrices whose rows lie on different ranks (FSDP2): to their owners and back within each copy of the model."""
 
     def __init__(self, matrices: Sequence[DTensor]) -> None:
-        mesh = matrices[0].device_mesh
-        self.group = mesh.get_group(mesh.ndim - 1)  # the last axis shards; one before it repeats
+        self.group = matrices[0].device_mesh.get_group(_row_axis(matrices[0]))
         self.num_ranks = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
         self.buckets = share_matrices([(m.shape[0], m.shape[1]) for m in matrices], self.num_ranks)
@@ -211,6 +211,18 @@ class RowMatrices:
 
 def rows_per_rank(matrix: DTensor) -> list[int]:
     """How many rows of a matrix each rank of its shard group has, by FSDP2's cutting."""
-    num_ranks = matrix.device_mesh.size(matrix.device_mesh.ndim - 1)
+    num_ranks = matrix.device_mesh.size(_row_axis(matrix))
     each = -(-matrix.shape[0] // num_ranks)
     return [max(0, min(each, matrix.shape[0] - rank * each)) for rank in range(num_ranks)]
+
+
+def _row_axis(matrix: DTensor) -> int:
+    """The one axis of its mesh that cuts the matrix, by rows; the others repeat it."""
+    cutting = [axis for axis, placement in enumerate(matrix.placements) if not placement.is_replicate()]
+    if len(cutting) != 1 or not matrix.placements[cutting[0]].is_shard(0):
+        raise ConfigError(
+            f"optim.name is muon, and a matrix is cut by {', '.join(map(str, matrix.placements))}: it can bring "
+            "together rows of one axis only",
+            fix="write   name: adamw   or leave the tensor axis out",
+        )
+    return cutting[0]

@@ -42,8 +42,11 @@ class ThinGradient:
 class PowerSGD:
     """The compressed exchange of one model's gradients; `named` are those trained, by the names of checkpoints."""
 
-    def __init__(self, rank: int, named: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self, rank: int, named: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup | None = None
+    ) -> None:
         self.rank = rank
+        self.group = group
         self.kept: dict[str, ThinGradient] = {}
         self.num_steps = torch.zeros((), dtype=torch.int64)
         self.is_rehearsing = False  # what is exchanged now is thrown away
@@ -78,7 +81,7 @@ class PowerSGD:
                 whole.append(gradient)
             else:
                 thin.append((kept, _as_matrix(gradient)))
-        _sum_flat(whole)
+        _sum_flat(whole, self.group)
         if not thin:
             return bucket.buffer()
         # The two products of a power iteration; what travels is their thin results, of all matrices at once.
@@ -86,14 +89,14 @@ class PowerSGD:
             kept.remember()
             kept.owed.add_(gradient)
         left = [kept.owed @ torch.linalg.qr(kept.factor).Q for kept, _ in thin]  # (rows, NUM_COLUMNS) each
-        _sum_flat(left)
+        _sum_flat(left, self.group)
         left = [torch.linalg.qr(one).Q for one in left]
         right = [kept.owed.t() @ one for (kept, _), one in zip(thin, left, strict=True)]  # (columns, NUM_COLUMNS)
-        _sum_flat(right)
+        _sum_flat(right, self.group)
         for (kept, gradient), rows, columns in zip(thin, left, right, strict=True):
             total = rows @ columns.t()
             gradient.copy_(total)
-            kept.owed.sub_(total, alpha=1.0 / num_ranks())
+            kept.owed.sub_(total, alpha=1.0 / num_ranks(self.group))
             # An overflow is this step's alone: it must not come back with every step after it.
             kept.owed.nan_to_num_(0.0, 0.0, 0.0)
             kept.factor.copy_(torch.where(columns.isfinite().all(), columns, kept.factor))
@@ -164,10 +167,10 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(tensor.shape[0], -1) if tensor.ndim else tensor.view(1, 1)
 
 
-def _sum_flat(tensors: Sequence[torch.Tensor]) -> None:
-    """Each tensor summed over ranks, in place, in one exchange."""
+def _sum_flat(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Each tensor summed over the group's ranks, in place, in one exchange."""
     if not tensors:
         return
-    flat = all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    flat = all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), group)
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

@@ -13,8 +13,6 @@ import types
 from collections.abc import Collection, Iterator
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -26,7 +24,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from duoka.comm.world import World, keep_group
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
 from duoka.errors import ConfigError
@@ -38,19 +35,11 @@ from duoka.optim.spread import Groups
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.fsdp_comm import LayerBuffers, count_traffic
 from duoka.parallel.matrices import OwnedMatrices
+from duoka.parallel.mesh import Mesh
 from duoka.parallel.objective import Objective
 from duoka.parallel.out_of_memory import Shortage
 from duoka.parallel.precision import HALF
 from duoka.plan.layout import Layout
-
-
-def build_mesh(layout: Layout, world: World) -> DeviceMesh:
-    """Ranks as (replicate, shard), neighbours in one shard group: those of a node; one dimension when all share."""
-    kind = world.device.type
-    if layout.num_replicas == 1:
-        return init_device_mesh(kind, (layout.shard,), mesh_dim_names=("shard",))
-    shape = (layout.num_replicas, layout.shard)
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 class Sharded(Engine):
@@ -60,10 +49,10 @@ class Sharded(Engine):
         layout, bare = spec.layout, spec.bare
         # Muon's matrices have an owner each where weights are whole on every rank.
         apart = spec.matrices if layout.strategy in ("zero1", "zero2") else ()
-        self.sharded = apply_sharded(bare, layout, spec.parallel, spec.world, apart)
+        self.sharded = apply_sharded(bare, layout, spec.parallel, spec.mesh, apart)
         self.strategy = layout.strategy
         if spec.source is not None:
-            home = torch.device("cpu") if layout.offload == "params" else spec.world.device
+            home = torch.device("cpu") if layout.offload == "params" else spec.mesh.everyone.device
             fill_shards(named_part(bare), spec.source, home)
         super().__init__(spec)
         self.owned = _share_owned(spec, apart) if apart else None
@@ -105,17 +94,17 @@ def _share_owned(spec: EngineSpec, apart: Collection[str]) -> OwnedMatrices:
     named = dict(named_part(spec.bare).named_parameters())
     return OwnedMatrices(
         [named[name] for name in named if name in apart],
-        spec.world.size,
-        spec.world.rank,
+        spec.mesh.loss.size,
+        spec.mesh.loss.rank,
         # A group of their own: their gradients travel between those of FSDP's units, in whatever order.
-        keep_group(dist.new_group()),
+        spec.mesh.separate_loss_group(),
         every_pass=spec.layout.strategy == "zero2",
         wire=HALF.get(spec.parallel.compress, torch.float32),
     )
 
 
 def apply_sharded(
-    bare: torch.nn.Module, layout: Layout, parallel: ParallelConfig, world: World, apart: Collection[str] = ()
+    bare: torch.nn.Module, layout: Layout, parallel: ParallelConfig, mesh: Mesh, apart: Collection[str] = ()
 ) -> FSDPModule:
     """Shard in place: each layer, the embedding and an untied head are units; the rest is the root's.
 
@@ -132,14 +121,15 @@ def apply_sharded(
     # Inputs are not cast: rotary tables lose what the residual stream keeps.
     narrow = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduced, cast_forward_inputs=False)
     wide = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
+    world = mesh.everyone
     on_gpu = world.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if layout.offload == "params" else OffloadPolicy()
-    mesh = build_mesh(layout, world)
+    over = mesh.sharding
 
     def shard(module: torch.nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
         fully_shard(
             module,
-            mesh=mesh,
+            mesh=over,
             reshard_after_forward=reshard,
             mp_policy=policy,
             offload_policy=offload,
@@ -252,6 +242,9 @@ def _read(name: str, parameter: torch.Tensor, source: Weights, device: torch.dev
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     rows = source.read(name, parameter.shape, offset[0], offset[0] + shape[0])
+    # Sources read whole rows; another axis of the mesh may cut these too.
+    for dim in range(1, len(shape)):
+        rows = rows.narrow(dim, offset[dim], shape[dim])
     return DTensor.from_local(
         rows.to(device, parameter.dtype),
         mesh,

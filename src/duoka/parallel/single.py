@@ -9,5 +9,5 @@ class Single(Engine):
     """The plain engine, on this process's device."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        spec.bare.to(spec.world.device)
+        spec.bare.to(spec.mesh.everyone.device)
         super().__init__(spec)

@@ -22,7 +22,7 @@ from safetensors.torch import save as to_safetensors
 
 from duoka.comm.world import World, close_side_world, open_side_world
 from duoka.errors import StorageError
-from duoka.parallel.powersgd import changes_in_passes, is_ranks_own
+from duoka.parallel.powersgd import changes_in_passes
 from duoka.plan.hardware import available_memory_bytes
 from duoka.plan.layout import Layout
 from duoka.runs.manifest import (
@@ -108,6 +108,7 @@ class CheckpointStore:
         self.asynchronous = asynchronous
         self.waited_s = 0.0  # of the latest save, for the one before it
         self._share: Share | None = None
+        self._needed = 0  # bytes of a whole checkpoint
         self._buffer: HostBuffer | None = None
         self._live: LiveFile | None = None
         self._spare: list[HeapBuffer] = []  # as much as the latest save needed
@@ -121,13 +122,22 @@ class CheckpointStore:
 
     def get_ready(self, contents: Contents) -> None:
         """Divide the work and have the memory for the copy ready, beside the first steps; all ranks call it."""
-        self._share = plan_share(contents.tensors(), self.world)
+        share = self._plan(contents)
         self.side = open_side_world(self.world) if self.asynchronous else self.world
-        size = self._share.size_bytes if self._copies_first else min(CHUNK_BYTES, self._share.size_bytes)
+        size = share.size_bytes if self._copies_first else min(CHUNK_BYTES, share.size_bytes)
         if self.asynchronous and not self._copies_first:
             contents.optimizer.register_step_pre_hook(lambda *_: self.release())
         self._buffer = HostBuffer(size, self.world.device)
         self._warming = self._thread.submit(self._buffer.touch)
+
+    def _plan(self, contents: Contents) -> Share:
+        """What each rank writes, and what that comes to; all ranks call it together the first time."""
+        if self._share is None:
+            self._share = plan_share(contents.tensors(), self.world)
+            # Each tensor, or shard, is in one rank's share: no rank need hold, or know of, those of the others.
+            (written,) = self.world.sum([float(sum(piece.size_bytes for piece in self._share.pieces))])
+            self._needed = int(written) + self.world.size * SMALL_FILES_BYTES
+        return self._share
 
     @property
     def _copies_first(self) -> bool:
@@ -168,7 +178,7 @@ class CheckpointStore:
             raise ended.error()
 
     def _begin(self, target: _Target, contents: Contents, started: float) -> None:
-        if self._share is None:
+        if self._buffer is None:
             self.get_ready(contents)
         answer = self.world.agree(self._try_to_begin(target, contents) if self.world.is_main else None)
         self._writing, self._blocked_s = Future(), 0.0
@@ -225,30 +235,24 @@ class CheckpointStore:
                 free = shutil.disk_usage(self.folder).free
                 num_there = len(list_checkpoints(self.folder))
         free, num_there = self.world.agree((free, num_there))
-        return self._needed_bytes(contents), free, num_there
+        self._plan(contents)
+        return self._needed, free, num_there
 
-    def has_room(self, contents: Contents) -> bool:
-        """Whether this rank could write now: enough is free, and a file can be made."""
+    def has_room(self) -> bool:
+        """Whether this rank could write now: enough is free, and a file can be made. After a save was tried."""
         probe = self.folder / f".step-probe-{self.world.rank}{DRAFT}"
         try:
             probe.mkdir()
             probe.rmdir()
-            return shutil.disk_usage(self.folder).free >= self._needed_bytes(contents)
+            return shutil.disk_usage(self.folder).free >= self._needed
         except OSError:
             return False
-
-    def _needed_bytes(self, contents: Contents) -> int:
-        whole = sum(
-            tensor.numel() * tensor.element_size() * (self.world.size if is_ranks_own(name) else 1)
-            for name, tensor in contents.tensors().items()
-        )
-        return whole + self.world.size * SMALL_FILES_BYTES
 
     def _try_to_begin(self, target: _Target, contents: Contents) -> Saved | SaveFault | None:
         """Rank 0 makes the draft's folder; what stands in the way is returned, for all ranks to hear of it."""
         if target.keep is not None and target.final.exists():
             return Saved(target.step, target.final, _folder_bytes(target.final), 0.0, 0.0)
-        needed = self._needed_bytes(contents)
+        needed = self._needed
         try:
             if shutil.disk_usage(target.final.parent).free < needed:
                 return self._fault(target, [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], needed)

@@ -14,17 +14,17 @@ from duoka.data.feed.loader import GlobalBatch
 from duoka.optim.build import set_learning_rate
 from duoka.parallel import inject
 from duoka.train.hooks import StopSignal, Timer
-from duoka.train.job import Job
 from duoka.train.replicas import check_replicas
+from duoka.train.run import Run
 from duoka.train.step import StepResult, optimizer_step
 
 
-def train(job: Job) -> str:
+def train(run: Run) -> str:
     """Run from the state's cursor to the last step; returns "", or the signal that asked to stop before."""
-    settings, state, saver, heart = job.settings, job.contents.state, job.saver, job.world.heart
-    eval_timer = Timer(settings.eval_every if job.evaluate else None, settings.steps_per_epoch)
-    job.contents.engine.model.train()
-    batches = job.feed.batches(state.place, settings.num_epochs)
+    settings, state, saver, heart = run.settings, run.contents.state, run.saver, run.world.heart
+    eval_timer = Timer(settings.eval_every if run.evaluate else None, settings.steps_per_epoch)
+    run.contents.engine.model.train()
+    batches = run.feed.batches(state.place, settings.num_epochs)
     heart.tell("start", state.step)
     with StopSignal() as stop:
 
@@ -32,28 +32,28 @@ def train(job: Job) -> str:
             return stop.asked
 
         def eval_is_due() -> bool:
-            return job.world.is_main and eval_timer.due_by_clock()
+            return run.world.is_main and eval_timer.due_by_clock()
 
-        if state.step >= settings.total_steps and job.evaluate:
-            _evaluate(job, is_stopping)  # somebody stopped the run in its last evaluation
+        if state.step >= settings.total_steps and run.evaluate:
+            _evaluate(run, is_stopping)  # somebody stopped the run in its last evaluation
         while state.step < settings.total_steps:
             started = time.perf_counter()
             batch = next(batches)
             data_s = time.perf_counter() - started
             asked = (is_stopping, saver.due_by_clock, saver.has_failed, eval_is_due)
-            answers = _step(job, batch, started, data_s, asked)
+            answers = _step(run, batch, started, data_s, asked)
             heart.warm_up()
             heart.tell("step", state.step)
             if not answers:  # back at an earlier step
-                batches = job.feed.batches(state.place, settings.num_epochs)
+                batches = run.feed.batches(state.place, settings.num_epochs)
                 continue
             stop_asked, save_due, save_failed, eval_due = answers
 
             last, measured = state.step >= settings.total_steps, True
             if settings.check_every and state.step % settings.check_every == 0:
-                check_replicas(job.contents, job.world)
-            if eval_due or eval_timer.due_at(state.step) or (last and job.evaluate):
-                measured = _evaluate(job, is_stopping)
+                check_replicas(run.contents, run.world)
+            if eval_due or eval_timer.due_at(state.step) or (last and run.evaluate):
+                measured = _evaluate(run, is_stopping)
                 eval_timer.restart()
             stop_asked = stop_asked or not measured
             saver.after_step(due=save_due, failed=save_failed, last=last, stop=stop_asked, stopping=is_stopping)
@@ -63,13 +63,13 @@ def train(job: Job) -> str:
 
 
 def _step(
-    job: Job, batch: GlobalBatch, started: float, data_s: float, asked: tuple[Callable[[], bool], ...]
+    run: Run, batch: GlobalBatch, started: float, data_s: float, asked: tuple[Callable[[], bool], ...]
 ) -> list[bool]:
     """One optimizer step, recorded; returns for each question whether any rank answers yes, [] when it went back.
 
     A batch whose numbers are not finite is left out, or undone, as `faults.nonfinite` says.
     """
-    contents, settings, world = job.contents, job.settings, job.world
+    contents, settings, world = run.contents, run.settings, run.world
     state = contents.state
     lr = settings.rate_of(state.step + 1)
     set_learning_rate(contents.optimizer, lr)
@@ -79,36 +79,36 @@ def _step(
 
     def attempt(batch: GlobalBatch) -> StepResult:
         return optimizer_step(
-            contents.engine, contents.optimizer, batch, job.objective,
-            clip=settings.config.optim.clip, world=world, local_flags=local_flags, observer=job.memory,
+            contents.engine, contents.optimizer, batch, run.objective,
+            clip=settings.config.optim.clip, local_flags=local_flags, observer=run.memory,
         )  # fmt: skip
 
-    result = job.guard.until_it_fits(attempt, batch)
+    result = run.guard.until_it_fits(attempt, batch)
     result.times.data_s = data_s
-    if not result.is_finite and job.nonfinite.goes_back(batch, contents, result.loss, result.norm):
+    if not result.is_finite and run.nonfinite.goes_back(batch, contents, result.loss, result.norm):
         return []
     state.advance(batch)
     inject.strike_weights(contents.engine.named_trainable(), state.step, world.rank)
     if result.is_finite:
         counts = {"num_targets": batch.global_targets, "num_tokens": batch.num_tokens, "num_samples": batch.num_samples}
         numbers = {"epoch": round(batch.epochs_done, 4), "loss": result.loss, "grad_norm": result.norm, "lr": lr}
-        job.record.step(state, numbers | counts, result, time.perf_counter() - started)
-        if held := job.memory.report(world):
-            job.record.memory(state, held)
+        run.record.step(state, numbers | counts, result, time.perf_counter() - started)
+        if held := run.memory.report(world):
+            run.record.memory(state, held)
     return [count > 0 for count in result.flag_counts]
 
 
-def _evaluate(job: Job, is_stopped: Callable[[], bool]) -> bool:
+def _evaluate(run: Run, is_stopped: Callable[[], bool]) -> bool:
     """False when somebody asked to stop meanwhile: half an evaluation is none."""
-    assert job.evaluate is not None
+    assert run.evaluate is not None
     started = time.perf_counter()
-    measured = job.evaluate(is_stopped)
+    measured = run.evaluate(is_stopped)
     if measured is None:
         return False
     seconds = round(time.perf_counter() - started, 4)
     derived = {"perplexity": measured.perplexity, "bits_per_byte": measured.bits_per_byte}
-    job.record.evaluated(job.contents.state, {**asdict(measured), **derived, "seconds": seconds})
-    if job.sample is not None:
-        job.record.sampled(job.contents.state, job.sample())
-    job.saver.evaluated(measured.loss)
+    run.record.evaluated(run.contents.state, {**asdict(measured), **derived, "seconds": seconds})
+    if run.sample is not None:
+        run.record.sampled(run.contents.state, run.sample())
+    run.saver.evaluated(measured.loss)
     return True

@@ -120,7 +120,7 @@ class Saver:
 
     def _wait_for_room(self, stopping: Callable[[], bool], error: StorageError) -> None:
         while True:
-            stop, room = self.world.sum([float(stopping()), float(self.store.has_room(self.contents))])
+            stop, room = self.world.sum([float(stopping()), float(self.store.has_room())])
             self.world.heart.tell("save")
             if stop:
                 raise error

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from duoka.comm.ledger import LEDGER, Traffic
-from duoka.comm.world import World
 from duoka.data.feed.loader import GlobalBatch
 from duoka.parallel import inject
 from duoka.parallel.engine import NO_OBSERVER, Engine, PassObserver, RankSums, StepTimes
+from duoka.parallel.mesh import Mesh
 from duoka.parallel.objective import Objective
 from duoka.parallel.out_of_memory import Shortage
 
@@ -51,7 +51,6 @@ def optimizer_step(
     objective: Objective,
     *,
     clip: float,
-    world: World,
     local_flags: Callable[[], Sequence[float]] = tuple,
     observer: PassObserver = NO_OBSERVER,
 ) -> StepResult:
@@ -65,10 +64,11 @@ def optimizer_step(
     shortage, times = sums.shortage, sums.times
     if shortage is not None and not shortage.rejoined:
         return StepResult(is_short=True, shortage=shortage)
+    world = engine.mesh.everyone
     started, waited = time.perf_counter(), LEDGER.waited_s
     inject.strike_gradients(engine.named_trainable().values(), world.heart.beat.step + 1, world.rank)
     norm = engine.clip(optimizer, clip, is_scaled=shortage is None)
-    result = _sum_over_ranks(world, batch, objective, sums, norm, local_flags())
+    result = _sum_over_ranks(engine.mesh, batch, objective, sums, norm, local_flags())
     overflowed = not math.isfinite(result.norm)
     # With fp16, a norm that overflowed means a scale that was too high: the scaler leaves the update out by itself.
     result.is_finite = math.isfinite(result.loss) and (not overflowed or engine.numerics.scaler.is_enabled())
@@ -86,13 +86,14 @@ def optimizer_step(
 
 
 def _sum_over_ranks(
-    world: World, batch: GlobalBatch, objective: Objective, sums: RankSums, norm: float, flags: Sequence[float]
+    mesh: Mesh, batch: GlobalBatch, objective: Objective, sums: RankSums, norm: float, flags: Sequence[float]
 ) -> StepResult:
     """The step's one exchange of numbers. From here on every rank decides alike, because it knows the same."""
-    own = [*sums.losses.values(), *sums.metrics.values()]
+    # Ranks that cut one model between them have one loss together, or the same one each.
+    own = [value if mesh.counts_loss else 0.0 for value in (*sums.losses.values(), *sums.metrics.values())]
     # The norm is not summed: replicas have it from copies of the same gradients. But a fault may be in one copy only.
     own += [float(sums.shortage is not None), float(not math.isfinite(norm)), *flags]
-    totals = iter(world.sum(own))
+    totals = iter(mesh.everyone.sum(own))
     losses = {name: next(totals) for name in sums.losses}
     metrics = {name: next(totals) for name in sums.metrics}
     num_short, num_not_finite, *flag_counts = totals

@@ -1,0 +1,132 @@
+"""Who is with whom: the ranks of a world on named axes, and the groups that share something, by what they share.
+
+Every process group beside the default one is made here, by all ranks in one order. Axes, the outermost first:
+
+- pp: which part of the stack of layers a rank has.
+- replicate: which copy of the model it belongs to.
+- shard: which part of that copy's state it holds; ranks of a node are neighbors on it.
+- sp: which part of each sequence it computes; under sharded strategies it shards the state too.
+- tp: which part of each matrix it holds.
+
+All five are always there, with size 1 where a layout does not use them. Trainer, engines and accelerator take the view
+that says what they mean: with one axis more, `world` would be wrong for some of them and nobody would see it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from duoka.comm.world import World, keep_group
+from duoka.plan.layout import Layout
+
+AXES = ("pp", "replicate", "shard", "sp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's place on all axes. Views are Worlds: sum, agree, gather and barrier happen among their ranks."""
+
+    everyone: World = field(default_factory=World)
+    sizes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
+    place: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 0))
+    data: World = field(default_factory=World)  # who reads which samples: ranks of it get different ones
+    loss: World = field(default_factory=World)  # whose sums make the loss, and whose gradients are added
+    copies: World = field(default_factory=World)  # who holds the same bits of weights and optimizer state
+    pipeline: World = field(default_factory=World)  # whose layers make a whole model
+    copy_axes: tuple[str, ...] = ("replicate", "sp")
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether a sum over everyone takes this rank's loss: others have the same one, or none."""
+        return self.place["tp"] == 0 and self.place["pp"] == self.sizes["pp"] - 1
+
+    @property
+    def first_copy(self) -> int:
+        """The first rank of the world that holds the same bits as this one."""
+        return _rank_at(self.sizes, {**self.place, **dict.fromkeys(self.copy_axes, 0)})
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The axes in use, for torch's own sharding: sp as a part of shard, and shard always. All ranks ask at once."""
+        sizes = {**self.sizes, "shard": self.sizes["shard"] * self.sizes["sp"], "sp": 1}
+        names = tuple(axis for axis in AXES if axis == "shard" or sizes[axis] > 1)
+        return init_device_mesh(self.everyone.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+    @property
+    def sharding(self) -> DeviceMesh:
+        """What FSDP2 shards over: (replicate, shard), or shard alone where there is one copy."""
+        names = ("replicate", "shard") if self.sizes["replicate"] > 1 else ("shard",)
+        whole = self.device_mesh
+        return whole if whole.mesh_dim_names == names else whole[names]
+
+    def separate_loss_group(self) -> dist.ProcessGroup | None:
+        """A new group of the `loss` ranks, for exchanges that cross those of other groups. All ranks call it."""
+        return _group_over(self.everyone, self.sizes, self.place, ("replicate", "shard", "sp"), is_new=True)
+
+
+def build_mesh(layout: Layout, world: World) -> Mesh:
+    """The mesh of a layout. All ranks call it together."""
+    sizes = {
+        "pp": layout.pp, "replicate": layout.num_replicas, "shard": layout.shard, "sp": layout.sp, "tp": layout.tp,
+    }  # fmt: skip
+    if layout.world_size != world.size:
+        raise ValueError(f"the layout {layout.name} is of {layout.world_size} ranks, and the world has {world.size}")
+    place: dict[str, int] = {}
+    rest = world.rank
+    for axis in reversed(AXES):
+        rest, place[axis] = divmod(rest, sizes[axis])
+    groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+
+    def view(name: str, *axes: str) -> World:
+        used = tuple(axis for axis in axes if sizes[axis] > 1)
+        size = math.prod(sizes[axis] for axis in used)
+        if size == world.size:
+            return replace(world, name=name)
+        if size > 1 and used not in groups:
+            groups[used] = _group_over(world, sizes, place, used)
+        rank = _rank_at({axis: sizes[axis] for axis in used}, place)
+        return replace(world, rank=rank, size=size, group=groups.get(used), name=name)
+
+    # Where weights are sharded, the ranks of a sequence hold different parts of them.
+    copy_axes = ("replicate",) if layout.is_sharded else ("replicate", "sp")
+    return Mesh(
+        everyone=world,
+        sizes=sizes,
+        place=place,
+        data=view("data", "replicate", "shard"),
+        loss=view("loss", "replicate", "shard", "sp"),
+        copies=view("copies", *copy_axes),
+        pipeline=view("pipeline", "pp"),
+        copy_axes=copy_axes,
+    )
+
+
+def _rank_at(sizes: Mapping[str, int], place: Mapping[str, int]) -> int:
+    """The number of a place, the last axis counting fastest."""
+    rank = 0
+    for axis, size in sizes.items():
+        rank = rank * size + place[axis]
+    return rank
+
+
+def _group_over(
+    world: World, sizes: Mapping[str, int], place: Mapping[str, int], axes: tuple[str, ...], *, is_new: bool = False
+) -> dist.ProcessGroup | None:
+    """This rank's group among the groups along `axes`, of which every rank makes all."""
+    if math.prod(sizes[axis] for axis in axes) == world.size:
+        return keep_group(dist.new_group()) if is_new else world.group
+    own: dist.ProcessGroup | None = None
+    others = [range(1) if axis in axes else range(size) for axis, size in sizes.items()]
+    for start in itertools.product(*others):
+        along = [range(sizes[axis]) if axis in axes else (at,) for axis, at in zip(sizes, start, strict=True)]
+        members = [_rank_at(sizes, dict(zip(sizes, at, strict=True))) for at in itertools.product(*along)]
+        group = keep_group(dist.new_group(members))
+        own = group if world.rank in members else own
+    return own

@@ -1,0 +1,242 @@
+"""One run: every part of it, and the order in which parts are made. `build_run` is that order; read it first.
+
+main.py builds a Run and starts it, loop.py drives it. The launcher, the command line and tests begin here too: nothing
+of a run is made anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from duoka.comm.world import World, check_same_everywhere
+from duoka.config.load import config_hash, resolved_yaml
+from duoka.config.loaded import Loaded
+from duoka.config.schema import RunConfig
+from duoka.data.build_feed import Feed, build_feed, data_order
+from duoka.data.dataset_lengths import lengths_of
+from duoka.data.prepare import PreparedData, read_tokenizer
+from duoka.data.tokens.tokenizer import ChatTokenizer
+from duoka.hub.models import model_fingerprint
+from duoka.model.adapters import Earlier
+from duoka.model.build import LossModel, find_core, load_model
+from duoka.model.loss import Goal
+from duoka.model.quantize import Packing
+from duoka.model.shards import build_without_memory
+from duoka.optim.build import build_optimizer
+from duoka.optim.roles import Role, assign_roles
+from duoka.parallel.apply import parallelize
+from duoka.parallel.engine import Engine
+from duoka.parallel.measure import Measured
+from duoka.parallel.mesh import Mesh, build_mesh
+from duoka.parallel.objective import Objective
+from duoka.parallel.sharded import find_layers
+from duoka.parallel.token_loss import TokenLoss
+from duoka.plan.catalogue import local_cluster
+from duoka.plan.hardware import read_machine
+from duoka.plan.report import Plan, make_plan
+from duoka.plan.shape import read_shape
+from duoka.process.rank import is_restarted
+from duoka.runs.folder import RunFolder
+from duoka.runs.manifest import list_checkpoints
+from duoka.runs.versions import library_versions
+from duoka.store.checkpoint import CheckpointStore, Facts
+from duoka.store.contents import Contents
+from duoka.store.resume import check_changes, choose_checkpoint
+from duoka.store.retention import clean_drafts
+from duoka.store.state import TrainState, seed_everything
+from duoka.store.takeover import take_over_state
+from duoka.train.evaluation import build_evaluation
+from duoka.train.memory import MemoryWatch
+from duoka.train.nonfinite import NonFinite
+from duoka.train.record import Recorder
+from duoka.train.rehearse import is_asked, rehearse_largest
+from duoka.train.samples import build_sampler
+from duoka.train.saving import Saver
+from duoka.train.setup import RunSettings, build_settings, keep_choices
+from duoka.train.shortage import MemoryGuard, read_shortage
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads: resolved before any process group exists."""
+
+    loaded: Loaded
+    run: RunFolder
+    folder: Path
+    prepared: PreparedData
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+    def tokenizer(self) -> ChatTokenizer:
+        return read_tokenizer(self.config, self.loaded.base, self.folder)
+
+
+@dataclass
+class Run:
+    """All parts of one run on this rank. Those below the line are made by `start`, for the length of the loop."""
+
+    inputs: Inputs
+    found: Path | None  # the checkpoint that it goes on from
+    notes: list[str]  # what a user should know, before the first step
+    plan: Plan
+    mesh: Mesh
+    objective: Objective
+    contents: Contents
+    feed: Feed
+    store: CheckpointStore
+    settings: RunSettings
+
+    # It is told how to ask whether the run should stop, and returns None when a rank said yes.
+    evaluate: Callable[[Callable[[], bool]], Measured | None] | None = field(init=False)
+    record: Recorder = field(init=False)
+    saver: Saver = field(init=False)
+    guard: MemoryGuard = field(init=False)
+    nonfinite: NonFinite = field(init=False)
+    memory: MemoryWatch = field(init=False)
+    sample: Callable[[], list[tuple[str, str]]] | None = field(init=False)  # what the model makes of a few beginnings
+
+    @property
+    def world(self) -> World:
+        return self.mesh.everyone
+
+    def open_record(self) -> Recorder:
+        """Open the log; whoever does closes it, whatever happens."""
+        settings, state = self.settings, self.contents.state
+        log = self.inputs.config.log
+        self.record = Recorder(self.inputs.run, self.world, settings.total_steps, log, state.step, self.plan.yardstick)
+        return self.record
+
+    def start(self) -> None:
+        """Say that the run begins, and make what works beside the loop; on all ranks together."""
+        inputs, plan, contents, record = self.inputs, self.plan, self.contents, self.record
+        config, engine = inputs.config, contents.engine
+        record.start(contents.state, world_size=self.world.size, layout=plan.layout.to_json())
+        for note in self.notes:
+            record.event("warning", step=contents.state.step, text=note)
+        self.evaluate = build_evaluation(inputs.prepared, config, plan.layout, engine)
+        self.saver = Saver(self.store, contents, self.settings, record, self.world)
+        self.guard = MemoryGuard(config, plan, record, self.feed)
+        self.nonfinite = NonFinite(config.faults.nonfinite, self.saver, record)
+        self.memory = MemoryWatch(engine, contents.optimizer, plan.layout, self.world.device)
+        if is_asked(config, self.world):
+            rehearse_largest(engine, contents.optimizer, self.objective, self.guard)
+        self.sample = build_sampler(inputs.prepared, config, inputs.tokenizer, engine, plan.layout, self.world)
+
+
+def build_run(inputs: Inputs, world: World) -> Run:
+    """Every part of a run that can train at once; all ranks call it together."""
+    config, notes = inputs.config, list[str]()
+    found = _find_start(inputs, world, notes)  # refuses ranks whose code, config, model or data differ
+    plan = _agree_on_plan(inputs, world, found, notes)  # rank 0's on every rank
+    mesh = build_mesh(plan.layout, world)  # who reads the same data, holds the same bits, adds the same loss
+    objective: Objective = TokenLoss()  # what an optimizer step minimizes: the stage's
+    engine, roles = build_engine(inputs, plan, mesh)  # the model under its layout; each rank reads its own shards
+    contents = _build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
+    feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum)
+    store = _open_store(inputs, plan, world)
+    try:
+        _go_on(inputs, found, store, contents, notes)  # or begin with an earlier stage's averages
+        mean_length = inputs.prepared.mean_length
+        settings = build_settings(config, feed, contents.state, mean_length, plan.horizon)
+    except BaseException:
+        store.close()
+        raise
+    return Run(inputs, found, notes, plan, mesh, objective, contents, feed, store, settings)
+
+
+def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
+    """The checkpoint to go on from."""
+    config, run = inputs.config, inputs.run
+    identity = {"config": config_hash(config), "training data": data_order(inputs.prepared)}
+    check_same_everywhere(world, identity | {"model": model_fingerprint(inputs.folder)} | library_versions())
+    # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
+    resume = "auto" if is_restarted() and list_checkpoints(run.checkpoints) else config.checkpoint.resume
+    return choose_checkpoint(run, resume, inputs.loaded.base, world, notes.append)
+
+
+def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, notes: list[str]) -> Plan:
+    """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
+    machine = read_machine()
+    plan: Plan = world.agree(
+        make_plan(
+            inputs.config,
+            read_shape(inputs.folder),
+            machine,
+            world.size,
+            local_size=world.local_size,
+            cluster=local_cluster(machine, world.size, world.local_size),
+            lengths=lengths_of(inputs.prepared, inputs.config),
+        )
+    )
+    refusal = plan.refusal()
+    if refusal:
+        raise refusal
+    plan = keep_choices(plan, inputs.config, found, world.agree(read_shortage(inputs.run)))
+    notes += plan.warnings
+    if found is not None:
+        notes += check_changes(found, inputs.loaded, data_order(inputs.prepared), plan.layout, world).notes()
+    if world.is_main:
+        drafts = clean_drafts(inputs.run.checkpoints)
+        notes += [f"removed {name}, which a killed process left half-written" for name in drafts]
+    return plan
+
+
+def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh) -> tuple[Engine, dict[str, Role]]:
+    """The model under its layout, and which part each of its parameters plays for the optimizer."""
+    config = inputs.config
+    seed_everything(config.train.seed)
+    # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
+    frozen_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.layout.precision]
+    options: dict[str, Any] = {
+        "dtype": frozen_type if config.lora else torch.float32,
+        "lora": config.lora,
+        "train_only": config.train_only,
+        "seed": config.train.seed,
+        "trust_remote_code": config.model.trust_remote_code,
+        "earlier": Earlier.of(config.lora, inputs.loaded.base),
+    }
+    source = None
+    if plan.layout.is_sharded and (built := build_without_memory(inputs.folder, **options)):
+        lm, source = built
+    else:
+        lm = load_model(inputs.folder, packing=Packing.of(config.model), **options)
+    core = find_core(lm)
+    roles = assign_roles(lm, core, find_layers(core))
+    whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
+    matrices = whole if config.optim.name == "muon" else ()
+    goal = Goal(config.train.label_smoothing, by_probability=config.train.loss == "dft")
+    model = LossModel(lm, goal)
+    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices), roles
+
+
+def _build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role]) -> Contents:
+    optimizer = build_optimizer(
+        engine.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
+        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
+    )  # fmt: skip
+    # The same initial values everywhere, but each data rank draws its own dropout.
+    torch.manual_seed(config.train.seed + engine.mesh.data.rank)
+    return Contents(engine, optimizer, TrainState())
+
+
+def _open_store(inputs: Inputs, plan: Plan, world: World) -> CheckpointStore:
+    config, data = inputs.config, data_order(inputs.prepared)
+    facts = Facts(config_hash(config), resolved_yaml(inputs.loaded), data, library_versions())
+    return CheckpointStore(
+        inputs.run.checkpoints, world, plan.layout, facts, asynchronous=config.checkpoint.is_async
+    )  # fmt: skip
+
+
+def _go_on(inputs: Inputs, found: Path | None, store: CheckpointStore, contents: Contents, notes: list[str]) -> None:
+    if found is not None:
+        store.load(found, contents)
+        contents.engine.resumed()
+    elif inputs.config.optim.state is not None:
+        take_over_state(inputs.config, inputs.run, inputs.loaded.base, store.world, contents, notes.append)
