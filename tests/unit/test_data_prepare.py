@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,31 @@ def test_a_file_changed_within_the_same_tick_is_noticed(prepared: Any, data: Pat
     assert ids_of(prepared(data).train) != before
 
 
+def settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all files had been written a minute ago: what is found in them is remembered."""
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + 60 * 10**9)
+
+
+@pytest.mark.parametrize("how", ["in place", "another file"])
+def test_a_changed_file_with_the_old_size_and_time_is_read_again(
+    prepared: Any, data: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As rsync, tar and editors that keep times leave it: a remembered file, of an old date."""
+    os.utime(data, ns=(10**18, 10**18))
+    settle(monkeypatch)
+    before = ids_of(prepared(data).train)
+    text = data.read_text(encoding="utf-8").replace("answer", "remark")
+    written = data if how == "in place" else data.with_suffix(".new")
+    written.write_text(text, encoding="utf-8")
+    os.utime(written, ns=(10**18, 10**18))
+    written.replace(data)
+    assert ids_of(prepared(data).train) != before
+
+
 def test_an_unchanged_old_file_is_not_read_for_its_hash_again(prepared: Any, data: Path, monkeypatch: Any) -> None:
     os.utime(data, ns=(10**18, 10**18))
+    settle(monkeypatch)
     prepared(data)
     opened: list[str] = []
     real = Path.open

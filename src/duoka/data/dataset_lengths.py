@@ -25,7 +25,7 @@ from duoka.data.read.records import Piece, Record, find_pieces, read_piece
 from duoka.data.read.registry import ResolvedSet, find_sets
 from duoka.errors import Fault, Faults, StorageError
 from duoka.plan.lengths import Lengths
-from duoka.runs.cache import cache_folder, make_folder
+from duoka.runs.cache import cache_folder, file_version, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import Amount, parse_amount
 
@@ -94,7 +94,7 @@ def find_lengths(config: RunConfig, base: Path) -> Lengths | None:
 
 
 def _key_of(config: RunConfig, base: Path) -> str:
-    """Everything that decides lengths and batches; files by size and time, not by content."""
+    """Everything that decides lengths and batches; files by version, not by content."""
     facts: dict[str, Any] = {
         "version": KNOWN_VERSION,
         "files": [_facts(path) for found in find_sets(config, base) for path in found.files],
@@ -108,8 +108,7 @@ def _key_of(config: RunConfig, base: Path) -> str:
 
 
 def _facts(path: Path) -> list[Any]:
-    found = path.stat()
-    return [str(path.absolute()), found.st_size, found.st_mtime_ns]
+    return [str(path.absolute()), *file_version(path)]
 
 
 # --- a look ---

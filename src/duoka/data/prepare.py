@@ -32,7 +32,7 @@ from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, to
 from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import DataError, Fault, Faults, StorageError
 from duoka.hub.models import find_tokenizer_folder
-from duoka.runs.cache import cache_folder, hold_lock, make_folder
+from duoka.runs.cache import cache_folder, file_version, hold_lock, is_settled, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds, parse_amount
 
@@ -375,9 +375,9 @@ def _key_of(found: ResolvedSet, job: Job, tokenizer: ChatTokenizer, root: Path) 
 
 
 def _file_digest(path: Path, root: Path) -> str:
-    """A hash of the file's content, remembered by size and time so that a large file is read for it once."""
-    facts = path.stat()
-    seen: dict[str, Any] = {"path": str(path), "size_bytes": facts.st_size, "changed_ns": facts.st_mtime_ns}
+    """A hash of the file's content, remembered by the file's version so that a large one is read for it once."""
+    found = file_version(path)
+    seen: dict[str, Any] = {"path": str(path), "version": found}
     memory = make_folder(root / "files") / hashlib.blake2b(str(path).encode(), digest_size=12).hexdigest()
     known = read_json(memory) or {}
     if all(known.get(name) == value for name, value in seen.items()):
@@ -386,7 +386,6 @@ def _file_digest(path: Path, root: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-    # A file changed a moment ago may change again within the same tick of its clock: do not remember that one.
-    if time.time_ns() - facts.st_mtime_ns > 2_000_000_000:
+    if is_settled(found):
         write_json_atomic(memory, {**seen, "digest": digest.hexdigest()})
     return digest.hexdigest()

@@ -32,6 +32,23 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
+_CLOCK_TICK_NS = 2_000_000_000  # the coarsest clock of a file system in use
+
+
+def file_version(path: Path) -> list[int]:
+    """What changes whenever a file's content may have: its size, inode, and times of change.
+
+    ctime and inode too: tools that copy or unpack set the size and mtime that a file had elsewhere.
+    """
+    facts = path.stat()
+    return [facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns]
+
+
+def is_settled(version: list[int]) -> bool:
+    """False for a file changed a moment ago: it may change again within the same tick of its clock, unseen."""
+    return time.time_ns() - max(version[2:]) > _CLOCK_TICK_NS
+
+
 @contextmanager
 def hold_lock(path: Path, *, on_wait: Callable[[], None], poll_s: float = 0.1) -> Iterator[None]:
     """Hold an exclusive lock on the file `path`; `on_wait` is called once when somebody else holds it.

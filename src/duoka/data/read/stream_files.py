@@ -21,6 +21,7 @@ from typing import IO, Any, cast
 from duoka.data.read.json_files import Element, holds_lines, parse_element, parse_json_line, walk_elements
 from duoka.data.read.record import UTF8_BOM, Piece, Record, beginning, check_text
 from duoka.errors import Fault
+from duoka.runs.cache import file_version
 
 PACKED = (".gz", ".zst")
 _HEAD_BYTES = 1 << 16
@@ -113,15 +114,15 @@ def read_stream(piece: Piece, max_record_bytes: int) -> Iterator[Record | Fault]
     raws, at = _take_open(piece)
     for raw in itertools.islice(raws, piece.start - at, piece.end - at):
         yield _parse(path, raw, max_record_bytes)
-    _open.kept = (piece.path, path.stat().st_mtime_ns, piece.end, raws)
+    _open.kept = (piece.path, file_version(path), piece.end, raws)
 
 
 def _take_open(piece: Piece) -> tuple[Iterator[Any], int]:
     kept = getattr(_open, "kept", None)
     _open.kept = None
     if kept is not None:
-        path, changed_ns, at, raws = kept
-        if path == piece.path and at <= piece.start and Path(path).stat().st_mtime_ns == changed_ns:
+        path, version, at, raws = kept
+        if path == piece.path and at <= piece.start and file_version(Path(path)) == version:
             return raws, at
         raws.close()
     return _walk(Path(piece.path)), 0
