@@ -80,7 +80,7 @@ class Inputs:
 
 @dataclass
 class Run:
-    """All parts of one run on this rank. Those below the line are made by `start`, for the length of the loop."""
+    """All parts of one run on this rank. From `evaluate` on they are made by `start`, for the length of the loop."""
 
     inputs: Inputs
     found: Path | None  # the checkpoint that it goes on from
