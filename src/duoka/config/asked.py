@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from duoka.config.dialects.all import recognise
 from duoka.config.dialects.deepspeed import without_comments
-from duoka.config.dialects.engine import Leaf, leaves_of, refusal_of, unknown_key, with_overrides
-from duoka.config.dialects.rows import Refusal, asks_for_nothing, is_none, is_true, number, whole
+from duoka.config.dialects.engine import Leaf, agreeing_leaves, refusal_of, unknown_key, with_overrides
+from duoka.config.dialects.rows import Refusal, asks_for_nothing, comma_list, is_none, is_true, number, whole
 from duoka.config.layers import Layers, expand_env, read_layers, read_overrides, read_text, shown_path
 from duoka.config.yaml_lines import Place, parse_yaml
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import ConfigError, Fault, Faults
 
+T = TypeVar("T")
 Purpose = Literal["export", "chat", "eval"]
 _MODEL = (
     "model_name_or_path", "adapter_name_or_path", "finetuning_type", "template", "trust_remote_code",
@@ -79,18 +80,17 @@ class AskedFile:
         return is_true(self.values.get(name))
 
     def names(self, name: str) -> list[str]:
-        value = self.get(name, [])
-        return [word.strip() for word in (value if isinstance(value, list) else str(value).split(",")) if word.strip()]
+        return self._checked(comma_list, name, self.get(name, []))
 
     def whole(self, name: str) -> int | None:
         value = self.get(name)
-        return None if value is None else int(self._checked(whole, name, value))
+        return None if value is None else self._checked(whole, name, value)
 
     def number(self, name: str) -> float | None:
         value = self.get(name)
         return None if value is None else self._checked(number, name, value)
 
-    def _checked(self, check: Callable[[Any, str], float], name: str, value: Any) -> float:
+    def _checked(self, check: Callable[[Any, str], T], name: str, value: Any) -> T:
         try:
             return check(value, name)
         except Refusal as error:
@@ -174,7 +174,7 @@ def read_asked(path: str | Path, purpose: Purpose, overrides: Sequence[str] = ()
     ]
     values: dict[str, Any] = {}
     passed: list[str] = []
-    for leaf in leaves_of(dialect, expand_env(tree, layers)):
+    for leaf in agreeing_leaves(dialect, expand_env(tree, layers), layers.faults):
         row = dialect.rows.get(leaf.name)
         if row is None:
             layers.faults.append(unknown_key(dialect, leaf))

@@ -25,6 +25,7 @@ MAX_NODES = 20_000  # a config has a hundred; aliases of aliases can grow to bil
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what YAML counts as the end of a line
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
+_MOST_DIGITS = 40  # more are no number that a run has: Python refuses to read, or to write, some thousand of them
 _WORDS: dict[str, Any] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -98,7 +99,7 @@ def scalar_value(text: str) -> Any:
     """What unquoted text means: null, true, false, a number, or itself. yes and no stay text for the schema."""
     if text in _WORDS:
         return _WORDS[text]
-    if _INT.fullmatch(text):
+    if len(text) <= _MOST_DIGITS and _INT.fullmatch(text):
         return int(text.replace("_", ""))
     if _FLOAT.fullmatch(text):
         return float(text.replace("_", ""))

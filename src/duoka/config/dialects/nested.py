@@ -17,6 +17,7 @@ from duoka.config.dialects.rows import (
     Dialect,
     implemented,
     reported,
+    switch,
     table,
     timeout_answer,
     words,
@@ -46,7 +47,7 @@ def _fits(top: Mapping[str, Any]) -> bool:
 def nested() -> Dialect:
     own = [
         *implemented("strategy", "parallel.strategy", _strategy, ""),
-        *implemented("gradient_as_bucket_view", "parallel.bucket_view"),
+        *switch("gradient_as_bucket_view", "parallel.bucket_view"),
         *implemented("timeout", "parallel.timeout", lambda value, asked: timeout_answer(value, "ddp.timeout")),
         *reported("a file is one part: it is all learned", "train_split"),
         *reported("a file has no parts of its own; to hold some back write val_size: 0.1", "eval_split"),
