@@ -124,6 +124,7 @@ def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: P
     return files if extends is None else files + _read_base(path, extends, layers, (*above, path))
 
 
+_MOST_LETTERS = 1000
 _WIDE = re.compile(r"^\s*(?:- )?[A-Za-z_][\w.-]*\s*(：)|[\[{][^#\"']*?([：，])")
 
 
@@ -131,7 +132,8 @@ def _full_width(text: str, name: str) -> list[Fault]:
     """Where a Chinese keyboard's colon or comma stands for YAML's: of a file that is no YAML otherwise."""
     faults = []
     for number, line in enumerate(text.splitlines(), start=1):
-        found = _WIDE.search(line)
+        # The search grows with the square of a line's length, and few lines are worth it.
+        found = _WIDE.search(line) if len(line) <= _MOST_LETTERS and ("：" in line or "，" in line) else None
         if found:
             wide = found.group(1) or found.group(2)
             meant = {"：": ": ", "，": ", "}
