@@ -54,13 +54,14 @@ def build_store(lm: Any, optimizer: Any, folder: Path, *, asynchronous: bool = T
     """duoka's own: the store of a run, and what it saves."""
     import torch
 
+    from duoka.comm.world import World
     from duoka.model.build import LossModel
     from duoka.parallel.apply import Parallelized
-    from duoka.parallel.world import World
+    from duoka.parallel.precision import build_numerics
     from duoka.plan.layout import Layout
-    from duoka.train.checkpoint import CheckpointStore, Contents
-    from duoka.train.state import TrainState
-    from duoka.train.step import build_numerics
+    from duoka.store.checkpoint import CheckpointStore
+    from duoka.store.contents import Contents
+    from duoka.store.state import TrainState
 
     bare = LossModel(lm)
     contents = Contents(
@@ -97,8 +98,8 @@ def timed(work: Callable[[], Any]) -> float:
 def measure_blocked(folder: Path) -> dict[str, Any]:
     import torch
 
-    from duoka.train.checkpoint import Saved
-    from duoka.train.retention import Keep
+    from duoka.store.checkpoint import Saved
+    from duoka.store.retention import Keep
 
     lm, optimizer = build()
     store, contents = build_store(lm, optimizer, folder / "duoka")
@@ -183,7 +184,7 @@ def measure_overhead(folder: Path) -> dict[str, Any]:
     """Windows of steps with a save in them, between windows without; the difference is what a save costs."""
     import torch
 
-    from duoka.train.retention import Keep
+    from duoka.store.retention import Keep
 
     lm, optimizer = build()
     store, contents = build_store(lm, optimizer, folder / "duoka")
@@ -239,9 +240,9 @@ def measure_overhead(folder: Path) -> dict[str, Any]:
 def measure_load(folder: Path) -> dict[str, Any]:
     import torch
 
-    from duoka.parallel.world import World
-    from duoka.train.resume import find_damage
-    from duoka.train.retention import Keep
+    from duoka.comm.world import World
+    from duoka.store.resume import find_damage
+    from duoka.store.retention import Keep
 
     lm, optimizer = build()
     store, contents = build_store(lm, optimizer, folder / "duoka", asynchronous=False)

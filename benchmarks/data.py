@@ -45,7 +45,7 @@ def peak_bytes() -> int:
 
 
 def plan_epoch(count: str) -> dict[str, float]:
-    from duoka.data.epoch_plan import EpochPlan
+    from duoka.data.feed.epoch_plan import EpochPlan
     from duoka.units import Amount
 
     lengths = chat_lengths(int(count))
@@ -92,7 +92,7 @@ def write_chats(path: Path, count: int) -> None:
 
 def layouts() -> dict[str, float]:
     """Fill of flat packing and of fixed rows, and balance over 8 ranks."""
-    from duoka.data.epoch_plan import EpochPlan, cost_of, share_batch, share_rows
+    from duoka.data.feed.epoch_plan import EpochPlan, cost_of, share_batch, share_rows
     from duoka.units import Amount
 
     lengths = chat_lengths(20_000)
@@ -119,10 +119,10 @@ def layouts() -> dict[str, float]:
 
 def resume(count: str) -> dict[str, float]:
     """From lengths in memory to the batch at 90% of the epoch, and back at the start of one."""
-    from duoka.data.epoch_plan import EpochPlan
-    from duoka.data.library import EpochLoader
-    from duoka.data.loader import Loader
-    from duoka.data.template import Sample
+    from duoka.data.feed.epoch_plan import EpochPlan
+    from duoka.data.feed.loader import Loader
+    from duoka.data.feed.prefetch import EpochLoader
+    from duoka.data.tokens.template import Sample
     from duoka.units import Amount
 
     class Stub:

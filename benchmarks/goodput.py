@@ -26,7 +26,7 @@ from typing import Any
 
 from watching import fill_page, stamp
 
-from duoka.cluster.blows import living_ranks, strike
+from duoka.cluster.fault_injection import living_ranks, strike
 from duoka.runs.events import global_log, read_events
 from duoka.runs.folder import RunFolder
 

@@ -79,9 +79,9 @@ def build(world: Any) -> dict[str, Any]:
 def measure(tool: str, world: Any) -> dict[str, Any]:
     import torch
 
+    from duoka.comm.ledger import LEDGER, sent_bytes
     from duoka.config.schema import OptimConfig
     from duoka.optim.build import build_optimizer
-    from duoka.parallel.ledger import LEDGER, sent_bytes
     from duoka.parallel.matrices import RowMatrices
 
     named = build(world)
@@ -114,8 +114,8 @@ def work() -> None:
     """One rank."""
     import torch
 
+    from duoka.comm.world import end_world, start_world
     from duoka.config.schema import ParallelConfig
-    from duoka.parallel.world import end_world, start_world
 
     torch.set_num_threads(1)
     world = start_world(ParallelConfig())

@@ -152,7 +152,7 @@ def main() -> None:
         os.environ.setdefault("DUOKA_CACHE", str(Path(name) / "cache"))
         Path(os.environ["DUOKA_CACHE"]).mkdir(exist_ok=True)
         from duoka.config.schema import ModelConfig
-        from duoka.model.source import model_folder
+        from duoka.hub.models import model_folder
 
         model = str(model_folder(ModelConfig(name="demo"), Path()))
         data = Path(name) / "chats.jsonl"

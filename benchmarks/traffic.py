@@ -75,10 +75,10 @@ def measure(strategy: str, world: Any, *, is_honest: bool) -> list[dict[str, Any
     """Rows of one strategy on this world; `is_honest=False` uses gloo's own reduce-scatter."""
     import torch.distributed as dist
 
+    from duoka.comm.ledger import LEDGER, sent_bytes
     from duoka.config.schema import ParallelConfig
     from duoka.parallel import fsdp_comm
     from duoka.parallel.apply import parallelize
-    from duoka.parallel.ledger import LEDGER, sent_bytes
     from duoka.plan.layout import Layout
 
     plain = fsdp_comm.is_gloo
@@ -113,8 +113,8 @@ def work() -> None:
     """One rank."""
     import torch
 
+    from duoka.comm.world import end_world, start_world
     from duoka.config.schema import ParallelConfig
-    from duoka.parallel.world import end_world, start_world
 
     torch.set_num_threads(1)
     world = start_world(ParallelConfig())

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from duoka import Accelerator
 from duoka.config.schema import ModelConfig
-from duoka.model.source import model_folder
+from duoka.hub.models import model_folder
 
 TEXTS = [f"{n} times {m} is {n * m}." + " That is easy." * (n % 4) for n in range(1, 9) for m in range(1, 9)]
 

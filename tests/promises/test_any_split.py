@@ -127,7 +127,7 @@ def runs(case):
 def batches(case):
     """The order of samples, which the oracle takes as given."""
     from duoka.config.load import load_config
-    from duoka.data.epoch_plan import EpochPlan
+    from duoka.data.feed.epoch_plan import EpochPlan
     from duoka.data.prepare import prepare_data
     from duoka.units import parse_amount
 

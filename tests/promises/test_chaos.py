@@ -5,7 +5,7 @@ from tiny import write_conversations
 
 from duoka import cli
 from duoka.cluster import chaos
-from duoka.cluster.blows import strike
+from duoka.cluster.fault_injection import strike
 
 YAML = """
 model: {model}

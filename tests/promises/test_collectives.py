@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from worlds import run_world
 
+from duoka.bench.collectives import check_collectives
+from duoka.comm import collectives
+from duoka.comm.ledger import LEDGER
+from duoka.comm.world import end_world, start_world
 from duoka.config.schema import ParallelConfig
 from duoka.errors import WorkerFailed
-from duoka.parallel import collectives
-from duoka.parallel.comm_test import check_collectives
-from duoka.parallel.ledger import LEDGER
-from duoka.parallel.world import end_world, start_world
 from duoka.units import parse_bytes
 
 KINDS = (
@@ -48,7 +48,7 @@ def embed_together(folder, model):
     import numpy as np
 
     from duoka.serve.embed import embed
-    from duoka.serve.trained import find_trained
+    from duoka.serve.load_run import find_trained
 
     texts = [f"text {'x' * (place % 7)} {place}" for place in range(101)]
     trained = find_trained(model, say=print)

@@ -130,9 +130,9 @@ def refuse_all(yaml, folder):
     """Every rank must come to the same end, so that none waits for the others."""
     from pathlib import Path
 
+    from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
     from duoka.errors import DuokaError
-    from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
     from duoka.train.main import read_inputs, run_in_world
 

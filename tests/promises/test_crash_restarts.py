@@ -15,7 +15,7 @@ import pytest
 from struck import STEPS, WITHIN_S, finish, make_case, same_weights, start, wait_for_step
 from worlds import train_all
 
-from duoka.cluster.blows import living_ranks, strike, wait_for_ranks
+from duoka.cluster.fault_injection import living_ranks, strike, wait_for_ranks
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
 

@@ -27,10 +27,10 @@ SAVE_S = 0.15  # a save is slowed down to about this, so that most kills meet on
 
 def train_slowly(yaml, folder, slow):
     """One run as this process's rank, whose saves take their time in every part."""
+    from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
-    from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
-    from duoka.train import checkpoint, snapshot
+    from duoka.store import checkpoint, snapshot
     from duoka.train.main import read_inputs, run_in_world
 
     if slow:
@@ -111,9 +111,9 @@ def kill_while_saving(yaml, run, seed):
 
 def check_folder(run, seed):
     """Whatever was killed: what has a final name is whole, and the disk holds no more than it may."""
-    from duoka.parallel.world import World
+    from duoka.comm.world import World
     from duoka.runs.manifest import list_checkpoints
-    from duoka.train.resume import find_damage
+    from duoka.store.resume import find_damage
 
     for folder in list_checkpoints(run / "checkpoints"):
         assert find_damage(folder, World()) == "", f"seed {seed}: {folder.name}"

@@ -49,8 +49,8 @@ def strike_itself(world, phase, step, number):
 
 def stop_and_go_on(yaml, folder):
     """Each case: a run that signals itself and must leave with 75, and then the same run once more, to its end."""
+    from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
-    from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
     from duoka.train.main import read_inputs, run_in_world
 

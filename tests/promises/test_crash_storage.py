@@ -29,9 +29,9 @@ DISK_MB = 24
 
 def train_with_trouble(jobs, results):
     """Train every (name, yaml, overrides, folder, trouble) on all ranks; each rank writes down how its run ended."""
+    from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
     from duoka.errors import StorageError
-    from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
     from duoka.train.main import read_inputs, run_in_world
 

@@ -157,10 +157,10 @@ def exchange_thin():
     """Three exchanges of two ranks, beside the same power iteration on both ranks' gradients in one place."""
     import numpy as np
 
+    from duoka.comm.collectives import all_reduce
+    from duoka.comm.world import end_world, start_world
     from duoka.config.schema import ParallelConfig
-    from duoka.parallel.collectives import all_reduce
     from duoka.parallel.powersgd import PowerSGD
-    from duoka.parallel.world import end_world, start_world
 
     world = start_world(ParallelConfig())
     shapes = {"wide": (40, 60), "small": (7,)}
@@ -204,8 +204,8 @@ def test_thin_exchange_is_a_power_iteration_with_error_feedback():
 
 def leave_one_out(yaml, folder):
 
+    from duoka.comm.world import end_world
     from duoka.errors import ConfigError
-    from duoka.parallel.world import end_world
     from duoka.train.step import StepTimes, forward_backward
 
     world = None
@@ -231,8 +231,9 @@ def test_a_parameter_without_a_part_in_the_loss_is_named(case):
 def overflow_once(yaml, folder):
     """fp16 steps with a scaler; at the third the scale is far too high, which only some shards would notice."""
 
-    from duoka.parallel.world import end_world
-    from duoka.train.step import build_numerics, optimizer_step
+    from duoka.comm.world import end_world
+    from duoka.parallel.precision import build_numerics
+    from duoka.train.step import optimizer_step
 
     def values(contents):
         named = contents.parallel.named_trainable().items()

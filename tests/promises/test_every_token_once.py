@@ -91,8 +91,8 @@ def folder(tmp_path_factory, tiny_model):
 
 def train_and_watch(folder, jobs):
     """Train jobs; what the model was given at each optimizer step goes to a file per rank."""
+    from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
-    from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
     from duoka.train import loop, main, step
 
@@ -193,7 +193,7 @@ def test_text_in_rows_is_learned_once_to_the_token(runs, size):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_stream_reads_every_document_once_to_the_token(runs, size):
     """The order of row groups is taken as given; what lies before each stream's place was learned, nothing else."""
-    from duoka.data.stream import StreamPlan, find_units
+    from duoka.data.feed.row_packer import StreamPlan, find_units
 
     run = runs / f"stream-{size}"
     steps, events = seen_in(run), events_of(run)
@@ -255,8 +255,8 @@ def test_a_stream_goes_on_where_it_was(runs, name, whole):
 
 
 def test_a_checkpoint_names_the_order_of_its_samples(runs):
-    """So that another order, or other data, is refused when it goes on (train/resume.py)."""
-    from duoka.data.epoch_plan import ORDER_VERSION
+    """So that another order, or other data, is refused when it goes on (store/resume.py)."""
+    from duoka.data.feed.epoch_plan import ORDER_VERSION
     from duoka.runs.manifest import read_manifest
 
     orders = {

@@ -17,8 +17,8 @@ from worlds import run_world, train_all
 
 from duoka.cli import run
 from duoka.config.load import load_config
+from duoka.hub.models import model_folder
 from duoka.model.build import load_model
-from duoka.model.source import model_folder
 
 TOLERANCE = 1e-5
 STEPS = 48

@@ -17,7 +17,7 @@ from worlds import train_all
 from duoka.config.convert import converted_yaml
 from duoka.config.load import load_config, resolved_yaml
 from duoka.runs.folder import RunFolder
-from duoka.serve.trained import find_trained, load_trained
+from duoka.serve.load_run import find_trained, load_trained
 
 CORPUS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "unit/llamafactory_corpus.json").read_text("utf-8"))
 # What is swapped beside model and data: the small model has four layers.

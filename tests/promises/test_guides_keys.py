@@ -180,12 +180,12 @@ SHOWN_ELSEWHERE = {
     "fp16": "gpu/test_gpu_promises.py::fp16", "model_revision": "unit/test_model_source.py::revision",
     "optim": "promises/test_optimizers.py::adamw", "output_dir": "promises/test_guides_files.py::ddp_training_output",
     "logging_steps": "unit/test_cli_train.py::log.every", "pissa_iter": "unit/test_pissa.py::pissa_iterations",
-    "preprocessing_num_workers": "unit/test_data_prepare.py::workers", "quantization_bit": "unit/test_packed.py::nf4",
-    "quantization_type": "unit/test_packed.py::fp4", "double_quantization": "unit/test_packed.py::double",
+    "preprocessing_num_workers": "unit/test_data_prepare.py::workers", "quantization_bit": "unit/test_quantize.py::nf4",
+    "quantization_type": "unit/test_quantize.py::fp4", "double_quantization": "unit/test_quantize.py::double",
     "quantization_method": "unit/test_dialects.py::quantization_method",
     "resume_from_checkpoint": "promises/test_guides_corpus.py::resume_from_checkpoint",
     "torch_compile": "promises/test_ddp_options.py::train.compile",
-    "trust_remote_code": "unit/test_asked_files.py::trust_remote_code",
+    "trust_remote_code": "unit/test_foreign_task.py::trust_remote_code",
 }  # fmt: skip
 # Drawn from the dialect's own table: a key that comes to be called implemented has to show what it does.
 IMPLEMENTED = sorted(name for name, row in dialects()["llamafactory"].rows.items() if row.state == "implemented")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import free_port, train_all
 
-from duoka.cluster.blows import strike, wait_for_ranks
+from duoka.cluster.fault_injection import strike, wait_for_ranks
 from duoka.cluster.listing import list_runs
 from duoka.runs.events import global_log, read_events, read_steps
 from duoka.runs.folder import RunFolder

@@ -57,8 +57,8 @@ def micro_batches(step):
 
 def learn(model, folder, cases):
     """Train each case in this world by duoka's own parts and leave weights, traffic and state bytes in `folder`."""
+    from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
-    from duoka.parallel.world import end_world, start_world
 
     world = None
     for strategy, name in cases:
@@ -115,9 +115,9 @@ def build(model, config, world, strategy):
 
 def learn_one(model, config, world, strategy):
     """(facts, whole weights) after all steps of one case."""
+    from duoka.comm.ledger import LEDGER
     from duoka.optim.build import optimizer_tensors, set_learning_rate
     from duoka.optim.clip import clip_gradients
-    from duoka.parallel.ledger import LEDGER
 
     parallel, named, optimizer = build(model, config, world, strategy)
     parallel.model.train()
@@ -303,12 +303,12 @@ def test_a_stage_begins_with_the_averages_of_the_one_before_at_any_world_size(st
 
 
 def test_averages_of_others_are_refused_by_name(stages):
+    from duoka.comm.world import World
     from duoka.config.load import load_config
     from duoka.errors import ConfigError
     from duoka.optim.build import build_optimizer
-    from duoka.parallel.world import World
     from duoka.runs.folder import RunFolder
-    from duoka.train.takeover import take_over_state
+    from duoka.store.takeover import take_over_state
 
     def refusal(state, *overrides):
         config = load_config(stages / "run.yaml", [f"optim.state={state}", *overrides]).config

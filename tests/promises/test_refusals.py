@@ -24,7 +24,7 @@ def nothing_starts(monkeypatch, tmp_path):
 
     monkeypatch.setattr(restart, "run_with_restarts", refuse)
     monkeypatch.setattr("duoka.data.prepare.prepare_data", refuse)
-    monkeypatch.setattr("duoka.model.source.model_folder", refuse)
+    monkeypatch.setattr("duoka.hub.models.model_folder", refuse)
     monkeypatch.chdir(tmp_path)
 
 

@@ -8,7 +8,7 @@ import torch
 from tiny import write_conversations, write_tiny_model
 from worlds import train_all
 
-from duoka.data.loader import Batch
+from duoka.data.feed.loader import Batch
 from duoka.errors import DoesNotFit
 from duoka.train import rehearse
 
@@ -64,8 +64,8 @@ def test_the_largest_micro_batch_is_as_large_as_the_plan_says(packing):
 def test_state_that_does_not_fit_is_said_in_second_one(monkeypatch):
     from types import SimpleNamespace
 
+    from duoka.comm.world import World
     from duoka.config.schema import RunConfig
-    from duoka.parallel.world import World
     from duoka.plan.hardware import Machine
     from duoka.plan.report import make_plan
     from duoka.plan.shape import demo_shape

@@ -13,8 +13,8 @@ class Saved:
     """What a store writes and fills: tensors of this test instead of a model's."""
 
     def __init__(self, tensors):
-        from duoka.train.state import TrainState
-        from duoka.train.step import build_numerics
+        from duoka.parallel.precision import build_numerics
+        from duoka.store.state import TrainState
 
         self.named = tensors
         self.state = TrainState(step=1)
@@ -40,12 +40,12 @@ def lay_out(full, kind, mesh):
 def write_and_read_all(folder):
     from torch.distributed.device_mesh import init_device_mesh
 
+    from duoka.comm.world import end_world, start_world
     from duoka.config.schema import ParallelConfig
-    from duoka.parallel.world import end_world, start_world
     from duoka.plan.layout import Layout
-    from duoka.train.checkpoint import CheckpointStore
-    from duoka.train.checkpoint import Saved as Ended
-    from duoka.train.retention import Keep
+    from duoka.store.checkpoint import CheckpointStore
+    from duoka.store.checkpoint import Saved as Ended
+    from duoka.store.retention import Keep
 
     world = start_world(ParallelConfig())
     mesh = init_device_mesh("cpu", (world.size,))

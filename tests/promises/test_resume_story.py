@@ -25,9 +25,9 @@ STEPS = 6
 
 def train_jobs(jobs, results):
     """Train every (name, overrides) in turn in one process; what a run refuses is written down."""
+    from duoka.comm.world import World
     from duoka.config.load import load_config
     from duoka.errors import DuokaError
-    from duoka.parallel.world import World
     from duoka.runs.folder import RunFolder
     from duoka.train.main import read_inputs, run_in_world
 

@@ -25,15 +25,16 @@ NAN = "nan step=3"  # the run goes back to step 2 while that one is being writte
 
 def train_beside_slow_saves(jobs):
     """Every (yaml, overrides, folder, orders, step whose save meets a SIGTERM) in turn, and once more after a stop."""
+    from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
-    from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
-    from duoka.train import inject, live, snapshot
+    from duoka.store import host_live_copy, snapshot
+    from duoka.train import inject
     from duoka.train.main import read_inputs, run_in_world
 
     snapshot.CHUNK_BYTES = 1 << 16
-    copies = Counting(live.HeapBuffer)
-    live.HeapBuffer = copies
+    copies = Counting(host_live_copy.HeapBuffer)
+    host_live_copy.HeapBuffer = copies
     world, real = None, snapshot.zlib
     for yaml, overrides, folder, orders, stop_at in jobs:
         os.environ["DUOKA_INJECT"] = orders

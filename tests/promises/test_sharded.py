@@ -25,9 +25,9 @@ PAIRS = "parallel.shard_ranks=2"
 
 def build(yaml, overrides, folder, world=None):
     """(inputs, world, plan, contents, loader) of a run that is not trained."""
+    from duoka.comm.world import start_world
     from duoka.config.load import load_config
-    from duoka.data.feed import build_feed
-    from duoka.parallel.world import start_world
+    from duoka.data.build_feed import build_feed
     from duoka.runs.folder import RunFolder
     from duoka.train.main import _agree_on_plan, _build_contents, read_inputs
 
@@ -62,11 +62,12 @@ def planned_sends(plan, per_node):
 
 def look_at(yaml, strategies, folder):
     """For each strategy: collectives by kind of one step of three micro-batches, bytes held in it, its gradients."""
+    from duoka.comm.ledger import LEDGER
+    from duoka.comm.world import end_world
     from duoka.optim.build import optimizer_tensors
-    from duoka.parallel.ledger import LEDGER
-    from duoka.parallel.world import end_world
+    from duoka.parallel.inputs import model_inputs
     from duoka.plan.recipe import static_memory
-    from duoka.train.step import StepTimes, forward_backward, model_inputs
+    from duoka.train.step import StepTimes, forward_backward
 
     world = None
     for strategy in strategies:
@@ -221,7 +222,7 @@ def test_bytes_held_in_the_middle_of_a_step_are_the_planned_ones(seen):
 
 def test_gradients_equal_the_oracle(case, seen):
     from duoka.config.load import load_config
-    from duoka.data.epoch_plan import EpochPlan
+    from duoka.data.feed.epoch_plan import EpochPlan
     from duoka.data.prepare import prepare_data
     from duoka.units import parse_amount
 
@@ -264,9 +265,9 @@ def grow(function):
 
 
 def load_both_ways(yaml, folder):
+    from duoka.comm.world import end_world
     from duoka.model.build import load_model
     from duoka.model.shards import WeightSource
-    from duoka.parallel.world import end_world
 
     plain_read, num_read = WeightSource.read, [0]
 
@@ -350,8 +351,8 @@ def test_the_same_sharded_layout_goes_on_bit_for_bit(case):
 
 def drift(yaml, folder):
     """Rank 3 has another value than rank 1, which holds the same shard; rank 2 has the same as rank 0."""
+    from duoka.comm.world import end_world
     from duoka.errors import WorkerFailed
-    from duoka.parallel.world import end_world
     from duoka.train.replicas import check_replicas
 
     _, world, _, contents, _ = build(yaml, ["parallel.strategy=hsdp", PAIRS], folder)

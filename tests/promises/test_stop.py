@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import train_all
 
-from duoka.cluster.blows import wait_for_ranks
+from duoka.cluster.fault_injection import wait_for_ranks
 from duoka.runs.folder import RunFolder
 
 YAML = """

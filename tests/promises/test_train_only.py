@@ -9,7 +9,7 @@ from tiny import write_conversations
 from worlds import train_all
 
 from duoka.config.load import load_config
-from duoka.data.epoch_plan import EpochPlan
+from duoka.data.feed.epoch_plan import EpochPlan
 from duoka.data.prepare import prepare_data
 from duoka.units import parse_amount
 

@@ -7,7 +7,7 @@ import torch
 from verbs import LOST, NUM_SAMPLES, Words, build, collate, count_over
 from worlds import run_world
 
-from duoka.data.epoch_plan import shuffled
+from duoka.data.feed.epoch_plan import shuffled
 
 TOLERANCE = 1e-5
 GLOBAL = 8  # samples of one step: 22 samples give two whole steps and a short one

@@ -24,13 +24,13 @@ def loop_of_verbs(yaml, overrides, folder):
     from duoka import Accelerator
     from duoka.compat.trainer import ScheduleLR
     from duoka.config.load import load_config
-    from duoka.data.epoch_plan import EpochPlan
-    from duoka.data.library import EpochLoader
-    from duoka.data.loader import Loader
+    from duoka.data.feed.epoch_plan import EpochPlan
+    from duoka.data.feed.loader import Loader
+    from duoka.data.feed.prefetch import EpochLoader
     from duoka.data.prepare import prepare_data
     from duoka.model.build import LossModel, load_model
     from duoka.optim.build import build_optimizer
-    from duoka.train.state import seed_everything
+    from duoka.store.state import seed_everything
     from duoka.units import parse_amount
 
     loaded = load_config(yaml, overrides)
@@ -78,8 +78,8 @@ def loop_of_verbs(yaml, overrides, folder):
 
 
 def train_both(jobs):
+    from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
-    from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
     from duoka.train.main import read_inputs, run_in_world
 

@@ -8,12 +8,12 @@ import torch
 from tiny import write_conversations, write_tiny_model
 from worlds import free_port, run_world
 
+from duoka.comm.world import check_same_everywhere, checksum, end_world, start_world
 from duoka.config.load import load_config
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, DuokaError, WorkerFailed
-from duoka.parallel.lifeline import PARENT_PID
-from duoka.parallel.world import check_same_everywhere, checksum, end_world, start_world
 from duoka.plan.layout import Layout
+from duoka.process.lifeline import PARENT_PID
 from duoka.runs.folder import RunFolder
 from duoka.train.main import Inputs, _build_contents, read_inputs
 from duoka.train.replicas import check_replicas

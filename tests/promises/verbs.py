@@ -134,7 +134,7 @@ LOST = 2  # the step at which the scale is far too high
 def train_with_scaler(strategy, precision):
     """Two optimizers of one loss, a scale that grows with every step, and once one that overflows."""
     from duoka import Accelerator
-    from duoka.train.step import Numerics
+    from duoka.parallel.precision import Numerics
 
     accelerator = Accelerator(strategy=strategy, seed=3)
     # A CPU is told to compute in something else; the arithmetic is the GPU's.

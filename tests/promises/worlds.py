@@ -82,8 +82,8 @@ def train_all(jobs, size):
 
 
 def _train_jobs(jobs):
+    from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
-    from duoka.parallel.world import end_world, start_world
     from duoka.runs.folder import RunFolder
     from duoka.train import inject
     from duoka.train.main import read_inputs, run_in_world

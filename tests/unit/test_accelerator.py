@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from duoka import Accelerator
-from duoka.accelerator.packing import pack, room_for, unpack
+from duoka.accelerator.json_state import pack, room_for, unpack
 from duoka.accelerator.settings import read_parallel, read_precision, read_steps
 from duoka.errors import ConfigError
 

@@ -11,8 +11,8 @@ import pytest
 
 from duoka.config.load import load_config, resolved_yaml
 from duoka.errors import ConfigError, Faults
-from duoka.model.source import check_model
-from duoka.serve.trained import find_trained_on
+from duoka.hub.models import check_model
+from duoka.serve.load_run import find_trained_on
 
 TARGETS = {"q_proj": (64, 64), "up_proj": (64, 160)}  # of the tiny model: in, out
 

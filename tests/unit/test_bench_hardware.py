@@ -5,18 +5,18 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from duoka.bench import hardware
 from duoka.cli.bench import command
-from duoka.parallel import hardware_bench
 from duoka.plan import catalogue
 from duoka.plan.hardware import read_machine
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    monkeypatch.setattr(hardware_bench, "SIZES", (64, 128))
-    monkeypatch.setattr(hardware_bench, "TOUCHED_BYTES", 2**20)
-    monkeypatch.setattr(hardware_bench, "WRITTEN_BYTES", 2**20)
-    monkeypatch.setattr(hardware_bench, "PASSES_FOR_S", 0.0)
+    monkeypatch.setattr(hardware, "SIZES", (64, 128))
+    monkeypatch.setattr(hardware, "TOUCHED_BYTES", 2**20)
+    monkeypatch.setattr(hardware, "WRITTEN_BYTES", 2**20)
+    monkeypatch.setattr(hardware, "PASSES_FOR_S", 0.0)
     monkeypatch.chdir(tmp_path)
 
 

@@ -13,21 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from duoka.comm.world import World
 from duoka.config.schema import OptimConfig
 from duoka.errors import StorageError
 from duoka.model.build import LossModel
 from duoka.optim.build import build_optimizer, optimizer_tensors
 from duoka.parallel.apply import Parallelized
-from duoka.parallel.world import World
+from duoka.parallel.precision import build_numerics
 from duoka.plan.layout import Layout
 from duoka.runs.folder import RunFolder
 from duoka.runs.manifest import check_file, list_checkpoints, read_manifest, write_manifest
-from duoka.train import checkpoint
-from duoka.train.checkpoint import CheckpointStore, Contents, Facts, SaveFault
-from duoka.train.resume import choose_checkpoint, find_damage
-from duoka.train.retention import Keep, clean_drafts
-from duoka.train.state import TrainState
-from duoka.train.step import build_numerics
+from duoka.store import checkpoint
+from duoka.store.checkpoint import CheckpointStore, Facts, SaveFault
+from duoka.store.contents import Contents
+from duoka.store.resume import choose_checkpoint, find_damage
+from duoka.store.retention import Keep, clean_drafts
+from duoka.store.state import TrainState
 
 
 def make_contents(seed, learn=True, size=7):
@@ -301,7 +302,7 @@ def test_a_file_system_without_direct_writes_is_written_to_all_the_same(store, m
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(first, *arguments, **options)
 
-    monkeypatch.setattr(f"duoka.train.snapshot.os.{call}", refuse)
+    monkeypatch.setattr(f"duoka.store.snapshot.os.{call}", refuse)
     assert find_damage(save_at(store, make_contents(1), 5), World()) == ""
     assert refused or not direct
 
@@ -353,7 +354,7 @@ def test_a_save_that_fails_leaves_the_earlier_one_and_says_why(store, monkeypatc
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("duoka.train.checkpoint.write_share", full)
+    monkeypatch.setattr("duoka.store.checkpoint.write_share", full)
     with pytest.raises(StorageError, match="No space left") as caught:
         save_at(store, contents, 10)
     assert "free there" in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 from test_cli_train import YAML, make_run
 
 from duoka import cli as frame
-from duoka.cluster.claim import check_claim
+from duoka.cluster.run_lock import check_claim
 from duoka.config.load import load_config, resolved_yaml
 from duoka.errors import ConfigError
 from duoka.runs.status import Status, write_status

@@ -19,9 +19,9 @@ from duoka import cli as frame
 from duoka.cli import train as train_command
 from duoka.cluster import restart
 from duoka.cluster.blame import Verdict
-from duoka.cluster.claim import check_claim, find_run_folder, hold_run
 from duoka.cluster.join import RefusedElsewhere, follow, lead
 from duoka.cluster.launch import WorldSpec
+from duoka.cluster.run_lock import check_claim, find_run_folder, hold_run
 from duoka.config.load import load_config, resolved_yaml
 from duoka.data.prepare import prepare_data
 from duoka.errors import ConfigError, DuokaError, StorageError, WorkerFailed
@@ -221,7 +221,7 @@ def test_a_run_that_lives_is_not_started_twice(home: Path) -> None:
 def test_a_folder_is_held_by_one_process_and_let_go_when_it_dies(home: Path) -> None:
     run = RunFolder(home / "runs/sft")
     program = (
-        "import sys, time; from pathlib import Path; from duoka.cluster.claim import hold_run\n"
+        "import sys, time; from pathlib import Path; from duoka.cluster.run_lock import hold_run\n"
         "from duoka.runs.folder import RunFolder\n"
         f"with hold_run(RunFolder(Path({str(run.path)!r}))):\n    print('held', flush=True); time.sleep(60)\n"
     )

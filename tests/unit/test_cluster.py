@@ -26,10 +26,10 @@ from duoka.cluster.meeting import Rules
 from duoka.cluster.passthrough import PlainCopy
 from duoka.cluster.ranks import Place, Ranks, node_environment
 from duoka.errors import ConfigError, DataError
-from duoka.parallel.environ import RankEnvironment
-from duoka.parallel.exits import RankExit
-from duoka.parallel.interface import choose_interface, interface_towards
-from duoka.parallel.rank import start_mark
+from duoka.process.environ import RankEnvironment
+from duoka.process.exits import RankExit
+from duoka.process.interface import choose_interface, interface_towards
+from duoka.process.rank import start_mark
 from duoka.runs.events import EventWriter, global_log
 from duoka.runs.failure import clear_failures, read_failures, write_failure
 from duoka.runs.folder import RunFolder

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from duoka.config.catalog import EXECUTION_KEYS, is_execution_key, known_keys
-from duoka.config.load import Loaded, config_hash, load_config, resolved_yaml, result_differences
+from duoka.config.load import config_hash, load_config, resolved_yaml, result_differences
+from duoka.config.loaded import Loaded
 from duoka.config.rules import check_rules
 from duoka.config.schema import RunConfig
 from duoka.config.write import leaves
@@ -319,7 +320,7 @@ def test_what_is_resolved_loads_equal(raw: dict[str, Any], tmp_path: Path) -> No
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAME, inner, max_size=3),
 ))  # fmt: skip
 def test_a_written_value_is_read_back_by_us_and_by_a_plain_yaml_reader(value: Any) -> None:
-    from duoka.config.layers import Layers, expand_env
+    from duoka.config.overlays import Layers, expand_env
     from duoka.config.yaml_lines import parse_yaml
 
     faults: list[Fault] = []

@@ -15,7 +15,7 @@ from data_kit import TURNS, messages_record, simple_records, write_jsonl
 
 from duoka.cli.data import command
 from duoka.config.load import load_config
-from duoka.data.loader import Loader
+from duoka.data.feed.loader import Loader
 from duoka.errors import ConfigError, Faults
 
 

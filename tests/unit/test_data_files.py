@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from duoka.data.prepare import prepare_data
-from duoka.data.records import Piece, Record, check_file, find_pieces, read_piece
-from duoka.data.registry import check_sets
+from duoka.data.read.records import Piece, Record, check_file, find_pieces, read_piece
+from duoka.data.read.registry import check_sets
 from duoka.errors import Fault
 
 NAMES = ("a.json", "a.jsonl", "a.json.gz", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.tsv", "a.csv.gz", "a.parquet")
@@ -161,7 +161,7 @@ def test_an_array_is_read_whatever_falls_on_a_blocks_border(
     path = tmp_path_factory.mktemp("array") / "a.json"
     path.write_text(json.dumps(items, ensure_ascii=bool(block % 2), indent=indent), encoding="utf-8", newline="\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("duoka.data.json_files._BLOCK_BYTES", block)
+        patch.setattr("duoka.data.read.json_files._BLOCK_BYTES", block)
         assert read_all(path, piece_bytes) == items
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from data_kit import TURNS, alpaca_record, form_of, messages_record, sharegpt_record
 
-from duoka.data.detect import detect_format
-from duoka.data.formats import BadRecord, Message
-from duoka.data.kinds import read_record as read_example
+from duoka.data.read.detect import detect_format
+from duoka.data.read.formats import BadRecord, Message
+from duoka.data.read.record_kinds import read_record as read_example
 
 EXPECTED = tuple(Message(role, text) for role, text in TURNS)
 RENAMED_TAGS = {"role_tag": "who", "content_tag": "said", "user_tag": "q", "assistant_tag": "a", "system_tag": "s"}

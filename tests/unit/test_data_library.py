@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_loader import MAX_LENGTH, PAD, loader_of, pairs_learned, store_of
 
-from duoka.data.epoch_plan import EpochPlan
-from duoka.data.exact import ExactLoader, ExactStream
-from duoka.data.library import EpochLoader, prefetched
-from duoka.data.loader import IGNORED, GlobalBatch, Loader
-from duoka.data.rows import TextRows
-from duoka.data.store import TokenPart, TokenStore, pack_arrays, write_part
-from duoka.data.template import Sample
+from duoka.data.feed.epoch_plan import EpochPlan
+from duoka.data.feed.loader import IGNORED, GlobalBatch, Loader
+from duoka.data.feed.map_loader import ExactLoader, ExactStream
+from duoka.data.feed.prefetch import EpochLoader, prefetched
+from duoka.data.feed.text_rows import TextRows
+from duoka.data.tokens.template import Sample
+from duoka.data.tokens.token_store import TokenPart, TokenStore, pack_arrays, write_part
 from duoka.errors import ConfigError
 from duoka.units import Amount
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from duoka.data.epoch_plan import EpochPlan
-from duoka.data.loader import IGNORED, Batch, Loader, eval_batches, shifted_labels
-from duoka.data.store import TokenPart, TokenStore, pack_arrays, write_part
-from duoka.data.template import Sample
+from duoka.data.feed.epoch_plan import EpochPlan
+from duoka.data.feed.loader import IGNORED, Batch, Loader, eval_batches, shifted_labels
+from duoka.data.tokens.template import Sample
+from duoka.data.tokens.token_store import TokenPart, TokenStore, pack_arrays, write_part
 from duoka.units import Amount
 
 MAX_LENGTH = 64

@@ -11,10 +11,10 @@ import pytest
 from data_kit import config_for, simple_records, write_jsonl, write_ten_thousand
 from test_data_loader import loader_of, store_of
 
-from duoka.data import tokenise
-from duoka.data.loader import IGNORED
+from duoka.data.feed.loader import IGNORED
 from duoka.data.prepare import prepare_data
 from duoka.data.report import write_data_report
+from duoka.data.tokens import tokenize
 from duoka.errors import Faults
 from duoka.runs.folder import RunFolder
 from duoka.units import Amount
@@ -29,7 +29,7 @@ def ten_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_wrong_record_in_10_000_is_found_by_one_process_and_by_two(
     ten_thousand: Path, tiny_tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_bad: str
 ) -> None:
-    monkeypatch.setattr(tokenise, "SMALL_BYTES", 0)
+    monkeypatch.setattr(tokenize, "SMALL_BYTES", 0)
     outcomes = []
     for workers in (1, 2):
         monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / f"cache-{workers}"))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka.data.epoch_plan import EpochPlan, cost_of, row_cost, share_batch, share_rows, shuffled
+from duoka.data.feed.epoch_plan import EpochPlan, cost_of, row_cost, share_batch, share_rows, shuffled
 from duoka.units import Amount
 
 MAX_LENGTH = 512

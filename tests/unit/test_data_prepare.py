@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from data_kit import config_for, messages_record, sharegpt_record, simple_records, write_jsonl
 
-from duoka.data import prepare, tokenise
+from duoka.data import prepare
 from duoka.data.mixture import mixture_counts, split_set
 from duoka.data.prepare import PreparedData, prepare_data
-from duoka.data.store import TokenStore
+from duoka.data.tokens import tokenize
+from duoka.data.tokens.token_store import TokenStore
 from duoka.errors import DataError, Faults, StorageError, WorkerFailed
 
 
@@ -135,7 +136,7 @@ def test_an_interrupted_work_goes_on_where_it_stopped(
     prepared: Any, data: Path, monkeypatch: Any, own_cache: Path
 ) -> None:
     monkeypatch.setattr(prepare, "_PIECE_BYTES", (500, 500))
-    real, done = tokenise.tokenise_piece, []
+    real, done = tokenize.tokenise_piece, []
 
     def dying(piece: Any, *args: Any) -> Any:
         if len(done) == 3:
@@ -143,11 +144,11 @@ def test_an_interrupted_work_goes_on_where_it_stopped(
         done.append(piece.start)
         return real(piece, *args)
 
-    monkeypatch.setattr(tokenise, "tokenise_piece", dying)
+    monkeypatch.setattr(tokenize, "tokenise_piece", dying)
     with pytest.raises(KeyboardInterrupt):
         prepared(data)
     again: list[int] = []
-    monkeypatch.setattr(tokenise, "tokenise_piece", lambda piece, *a: (again.append(piece.start), real(piece, *a))[1])
+    monkeypatch.setattr(tokenize, "tokenise_piece", lambda piece, *a: (again.append(piece.start), real(piece, *a))[1])
     result = prepared(data)
     assert len(result.train) == 40
     assert again and not set(again) & set(done), "finished pieces were done twice"
@@ -158,7 +159,7 @@ def test_processes_give_the_same_as_one(prepared: Any, tmp_path: Path, monkeypat
     path = write_jsonl(tmp_path / "many.jsonl", [*simple_records(200), {"messages": []}, *simple_records(50)])
     expected = prepared(path, on_bad="skip", workers=1)
     monkeypatch.setenv("DUOKA_CACHE", str(own_cache / "second"))
-    monkeypatch.setattr(tokenise, "SMALL_BYTES", 0)
+    monkeypatch.setattr(tokenize, "SMALL_BYTES", 0)
     monkeypatch.setattr(prepare, "_PIECE_BYTES", (2000, 2000))
     found = prepared(path, on_bad="skip", workers=2)
     assert not found.report.sets[0].reused
@@ -169,9 +170,9 @@ def test_processes_give_the_same_as_one(prepared: Any, tmp_path: Path, monkeypat
 
 
 def test_a_process_that_dies_is_told_with_its_place(prepared: Any, data: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tokenise, "SMALL_BYTES", 0)
+    monkeypatch.setattr(tokenize, "SMALL_BYTES", 0)
     monkeypatch.setattr(prepare, "_PIECE_BYTES", (500, 500))
-    monkeypatch.setattr(tokenise.sys, "executable", "/bin/false")
+    monkeypatch.setattr(tokenize.sys, "executable", "/bin/false")
     with pytest.raises(WorkerFailed, match=r"tokenises died .*\n.*data.jsonl, from line"):
         prepared(data, workers=2)
 

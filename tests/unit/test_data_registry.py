@@ -10,9 +10,9 @@ import guides
 import pytest
 from data_kit import alpaca_record, config_for, messages_record, sharegpt_record, simple_records, write_jsonl
 
-from duoka.data.kinds import read_record
-from duoka.data.records import Piece, Record, find_pieces, read_piece
-from duoka.data.registry import ResolvedSet, check_data, find_sets, registered_sets
+from duoka.data.read.record_kinds import read_record
+from duoka.data.read.records import Piece, Record, find_pieces, read_piece
+from duoka.data.read.registry import ResolvedSet, check_data, find_sets, registered_sets
 from duoka.errors import Fault, Faults
 
 # As a widely read tutorial prints it, without the braces around it, and with a blank at a line's end.

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka.data.stream import (
+from duoka.data.feed.row_packer import (
     Packing,
     StreamPlan,
     StreamRows,
@@ -20,7 +20,7 @@ from duoka.data.stream import (
     find_units,
     merge_states,
 )
-from duoka.data.template import Sample
+from duoka.data.tokens.template import Sample
 from duoka.errors import ConfigError, DataError
 
 BEGIN = 1

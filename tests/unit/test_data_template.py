@@ -12,10 +12,10 @@ from data_kit import TURNS, alpaca_record, form_of, messages_record, sharegpt_re
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from duoka.data.formats import BadRecord, Example, Message, read_example
-from duoka.data.template import Targets, encode
-from duoka.data.templates import NAMED_TEMPLATES
-from duoka.data.tokenizer import ChatTokenizer, load_tokenizer
+from duoka.data.read.formats import BadRecord, Example, Message, read_example
+from duoka.data.tokens.template import Targets, encode
+from duoka.data.tokens.templates import NAMED_TEMPLATES
+from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import ConfigError
 
 ENDED = ["多卡 😀 𠀀𪚥<|im_end|>", "1. a\n2. b<|im_end|>"]

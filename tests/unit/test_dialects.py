@@ -14,11 +14,12 @@ from guides import NESTED as GUIDE
 
 from duoka.cli import config as config_cli
 from duoka.cli.lines import meaning_of_accelerate
-from duoka.config.asked import Purpose, describe_task, read_asked
 from duoka.config.catalog import known_keys
 from duoka.config.dialects.all import dialects
 from duoka.config.dialects.page import dialects_markdown
-from duoka.config.load import Loaded, Start, load_config, read_side_file
+from duoka.config.foreign_task import Purpose, describe_task, read_asked
+from duoka.config.load import Start, load_config, read_side_file
+from duoka.config.loaded import Loaded
 from duoka.config.write import leaves
 from duoka.errors import Faults
 

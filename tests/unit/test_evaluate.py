@@ -10,12 +10,12 @@ import torch
 from tiny import write_conversations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from duoka.comm.world import World
 from duoka.config.schema import DataConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.parallel.world import World
 from duoka.plan.layout import Layout
 from duoka.serve.evaluate import EvalData, measure, read_eval_data
-from duoka.serve.trained import Trained, find_trained
+from duoka.serve.load_run import Trained, find_trained
 from duoka.units import Amount
 
 NUM_SAMPLES = 23

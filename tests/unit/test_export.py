@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from duoka.config.schema import LoraConfig
-from duoka.data.tokenizer import load_tokenizer
+from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError, DuokaError
 from duoka.model import export
 from duoka.model.build import load_adapter, load_model

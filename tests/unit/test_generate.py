@@ -11,7 +11,7 @@ import torch
 from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM
 
-from duoka.data.tokenizer import load_tokenizer
+from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError
 from duoka.serve.chat import Chat, answer_lines, talk
 from duoka.serve.generate import CharacterStream, Sampling, choose_token, end_of_turn, generate, stop_tokens

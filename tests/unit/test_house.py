@@ -99,7 +99,7 @@ def test_only_one_file_reads_the_rank_environment() -> None:
     """Setting RANK and its kin for a child is the launcher's business; reading them is environ.py's."""
     readers = []
     for path in SOURCES:
-        if name_of(path) == "src/duoka/parallel/environ.py":
+        if name_of(path) == "src/duoka/process/environ.py":
             continue
         for node in nodes_of(path):
             if _reads_environment(node) and any(f"'{name}'" in ast.unparse(node) for name in RANK_NAMES):

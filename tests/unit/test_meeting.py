@@ -9,11 +9,11 @@ import types
 
 import pytest
 
-from duoka.cluster import door, elastic, meeting, wire
+from duoka.cluster import admission, connection, elastic, meeting
+from duoka.cluster.connection import Wire, prove, write_secret
 from duoka.cluster.elastic import _Machine
 from duoka.cluster.meeting import Meeting, Rules
 from duoka.cluster.supervise import Request
-from duoka.cluster.wire import Wire, prove, write_secret
 from duoka.errors import ConfigError, WorkerFailed
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import read_status
@@ -97,7 +97,7 @@ def seat(tmp_path, monkeypatch):
     monkeypatch.setattr(meeting, "LAST_CALL_S", 0.0)
     monkeypatch.setattr(meeting, "FIRST_WAIT_S", 0.0)
     monkeypatch.setattr(meeting, "_FAREWELL_S", 0.1)
-    monkeypatch.setattr(wire, "_GOODBYE_S", 0.01)
+    monkeypatch.setattr(connection, "_GOODBYE_S", 0.01)
     tables = []
 
     def make(least, most, **rules):
@@ -110,8 +110,8 @@ def seat(tmp_path, monkeypatch):
 
 
 def tell_all(connections, words):
-    for connection, word in zip(connections, words, strict=True):
-        connection.socket.sendall(word)
+    for line, word in zip(connections, words, strict=True):
+        line.socket.sendall(word)
 
 
 def test_worlds_follow_who_is_there(seat):
@@ -203,7 +203,7 @@ def test_strangers_are_shown_out_and_a_world_goes_on(seat, monkeypatch):
     strangers = [table.connect() for _ in HOSTILE]
     table.tend()
     tell_all(strangers, HOSTILE)
-    monkeypatch.setattr(door, "_PARTING_S", 0.0)
+    monkeypatch.setattr(admission, "_PARTING_S", 0.0)
     table.tend(8)
     for stranger, words in zip(strangers, HOSTILE, strict=True):
         heard = stranger.take()
@@ -217,7 +217,7 @@ def test_strangers_are_shown_out_and_a_world_goes_on(seat, monkeypatch):
 
 
 def test_crowds_and_sluggards_at_the_door_cost_nothing(seat, monkeypatch):
-    monkeypatch.setattr(door, "_MOST_STRANGERS", 4)
+    monkeypatch.setattr(admission, "_MOST_STRANGERS", 4)
     table = seat(1, 2)
     table.join("host", is_host=True)
     crowd = [table.connect() for _ in range(8)]
@@ -225,7 +225,7 @@ def test_crowds_and_sluggards_at_the_door_cost_nothing(seat, monkeypatch):
     assert len(table.meeting._door._strangers) == 4, "the oldest had to go"
     table.join("guest")
     assert table.last("host", "stop") == 1, "and who belongs here still comes in"
-    monkeypatch.setattr(door, "GREETING_S", 0.0)
+    monkeypatch.setattr(admission, "GREETING_S", 0.0)
     for stranger in crowd:
         stranger.send(beat=True)
     table.tend()
@@ -281,9 +281,9 @@ class CutLink:
 
 def test_a_cut_link_is_noticed_by_both_and_by_the_machine_first(seat, monkeypatch, tmp_path):
     """No side is told. The ranks that are cut off end before the others begin a world without them."""
-    monkeypatch.setattr(wire, "BEAT_EVERY_S", 0.01)
-    monkeypatch.setattr(wire, "SILENT_S", 0.3)
-    monkeypatch.setattr(door, "LOST_S", 0.7)
+    monkeypatch.setattr(connection, "BEAT_EVERY_S", 0.01)
+    monkeypatch.setattr(connection, "SILENT_S", 0.3)
+    monkeypatch.setattr(admission, "LOST_S", 0.7)
     table = seat(1, 2)
     table.join("host", is_host=True)
     link = CutLink(table.address)
@@ -308,7 +308,7 @@ def test_a_cut_link_is_noticed_by_both_and_by_the_machine_first(seat, monkeypatc
     far.request.stop_by = "SIGTERM"
     until(lambda: len(table.meeting._members) == 1)
     link.close()
-    assert wire.LOST_S > wire.SILENT_S and wire.LOST_S >= 10 + 2 * 2
+    assert connection.LOST_S > connection.SILENT_S and connection.LOST_S >= 10 + 2 * 2
 
 
 def machine(rules, tmp_path, hello=None):
@@ -375,7 +375,7 @@ ORDERS = b'{"go": 1, "node": 0, "num_nodes": 1, "port": 1}\n{"done": 0, "lines":
 ])  # fmt: skip
 def test_somebody_else_behind_the_address_gives_no_orders(tmp_path, monkeypatch, at_once, words, why):
     monkeypatch.setattr(elastic, "STRANGE_S", -1.0)
-    monkeypatch.setattr(wire, "SILENT_S", 0.02 if not words else 5.0)
+    monkeypatch.setattr(connection, "SILENT_S", 0.02 if not words else 5.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one, said = machine(Rules(1, 2, *listener.getsockname()), tmp_path)
         write_secret(one.run.path)
@@ -388,8 +388,8 @@ def test_somebody_else_behind_the_address_gives_no_orders(tmp_path, monkeypatch,
                     connections.append(listener.accept()[0])
                     connections[-1].sendall(words)
                 time.sleep(0.002)
-        for connection in connections:
-            connection.close()
+        for opened in connections:
+            opened.close()
     assert one.ranks is None and len(said) == 1 and why in said[0], "said once"
     assert "the same folder for all machines" in str(caught.value)
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from duoka.config.asked import read_asked
 from duoka.config.dialects.all import dialects
 from duoka.config.dialects.nested import BLOCKS
+from duoka.config.foreign_task import read_asked
 from duoka.config.load import Loaded, Start, load_config, read_side_file
 from duoka.errors import Faults
 

@@ -11,7 +11,7 @@ from tiny import write_tiny_model
 
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.model.source import check_model, find_model, model_fingerprint, model_folder
+from duoka.hub.models import check_model, find_model, model_fingerprint, model_folder
 
 
 def config_of(name, **more):
@@ -67,7 +67,7 @@ def test_a_warm_hub_cache_needs_no_network_and_keeps_to_the_revision(tmp_path, m
 def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr("duoka.model.source.hub_has_an_address", lambda: False)
+    monkeypatch.setattr("duoka.hub.models.hub_has_an_address", lambda: False)
     (fault,) = check_model(config_of("me/chat"), Path())
     assert "no network" in fault.what and fault.key == "model.name"
 
@@ -99,7 +99,7 @@ def test_a_new_models_tokenizer_is_a_folder_a_runs_or_a_hubs_and_the_vocabulary_
 
 def test_finding_and_checking_import_no_torch(tiny_model):
     code = (
-        "import sys; from pathlib import Path; from duoka.model.source import find_model, check_model;"
+        "import sys; from pathlib import Path; from duoka.hub.models import find_model, check_model;"
         "from duoka.config.schema import ModelConfig;"
         f"assert find_model(ModelConfig(name={str(tiny_model)!r}), Path()).folder;"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"

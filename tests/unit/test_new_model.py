@@ -12,14 +12,14 @@ from duoka.config.derive import derive, rules_kept
 from duoka.config.load import load_config, resolved_yaml
 from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError, Faults
+from duoka.hub.models import model_folder
+from duoka.hub.new_model import MARK, is_new, new_model_folder
 from duoka.model.build import load_model
-from duoka.model.draw import DrawnWeights
-from duoka.model.new import MARK, is_new, new_model_folder
-from duoka.model.source import model_folder
+from duoka.model.random_init import DrawnWeights
 from duoka.plan.horizon import find_horizon
 from duoka.plan.shape import shape_from_depth
 from duoka.runs.folder import RunFolder
-from duoka.serve.trained import find_trained, load_trained
+from duoka.serve.load_run import find_trained, load_trained
 from duoka.train.samples import _text
 
 

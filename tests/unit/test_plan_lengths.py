@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from duoka.config.schema import RunConfig
-from duoka.data.epoch_plan import EpochPlan, share_batch
-from duoka.data.known import find_lengths, lengths_of, remember_lengths
+from duoka.data.dataset_lengths import find_lengths, lengths_of, remember_lengths
+from duoka.data.feed.epoch_plan import EpochPlan, share_batch
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
 from duoka.plan.lengths import Lengths, Rows, tokens_at_once, tokens_later

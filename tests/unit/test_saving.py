@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 from test_checkpoint import make_contents
 
+from duoka.comm.world import World
 from duoka.config.schema import CheckpointConfig
 from duoka.errors import StorageError
-from duoka.parallel.world import World
 from duoka.plan.layout import Layout
 from duoka.runs.manifest import list_checkpoints, step_of
-from duoka.train import checkpoint
-from duoka.train.checkpoint import CheckpointStore
+from duoka.store import checkpoint
+from duoka.store.checkpoint import CheckpointStore
 from duoka.train.saving import Saver
 from duoka.units import parse_every
 

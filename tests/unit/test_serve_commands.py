@@ -134,7 +134,7 @@ def test_embed_writes_a_row_for_each_line_in_order(
     import numpy as np
 
     from duoka.model.build import load_adapter
-    from duoka.serve.trained import find_trained, load_chat_tokenizer
+    from duoka.serve.load_run import find_trained, load_chat_tokenizer
 
     texts = ["多卡", "a much longer text than the others, " * 5, "", "ring", "rank 0"]
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")

@@ -7,10 +7,10 @@ from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from duoka.cli.data import command
-from duoka.data.example import Example, Message
-from duoka.data.template import encode
-from duoka.data.tokenizer import load_tokenizer
-from duoka.data.train_tokenizer import LEAST, SPECIAL_TOKENS, train_tokenizer
+from duoka.data.read.example import Example, Message
+from duoka.data.tokens.template import encode
+from duoka.data.tokens.tokenizer import load_tokenizer
+from duoka.data.tokens.train_tokenizer import LEAST, SPECIAL_TOKENS, train_tokenizer
 from duoka.errors import ConfigError, DuokaError, Faults
 
 WORDS = "the cat sat on the mat, 多卡训练 2026 times; def f(x): return x ** 2\n\tné 🙂"

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from duoka.accelerator.nested import map_tensors, parts_of, rebuild, tensors_in
+from duoka.comm.world import World
 from duoka.errors import ConfigError
-from duoka.parallel.world import World
 
 
 @dataclass(frozen=True)

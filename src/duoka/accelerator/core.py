@@ -28,14 +28,13 @@ from duoka.accelerator.settings import choose_layout, read_parallel, read_precis
 from duoka.accelerator.snapshot import Parts
 from duoka.accelerator.trackers import Tracking
 from duoka.accelerator.window import Window
-from duoka.data.library import EpochLoader
+from duoka.comm.world import end_world, join_world
+from duoka.data.feed.prefetch import EpochLoader
 from duoka.errors import ConfigError
 from duoka.model.build import named_part
 from duoka.optim.clip import clip_gradients
 from duoka.optim.host import local_part
-from duoka.parallel.precision import compute_in
-from duoka.parallel.world import end_world, join_world
-from duoka.train.step import build_numerics
+from duoka.parallel.precision import build_numerics, compute_in
 
 
 class Accelerator(Saving, Tracking, Roles):

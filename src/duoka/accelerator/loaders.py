@@ -27,11 +27,11 @@ from torch.utils.data import (
 
 from duoka.accelerator.nested import map_tensors
 from duoka.accelerator.streams import DispatchedStream, OwnStream
-from duoka.data.exact import ExactLoader, ExactStream
-from duoka.data.library import EpochLoader
+from duoka.comm.world import World
+from duoka.data.feed.map_loader import ExactLoader, ExactStream
+from duoka.data.feed.prefetch import EpochLoader
 from duoka.errors import ConfigError
-from duoka.parallel.world import World
-from duoka.train.step import model_inputs
+from duoka.parallel.inputs import model_inputs
 
 # What goes on to the loader that reads; batching, order and collation are taken over.
 _PASSED_ON = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "persistent_workers")

@@ -13,15 +13,14 @@ import torch.distributed as dist
 
 from duoka.accelerator.nested import map_tensors
 from duoka.accelerator.window import scale_all
+from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.model.build import named_part
 from duoka.parallel.apply import Parallelized, parallelize
 from duoka.parallel.ddp import DdpExchange, check_all_used
-from duoka.parallel.precision import compute_in
-from duoka.parallel.world import World
+from duoka.parallel.precision import Numerics, compute_in
 from duoka.plan.layout import Layout
-from duoka.train.step import Numerics
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from duoka.parallel.world import World
+from duoka.comm.world import World
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from duoka.accelerator.collect import Collector
-from duoka.data.exact import deal
+from duoka.comm.world import World
+from duoka.data.feed.map_loader import deal
 from duoka.errors import ConfigError
-from duoka.parallel.world import World
 
 
 class Roles:

@@ -12,12 +12,12 @@ from duoka.accelerator import files
 from duoka.accelerator.prepared import PreparedModel
 from duoka.accelerator.snapshot import FOLDER, Parts, load_snapshot, newest, save_snapshot
 from duoka.accelerator.window import Window
+from duoka.comm.world import World
 from duoka.errors import ConfigError
 from duoka.model.build import named_part
 from duoka.parallel.gather import gather_state
-from duoka.parallel.world import World
+from duoka.parallel.precision import Numerics
 from duoka.runs.manifest import folder_name
-from duoka.train.step import Numerics
 
 
 class Saving:

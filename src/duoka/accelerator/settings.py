@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
-from duoka.parallel.world import World
 from duoka.plan.layout import SHARDED, Layout, Precision, Strategy
 
 PRECISIONS: dict[str, Precision] = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}

@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
+from duoka.accelerator.json_state import pack, room_for, unpack
 from duoka.accelerator.loaders import PreparedLoader
-from duoka.accelerator.packing import pack, room_for, unpack
 from duoka.accelerator.prepared import PreparedModel, PreparedOptimizer, PreparedScheduler
+from duoka.comm.world import World
 from duoka.errors import ConfigError, StorageError
 from duoka.model.build import named_part
 from duoka.parallel.ddp import DdpExchange
-from duoka.parallel.world import World
+from duoka.parallel.precision import Numerics
 from duoka.plan.layout import Layout
-from duoka.train.checkpoint import CheckpointStore, Facts
-from duoka.train.resume import STATE, find_damage, newest_valid
-from duoka.train.setup import library_versions
-from duoka.train.step import Numerics
+from duoka.runs.versions import library_versions
+from duoka.store.checkpoint import CheckpointStore, Facts
+from duoka.store.resume import STATE, find_damage, newest_valid
 
 FOLDER = "state"  # inside the folder that people name, beside whatever else they write there
 

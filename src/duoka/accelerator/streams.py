@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from duoka.data.exact import ExactStream, deal
+from duoka.comm.world import World
+from duoka.data.feed.map_loader import ExactStream, deal
 from duoka.errors import ConfigError
-from duoka.parallel.world import World
 
 
 class DispatchedStream(ExactStream):

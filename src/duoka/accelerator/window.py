@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from duoka.accelerator.loaders import Current, PreparedLoader
+from duoka.comm.world import World
 from duoka.optim.host import local_part
-from duoka.parallel.world import World
 
 
 @dataclass

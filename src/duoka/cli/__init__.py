@@ -130,7 +130,7 @@ def cli(ctx: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
-    from duoka.parallel.environ import has_peers
+    from duoka.process.environ import has_peers
 
     code = run(arguments)
     if has_peers():

@@ -11,7 +11,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from duoka.parallel.hardware_bench import HardwareBench
+    from duoka.bench.hardware import HardwareBench
     from duoka.plan.hardware import Machine
 
 _SMALL, _LARGE = "64 KiB", "16 MiB"
@@ -34,8 +34,8 @@ def hardware(nproc: int | None, output: str | None, as_json: bool) -> int:
 
     Takes about a minute. Let nothing else run beside it. The disk is the one of this folder.
     """
-    from duoka.parallel.hardware_bench import measure_device, measure_disk
-    from duoka.parallel.world import pick_device
+    from duoka.bench.hardware import measure_device, measure_disk
+    from duoka.comm.world import pick_device
     from duoka.plan.catalogue import hardware_file
     from duoka.plan.hardware import read_machine
     from duoka.runs.folder import write_text_atomic

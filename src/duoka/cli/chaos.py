@@ -10,7 +10,7 @@ from duoka.errors import DoctorError
 
 if TYPE_CHECKING:
     from duoka.cluster.chaos import Outcome
-    from duoka.config.load import Loaded
+    from duoka.config.loaded import Loaded
 
 _SECOND_START = 1.7  # most trials start twice, and need not begin at the beginning
 
@@ -44,8 +44,8 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
 
     from duoka.cli.train import load_checked
     from duoka.cluster.chaos import NUM_STEPS, Lost, Stage, choose_trials, clear, patience_for, run_reference, run_trial
-    from duoka.cluster.claim import find_run_folder
     from duoka.cluster.launch import count_processes
+    from duoka.cluster.run_lock import find_run_folder
     from duoka.errors import ConfigError, WorkerFailed
     from duoka.plan.hardware import read_machine
     from duoka.runs.folder import RunFolder

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from duoka.config.asked import AskedFile
+    from duoka.config.foreign_task import AskedFile
     from duoka.serve.generate import Sampling
 
 
@@ -55,7 +55,7 @@ def command(
     """
     from duoka.cli.target import find_target
     from duoka.serve.chat import Chat, answer_lines, answer_once, talk, write_stdout
-    from duoka.serve.trained import load_chat_tokenizer, load_for_chat
+    from duoka.serve.load_run import load_chat_tokenizer, load_for_chat
 
     trained, asked = find_target(target, overrides, "chat", checkpoint, say)
     in_terminal = prompt is None and sys.stdin.isatty()

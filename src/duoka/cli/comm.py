@@ -25,7 +25,7 @@ def test(nproc: int | None, size: str, rounds: int, backend: str, timeout: str, 
     Starts its own processes here; in a world that torchrun or Slurm started (also over several machines), it tests
     that world.
     """
-    from duoka.parallel.environ import read_rank_environment
+    from duoka.process.environ import read_rank_environment
 
     place = read_rank_environment()
     buffer_bytes = _parse_size(size)
@@ -41,9 +41,9 @@ def test(nproc: int | None, size: str, rounds: int, backend: str, timeout: str, 
             num_processes = nproc or 2
         options = [f"--size={size}", f"--rounds={rounds}", f"--backend={backend}", f"--timeout={timeout}"]
         return run_same_command(["comm", "test", *options, *(["--json"] if as_json else [])], num_processes)
+    from duoka.bench.collectives import check_collectives
+    from duoka.comm.world import end_world, start_world
     from duoka.config.schema import ParallelConfig
-    from duoka.parallel.comm_test import check_collectives
-    from duoka.parallel.world import end_world, start_world
 
     world = start_world(ParallelConfig(strategy="ddp", backend=backend, timeout=timeout))
     if world.size == 1:

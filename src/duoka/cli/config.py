@@ -26,7 +26,7 @@ def command() -> None:
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes that a batch per device is meant for.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of YAML.")
 def show(file: str, overrides: tuple[str, ...], nproc: int | None, as_json: bool) -> None:
-    from duoka.config.asked import describe_task
+    from duoka.config.foreign_task import describe_task
     from duoka.config.load import config_hash, load_config, read_side_file, resolved_yaml
 
     start = _start(nproc)

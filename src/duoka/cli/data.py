@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from duoka.data.page import ShownSample
     from duoka.data.prepare import PreparedData
-    from duoka.data.tokenizer import ChatTokenizer
+    from duoka.data.tokens.tokenizer import ChatTokenizer
 
 
 @click.group(name="data", help="Look at data, list the data sets that have names, or make a tokenizer.")
@@ -32,8 +32,8 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
     from duoka.config.load import load_config
     from duoka.data.page import build_page
     from duoka.data.prepare import prepare_data, read_tokenizer
-    from duoka.data.registry import check_sets
-    from duoka.model.source import check_model, model_folder
+    from duoka.data.read.registry import check_sets
+    from duoka.hub.models import check_model, model_folder
     from duoka.runs.folder import write_text_atomic
 
     loaded = load_config(config, overrides, checks=(check_sets, check_model))
@@ -77,8 +77,8 @@ def audit(config: str, overrides: tuple[str, ...], world: int, epoch: int, batch
     from duoka.config.load import load_config
     from duoka.data.audit import audit_data
     from duoka.data.prepare import prepare_data
-    from duoka.data.registry import check_sets
-    from duoka.model.source import check_model, model_folder
+    from duoka.data.read.registry import check_sets
+    from duoka.hub.models import check_model, model_folder
 
     loaded = load_config(config, overrides, checks=(check_sets, check_model))
     folder = model_folder(loaded.config.model, loaded.base, _say)
@@ -94,7 +94,7 @@ def audit(config: str, overrides: tuple[str, ...], world: int, epoch: int, batch
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_sets(config: str | None, as_json: bool) -> None:
     """Names that may stand in data.train: built in, or registered in a dataset_info.json that CONFIG (or ./) sees."""
-    from duoka.data.registry import registered_sets
+    from duoka.data.read.registry import registered_sets
 
     if config is None:
         names = registered_sets(None, Path("."))
@@ -125,7 +125,7 @@ def tokenizer(
 
     It knows the marks of chats and tools, and a chat template. The same files give the same tokenizer.
     """
-    from duoka.data.train_tokenizer import train_tokenizer
+    from duoka.data.tokens.train_tokenizer import train_tokenizer
     from duoka.errors import ConfigError
     from duoka.units import parse_bytes
 

@@ -23,10 +23,10 @@ def command(target: str, file: Path, output: Path | None, nproc: int | None, bas
     from duoka.cli.worlds import run_same_command
     from duoka.cluster.launch import count_processes
     from duoka.errors import ConfigError
-    from duoka.parallel.environ import read_rank_environment
     from duoka.plan.hardware import read_machine
+    from duoka.process.environ import read_rank_environment
     from duoka.serve.embed import embed, read_texts
-    from duoka.serve.trained import find_trained
+    from duoka.serve.load_run import find_trained
 
     place = read_rank_environment()
     path = output or file.with_name(file.name + ".npy")

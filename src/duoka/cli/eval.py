@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from duoka.config.asked import AskedFile
+    from duoka.config.foreign_task import AskedFile
     from duoka.config.schema import DataConfig
     from duoka.serve.evaluate import EvalData
-    from duoka.serve.trained import Trained
+    from duoka.serve.load_run import Trained
 
 
 @click.command("eval")
@@ -42,8 +42,8 @@ def command(
     """
     from duoka.cli.chat import say
     from duoka.cli.target import find_target
-    from duoka.parallel.environ import read_rank_environment
-    from duoka.parallel.lifeline import parent_pid
+    from duoka.process.environ import read_rank_environment
+    from duoka.process.lifeline import parent_pid
 
     place = read_rank_environment()
     # Notes are said once: by whoever the user started, or by rank 0 under somebody else's launcher.
@@ -73,11 +73,11 @@ def command(
 def _predict(trained: Trained, asked: AskedFile, read: Callable[[], EvalData], base: bool, as_json: bool) -> int:
     """The loss over the file's data, its answers, and how near they come; rank 0 writes them."""
     from duoka.cli.chat import Given, choose_sampling, say
+    from duoka.comm.world import end_world, start_world
     from duoka.errors import ConfigError
-    from duoka.parallel.world import end_world, start_world
     from duoka.serve.evaluate import evaluate_in
+    from duoka.serve.load_run import load_chat_tokenizer, load_for_chat
     from duoka.serve.predict import ANSWERS, predict, score, write_predictions
-    from duoka.serve.trained import load_chat_tokenizer, load_for_chat
 
     output = asked.get("output_dir")
     if output is None:

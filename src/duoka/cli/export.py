@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from duoka.config.asked import AskedFile
+    from duoka.config.foreign_task import AskedFile
 
 
 @click.command("export")
@@ -76,7 +76,7 @@ def _dtype_of(asked: AskedFile) -> str | None:
 
 def _sources(trained: Any) -> tuple[Any, Any]:
     from duoka.model.export import Sources
-    from duoka.serve.trained import load_chat_tokenizer
+    from duoka.serve.load_run import load_chat_tokenizer
 
     tokenizer = load_chat_tokenizer(trained)
     other = tokenizer.template if tokenizer.template_name != "model" else None
@@ -90,7 +90,7 @@ def _export_full(
 
     from duoka.model.export import export_model
     from duoka.serve.generate import end_of_turn
-    from duoka.serve.trained import load_trained
+    from duoka.serve.load_run import load_trained
     from duoka.units import format_bytes
 
     tokenizer, sources = _sources(trained)
@@ -117,7 +117,7 @@ def _export_adapter(trained: Any, output: Path, dtype: str | None) -> tuple[dict
 
     from duoka.errors import ConfigError
     from duoka.model.export import export_adapter
-    from duoka.serve.trained import load_trained
+    from duoka.serve.load_run import load_trained
     from duoka.units import format_bytes
 
     if dtype is not None:

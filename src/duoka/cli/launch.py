@@ -34,9 +34,9 @@ def command(
     arguments: tuple[str, ...],
 ) -> int:
     from duoka.cli.train import print_verdict
-    from duoka.cluster.claim import hold_run
     from duoka.cluster.launch import WorldSpec, check_port, count_processes
     from duoka.cluster.restart import run_with_restarts
+    from duoka.cluster.run_lock import hold_run
     from duoka.errors import ConfigError
     from duoka.plan.hardware import read_machine
     from duoka.runs.folder import RunFolder

@@ -169,7 +169,7 @@ def _accelerate_config(flags: Mapping[str, str]) -> dict[str, Any]:
     """The config file's content with the flags laid on it, in the file's own form."""
     asked: dict[str, Any] = {}
     if "config_file" in flags:
-        from duoka.config.layers import read_text
+        from duoka.config.overlays import read_text
         from duoka.config.yaml_lines import parse_yaml
         from duoka.errors import Fault, Faults
 
@@ -205,7 +205,7 @@ def _settings_of(asked: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     from duoka.config.dialects.all import dialects
     from duoka.config.dialects.engine import grow, translate
     from duoka.config.dialects.rows import Start
-    from duoka.config.layers import read_pointed
+    from duoka.config.overlays import read_pointed
     from duoka.config.yaml_lines import Place
     from duoka.errors import Faults
     from duoka.plan.hardware import read_machine
@@ -227,8 +227,8 @@ def _settings_of(asked: dict[str, Any], num_ranks: int) -> dict[str, Any]:
 
 def _check_agreement(words: Sequence[str], given: Mapping[str, Any], num_ranks: int) -> None:
     """Refuse a launcher and a YAML that say different things, instead of letting one win silently."""
+    from duoka.config.catalog import leaves
     from duoka.config.load import Start, load_config
-    from duoka.config.write import leaves
     from duoka.errors import Fault, Faults
     from duoka.plan.hardware import read_machine
 

@@ -50,7 +50,7 @@ def _command_of(action: str, words: list[str]) -> str:
         return _ACTIONS[action]
     from pathlib import Path
 
-    from duoka.config.asked import task_of_file
+    from duoka.config.foreign_task import task_of_file
 
     return "eval" if Path(words[0]).is_file() and task_of_file(words[0], words[1:]) == "predict" else "train"
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from duoka.bench.dry_run import DryRun
     from duoka.config.schema import ModelConfig, RunConfig
     from duoka.errors import Fault
-    from duoka.parallel.dryrun import DryRun
     from duoka.plan.catalogue import Cluster
     from duoka.plan.hardware import Machine
     from duoka.plan.layout import Layout
@@ -128,7 +128,7 @@ def _find_subject(
         return _made_up_subject(path, overrides, params, depth)
     from duoka.config.adapters import check_adapters
     from duoka.config.load import Start, load_config
-    from duoka.data.known import find_lengths
+    from duoka.data.dataset_lengths import find_lengths
     from duoka.plan.choose import check_machine
     from duoka.plan.shape import shape_from_config
 
@@ -201,7 +201,7 @@ def _find_layout(name: str, world_size: int) -> Layout:
 def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
     """A plan needs no weights and no tokenizer: a folder with a config.json is enough."""
     from duoka.errors import ConfigError, Fault
-    from duoka.model.source import find_model
+    from duoka.hub.models import find_model
     from duoka.plan.shape import adapted_linears
 
     try:
@@ -227,8 +227,8 @@ def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
 
 
 def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
-    from duoka.model.new import read_vocabulary
-    from duoka.model.source import fetch_config, find_model, tokenizer_of_new
+    from duoka.hub.models import fetch_config, find_model, tokenizer_of_new
+    from duoka.hub.new_model import read_vocabulary
     from duoka.plan.shape import DEMO_FACTS, facts_of_new, read_facts
 
     source = find_model(model, base)
@@ -244,8 +244,8 @@ def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
 
 
 def _dry_run(subject: _Subject, plan: Plan) -> DryRun:
+    from duoka.bench.dry_run import dry_run
     from duoka.errors import ConfigError
-    from duoka.parallel.dryrun import dry_run
 
     try:
         return dry_run(subject.config, subject.facts, plan.layout, (plan.memory.tokens, plan.memory.later))

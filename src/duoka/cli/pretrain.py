@@ -108,7 +108,7 @@ def command(
     Without CONFIG, text is in --data (or ./data) and the tokenizer in --tokenizer (or ./tokenizer).
     """
     from duoka.cli.train import command as train
-    from duoka.parallel.environ import read_rank_environment
+    from duoka.process.environ import read_rank_environment
 
     config = next((word for word in words if "=" not in word and word.endswith((".yaml", ".yml", ".json"))), None)
     settings = [word for word in words if word != config]

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from duoka.config.asked import AskedFile, Purpose
-    from duoka.serve.trained import Trained
+    from duoka.config.foreign_task import AskedFile, Purpose
+    from duoka.serve.load_run import Trained
 
 
 def find_target(
     target: str, overrides: tuple[str, ...], purpose: Purpose, step: int | None, say: Callable[[str], None]
 ) -> tuple[Trained, AskedFile | None]:
     """The trained thing that TARGET means, and the file of another tool that named it, if one did."""
-    from duoka.config.asked import is_config_file, read_asked
+    from duoka.config.foreign_task import is_config_file, read_asked
     from duoka.errors import ConfigError
-    from duoka.serve.trained import find_trained, find_trained_on
+    from duoka.serve.load_run import find_trained, find_trained_on
 
     if not is_config_file(target):
         if overrides:
@@ -38,7 +38,7 @@ def find_target(
 
 def _run_of(target: str, overrides: tuple[str, ...]) -> Path:
     """The folder of the run that a config of ours describes."""
-    from duoka.cluster.claim import find_run_folder
+    from duoka.cluster.run_lock import find_run_folder
     from duoka.config.load import load_config
     from duoka.errors import ConfigError
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from duoka.cluster.blame import Verdict
     from duoka.cluster.meeting import Rules
     from duoka.cluster.nodes import Flags
-    from duoka.config.load import Loaded
-    from duoka.parallel.environ import RankEnvironment
+    from duoka.config.loaded import Loaded
     from duoka.plan.hardware import Machine
     from duoka.plan.report import Plan
+    from duoka.process.environ import RankEnvironment
     from duoka.runs.folder import RunFolder
 
 # Every rank that somebody else started finds the same fault: rank 0 says it, and its launcher then ends the others.
@@ -51,7 +51,7 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any
     """
     from duoka.cluster.nodes import Flags
     from duoka.errors import ConfigError
-    from duoka.parallel.environ import read_rank_environment
+    from duoka.process.environ import read_rank_environment
 
     place = read_rank_environment()
     if place is None:
@@ -72,9 +72,9 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any
 
 def start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
     from duoka.cluster.blame import Verdict
-    from duoka.cluster.claim import check_claim, find_run_folder, hold_run
     from duoka.cluster.launch import check_port, count_processes, python_module
     from duoka.cluster.nodes import read_node_start, run_node
+    from duoka.cluster.run_lock import check_claim, find_run_folder, hold_run
     from duoka.cluster.supervise import write_end
     from duoka.errors import DuokaError
     from duoka.plan.hardware import read_machine
@@ -119,8 +119,8 @@ def _train_elastic(loaded: Loaded, rules: Rules, num_processes: int, command: tu
     """This machine's part of a run whose machines come and go. Its ranks find out who is rank 0, which prepares."""
     from importlib.metadata import version
 
-    from duoka.cluster.claim import check_claim, find_run_folder
     from duoka.cluster.elastic import run_elastic
+    from duoka.cluster.run_lock import check_claim, find_run_folder
     from duoka.config.load import config_hash
     from duoka.runs.status import read_status
 
@@ -140,7 +140,7 @@ def _train_elastic(loaded: Loaded, rules: Rules, num_processes: int, command: tu
 def _prepare_only(loaded: Loaded) -> int:
     """A file of LLaMA-Factory with tokenized_path and without do_train: tokens are made, nothing is trained."""
     from duoka.data.prepare import prepare_data
-    from duoka.model.source import model_folder
+    from duoka.hub.models import model_folder
 
     folder = model_folder(loaded.config.model, loaded.base, _Say())
     prepared = prepare_data(loaded.config, loaded.base, folder, say=_Say())
@@ -154,8 +154,8 @@ def load_checked(
 ) -> Loaded:
     """The config with every check that needs no start; notes go to stderr."""
     from duoka.config.load import Start, load_config
-    from duoka.data.registry import check_data
-    from duoka.model.source import check_model
+    from duoka.data.read.registry import check_data
+    from duoka.hub.models import check_model
     from duoka.plan.choose import check_machine, check_packages
 
     def check_here(config: object, base: Path) -> list[object]:
@@ -184,10 +184,10 @@ def prepare_run(
     """Everything that is done once before ranks start: the model's folder, tokens, plan, and the run's own files."""
     from duoka.cluster.probe import read_environment_facts
     from duoka.config.load import resolved_yaml
-    from duoka.data.known import lengths_of, remember_lengths
+    from duoka.data.dataset_lengths import lengths_of, remember_lengths
     from duoka.data.prepare import prepare_data
     from duoka.data.report import write_data_report
-    from duoka.model.source import model_folder
+    from duoka.hub.models import model_folder
     from duoka.plan.catalogue import local_cluster
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
@@ -263,7 +263,7 @@ def _print_dry_run(config: str, overrides: tuple[str, ...], run: RunFolder, kind
 
 def _is_supervised() -> bool:
     """True for a rank whose parent is duoka's supervisor, not for what such a rank starts."""
-    from duoka.parallel.lifeline import JOINS, parent_pid
+    from duoka.process.lifeline import JOINS, parent_pid
 
     return parent_pid() == os.getppid() and JOINS not in os.environ
 
@@ -279,10 +279,10 @@ def work_for_supervisor(config: str, rank: int) -> int:
 
 def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) -> int:
     """A rank of a world that somebody else started, or that one launcher on each machine did."""
-    from duoka.cluster.claim import find_run_folder
+    from duoka.cluster.run_lock import find_run_folder
     from duoka.errors import DuokaError
-    from duoka.parallel.lifeline import launcher_speaks
     from duoka.plan.hardware import read_machine
+    from duoka.process.lifeline import launcher_speaks
     from duoka.runs.failure import write_failure
 
     machine, quiet = read_machine(), launcher_speaks()
@@ -306,8 +306,8 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
 
 
 def _join_run(loaded: Loaded, run: RunFolder, machine: Machine, place: RankEnvironment, *, quiet: bool) -> int:
-    from duoka.cluster.claim import check_claim, hold_run
     from duoka.cluster.join import follow, lead
+    from duoka.cluster.run_lock import check_claim, hold_run
     from duoka.runs.failure import clear_failures
 
     if place.rank != 0:
@@ -331,7 +331,7 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
     """
     from duoka.cluster.blame import last_step
     from duoka.errors import WorkerFailed
-    from duoka.parallel.lifeline import die_with_parent, parent_pid
+    from duoka.process.lifeline import die_with_parent, parent_pid
     from duoka.runs.failure import write_failure
     from duoka.runs.heart import stacks_path
 

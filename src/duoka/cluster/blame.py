@@ -16,8 +16,8 @@ from pathlib import Path
 from duoka.cluster.hang import Hang
 from duoka.cluster.launch import WorldSpec
 from duoka.errors import StoppedEarly, WorkerFailed
-from duoka.parallel.exits import RankExit
-from duoka.parallel.rank import START_MARK, log_name
+from duoka.process.exits import RankExit
+from duoka.process.rank import START_MARK, log_name
 from duoka.runs.events import global_log
 from duoka.runs.failure import Failure, read_failures
 from duoka.runs.folder import RunFolder

@@ -1,8 +1,8 @@
 """Trials of a run: the same short training is struck in many ways, and must end in the weights of one that was not.
 
 `duoka chaos` runs them in a scratch folder beside the run's own; nothing that exists is touched. The reference run
-comes first; each trial then is one row of TRIALS. Blows from outside are blows.py's, those from inside are ordered
-by an environment variable that only the trial's own processes see.
+comes first; each trial then is one row of TRIALS. Faults from outside are fault_injection.py's, those from inside are
+ordered by an environment variable that only the trial's own processes see.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from duoka.cluster.blows import living_ranks, strike, wait_for_ranks
+from duoka.cluster.fault_injection import living_ranks, strike, wait_for_ranks
 from duoka.cluster.launch import python_module
 from duoka.errors import ConfigError
-from duoka.parallel.lifeline import die_with_parent
+from duoka.process.lifeline import die_with_parent
 from duoka.registry import nearest
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder

@@ -20,8 +20,8 @@ from typing import Literal
 
 from duoka.cluster.launch import threads_per_process
 from duoka.cluster.probe import count_usable_cores, read_versions
-from duoka.parallel.environ import LOOPBACK
 from duoka.plan.hardware import Machine, read_machine
+from duoka.process.environ import LOOPBACK
 from duoka.runs.cache import cache_folder
 from duoka.units import format_bytes
 

@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from duoka.cluster.blame import Verdict
+from duoka.cluster.connection import SECRET, Wire, is_proven, new_nonce, prove, read_secret, write_secret
 from duoka.cluster.launch import ALLOW_LOOPBACK
 from duoka.cluster.meeting import Meeting, Rules
 from duoka.cluster.ranks import Place, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals, write_end
-from duoka.cluster.wire import SECRET, Wire, is_proven, new_nonce, prove, read_secret, write_secret
 from duoka.errors import ConfigError, StoppedEarly, StorageError, WorkerFailed
-from duoka.parallel.lifeline import JOINS, QUIET
-from duoka.parallel.rank import LOGS_FOLDER, NUM_RESTARTS
+from duoka.process.lifeline import JOINS, QUIET
+from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.runs.folder import RunFolder
 from duoka.units import format_seconds
 

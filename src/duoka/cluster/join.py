@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from duoka.cluster.claim import JOIN_FOLDER
+from duoka.cluster.run_lock import JOIN_FOLDER
 from duoka.errors import DuokaError, StorageError, WorkerFailed
 from duoka.runs.folder import RunFolder, read_json
 

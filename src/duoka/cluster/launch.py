@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from duoka.errors import ConfigError
-from duoka.parallel.rank import LOGS_FOLDER, NUM_RESTARTS
+from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.runs.folder import RunFolder
 
 ALLOW_LOOPBACK = "DUOKA_ALLOW_LOOPBACK"  # two starts on one machine, to try it out

@@ -1,8 +1,8 @@
 """Where machines that come and go meet: who is here, which world begins, when it ends, and what was the matter.
 
 A thread in the launcher of the one machine that owns the meeting's address; every launcher, that one too, is a member
-over a connection (elastic.py), let in by door.py. It starts no process. Its own end is the end of the run: the same
-command goes on.
+over a connection (elastic.py), let in by admission.py. It starts no process. Its own end is the end of the run: the
+same command goes on.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from duoka.cluster.admission import Door
 from duoka.cluster.blame import Verdict, judge_world, last_step
-from duoka.cluster.door import Door
+from duoka.cluster.connection import Wire
 from duoka.cluster.launch import WorldSpec, hold_free_port
 from duoka.cluster.restart import FIRST_WAIT_S, LONGEST_WAIT_S, failure_kind, note_in_log
 from duoka.cluster.supervise import write_end, write_start
-from duoka.cluster.wire import Wire
 from duoka.errors import StoppedEarly, StorageError, WorkerFailed
-from duoka.parallel.exits import RankExit
+from duoka.process.exits import RankExit
 from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import clear_beats

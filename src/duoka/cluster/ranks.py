@@ -21,8 +21,8 @@ import psutil
 
 from duoka.cluster.launch import python_module, share_of_machine
 from duoka.cluster.probe import count_usable_cores
-from duoka.parallel.exits import DRAIN_KILLED_S, DRAIN_S, DRAIN_SAVED_S, RESUME_ME, SIGTERM_S, ExitWatch
-from duoka.parallel.lifeline import JOINS, PARENT_PID
+from duoka.process.exits import DRAIN_KILLED_S, DRAIN_S, DRAIN_SAVED_S, RESUME_ME, SIGTERM_S, ExitWatch
+from duoka.process.lifeline import JOINS, PARENT_PID
 
 # Variables that describe a start, not a rank: what a rank starts itself must not take itself for a node.
 START_NAMES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "MIN_NNODES", "MAX_NNODES",
@@ -176,7 +176,7 @@ def _start(
         "MASTER_ADDR": place.master_addr, "MASTER_PORT": str(place.master_port), PARENT_PID: str(os.getpid()),
     }  # fmt: skip
     return subprocess.Popen(
-        [*python_module("duoka.parallel.rank"), *command],
+        [*python_module("duoka.process.rank"), *command],
         stdin=subprocess.DEVNULL,
         stdout=streams[0],
         stderr=streams[1],

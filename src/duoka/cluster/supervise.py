@@ -23,8 +23,8 @@ from duoka.cluster.passthrough import Channel, PlainCopy, open_channels
 from duoka.cluster.probe import count_usable_cores
 from duoka.cluster.ranks import Place, Ranks
 from duoka.errors import WorkerFailed
-from duoka.parallel.environ import LOOPBACK
-from duoka.parallel.rank import log_name, start_mark
+from duoka.process.environ import LOOPBACK
+from duoka.process.rank import log_name, start_mark
 from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import clear_beats

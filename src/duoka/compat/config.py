@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from duoka.config.load import Loaded, load_config
+from duoka.config.load import load_config
+from duoka.config.loaded import Loaded
 from duoka.config.schema import RunConfig
-from duoka.parallel.environ import get_dist_info
+from duoka.process.environ import get_dist_info
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from duoka.compat.config import Part
-from duoka.data.exact import deal
-from duoka.data.loader import IGNORED
-from duoka.data.store import TokenStore
+from duoka.data.feed.loader import IGNORED
+from duoka.data.feed.map_loader import deal
+from duoka.data.tokens.token_store import TokenStore
 
 if TYPE_CHECKING:
     from duoka.accelerator import Accelerator
@@ -78,7 +78,7 @@ def load_dataset(
 ) -> tuple[SharedConversations, SharedConversations | None]:
     """(training data, evaluation data or None); prints once how many there truly are on each rank."""
     from duoka.data.prepare import prepare_data
-    from duoka.model.source import model_folder
+    from duoka.hub.models import model_folder
     from duoka.units import parse_amount
 
     config, base = data.run, data.loaded.base

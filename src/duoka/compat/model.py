@@ -20,9 +20,9 @@ def load_model(model: Part, accelerator: Accelerator | None = None) -> torch.nn.
 
     Loaded by each rank as a whole: for models that only fit when they are shared, use `duoka train`.
     """
+    from duoka.hub.models import model_folder
     from duoka.model.adapters import Earlier
     from duoka.model.build import load_model as load
-    from duoka.model.source import model_folder
 
     config = model.run
     lm = load(
@@ -43,8 +43,8 @@ def load_model(model: Part, accelerator: Accelerator | None = None) -> torch.nn.
 
 def save_model(model: torch.nn.Module, config: Config, save_path: str | Path) -> None:
     """Weights (of adapters the adapters), config and tokenizer; one process calls it, with the unwrapped model."""
+    from duoka.hub.models import model_folder
     from duoka.model.result import write_result
-    from duoka.model.source import model_folder
 
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(

@@ -44,7 +44,7 @@ class ScheduleLR(torch.optim.lr_scheduler.LRScheduler):
 
 def load_scheduler(optimizer: torch.optim.Optimizer, trainer: Part, num_samples: int) -> ScheduleLR:
     """`num_samples` is this rank's, as `len(train_dataset)` gives it. The schedule's length is in optimizer steps."""
-    from duoka.parallel.world import join_world
+    from duoka.comm.world import join_world
     from duoka.units import parse_amount
 
     config = trainer.run

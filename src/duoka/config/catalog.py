@@ -238,3 +238,16 @@ def is_execution_key(name: str) -> bool:
     if name in RESULT_KEYS:
         return False
     return any(name == key or (key.endswith(".*") and name.startswith(key[:-1])) for key in EXECUTION_KEYS)
+
+
+def leaves(config: RunConfig) -> dict[str, Any]:
+    """Every value by dotted key; a list is one value, an absent block is None."""
+    return dict(_leaves(config.model_dump(mode="python"), ""))
+
+
+def _leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,12 +1,13 @@
 """May a run go on under another config? Differences that results depend on, less those that are allowed.
 
-Asked before a start, by cluster/claim.py with the run folder's config, and by train/resume.py with the checkpoint's.
+Asked before a start, by cluster/run_lock.py with the run folder's config, and by store/resume.py with the checkpoint's.
 """
 
 from __future__ import annotations
 
+from duoka.config.catalog import leaves
 from duoka.config.schema import RunConfig
-from duoka.config.write import Difference, leaves, result_differences
+from duoka.config.write import Difference, result_differences
 
 LENGTH_KEYS = ("train.epochs", "train.max_steps", "train.tokens")
 # The order of samples depends on these, and on what the samples are.

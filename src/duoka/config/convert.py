@@ -15,7 +15,7 @@ from duoka.config.write import compact, with_secrets
 from duoka.config.yaml_text import yaml_text
 
 if TYPE_CHECKING:
-    from duoka.config.load import Loaded
+    from duoka.config.loaded import Loaded
 
 _WIDTH, _COMMENT_COLUMN = 116, 40
 _READ_AS = "; in duoka's own words:"

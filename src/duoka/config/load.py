@@ -7,14 +7,16 @@ pass in `checks`. Also offered from here: `resolved_yaml`, `config_hash`, `resul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from duoka.config.adapters import take_over
+from duoka.config.catalog import leaves
 from duoka.config.derive import derive
 from duoka.config.dialects.rows import Start
-from duoka.config.layers import (
+from duoka.config.loaded import Loaded
+from duoka.config.overlays import (
     COMMAND_LINE,
     KeyPath,
     Layers,
@@ -28,7 +30,7 @@ from duoka.config.rules import Rule, check_rules
 from duoka.config.schema import RunConfig
 from duoka.config.unknown import take_known_keys
 from duoka.config.values import build_config
-from duoka.config.write import Difference, config_hash, leaves, resolved_yaml, result_differences
+from duoka.config.write import Difference, config_hash, resolved_yaml, result_differences
 from duoka.config.yaml_lines import Place, Tree, printable
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import Fault, Faults
@@ -46,19 +48,6 @@ __all__ = [
 
 Check = Callable[[RunConfig, Path], "list[Fault]"]
 _MIN_SECRET_LENGTH = 4  # shorter values would blot out ordinary words of a message
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A valid config, and where each of its values was written."""
-
-    config: RunConfig
-    path: Path
-    origins: dict[str, str]  # dotted key -> "sft.yaml:12", "default", "command line"
-    notes: tuple[str, ...] = ()
-    base: Path = Path(".")  # relative paths of the config: from the current folder, then from here
-    task: str = "train"  # prepare: another tool's file that asks for tokens only
-    secrets: dict[str, str] = field(default_factory=dict)  # dotted key -> its text with ${env:NAME} not filled in
 
 
 def load_config(

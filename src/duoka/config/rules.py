@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 
+from duoka.config.catalog import leaves
 from duoka.config.rule import Rule, names_of
 from duoka.config.rules_model import MODEL_RULES
 from duoka.config.rules_optim import OPTIM_RULES
 from duoka.config.rules_parallel import PARALLEL_RULES
 from duoka.config.rules_text import TEXT_RULES
 from duoka.config.schema import RunConfig
-from duoka.config.write import leaves
 from duoka.units import parse_amount
 
 __all__ = ["RULES", "Rule", "check_rules"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from duoka.config.catalog import Key, known_keys
 from duoka.config.foreign import FOREIGN_SECTIONS, Foreign, foreign_names
-from duoka.config.layers import COMMAND_LINE, KeyPath, is_secret
+from duoka.config.overlays import COMMAND_LINE, KeyPath, is_secret
 from duoka.config.schema import RunConfig, Section
 from duoka.config.yaml_lines import Tree
 from duoka.config.yaml_text import EnvText, yaml_text

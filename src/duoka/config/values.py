@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from duoka.config.catalog import Key, known_keys
-from duoka.config.layers import COMMAND_LINE, KeyPath
+from duoka.config.overlays import COMMAND_LINE, KeyPath
 from duoka.config.schema import RunConfig, expand_short_forms
 from duoka.config.yaml_lines import Tree
 from duoka.config.yaml_text import yaml_text

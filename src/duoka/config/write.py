@@ -9,16 +9,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from duoka import __version__
-from duoka.config.catalog import is_execution_key
+from duoka.config.catalog import is_execution_key, leaves
+from duoka.config.loaded import Loaded
+from duoka.config.schema import RunConfig
 from duoka.config.yaml_text import EnvText, yaml_text
 from duoka.units import parse_amount, parse_seconds
-
-if TYPE_CHECKING:
-    from duoka.config.load import Loaded
-    from duoka.config.schema import RunConfig
 
 _COMMENT_COLUMN = 44
 
@@ -30,19 +28,6 @@ class Difference:
     key: str
     old: str
     new: str
-
-
-def leaves(config: RunConfig) -> dict[str, Any]:
-    """Every value by dotted key; a list is one value, an absent block is None."""
-    return dict(_leaves(config.model_dump(mode="python"), ""))
-
-
-def _leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _meaning(key: str, value: Any) -> Any:

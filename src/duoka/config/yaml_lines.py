@@ -1,6 +1,6 @@
 """YAML text to a tree of nodes, each of which knows its file, line and source line.
 
-`layers.py` calls it for files and for command-line values. PyYAML composes; types are read here, because YAML 1.1
+`overlays.py` calls it for files and for command-line values. PyYAML composes; types are read here, because YAML 1.1
 takes 2e-5 for text, `no` for false and 12:30 for a number. It never raises for a user's fault: it collects them.
 """
 
@@ -232,7 +232,7 @@ class _Builder:
 
 
 def printable(line: str) -> str:
-    """A source line for a message: tabs seen, control characters harmless to the terminal, no longer than a screen."""
+    """A source line for a message: tabs seen, control characters harmless to the terminal, and not too long."""
     line = line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]}..."
     return (
         line

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from duoka.config.schema import RunConfig
-from duoka.data.epoch_plan import cost_of
-from duoka.data.feed import build_feed
-from duoka.data.loader import Loader
+from duoka.data.build_feed import build_feed
+from duoka.data.feed.epoch_plan import cost_of
+from duoka.data.feed.loader import Loader
+from duoka.data.feed.stream_source import StreamSource
 from duoka.data.prepare import PreparedData
-from duoka.data.stream_source import StreamSource
 from duoka.plan.layout import Layout
 from duoka.units import Amount
 

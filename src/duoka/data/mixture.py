@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from duoka.config.schema import RunConfig
-from duoka.data.epoch_plan import mix_keys, shuffled
-from duoka.data.registry import ResolvedSet
-from duoka.data.store import TokenPart, TokenStore
+from duoka.data.feed.epoch_plan import mix_keys, shuffled
+from duoka.data.read.registry import ResolvedSet
+from duoka.data.tokens.token_store import TokenPart, TokenStore
 from duoka.errors import DataError
 from duoka.runs.cache import cache_folder, hold_lock, make_folder
 

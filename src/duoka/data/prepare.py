@@ -19,19 +19,19 @@ from typing import Any
 import numpy as np
 
 from duoka.config.schema import DataConfig, RunConfig
-from duoka.data.epoch_plan import EpochPlan
+from duoka.data.feed.epoch_plan import EpochPlan
+from duoka.data.feed.stream_source import StreamSource, build_source
+from duoka.data.feed.text_rows import TextRows, as_samples
 from duoka.data.mixture import Mixture, mix_parts
-from duoka.data.records import Piece, find_pieces, read_piece
-from duoka.data.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
+from duoka.data.read.records import Piece, find_pieces, read_piece
+from duoka.data.read.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
 from duoka.data.report import DataReport, SetReport, count_lengths, measure_padding
-from duoka.data.rows import TextRows, as_samples
-from duoka.data.store import TokenPart, TokenStore, write_part
-from duoka.data.stream_source import StreamSource, build_source
-from duoka.data.template import Sample
-from duoka.data.tokenise import Counts, Job, PieceResult, read_arrays, tokenise_pieces
-from duoka.data.tokenizer import ChatTokenizer, load_tokenizer
+from duoka.data.tokens.template import Sample
+from duoka.data.tokens.token_store import TokenPart, TokenStore, write_part
+from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, tokenise_pieces
+from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import DataError, Fault, Faults, StorageError
-from duoka.model.source import find_tokenizer_folder
+from duoka.hub.models import find_tokenizer_folder
 from duoka.runs.cache import cache_folder, hold_lock, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds, parse_amount

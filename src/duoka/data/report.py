@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from duoka.data.epoch_plan import EpochPlan, share_batch
-from duoka.data.tokenise import Counts
+from duoka.data.feed.epoch_plan import EpochPlan, share_batch
+from duoka.data.tokens.tokenize import Counts
 from duoka.errors import Fault
 from duoka.runs.folder import write_json_atomic, write_text_atomic
 from duoka.units import Amount, format_count

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from duoka.config.load import Loaded
+from duoka.config.loaded import Loaded
 from duoka.config.schema import RunConfig
 from duoka.explain.find import Language
 from duoka.plan.report import Plan
@@ -38,7 +38,7 @@ def numbers_for(topic: str, own: Own) -> list[str]:
 
 def value_of(key: str, own: Own) -> list[str]:
     """The config's own value of a key, with the place it comes from."""
-    from duoka.config.write import leaves
+    from duoka.config.catalog import leaves
     from duoka.config.yaml_text import yaml_text
 
     found = {name: value for name, value in leaves(own.config).items() if name == key or name.startswith(f"{key}.")}

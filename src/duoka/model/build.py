@@ -19,15 +19,15 @@ import torch
 from duoka.config.adapters import read_held
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.errors import ConfigError
+from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier
 from duoka.model.attention import register_attention
-from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
 from duoka.model.lora import apply_lora, keep_earlier, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
-from duoka.model.new import is_new
-from duoka.model.packed import Packing, unpack
+from duoka.model.quantize import Packing, unpack
+from duoka.model.random_init import DrawnWeights
 
 GATHERED_HEAD = "apply_gathered"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from duoka.data.tokenizer import ChatTokenizer
+from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError, DuokaError, StorageError
 from duoka.model.build import load_model, quiet_loading
 from duoka.model.lora import save_adapter

@@ -9,7 +9,7 @@ import torch
 
 from duoka.config.schema import TrainOnlyConfig
 from duoka.errors import ConfigError
-from duoka.plan.trained import layer_numbers
+from duoka.plan.trained_weights import layer_numbers
 
 
 def apply_train_only(model: torch.nn.Module, chosen: TrainOnlyConfig) -> None:

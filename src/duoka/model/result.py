@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from duoka.hub.new_model import TOKENIZER_FILES
 from duoka.model.lora import save_adapter
-from duoka.model.new import TOKENIZER_FILES
 from duoka.runs.folder import apply_umask
 
 

@@ -15,14 +15,14 @@ import torch
 from safetensors import safe_open
 
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
+from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier
 from duoka.model.attention import register_attention
 from duoka.model.build import quiet_loading
-from duoka.model.draw import DrawnWeights
 from duoka.model.freeze import apply_train_only
 from duoka.model.lora import adapted_modules, apply_lora, begin_adapter, is_adapter, keep_starts
-from duoka.model.new import is_new
 from duoka.model.pissa import PissaStarts, check_untied
+from duoka.model.random_init import DrawnWeights
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

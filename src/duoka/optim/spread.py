@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from duoka.comm.collectives import all_reduce
 from duoka.optim.host import local_part
-from duoka.parallel.collectives import all_reduce
 
 Groups = tuple[dist.ProcessGroup, ...]
 Spread = Callable[[torch.Tensor], Groups]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from duoka.comm.world import World, keep_group
 from duoka.config.schema import ParallelConfig
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.fused import apply_fused
@@ -28,7 +29,6 @@ from duoka.parallel.dp import Replicas, apply_dp
 from duoka.parallel.matrices import OwnedExchange, OwnedMatrices, RowMatrices
 from duoka.parallel.recompute import apply_recompute
 from duoka.parallel.sharded import HALF, apply_sharded, fill_shards, find_layers
-from duoka.parallel.world import World, keep_group
 from duoka.plan.layout import Layout
 
 

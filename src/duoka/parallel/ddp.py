@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from duoka.comm.collectives import start_all_reduce
+from duoka.comm.ledger import LEDGER
+from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.model.build import named_part
-from duoka.parallel.collectives import start_all_reduce
-from duoka.parallel.ledger import LEDGER
 from duoka.parallel.powersgd import PowerSGD
-from duoka.parallel.world import World
 from duoka.runs.heart import Heart
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

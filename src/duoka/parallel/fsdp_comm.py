@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from duoka.parallel.collectives import bytes_of, is_gloo, reduce_scatter, start_all_gather
-from duoka.parallel.ledger import LEDGER
+from duoka.comm.collectives import bytes_of, is_gloo, reduce_scatter, start_all_gather
+from duoka.comm.ledger import LEDGER
 from duoka.plan.layout import Layout
 from duoka.runs.heart import Heart
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from duoka.comm.collectives import TimedWork, all_to_all, start_all_to_all
 from duoka.optim.owners import Bucket, share_matrices
-from duoka.parallel.collectives import TimedWork, all_to_all, start_all_to_all
 
 
 @dataclass

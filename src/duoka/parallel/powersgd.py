@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from duoka.parallel.collectives import all_reduce, num_ranks
+from duoka.comm.collectives import all_reduce, num_ranks
 
 # Thin matrices have this many columns; they begin once the first wild steps are over.
 NUM_COLUMNS, FROM_STEP = 4, 10

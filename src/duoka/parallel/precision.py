@@ -1,9 +1,10 @@
-"""The arithmetic of forward passes."""
+"""The arithmetic of a step: the one table of precisions, autocast, and the loss scaler of fp16."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -17,3 +18,15 @@ def compute_in(precision: str, device: torch.device) -> Iterator[None]:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     with torch.autocast(device.type, dtype=dtype):
         yield
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The arithmetic of a step; the scaler does nothing unless the precision is fp16."""
+
+    precision: str
+    scaler: torch.amp.GradScaler
+
+
+def build_numerics(precision: str, device: torch.device) -> Numerics:
+    return Numerics(precision, torch.amp.GradScaler(device.type, enabled=precision == "fp16"))

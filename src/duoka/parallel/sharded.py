@@ -26,13 +26,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part
 from duoka.model.head import apply_head
 from duoka.model.shards import Weights
 from duoka.parallel.fsdp_comm import LayerBuffers, count_traffic
-from duoka.parallel.world import World
 from duoka.plan.layout import Layout
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

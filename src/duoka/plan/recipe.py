@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.plan.layout import Layout
 from duoka.plan.shape import ModelShape, lora_parameters
-from duoka.plan.trained import trained_parameters
+from duoka.plan.trained_weights import trained_parameters
 
 # Bytes of optimizer state per trained parameter; Muon keeps one moment of matrices and two of the rest.
 STATE_BYTES: Mapping[str, float] = {

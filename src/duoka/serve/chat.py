@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from jinja2 import TemplateError
 
-from duoka.data.tokenizer import ChatTokenizer
+from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError
 from duoka.serve.generate import Sampling, stream_answer
 

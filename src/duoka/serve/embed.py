@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duoka.errors import ConfigError, DataError
-from duoka.serve.trained import Trained, load_chat_tokenizer, load_trained
+from duoka.serve.load_run import Trained, load_chat_tokenizer, load_trained
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from duoka.data.tokenizer import ChatTokenizer
-    from duoka.parallel.world import World
+    from duoka.comm.world import World
+    from duoka.data.tokens.tokenizer import ChatTokenizer
 
 TOKENS_AT_ONCE = 8192
 
@@ -63,8 +63,8 @@ def embed(
     import numpy as np
     import torch
 
+    from duoka.comm.world import end_world, start_world
     from duoka.config.schema import ParallelConfig
-    from duoka.parallel.world import end_world, start_world
     from duoka.plan.hardware import read_machine
 
     world = start_world(ParallelConfig())

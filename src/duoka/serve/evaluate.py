@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.serve.trained import Say, Trained, load_trained
+from duoka.serve.load_run import Say, Trained, load_trained
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from duoka.data.rows import TextRows
-    from duoka.data.store import TokenStore
-    from duoka.parallel.world import World
+    from duoka.comm.world import World
+    from duoka.data.feed.text_rows import TextRows
+    from duoka.data.tokens.token_store import TokenStore
+    from duoka.parallel.measure import Measured
     from duoka.plan.layout import Layout
     from duoka.plan.lengths import Lengths
-    from duoka.train.measure import Measured
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say, asked: D
 
     `asked` says how a file of another tool wants its sets read; then `names` is its list.
     """
-    from duoka.data.known import lengths_of
+    from duoka.data.dataset_lengths import lengths_of
+    from duoka.data.feed.stream_source import StreamSource
     from duoka.data.prepare import prepare_data, read_tokenizer
-    from duoka.data.stream_source import StreamSource
 
     sources = asked.train if asked else tuple(DataSource(name=name) for name in names or ("?",))
     model = ModelConfig(name=trained.name, template=trained.template, trust_remote_code=trained.trust_remote_code)
@@ -120,7 +120,7 @@ def choose_layout(data: EvalData, folder: Path, world_size: int) -> Layout:
 
 def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation | None:
     """Measure in the world that this process belongs to; the answer on rank 0, None on others."""
-    from duoka.parallel.world import end_world, start_world
+    from duoka.comm.world import end_world, start_world
 
     world = start_world(data.config.parallel)
     try:
@@ -142,9 +142,9 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
     """This rank's part of the measurement; the answer is global and the same on all ranks."""
     import torch
 
-    from duoka.data.loader import eval_batches
+    from duoka.data.feed.loader import eval_batches
     from duoka.model.build import LossModel
-    from duoka.train.measure import measure_loss
+    from duoka.parallel.measure import measure_loss
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.precision]
     lm = load_trained(trained, dtype=dtype, attention="duoka", base_only=base_only)

@@ -16,20 +16,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from duoka.data.example import BadRecord, Example, Prompt
-from duoka.data.kinds import read_record
-from duoka.data.records import find_pieces, read_piece
-from duoka.data.registry import find_sets
-from duoka.data.template import render_prompt
+from duoka.data.read.example import BadRecord, Example, Prompt
+from duoka.data.read.record_kinds import read_record
+from duoka.data.read.records import find_pieces, read_piece
+from duoka.data.read.registry import find_sets
+from duoka.data.tokens.template import render_prompt
 from duoka.errors import ConfigError, Fault
 from duoka.runs.folder import write_json_atomic, write_text_atomic
 
 if TYPE_CHECKING:
     import torch
 
+    from duoka.comm.world import World
     from duoka.config.schema import RunConfig
-    from duoka.data.tokenizer import ChatTokenizer
-    from duoka.parallel.world import World
+    from duoka.data.tokens.tokenizer import ChatTokenizer
     from duoka.serve.generate import Sampling
 
 ANSWERS, SCORES = "generated_predictions.jsonl", "predict_results.json"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from duoka.parallel.rank import NUM_RESTARTS
+from duoka.process.rank import NUM_RESTARTS
 
 VARIABLE = "DUOKA_INJECT"
 

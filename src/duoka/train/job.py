@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from duoka.data.feed import Feed
-from duoka.parallel.world import World
-from duoka.train.checkpoint import Contents
-from duoka.train.measure import Measured
+from duoka.comm.world import World
+from duoka.data.build_feed import Feed
+from duoka.parallel.measure import Measured
+from duoka.store.contents import Contents
 from duoka.train.memory import MemoryWatch
 from duoka.train.nonfinite import NonFinite
 from duoka.train.record import Recorder

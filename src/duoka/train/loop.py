@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from duoka.data.loader import GlobalBatch
+from duoka.data.feed.loader import GlobalBatch
 from duoka.optim.build import set_learning_rate
 from duoka.train import inject
 from duoka.train.hooks import StopSignal, Timer

@@ -9,56 +9,59 @@ from typing import Any
 
 import torch
 
-from duoka.config.load import Loaded, config_hash, resolved_yaml
+from duoka.comm.world import World, check_same_everywhere, end_world, start_world
+from duoka.config.load import config_hash, resolved_yaml
+from duoka.config.loaded import Loaded
 from duoka.config.schema import RunConfig
-from duoka.data.feed import Feed, build_feed, data_order
-from duoka.data.known import lengths_of
-from duoka.data.loader import eval_batches
+from duoka.data.build_feed import Feed, build_feed, data_order
+from duoka.data.dataset_lengths import lengths_of
+from duoka.data.feed.loader import eval_batches
 from duoka.data.prepare import PreparedData, find_tokenizer, prepare_data, read_tokenizer
-from duoka.data.tokenizer import ChatTokenizer
+from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import StoppedEarly
+from duoka.hub.models import model_fingerprint, model_folder
 from duoka.model.adapters import Earlier
 from duoka.model.build import LossModel, find_core, load_model
 from duoka.model.lora import count_parameters
 from duoka.model.loss import Goal
-from duoka.model.packed import Packing
+from duoka.model.quantize import Packing
 from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
-from duoka.model.source import model_fingerprint, model_folder
 from duoka.optim.build import build_optimizer, describe_optimizer
 from duoka.optim.roles import Role, assign_roles
 from duoka.parallel.apply import Parallelized, parallelize
-from duoka.parallel.environ import read_rank_environment
 from duoka.parallel.gather import gather_state
-from duoka.parallel.lifeline import launcher_speaks
-from duoka.parallel.rank import is_restarted
+from duoka.parallel.measure import Measured, measure_loss
+from duoka.parallel.precision import build_numerics
 from duoka.parallel.sharded import find_layers
-from duoka.parallel.world import World, check_same_everywhere, end_world, start_world
 from duoka.plan.catalogue import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
+from duoka.process.environ import read_rank_environment
+from duoka.process.lifeline import launcher_speaks
+from duoka.process.rank import is_restarted
 from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.heart import Heart, watch_itself
 from duoka.runs.manifest import list_checkpoints
 from duoka.runs.status import update_status
-from duoka.train.checkpoint import CheckpointStore, Contents, Facts
+from duoka.runs.versions import library_versions
+from duoka.store.checkpoint import CheckpointStore, Facts
+from duoka.store.contents import Contents
+from duoka.store.resume import check_changes, choose_checkpoint
+from duoka.store.retention import clean_drafts
+from duoka.store.state import TrainState, read_random_state, seed_everything, set_random_state
+from duoka.store.takeover import take_over_state
 from duoka.train.job import Job
 from duoka.train.loop import train
-from duoka.train.measure import Measured, measure_loss
 from duoka.train.memory import MemoryWatch
 from duoka.train.nonfinite import NonFinite
 from duoka.train.record import Recorder
 from duoka.train.rehearse import is_asked, rehearse_largest
-from duoka.train.resume import check_changes, choose_checkpoint
-from duoka.train.retention import clean_drafts
 from duoka.train.samples import build_sampler
 from duoka.train.saving import Saver, check_room
-from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices, library_versions
+from duoka.train.setup import RunSettings, banner, build_settings, describe_rest, keep_choices
 from duoka.train.shortage import MemoryGuard, read_shortage
-from duoka.train.state import TrainState, read_random_state, seed_everything, set_random_state
-from duoka.train.step import build_numerics
-from duoka.train.takeover import take_over_state
 
 
 @dataclass(frozen=True)

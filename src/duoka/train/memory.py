@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from duoka.comm.world import World
 from duoka.parallel.apply import Parallelized
-from duoka.parallel.world import World
 from duoka.plan.layout import Layout
 from duoka.units import format_bytes
 

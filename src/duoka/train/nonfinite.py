@@ -10,11 +10,11 @@ import json
 import math
 from typing import Literal
 
-from duoka.data.loader import GlobalBatch, Place
+from duoka.data.feed.loader import GlobalBatch, Place
 from duoka.errors import WorkerFailed
-from duoka.train.checkpoint import Contents
+from duoka.store.contents import Contents
+from duoka.store.resume import choose_checkpoint
 from duoka.train.record import Recorder
-from duoka.train.resume import choose_checkpoint
 from duoka.train.saving import Saver
 
 MOST_IN_A_ROW = 10

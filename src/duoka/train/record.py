@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
+from duoka.comm.ledger import sent_bytes
+from duoka.comm.world import World
 from duoka.config.schema import LogConfig
-from duoka.parallel.ledger import sent_bytes
-from duoka.parallel.lifeline import launcher_speaks, parent_pid
-from duoka.parallel.world import World
 from duoka.plan.yardstick import Yardstick
+from duoka.process.lifeline import launcher_speaks, parent_pid
 from duoka.runs.events import EventWriter, global_log, rank_log
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import leader_identity, read_status, update_status
+from duoka.store.state import TrainState
 from duoka.train.memory import Holdings, explain_imbalance
 from duoka.train.progress import Progress
-from duoka.train.state import TrainState
 from duoka.train.step import StepResult
 
 STATUS_EVERY_S = 1.0

@@ -9,14 +9,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from duoka.comm.world import World
 from duoka.config.schema import RunConfig
-from duoka.data.loader import Batch, GlobalBatch
+from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.errors import DoesNotFit
 from duoka.optim.build import optimizer_tensors
 from duoka.parallel.apply import Parallelized
-from duoka.parallel.world import World
+from duoka.parallel.precision import Numerics
 from duoka.train.shortage import MemoryGuard
-from duoka.train.step import Numerics, StepResult, is_out_of_memory, try_rehearsal
+from duoka.train.step import StepResult, is_out_of_memory, try_rehearsal
 from duoka.units import format_bytes
 
 

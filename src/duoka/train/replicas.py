@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from duoka.comm.world import World, checksum
 from duoka.errors import WorkerFailed
 from duoka.parallel.powersgd import is_ranks_own
-from duoka.parallel.world import World, checksum
-from duoka.train.checkpoint import Contents
+from duoka.store.contents import Contents
 
 
 def check_replicas(contents: Contents, world: World) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from duoka.comm.world import World
 from duoka.config.schema import RunConfig
 from duoka.data.prepare import PreparedData
-from duoka.data.tokenizer import ChatTokenizer
+from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.build import LossModel
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.precision import compute_in
-from duoka.parallel.world import World
 from duoka.plan.layout import Layout
 
 NUM_NEW = 24

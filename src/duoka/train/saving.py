@@ -8,14 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from duoka.comm.world import World
 from duoka.config.schema import CheckpointConfig
 from duoka.errors import StorageError
-from duoka.parallel.world import World
 from duoka.plan.costs import most_checkpoints
-from duoka.train.checkpoint import CheckpointStore, Contents, Saved, SaveFault
+from duoka.store.checkpoint import CheckpointStore, Saved, SaveFault
+from duoka.store.contents import Contents
+from duoka.store.retention import Keep
 from duoka.train.hooks import Timer
 from duoka.train.record import Recorder
-from duoka.train.retention import Keep
 from duoka.train.setup import RunSettings
 from duoka.units import format_bytes, format_seconds
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import platform
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +12,21 @@ from duoka.config.derive import rules_kept
 from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
-from duoka.plan.correct import plan_with_less
 from duoka.plan.layout import Layout
+from duoka.plan.shortfall import plan_with_less
 from duoka.runs.events import global_log
 from duoka.runs.manifest import read_manifest
 from duoka.units import Every, format_count, parse_amount, parse_every
 
 if TYPE_CHECKING:
-    from duoka.data.feed import Feed
+    from duoka.data.build_feed import Feed
     from duoka.data.prepare import PreparedData
     from duoka.plan.batch import Horizon
     from duoka.plan.report import Plan
     from duoka.runs.folder import RunFolder
-    from duoka.train.state import TrainState
+    from duoka.store.state import TrainState
 
 MANY_PASSES = 4  # from here on, repeated text teaches much less than new text
-VERSIONED = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
 
 
 @dataclass(frozen=True)
@@ -148,16 +145,6 @@ def _as_before(plan: Plan, config: RunConfig, found: Path) -> Plan:
         kept |= {"micro": before.micro} if config.train.micro_batch == "auto" else {}
         kept |= {"recompute": before.recompute} if config.train.recompute == "auto" else {}
     return replace(plan, layout=replace(plan.layout, **kept))
-
-
-def library_versions() -> dict[str, str]:
-    found = {"duoka": __version__, "python": platform.python_version()}
-    for name in VERSIONED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "missing"
-    return found
 
 
 def banner(

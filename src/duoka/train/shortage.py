@@ -13,15 +13,15 @@ from collections.abc import Callable
 import torch
 
 from duoka.config.schema import RunConfig
-from duoka.data.feed import Feed
-from duoka.data.loader import GlobalBatch, Loader
+from duoka.data.build_feed import Feed
+from duoka.data.feed.loader import GlobalBatch, Loader
 from duoka.errors import DoesNotFit
-from duoka.plan.correct import Correction, Shortfall, correct_plan, plan_with_less
 from duoka.plan.memory import estimate_memory
 from duoka.plan.report import Plan
+from duoka.plan.shortfall import Correction, Shortfall, correct_plan, plan_with_less
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
+from duoka.store.state import read_random_state, set_random_state
 from duoka.train.record import Recorder
-from duoka.train.state import read_random_state, set_random_state
 from duoka.train.step import Shortage, StepResult
 from duoka.units import Amount, format_bytes
 

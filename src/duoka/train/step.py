@@ -14,31 +14,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from duoka.data.loader import IGNORED, Batch, GlobalBatch
+from duoka.comm.ledger import LEDGER, Traffic
+from duoka.comm.world import World
+from duoka.data.feed.loader import IGNORED, Batch, GlobalBatch
 from duoka.optim.clip import clip_gradients
 from duoka.parallel.apply import Parallelized
 from duoka.parallel.ddp import DdpExchange
-from duoka.parallel.ledger import LEDGER, Traffic
+from duoka.parallel.inputs import model_inputs
 from duoka.parallel.matrices import OwnedExchange
-from duoka.parallel.precision import compute_in
+from duoka.parallel.precision import Numerics, compute_in
 from duoka.parallel.sharded import ShardedExchange
-from duoka.parallel.world import World
 from duoka.train import inject
 from duoka.train.memory import NoWatch
 
 NO_WATCH = NoWatch()
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """The arithmetic of a step; the scaler does nothing unless the precision is fp16."""
-
-    precision: str
-    scaler: torch.amp.GradScaler
-
-
-def build_numerics(precision: str, device: torch.device) -> Numerics:
-    return Numerics(precision, torch.amp.GradScaler(device.type, enabled=precision == "fp16"))
 
 
 @dataclass
@@ -207,16 +196,6 @@ def try_rehearsal(parallel: Parallelized, batch: GlobalBatch, numerics: Numerics
     LEDGER.take()  # what it sent is no step's
     is_short = world.sum([float(shortage is not None)])[0] > 0
     return StepResult(0.0, 0.0, is_short=is_short, shortage=shortage)
-
-
-def model_inputs(micro: Batch, device: torch.device) -> dict[str, torch.Tensor | None]:
-    """What LossModel.forward takes, on the device. Padding needs no mask: it stands right of all that looks back."""
-    return {
-        "input_ids": micro.input_ids.to(device, non_blocking=True),
-        "labels": micro.labels.to(device, non_blocking=True),
-        "position_ids": micro.position_ids.to(device, non_blocking=True),
-        "boundaries": micro.boundaries,  # stays on the host: attention cuts the row by it
-    }
 
 
 def optimizer_step(

@@ -1,6 +1,6 @@
 """From a file in another tool's words to a tree in ours, row by row, with a notice for whatever is not plainly said.
 
-`layers.py` calls `translate` with the parsed file. Every value keeps the line that it came from. Faults and notices
+`overlays.py` calls `translate` with the parsed file. Every value keeps the line that it came from. Faults and notices
 are collected, never raised: a user learns all of them together.
 """
 

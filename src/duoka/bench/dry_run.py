@@ -1,0 +1,290 @@
+"""A training step of any world without the world: real model and parallelize code, fake tensors, fake process group.
+
+`duoka plan --dry-run` calls it, to check the plan's arithmetic: peak bytes by phase, and what collectives carry, of
+rank 0 of any number of ranks, on a laptop. Few layers are run, and all quantities are straight lines in their number.
+DDP's reducer cannot be faked: its step is that of one process, whose gradients are views of its buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from duoka.comm.ledger import LEDGER, Traffic
+from duoka.comm.world import World
+from duoka.config.schema import RunConfig
+from duoka.model.attention import register_attention
+from duoka.model.build import LossModel, quiet_loading
+from duoka.model.freeze import apply_train_only
+from duoka.model.lora import apply_lora
+from duoka.optim.build import build_optimizer
+from duoka.optim.clip import clip_gradients
+from duoka.parallel.apply import Parallelized, parallelize
+from duoka.parallel.precision import compute_in
+from duoka.plan.layout import Layout
+
+# With prefetching and recompute, 2 layers are not yet a steady state; from 4 on everything is a straight line.
+PROBED_LAYERS = (4, 8)
+BLOCK_BYTES = 512  # what an allocator rounds to
+PHASES = ("forward", "backward", "optimizer step")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank of the world would allocate, by phase of its second step, and send, in that step."""
+
+    layout: str
+    num_layers: int
+    probed: tuple[int, ...]
+    peak_bytes: int
+    phases: Mapping[str, int]
+    traffic: Mapping[str, Traffic]
+    seconds: float
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        sent = {kind: vars(one) for kind, one in self.traffic.items()}
+        return {**vars(self), "probed": list(self.probed), "phases": dict(self.phases), "traffic": sent}
+
+
+def dry_run(config: RunConfig, facts: Mapping[str, Any], layout: Layout, sizes: Sequence[int]) -> DryRun:
+    """Two steps on rank 0, each of micro-batches of `sizes` tokens; one of 0 is none.
+
+    `facts` is the model's config.json. What is exchanged is that of a step's last micro-batch.
+
+    Raises ValueError for layouts that this version does not train with, and for packed bases.
+    """
+    if not layout.is_trainable:
+        raise ValueError(f"{layout.name} is planned only: there is no code to run yet")
+    if config.model.quantization != "none":
+        raise ValueError("packed bases are not run here; the plan above counts them")
+    started = time.perf_counter()
+    layers = int(_text(facts)["num_hidden_layers"])
+    # One kind of layer only: windows and experts that alternate need a whole period, as 4 and 8 have of 2 and 4.
+    probed = PROBED_LAYERS if layers > PROBED_LAYERS[-1] else (layers,)
+    runs = [_probe(config, _cut(facts, number), layout, [size for size in sizes if size]) for number in probed]
+    phases = {name: _line(probed, [run.phases[name] for run in runs], layers) for name in PHASES}
+    kinds = dict.fromkeys(kind for run in runs for kind in run.traffic)
+    carried = {
+        kind: _traffic_line(probed, [run.traffic.get(kind, Traffic()) for run in runs], layers) for kind in kinds
+    }
+    return DryRun(
+        layout=layout.name,
+        num_layers=layers,
+        probed=probed,
+        peak_bytes=max(phases.values()),
+        phases=phases,
+        traffic=carried,
+        seconds=time.perf_counter() - started,
+        note="DDP's exchange is not run: its buckets are the gradients" if layout.strategy == "ddp" else "",
+    )
+
+
+def _line(at: tuple[int, ...], values: list[int], where: int) -> int:
+    if len(at) == 1:
+        return values[0]
+    return round(values[0] + (values[1] - values[0]) * (where - at[0]) / (at[1] - at[0]))
+
+
+def _traffic_line(at: tuple[int, ...], found: list[Traffic], where: int) -> Traffic:
+    return Traffic(
+        *(
+            _line(at, [getattr(one, name) for one in found], where)
+            for name in ("num_calls", "buffer_bytes", "sent_bytes")
+        )
+    )
+
+
+def _text(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = facts.get("text_config")
+    return inner if isinstance(inner, dict) else facts
+
+
+def _cut(facts: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The same model with fewer layers."""
+    found = copy.deepcopy(dict(facts))
+    inner = found["text_config"] if isinstance(found.get("text_config"), dict) else found
+    inner["num_hidden_layers"] = num_layers
+    if isinstance(inner.get("layer_types"), list):
+        inner["layer_types"] = inner["layer_types"][:num_layers]
+    return found
+
+
+@dataclass(frozen=True)
+class _Probe:
+    phases: Mapping[str, int]
+    traffic: Mapping[str, Traffic]
+
+
+def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, sizes: Sequence[int]) -> _Probe:
+    with _fake_world(layout) as world:
+        parallel = _parallelized(config, facts, layout, world)
+        with FakeTensorMode(allow_non_fake_inputs=True), StoragePeak() as live:
+            parallel.bare.to_empty(device="cpu")
+            parallel.bare.core.tie_weights()  # type: ignore[operator]  # to_empty gives tied names a tensor each
+            optimizer = build_optimizer(_trainable(parallel), config.optim, on_host=layout.offload == "optimizer")
+            live.hold(parallel.bare)
+            phases: dict[str, int] = {}
+            for _ in range(2):  # the optimizer's state exists from the second step on
+                phases = _step(parallel, optimizer, layout, sizes, config.optim.clip, live)
+            traffic = dict(LEDGER.traffic)
+            LEDGER.traffic.clear()
+    return _Probe(phases, traffic)
+
+
+def _trainable(parallel: Parallelized) -> dict[str, torch.nn.Parameter]:
+    # Not parallel.named_trainable(), which remembers what it saw: these are other tensors after to_empty.
+    return {name: p for name, p in parallel.bare.lm.named_parameters() if p.requires_grad}
+
+
+def _step(
+    parallel: Parallelized,
+    optimizer: torch.optim.Optimizer,
+    layout: Layout,
+    sizes: Sequence[int],
+    clip: float,
+    live: StoragePeak,
+) -> dict[str, int]:
+    phases: dict[str, int] = {}
+    device = torch.device("cpu")
+    live.start_phase()
+    for number, tokens in enumerate(sizes, 1):
+        LEDGER.traffic.clear()
+        ids = torch.zeros((1, tokens), dtype=torch.long)
+        with parallel.exchange(number == len(sizes)):
+            with compute_in(layout.precision, device):
+                loss, _ = parallel.model(ids, ids, ids)
+            phases["forward"] = max(live.start_phase(), phases.get("forward", 0))
+            loss.backward()
+            del loss
+            phases["backward"] = max(live.start_phase(), phases.get("backward", 0))
+    clip_gradients(_trainable(parallel).values(), clip)
+    optimizer.step()
+    phases["optimizer step"] = live.start_phase()
+    # DDP's gradients are its buckets, which stay from step to step.
+    optimizer.zero_grad(set_to_none=layout.strategy != "ddp")
+    return phases
+
+
+def _parallelized(config: RunConfig, facts: dict[str, Any], layout: Layout, world: World) -> Parallelized:
+    """The model on the meta device, through the same code as a run's."""
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    half = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.precision]
+    with quiet_loading(), torch.device("meta"):
+        core = AutoModelForCausalLM.from_config(
+            _model_config(facts), dtype=half if config.lora else torch.float32, attn_implementation="duoka"
+        )
+        core.tie_weights()
+        if config.train_only is not None:
+            apply_train_only(core, config.train_only)
+        lm = apply_lora(core, config.lora) if config.lora else core
+    bare = LossModel(lm.train())
+    if not layout.is_sharded:
+        # One process, whatever the number of copies; it stays on the meta device until the fake mode is entered.
+        single = replace(layout, strategy="single", dp=1, shard=1)
+        return parallelize(bare, single, config.parallel, replace(world, device=torch.device("meta")))
+    return parallelize(bare, layout, config.parallel, world)
+
+
+def _model_config(facts: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    settings = {key: value for key, value in facts.items() if key != "model_type"}
+    return CONFIG_MAPPING[facts["model_type"]](**settings)
+
+
+@contextlib.contextmanager
+def _fake_world(layout: Layout) -> Iterator[World]:
+    """Rank 0 of the layout's world; its collectives return at once and carry nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a dry run makes a process group of its own, and there is one already")
+    size = layout.dp if layout.is_sharded else 1
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield World(rank=0, size=size, local_size=min(8, size), backend="fake")
+    finally:
+        dist.destroy_process_group()
+
+
+class StoragePeak(TorchDispatchMode):
+    """Bytes of all storages that are alive, and the most since a phase began.
+
+    torch's own FSDPMemTracker counts the optimizer's temporaries of one tensor as if they stayed, and is off by tens of
+    times. Storages are known by themselves, so views cost nothing; FSDP frees and allocates by resizing them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()
+
+    def hold(self, model: torch.nn.Module) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._add(tensor)
+
+    def start_phase(self) -> int:
+        """The peak of the phase that ends here."""
+        peak, self.peak = self.peak, self.now
+        return peak
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        local: Any = tensor
+        while isinstance(local, DTensor) or hasattr(local, "_local_tensor"):
+            local = local._local_tensor
+        if local.device.type == "meta":
+            return
+        storage = local.untyped_storage()
+        box = self._seen.get(storage)
+        if box is None:
+            box = self._seen[storage] = [0]
+            weakref.finalize(storage, self._set, box, 0)
+        self._set(box, storage.nbytes())
+
+    def _set(self, box: list[int], size: int) -> None:
+        rounded = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        self.now += rounded - box[0]
+        box[0] = rounded
+        self.peak = max(self.peak, self.now)
+
+    def __enter__(self) -> StoragePeak:
+        self._resize = torch.UntypedStorage.resize_
+        tracker, resize = self, self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            answer = resize(storage, size)
+            box = tracker._seen.get(storage)
+            if box is not None:
+                tracker._set(box, storage.nbytes())
+            return answer
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default:
+            # Which tokens are targets is data, and there is none: all of them.
+            return torch.arange(args[0].numel()).unsqueeze(1)
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._add, out)
+        return out

@@ -1,0 +1,273 @@
+"""Who am I in this world, and the few things that all ranks do together.
+
+`start_world` makes the process group (or none, for one process) and refuses a silent world of strangers: ranks whose
+code, config or data differ are named before the first step. Everyone else asks a `World`, never the environment.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from duoka.comm.collectives import all_reduce
+from duoka.config.schema import ParallelConfig
+from duoka.errors import ConfigError, WorkerFailed
+from duoka.process.environ import LOOPBACK, RankEnvironment, read_rank_environment
+from duoka.process.interface import choose_interface
+from duoka.process.lifeline import parent_pid
+from duoka.runs.heart import Heart
+from duoka.units import parse_seconds
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: `rank` of `size`, on `device`. A world of one has a group only when sharded."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    node: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str = "none"
+    heart: Heart = field(default_factory=Heart, compare=False)
+    group: dist.ProcessGroup | None = None  # None: the one that training talks in
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def print(self, text: str) -> None:
+        """Print once, not once per rank."""
+        if self.is_main:
+            print(text, flush=True)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            with self.heart.exchange("barrier"):
+                dist.barrier(group=self.group)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Each value summed over all ranks, in fp64."""
+        if self.size == 1:
+            return list(values)
+        # MPS-like devices know no fp64; gloo and nccl both do.
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        with self.heart.exchange("all_reduce of the step's sums"):
+            if self.group is None:
+                all_reduce(tensor)
+            else:  # beside training: no part of a step, and not in its ledger
+                dist.all_reduce(tensor, group=self.group)
+        return [float(value) for value in tensor.tolist()]
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        with self.heart.exchange("broadcast of rank 0's choice"):
+            dist.broadcast_object_list(box, src=0, device=self.device, group=self.group)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        with self.heart.exchange("all_gather of facts"):
+            dist.all_gather_object(box, value, group=self.group)
+        return box
+
+
+def pick_device(local_rank: int) -> torch.device:
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise ConfigError(
+                f"process {local_rank} of this machine has no GPU: there are {count}",
+                fix=f"start at most {count} processes here (--nproc {count})",
+            )
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
+    """Join the world that the launcher described, or be a world of one; `heart` tells watchers of its progress."""
+    heart = heart or Heart()
+    place = read_rank_environment()
+    device = pick_device(place.local_rank if place else 0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if parallel.backend == "nccl" and device.type != "cuda":
+        raise ConfigError("parallel.backend is nccl, and this machine has no GPU", fix="write backend: auto")
+    backend = parallel.backend if parallel.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    timeout = datetime.timedelta(seconds=min(parse_seconds(parallel.timeout), 86400.0))
+    if place is None or place.size == 1:
+        if parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp"):
+            return World(device=device, heart=heart)
+        # FSDP wants a group also when there is nobody else: offloading is of use to one process too.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return World(device=device, backend=backend, heart=heart)
+    if parallel.strategy in ("single", "dp"):
+        raise ConfigError(
+            f"parallel.strategy is {parallel.strategy}, which is one process, but {place.size} processes were started",
+            fix="write strategy: auto, or start one process (--nproc 1)",
+        )
+    choose_interface(place)
+    with heart.exchange("meeting of all processes"):
+        try:
+            store = _meeting_place(place, timeout)
+            dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, store=store)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise _nobody_came(place, parallel.timeout, error) from error
+    if dist.get_world_size() != place.size:
+        raise WorkerFailed(f"asked for a world of {place.size} processes, got {dist.get_world_size()}")
+    return World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend, heart)
+
+
+_met: dict[RankEnvironment, tuple[dist.Store, int]] = {}  # where this process met its world, and how many times
+
+
+def _meeting_place(place: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
+    """The store in which ranks find each other, with pages of its own for each world that these processes make.
+
+    The nth world of a process meets in the store of the first: what an earlier world left there, and a rank that is
+    still in it, would send the next one to addresses where nobody listens any more.
+    """
+    if place not in _met:
+        ours = place.master_addr == LOOPBACK and parent_pid() == os.getppid()
+        store = _private_store(place, timeout) if ours else _torchs_store(place, timeout)
+        _met[place] = (store, 0)
+    store, worlds = _met[place]
+    store.set_timeout(timeout)
+    _met[place] = (store, worlds + 1)
+    return dist.PrefixStore(f"duoka world {worlds}", store)
+
+
+def _torchs_store(place: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
+    store: dist.Store
+    store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timeout))
+    return store
+
+
+def _private_store(place: RankEnvironment, timeout: datetime.timedelta) -> dist.TCPStore:
+    """Where the ranks of one machine meet, for nobody else: torch's own choice listens to every network."""
+    if place.rank:
+        return dist.TCPStore(LOOPBACK, place.master_port, place.size, False, timeout)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher keeps the port free for us
+        listener.bind((LOOPBACK, place.master_port))
+        listener.listen(socket.SOMAXCONN)
+        file = listener.detach()
+    return dist.TCPStore(
+        LOOPBACK, place.master_port, place.size, True, timeout, multi_tenant=True, master_listen_fd=file
+    )
+
+
+def join_world(parallel: ParallelConfig) -> tuple[World, bool]:
+    """(the world, was it started here): for people's own scripts, which may have made the process group themselves."""
+    if not dist.is_initialized():
+        return start_world(parallel), True
+    place = read_rank_environment()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_size = place.local_size if place else size
+    local_rank, node = (place.local_rank, place.node) if place else (rank % local_size, rank // local_size)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        # Scripts that chose a device have it set; others get the one of their place.
+        device = torch.device("cuda", torch.cuda.current_device() or local_rank)
+    return World(rank, local_rank, size, local_size, node, device, str(dist.get_backend())), False
+
+
+def compute_init(device_type: str = "auto") -> tuple[bool, int, int, int, torch.device]:
+    """(is distributed, rank, local rank, world size, device), with the process group made: gloo on CPUs too."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("compute_init was asked for cuda, and this machine has no GPU", fix="write compute_init()")
+    world, _ = join_world(ParallelConfig(backend="gloo" if device_type == "cpu" else "auto"))
+    world.barrier()
+    device = torch.device("cpu") if device_type == "cpu" else world.device
+    return world.size > 1, world.rank, world.local_rank, world.size, device
+
+
+def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception) -> WorkerFailed:
+    """A world that did not come together. Torch's own words differ with who waits for whom; ours name the place."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return WorkerFailed(
+        f"rank {place.rank} asked for a world of {place.size} processes, and it did not come together in {timeout}",
+        where=f"at {place.master_addr}:{place.master_port}: {reason}",
+        fix=f"start all {place.size} with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT and a RANK of their own; "
+        "`duoka doctor` says whether this machine can be reached",
+    )
+
+
+_kept: list[object] = []  # never let go, see below
+
+
+def keep_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Let a group outlive whoever uses it.
+
+    A gloo group that goes with the last model that used it waits for its threads, and these may be waiting for Python's
+    lock to let go of DDP's hook: a rank in four that ended right after a backward pass hung there. So it stays.
+    """
+    _kept.append(group)
+    return group
+
+
+def end_world(world: World) -> None:
+    """Leave the process group."""
+    if world.backend != "none" and dist.is_initialized():
+        keep_group(dist.group.WORLD)
+        dist.destroy_process_group()
+
+
+def open_side_world(world: World) -> World:
+    """The same ranks on a process group of their own, for a thread beside training. All ranks call it.
+
+    In one group, a thread's messages and training's would be taken for each other, and both wait for ever.
+    """
+    # A heart of its own, which nobody listens to: that a thread writes is no sign that training goes on.
+    if world.size == 1:
+        return replace(world, device=torch.device("cpu"), heart=Heart())
+    # Without a limit of its own: a slow disk is no hang, and a rank that dies closes its connections.
+    group = keep_group(dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1)))
+    return replace(world, device=torch.device("cpu"), backend="gloo", group=group, heart=Heart())
+
+
+def close_side_world(world: World) -> None:
+    if world.group is not None and dist.is_initialized():
+        dist.destroy_process_group(world.group)
+
+
+def check_same_everywhere(world: World, facts: Mapping[str, str]) -> None:
+    """Refuse a world whose ranks differ in code, config, model or data; name the ranks and what differs."""
+    everyone = world.gather(dict(facts))
+    for name in facts:
+        seen = [str(other.get(name)) for other in everyone]
+        strangers = [rank for rank, value in enumerate(seen) if value != seen[0]]
+        if strangers:
+            shown = ", ".join(f"rank {rank}: {seen[rank]}" for rank in [0, *strangers[:3]])
+            raise ConfigError(
+                f"{name} is not the same on all ranks",
+                where=shown,
+                fix="make the machines alike and start again",
+            )
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """One digest over names, shapes and bits of tensors; of sharded ones, this rank's part."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors.items():
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        # Through a byte view: NumPy has no bf16.
+        digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

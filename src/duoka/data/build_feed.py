@@ -1,0 +1,66 @@
+"""What the training loop walks through, whatever the data: samples, rows of text, or a stream that is not read yet.
+
+`build_feed` chooses; the loop knows only `Feed`. A new kind of data for training is a class with these methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from duoka.config.schema import RunConfig
+from duoka.data.feed.epoch_plan import ORDER_VERSION, plan_epochs
+from duoka.data.feed.loader import GlobalBatch, Loader, Place
+from duoka.data.feed.stream_feed import StreamFeed
+from duoka.data.feed.stream_source import StreamSource
+from duoka.data.prepare import PreparedData
+from duoka.plan.layout import Layout
+
+
+class Feed(Protocol):
+    """One rank's part of every global batch."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None where that is not known before all has been read."""
+        ...
+
+    def num_steps(self, num_epochs: float) -> int | None: ...
+
+    def num_samples_between(self, start: int, end: int) -> int:
+        """Samples, or rows, of the steps [start, end) counted from the first epoch."""
+        ...
+
+    def batches(self, place: Place, num_epochs: float) -> Iterator[GlobalBatch]:
+        """Global batches from a place on. All ranks walk together: streams exchange a few numbers at each."""
+        ...
+
+    def summary(self) -> str:
+        """What became of the data since the start, when there is more to say than how many samples were learned."""
+        ...
+
+
+def build_feed(
+    config: RunConfig,
+    prepared: PreparedData,
+    layout: Layout,
+    rank: int,
+    sum_over_ranks: Callable[[list[float]], list[float]],
+) -> Feed:
+    """This rank's feed of a prepared config."""
+    train = prepared.train
+    if isinstance(train, StreamSource):
+        return StreamFeed(
+            train, rank=rank, num_ranks=layout.dp, micro=layout.micro, pad_id=prepared.pad_id,
+            sum_over_ranks=sum_over_ranks,
+        )  # fmt: skip
+    return Loader(
+        train, plan_epochs(train, config.train), rank=rank, num_ranks=layout.dp, micro=layout.micro,
+        packing=layout.packing, max_length=config.data.max_length, pad_id=prepared.pad_id,
+        fixed_rows=config.data.fixed_rows,
+    )  # fmt: skip
+
+
+def data_order(prepared: PreparedData) -> str:
+    """Which data in which order a place belongs to; with the settings of a run, it decides every global batch."""
+    return f"{ORDER_VERSION}/{prepared.train.fingerprint}"

@@ -1,0 +1,180 @@
+"""What is known of a config's samples for its plan: from tokens, from what an earlier run found, or from a look.
+
+`duoka train` measures the tokenised data and leaves the figures in the cache, where `duoka plan` finds them as long as
+files and settings are the same. Never tokenises anything, knows no torch; a look reads some megabytes at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from duoka.config.schema import RunConfig, TrainConfig
+from duoka.data.feed.epoch_plan import EpochPlan, plan_epochs
+from duoka.data.read.example import AnyExample, BadRecord
+from duoka.data.read.record_kinds import read_record
+from duoka.data.read.records import Piece, Record, find_pieces, read_piece
+from duoka.data.read.registry import ResolvedSet, find_sets
+from duoka.errors import Fault, Faults, StorageError
+from duoka.plan.lengths import Lengths
+from duoka.runs.cache import cache_folder, make_folder
+from duoka.runs.folder import read_json, write_json_atomic
+from duoka.units import Amount, parse_amount
+
+if TYPE_CHECKING:
+    from duoka.data.prepare import PreparedData
+
+KNOWN_VERSION = 1  # raise it when the same data would give other figures
+# Epochs are walked until so many samples were laid out; of more samples, batches of evenly chosen ones speak for all.
+_MOST_SAMPLES = 1_000_000
+# A look into files: enough for a good guess, little enough to read in a fraction of a second.
+_READ_BYTES = 16 * 2**20
+_LOOKED_AT = 1000
+_MOST_DRAWN = 65536
+# UTF-8 bytes per token, about right for English and Chinese alike with today's vocabularies, and what a chat template
+# writes around each message.
+_BYTES_PER_TOKEN = 4.0
+_TOKENS_PER_MESSAGE = 5
+
+
+def lengths_of(prepared: PreparedData, config: RunConfig) -> Lengths:
+    """Of tokenised data: exact, and the fullest of the batches that this run will see."""
+    from duoka.data.feed.stream_source import StreamSource
+
+    train = prepared.train
+    if isinstance(train, StreamSource):
+        row_tokens = train.packing.row_tokens
+        return Lengths("tokenised", None, float(row_tokens), row_tokens)
+    some = slice(None, None, max(1, len(train) // _MOST_SAMPLES))
+    plan = plan_epochs(train, config.train, some)
+    batch = sorted(plan.lengths[_fullest(plan, config.train)].tolist(), reverse=True)
+    return Lengths("tokenised", len(train), float(train.lengths.mean()), int(train.lengths.max()), tuple(batch))
+
+
+def _fullest(plan: EpochPlan, train: TrainConfig) -> np.ndarray:
+    """The ids of the samples of the global batch with most tokens."""
+    per_epoch = plan.num_batches()
+    asked = plan.num_steps(1.0 if train.epochs is None else train.epochs)
+    num_steps = min(asked, train.max_steps or math.inf)
+    best, most = (0, 0), -1
+    for epoch in range(min(math.ceil(num_steps / per_epoch), max(1, _MOST_SAMPLES // plan.num_samples))):
+        tokens = plan.batch_tokens(epoch)[: int(min(per_epoch, num_steps - epoch * per_epoch))]
+        place = int(tokens.argmax())
+        if tokens[place] > most:
+            best, most = (epoch, place), int(tokens[place])
+    return plan.batch(*best)
+
+
+# --- what an earlier run found ---
+
+
+def remember_lengths(lengths: Lengths, config: RunConfig, base: Path) -> None:
+    """For the next `duoka plan`. A cache that cannot be written is no reason to stop a run."""
+    with contextlib.suppress(StorageError, OSError, Faults):
+        write_json_atomic(make_folder(cache_folder() / "lengths") / _key_of(config, base), lengths.to_json())
+
+
+def find_lengths(config: RunConfig, base: Path) -> Lengths | None:
+    """What `remember_lengths` left for the same files and settings, else a guess from the files; None without any."""
+    try:
+        known = read_json(cache_folder() / "lengths" / _key_of(config, base))
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return Lengths.from_json(known or {})
+        return guess_lengths(config, [found for found in find_sets(config, base) if found.split == "train"])
+    except (Faults, OSError):
+        return None  # the data may lie on another machine
+
+
+def _key_of(config: RunConfig, base: Path) -> str:
+    """Everything that decides lengths and batches; files by size and time, not by content."""
+    facts: dict[str, Any] = {
+        "version": KNOWN_VERSION,
+        "files": [_facts(path) for found in find_sets(config, base) for path in found.files],
+        "model": [str(base), config.model.model_dump(mode="json")],
+        "data": config.data.model_dump(mode="json", exclude={"workers", "packing", "fixed_rows"}),
+        "stage": config.stage,
+        "train": [getattr(config.train, name) for name in ("global_batch", "seed", "epochs", "max_steps")],
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _facts(path: Path) -> list[Any]:
+    found = path.stat()
+    return [str(path.absolute()), found.st_size, found.st_mtime_ns]
+
+
+# --- a look ---
+
+
+def guess_lengths(config: RunConfig, sets: list[ResolvedSet]) -> Lengths | None:
+    """From the first records of each file, at 4 bytes a token; their number too, where sets are used as they are."""
+    guessed: list[int] = []
+    total: float | None = 0.0
+    for found in sets:
+        own, number = _look_at(found)
+        guessed += own
+        known = found.weight is None and total is not None
+        total = total + min(number, found.max_samples or number) if known and total is not None else None
+    if not guessed:
+        return None
+    longest, mean = config.data.max_length, sum(guessed) / len(guessed)
+    if isinstance(config.data.eval, float) and total is not None:
+        total -= round(config.data.eval * total)
+    if config.stage == "pretrain" or any(found.form.kind == "text" for found in sets):
+        rows = None if total is None else max(1, round(total * mean / longest))
+        return Lengths("sampled", rows, float(longest), longest)
+    cut = [min(longest, length) for length in guessed]
+    batch = _guess_batch(cut, parse_amount(config.train.global_batch), sum(cut) / len(cut))
+    return Lengths("sampled", None if total is None else max(1, round(total)), sum(cut) / len(cut), max(cut), batch)
+
+
+def _look_at(found: ResolvedSet) -> tuple[list[int], float]:
+    """(guessed tokens of some records, about how many records there are)."""
+    guessed: list[int] = []
+    num_records, room = 0, float(_READ_BYTES)
+    size = sum(path.stat().st_size for path in found.files)
+    for piece in _pieces(found):
+        if room <= 0:
+            break
+        room -= piece.size_bytes
+        for record in read_piece(piece):
+            num_records += not isinstance(record, Fault)
+            if isinstance(record, Record) and len(guessed) < _LOOKED_AT:
+                with contextlib.suppress(BadRecord):
+                    guessed.append(_guess_tokens(read_record(record.value, found.form)))
+    read = _READ_BYTES - room
+    return guessed, num_records * max(1.0, size / read) if room <= 0 else float(num_records)
+
+
+def _pieces(found: ResolvedSet) -> Iterator[Piece]:
+    for path in found.files:
+        yield from (piece for piece in find_pieces(path, _READ_BYTES // 4) if isinstance(piece, Piece))
+
+
+def _guess_tokens(example: AnyExample) -> int:
+    """A pair counts both answers, each with its prompt, as training does."""
+    messages = list(getattr(example, "messages", ()))
+    answers = [getattr(example, name) for name in ("chosen", "rejected") if hasattr(example, name)]
+    texts = [message.content for message in messages] * max(1, len(answers)) + [one.content for one in answers]
+    texts += [getattr(example, "text", ""), getattr(example, "tools", None) or ""]
+    num_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    return max(1, round(num_bytes / _BYTES_PER_TOKEN) + _TOKENS_PER_MESSAGE * (len(texts) - 2))
+
+
+def _guess_batch(lengths: list[int], step: Amount, mean: float) -> tuple[int, ...]:
+    """The fullest of some batches drawn from what was seen, the same at each call."""
+    dice = random.Random(0)
+    count = step.count if step.unit == "samples" else max(1, round(step.count / mean))
+    if count > _MOST_DRAWN:
+        return ()
+    draws = (dice.choices(lengths, k=count) for _ in range(max(1, min(32, _MOST_DRAWN // count))))
+    return tuple(sorted(max(draws, key=sum), reverse=True))

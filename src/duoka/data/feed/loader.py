@@ -1,0 +1,267 @@
+"""Batches of tensors: the samples that the epoch plan chose, laid out as `share_batch` says, for one rank.
+
+The training loop walks `Loader.batches` (or stream_feed's); evaluation walks `eval_batches`. Labels are shifted here,
+once: position t holds the id of token t + 1 of the same sample, so that no loss has to know where samples begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from duoka.data.feed.epoch_plan import EpochPlan, MicroPlan, share_batch, share_rows
+from duoka.data.tokens.template import Sample
+from duoka.units import Amount
+
+IGNORED = -100  # a label that is no target
+_EVAL_SAMPLES_PER_RANK = 256
+
+
+class Samples(Protocol):
+    """What batches are built from: a TokenStore of samples, or rows.TextRows."""
+
+    lengths: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def segments(self, index: int) -> list[Sample]:
+        """The parts of sample `index` that lie end to end and must not see each other."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank."""
+
+    input_ids: Tensor  # (rows, tokens) long
+    labels: Tensor  # (rows, tokens) long, already shifted
+    position_ids: Tensor  # (rows, tokens) long, from 0 in each sample
+    boundaries: Tensor | None  # (samples + 1,) int32: where samples start in a packed row, and its end
+    attention_mask: Tensor | None  # (rows, tokens) bool, of padded rows
+    num_targets: int
+    num_tokens: int  # real ones
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where training goes on, the same on every rank: a global batch of an epoch; of streams, the cursor of each."""
+
+    epoch: int = 0
+    index: int = 0
+    streams: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """One optimizer step: this rank's micro-batches, and what all ranks together learn from."""
+
+    micro_batches: list[Batch]
+    global_targets: int
+    num_samples: int
+    num_tokens: int
+    epoch: int
+    index: int
+    sample_ids: np.ndarray
+    after: Place = field(default_factory=Place)  # where the next one is
+    epochs_done: float = 0.0  # with this one
+
+
+class Loader:
+    """One rank's view of the plan. Cheap to make, at any place: nothing is replayed."""
+
+    def __init__(
+        self,
+        store: Samples,
+        plan: EpochPlan,
+        *,
+        rank: int,
+        num_ranks: int,
+        micro: Amount,
+        packing: bool,
+        max_length: int,
+        pad_id: int,
+        fixed_rows: bool = False,
+    ) -> None:
+        """`fixed_rows`: every micro-batch is whole rows of `max_length`, end to end, so that shapes never change."""
+        if fixed_rows and not packing:
+            raise ValueError("fixed rows are packed: packing=False contradicts them")
+        self.store = store
+        self.plan = plan
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.micro = micro
+        self.packing = packing
+        self.max_length = max_length
+        self.pad_id = pad_id
+        rows = micro.count // max_length if micro.unit == "tokens" else micro.count
+        self.rows_per_micro = max(1, rows) if fixed_rows else 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.plan.num_batches()
+
+    def num_steps(self, num_epochs: float) -> int:
+        return self.plan.num_steps(num_epochs)
+
+    def num_samples_between(self, start: int, end: int) -> int:
+        return self.plan.num_samples_between(start, end)
+
+    def summary(self) -> str:
+        return ""
+
+    def batches(self, place: Place, num_epochs: float) -> Iterator[GlobalBatch]:
+        return self.from_cursor(place.epoch, place.index, num_epochs)
+
+    def from_cursor(self, epoch: int, index: int, num_epochs: float) -> Iterator[GlobalBatch]:
+        """Every global batch from batch `index` of `epoch` to the end of `num_epochs`."""
+        per_epoch = self.plan.num_batches()
+        for step in range(epoch * per_epoch + index, self.num_steps(num_epochs)):
+            yield self.global_batch(*divmod(step, per_epoch))
+
+    def global_batch(self, epoch: int, index: int) -> GlobalBatch:
+        """This rank's part of one global batch."""
+        sample_ids = self.plan.batch(epoch, index)
+        per_epoch = self.steps_per_epoch
+        return GlobalBatch(
+            micro_batches=self._micro_batches(sample_ids),
+            global_targets=self.plan.global_targets(epoch, index),
+            num_samples=len(sample_ids),
+            num_tokens=int(self.plan.lengths[sample_ids].sum(dtype=np.int64)),
+            epoch=epoch,
+            index=index,
+            sample_ids=sample_ids,
+            after=Place(*divmod(epoch * per_epoch + index + 1, per_epoch)),
+            epochs_done=(epoch * per_epoch + index + 1) / per_epoch,
+        )
+
+    def shares(self, sample_ids: np.ndarray) -> list[list[MicroPlan]]:
+        """Who computes which samples of a global batch: [rank][micro-batch]."""
+        lengths, num_ranks, max_length = self.plan.lengths, self.num_ranks, self.max_length
+        if self.rows_per_micro:
+            return share_rows(sample_ids, lengths, num_ranks, self.rows_per_micro, max_length=max_length)
+        return share_batch(sample_ids, lengths, num_ranks, self.micro, packing=self.packing, max_length=max_length)
+
+    def _micro_batches(self, sample_ids: np.ndarray) -> list[Batch]:
+        own = self.shares(sample_ids)[self.rank]
+        if self.rows_per_micro:
+            shape = (self.rows_per_micro, self.max_length)
+            return [build_rows(self.store, micro, shape, self.pad_id) for micro in own]
+        return [build_batch(self.store, micro, self.packing, self.pad_id) for micro in own]
+
+
+def eval_batches(
+    store: Samples,
+    *,
+    rank: int,
+    num_ranks: int,
+    micro: Amount,
+    packing: bool,
+    max_length: int,
+    pad_id: int,
+) -> Iterator[Batch]:
+    """Every sample exactly once over all ranks, none added; equally many micro-batches on every rank."""
+    # Like lengths together: rows of about one length need little padding.
+    order = np.argsort(-store.lengths.astype(np.int64), kind="stable")
+    step = num_ranks * _EVAL_SAMPLES_PER_RANK
+    for at in range(0, len(order), step):
+        shares = share_batch(
+            order[at : at + step], store.lengths, num_ranks, micro, packing=packing, max_length=max_length
+        )
+        for plan in shares[rank]:
+            yield build_batch(store, plan, packing, pad_id)
+
+
+def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int) -> Batch:
+    """The tensors of one micro-batch."""
+    sample_ids = plan.sample_ids
+    parts = [store.segments(index) for index in sample_ids]
+    if not parts:
+        return empty_batch(pad_id, packing=packing)
+    if packing:
+        return pack_segments([segment for segments in parts for segment in segments], len(sample_ids))
+    if any(len(segments) > 1 for segments in parts):
+        raise ValueError("rows that hold several documents need packing: padded rows have no boundaries")
+    return _padded([segments[0] for segments in parts], pad_id)
+
+
+def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int) -> Batch:
+    """Rows of exactly `shape[1]` tokens, end to end as one packed row; what a row lacks is a document of padding."""
+    num_rows, row_tokens = shape
+    segments: list[Sample] = []
+    num_tokens = 0
+    for row in (*plan.rows, *((),) * (num_rows - len(plan.rows))):
+        own = [segment for index in row for segment in store.segments(index)]
+        used = sum(len(segment.input_ids) for segment in own)
+        segments += own
+        num_tokens += used
+        if used < row_tokens:
+            free = row_tokens - used
+            segments.append(Sample(np.full(free, pad_id, np.int32), np.zeros(free, bool)))
+    return replace(pack_segments(segments, len(plan.sample_ids)), num_tokens=num_tokens)
+
+
+def pack_segments(samples: Sequence[Sample], num_samples: int) -> Batch:
+    lengths = [len(sample.input_ids) for sample in samples]
+    ids = np.concatenate([sample.input_ids for sample in samples]).astype(np.int64)
+    labels = np.concatenate([shifted_labels(sample) for sample in samples])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return Batch(
+        input_ids=torch.from_numpy(ids)[None],
+        labels=torch.from_numpy(labels)[None],
+        position_ids=torch.from_numpy(positions)[None],
+        boundaries=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
+        attention_mask=None,
+        num_targets=int(np.count_nonzero(labels != IGNORED)),
+        num_tokens=sum(lengths),
+        num_samples=num_samples,
+    )
+
+
+def _padded(samples: Sequence[Sample], pad_id: int) -> Batch:
+    lengths = [len(sample.input_ids) for sample in samples]
+    shape = (len(samples), max(lengths))
+    ids = np.full(shape, pad_id, np.int64)
+    labels = np.full(shape, IGNORED, np.int64)
+    for row, sample in enumerate(samples):
+        ids[row, : lengths[row]] = sample.input_ids
+        labels[row, : lengths[row]] = shifted_labels(sample)
+    positions = np.broadcast_to(np.arange(shape[1]), shape).copy()
+    return Batch(
+        input_ids=torch.from_numpy(ids),
+        labels=torch.from_numpy(labels),
+        position_ids=torch.from_numpy(positions),
+        boundaries=None,
+        attention_mask=torch.from_numpy(positions < np.array(lengths)[:, None]),
+        num_targets=int(np.count_nonzero(labels != IGNORED)),
+        num_tokens=sum(lengths),
+        num_samples=len(samples),
+    )
+
+
+def shifted_labels(sample: Sample) -> np.ndarray:
+    """What the model should say after each token: the next one where that is a target, else IGNORED."""
+    labels = np.full(len(sample.input_ids), IGNORED, np.int64)
+    labels[:-1] = np.where(sample.is_target[1:], sample.input_ids[1:], IGNORED)
+    return labels
+
+
+def empty_batch(pad_id: int, *, packing: bool) -> Batch:
+    """A rank without samples still runs the model, so that the others' collectives find it there."""
+    one = torch.zeros((1, 1), dtype=torch.long)
+    return Batch(
+        input_ids=torch.full_like(one, pad_id),
+        labels=torch.full_like(one, IGNORED),
+        position_ids=one,
+        boundaries=torch.tensor([0, 1], dtype=torch.int32) if packing else None,
+        # The lone token may look at itself: a row that looks at nothing gives NaN in a softmax.
+        attention_mask=None if packing else torch.ones((1, 1), dtype=torch.bool),
+        num_targets=0,
+        num_tokens=0,
+        num_samples=0,
+    )

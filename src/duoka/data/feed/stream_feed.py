@@ -1,0 +1,124 @@
+"""Global batches of a stream of unread text: one rank's walk through a StreamSource, built ahead by a thread.
+
+feed.py makes a `StreamFeed`, and the training loop walks through it. stream.py holds the streams themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+
+from duoka.data.feed.loader import Batch, GlobalBatch, Place, empty_batch, pack_segments
+from duoka.data.feed.prefetch import prefetched
+from duoka.data.feed.row_packer import Cursor, StreamRows, Usage
+from duoka.data.feed.stream_source import StreamSource, rows_per_batch
+from duoka.data.tokens.template import Sample
+from duoka.units import Amount
+
+_STEPS_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A step of this rank, made before it is asked for."""
+
+    micro_batches: list[Batch]
+    cursors: dict[int, Cursor]
+    usage: tuple[int, ...]
+    num_rows: int
+
+
+class StreamFeed:
+    """One rank's part of each global batch. `sum_over_ranks` is called once a step, by all ranks together: how many
+    targets a row holds is known only to the rank that read it."""
+
+    steps_per_epoch: int | None = None
+
+    def __init__(
+        self,
+        source: StreamSource,
+        *,
+        rank: int,
+        num_ranks: int,
+        micro: Amount,
+        pad_id: int,
+        sum_over_ranks: Callable[[list[float]], list[float]],
+    ) -> None:
+        self.source = source
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.pad_id = pad_id
+        self.sum_over_ranks = sum_over_ranks
+        self.rows_per_micro = rows_per_batch(micro, source.packing.row_tokens)
+        self.usage = Usage()
+
+    def num_steps(self, num_epochs: float) -> int | None:
+        return None
+
+    def num_samples_between(self, start: int, end: int) -> int:
+        return (end - start) * self.source.rows_per_step
+
+    def summary(self) -> str:
+        return self.usage.line()
+
+    def batches(self, place: Place, num_epochs: float) -> Iterator[GlobalBatch]:
+        """Without an end: streams flow from epoch to epoch, and train.max_steps ends the run."""
+        for step, ahead in enumerate(prefetched(self._walk(place), _STEPS_AHEAD), start=place.index):
+            yield self._global_batch(step, ahead)
+
+    def _walk(self, place: Place) -> Iterator[_Ahead]:
+        source = self.source
+        rows = StreamRows(
+            source.plan, source.packing, rank=self.rank, num_ranks=self.num_ranks,
+            rows_per_stream=source.rows_per_stream,
+        )  # fmt: skip
+        if place.streams:
+            rows.go_to({number: Cursor(*cursor) for number, cursor in enumerate(place.streams)})
+        while True:
+            step = rows.step()
+            cursors = {number: stream.cursor for number, stream in rows.streams.items()}
+            groups = [step[at : at + self.rows_per_micro] for at in range(0, len(step), self.rows_per_micro)]
+            micro_batches = [self._micro_batch(group) for group in groups]
+            yield _Ahead(micro_batches, cursors, astuple(rows.usage()), sum(map(bool, step)))
+
+    def _micro_batch(self, rows: Sequence[Sequence[Sample]]) -> Batch:
+        segments = [segment for row in rows for segment in row]
+        return pack_segments(segments, sum(map(bool, rows))) if segments else empty_batch(self.pad_id, packing=True)
+
+    def _global_batch(self, step: int, ahead: _Ahead) -> GlobalBatch:
+        num_streams = self.source.plan.num_streams
+        facts: list[float] = [
+            sum(micro.num_targets for micro in ahead.micro_batches),
+            sum(micro.num_tokens for micro in ahead.micro_batches),
+            ahead.num_rows,
+        ]
+        places = np.zeros((num_streams, len(fields(Cursor))))
+        for number, cursor in ahead.cursors.items():
+            places[number] = astuple(cursor)
+        # A stream belongs to one rank and is zero on the others: the sum is every stream's cursor, on every rank.
+        summed = [int(value) for value in self.sum_over_ranks([*facts, *ahead.usage, *places.ravel().tolist()])]
+        num_targets, num_tokens, num_rows = summed[: len(facts)]
+        self.usage = Usage(*summed[len(facts) : len(facts) + len(ahead.usage)])
+        cursors = np.array(summed[-places.size :], np.int64).reshape(places.shape)
+        after = Place(int(cursors[:, 0].min()), step + 1, tuple(tuple(map(int, cursor)) for cursor in cursors))
+        rows_per_step = self.source.rows_per_step
+        return GlobalBatch(
+            micro_batches=ahead.micro_batches,
+            global_targets=num_targets,
+            num_samples=num_rows,
+            num_tokens=num_tokens,
+            epoch=after.epoch,
+            index=step,
+            sample_ids=np.arange(step * rows_per_step, (step + 1) * rows_per_step),
+            after=after,
+            epochs_done=self._epochs_done(cursors),
+        )
+
+    def _epochs_done(self, cursors: np.ndarray) -> float:
+        """By documents begun, as the mean over streams."""
+        plan = self.source.plan
+        units = np.array([len(range(n, len(plan.units), plan.num_streams)) for n in range(plan.num_streams)])
+        in_unit = np.minimum(1.0, cursors[:, 2] * len(plan.units) / self.source.num_documents)
+        return float(np.mean(cursors[:, 0] + (cursors[:, 1] + in_unit) / units))

@@ -1,0 +1,99 @@
+"""Which format a record seems to be in, from its keys and roles: for files named directly, and for fixes.
+
+Every answer can be written into dataset_info.json. Nothing here reads a file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from duoka.data.read.example import SetFormat
+from duoka.data.read.formats import FORMATS
+
+_ANSWERS = ("output", "response", "completion", "answer")
+
+
+def detect_format(record: Any) -> SetFormat | None:
+    """The format that a record seems to be in; None when nothing fits."""
+    if not isinstance(record, dict):
+        return None
+    if "chosen" in record and "rejected" in record:
+        return _detect_preference(record)
+    found = _detect_alpaca(record) or _detect_messages(record)
+    if found is not None:
+        return found
+    if isinstance(record.get("text"), str):
+        return SetFormat("text", {"text": "text"}, kind="text")
+    if isinstance(record.get("prompt"), str):
+        return SetFormat("alpaca", {"prompt": "prompt"}, kind="prompt")
+    return None
+
+
+def _detect_alpaca(record: dict[str, Any]) -> SetFormat | None:
+    question = next((name for name in ("instruction", "prompt", "question") if isinstance(record.get(name), str)), "")
+    answer = next((name for name in _ANSWERS if name in record), "")
+    if not question or not answer:
+        return None
+    columns = dict(FORMATS.get("alpaca").columns) | {"prompt": question, "response": answer}
+    return _with_label(SetFormat("alpaca", columns), record)
+
+
+def _with_label(form: SetFormat, record: dict[str, Any]) -> SetFormat:
+    """A yes or no beside the answer is a label of it."""
+    for name in ("kto_tag", "label"):
+        if isinstance(record.get(name), bool) or str(record.get(name)).lower() in ("true", "false"):
+            return SetFormat(form.name, {**form.columns, "kto_tag": name}, form.tags, "labelled")
+    return form
+
+
+def _detect_messages(record: dict[str, Any]) -> SetFormat | None:
+    for column, turns in record.items():
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+            continue
+        name = _style_of(turns)
+        if name is None:
+            continue
+        columns = {"messages": column}
+        columns |= {key: key for key in ("system", "tools") if key in record}
+        roles = [turn["role" if name == "messages" else "from"] for turn in turns]
+        form = SetFormat(name, columns, _detect_tags(name, roles))
+        if column == "prompt" and turns and roles[-1] in ("user", "human"):
+            return SetFormat(name, columns, form.tags, "prompt")
+        return _with_label(form, record)
+    return None
+
+
+def _style_of(turns: list[dict[str, Any]]) -> str | None:
+    for name, role_tag, content_tag in (("messages", "role", "content"), ("sharegpt", "from", "value")):
+        if all(role_tag in turn for turn in turns) and any(content_tag in turn for turn in turns):
+            return name
+    return None
+
+
+def _detect_preference(record: dict[str, Any]) -> SetFormat | None:
+    columns = {"chosen": "chosen", "rejected": "rejected"}
+    found = _detect_messages({key: value for key, value in record.items() if key not in columns})
+    if found is not None:
+        return SetFormat(found.name, {**found.columns, **columns}, found.tags, "preference")
+    question = next((name for name in ("instruction", "prompt", "question") if isinstance(record.get(name), str)), "")
+    chosen = record["chosen"]
+    turns = [turn for turn in (chosen if isinstance(chosen, list) else [chosen]) if isinstance(turn, dict)]
+    if question:
+        more = {key: name for key, name in FORMATS.get("alpaca").columns.items() if key not in ("prompt", "response")}
+        # Tags tell how the answers are written, when they are messages and not text.
+        tags = FORMATS.get(_style_of(turns) or "messages").tags if turns else {}
+        return SetFormat("alpaca", {**more, "prompt": question, **columns}, tags, "preference")
+    name = _style_of(turns) if turns else None
+    if name is None:
+        return None
+    roles = [turn["role" if name == "messages" else "from"] for turn in turns]
+    return SetFormat(name, columns, _detect_tags(name, roles), "preference")
+
+
+def _detect_tags(name: str, roles: list[Any]) -> dict[str, str]:
+    tags = dict(FORMATS.get(name).tags)
+    for tag, words in {"user_tag": ("user", "human"), "assistant_tag": ("assistant", "gpt", "bot", "model")}.items():
+        tags[tag] = next((word for word in words if word in roles), tags[tag])
+    if "tool" in roles:
+        tags["observation_tag"] = "tool"
+    return tags

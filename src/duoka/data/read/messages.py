@@ -1,0 +1,119 @@
+"""Conversations as lists of messages: OpenAI's role/content, ShareGPT's from/value, or any renamed tags.
+
+`read_messages` is the reader of three rows in formats.py. It knows no other format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from duoka.data.read.example import BadRecord, Message, SetFormat, kind_of, names_of, no_column, read_optional_text
+from duoka.registry import nearest
+
+
+def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message], Any]:
+    column = form.columns.get("messages", "messages")
+    turns = record.get(column)
+    if turns is None:
+        raise BadRecord(no_column(column, record), misread=True)
+    if not isinstance(turns, list) or not turns:
+        raise BadRecord(f"{column!r} must be a list of messages, this is {kind_of(turns)}", misread=True)
+    messages = [read_turn(turn, place, form.tags) for place, turn in enumerate(turns, start=1)]
+    system = read_optional_text(record, form.columns.get("system"))
+    if system:
+        if messages[0].role == "system":
+            raise BadRecord(f"both {form.columns['system']!r} and the first message hold a system prompt")
+        messages.insert(0, Message("system", system))
+    return messages, record.get(form.columns.get("tools", ""))
+
+
+def read_turn(turn: Any, place: int, tags: Mapping[str, str]) -> Message:
+    role_tag, content_tag = tags["role_tag"], tags["content_tag"]
+    if not isinstance(turn, dict):
+        raise BadRecord(f"message {place} must be an object with {role_tag!r} and {content_tag!r}")
+    if role_tag not in turn or (content_tag not in turn and "tool_calls" not in turn):
+        missing = role_tag if role_tag not in turn else content_tag
+        raise BadRecord(f"message {place} has no {missing!r}; it has {names_of(turn)}", misread=True)
+    given = turn[role_tag]
+    roles = _roles(tags)
+    if not isinstance(given, str) or given not in roles:
+        guess = nearest(given, roles) if isinstance(given, str) else None
+        fix = f"did you mean {guess!r}?" if guess else ""
+        raise BadRecord(f"message {place} has the unknown role {given!r}; known: {names_of(roles)}", fix, misread=True)
+    role = roles[given]
+    content, calls = turn.get(content_tag), turn.get("tool_calls")
+    if role == "function":
+        return Message("assistant", "", _read_calls(content, place))
+    if calls is not None and role == "assistant" and calls != []:
+        return Message(role, _read_content(content or "", place, content_tag), _read_calls(calls, place))
+    return Message(role, _read_content(content, place, content_tag))
+
+
+def _roles(tags: Mapping[str, str]) -> dict[str, str]:
+    """What a role is called in the data -> what it is."""
+    names = {
+        "user_tag": "user",
+        "assistant_tag": "assistant",
+        "system_tag": "system",
+        "observation_tag": "tool",
+        "function_tag": "function",
+    }
+    roles = {tags[tag]: role for tag, role in names.items() if tags.get(tag)}
+    if tags.get("system_tag") == "system":
+        roles.setdefault("developer", "system")  # OpenAI's later name of the same role
+    return roles
+
+
+def _read_content(content: Any, place: int, name: str) -> str:
+    if isinstance(content, list):  # OpenAI's parts
+        texts = []
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+                raise BadRecord(f"message {place} holds a part of type {kind!r}; only text can be learned here")
+            texts.append(part["text"])
+        return "".join(texts)
+    if not isinstance(content, str):
+        raise BadRecord(
+            f"{name!r} of message {place} is {kind_of(content)}, and must be text", 'write a string, for example "..."'
+        )
+    return content
+
+
+def _read_calls(calls: Any, place: int) -> str:
+    """Tool calls in any spelling (OpenAI's list, ShareGPT's JSON text) -> a JSON list of name and arguments."""
+    rule = f"the tool call of message {place} is no object with 'name' and 'arguments'"
+    fix = 'write {"name": "search", "arguments": {"query": "..."}}'
+    try:
+        calls = json.loads(calls) if isinstance(calls, str) else calls
+    except ValueError:
+        raise BadRecord(rule, fix) from None
+    out = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        inner = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            raise BadRecord(rule, fix)
+        arguments = inner.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                raise BadRecord(f"the tool call of message {place} has arguments that are no JSON", fix) from None
+        out.append({"name": inner["name"], "arguments": arguments})
+    if not out:
+        raise BadRecord(rule, fix)
+    return json.dumps(out, ensure_ascii=False)
+
+
+def read_tools(tools: Any) -> str | None:
+    if tools in (None, "", []):
+        return None
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRecord("the tools are no JSON list of objects", 'write [{"name": ..., "parameters": {...}}]')
+    return json.dumps(tools, ensure_ascii=False)

@@ -1,0 +1,164 @@
+"""Records of every kind: conversations, plain text, prompts, preference pairs, labelled answers.
+
+`read_record` is what registry and tokenise call for any data set. A format (alpaca, messages, ...) says how the
+conversation is written; the kind says what stands beside it. Raises BadRecord, like the formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from duoka.data.read.alpaca import read_question
+from duoka.data.read.detect import detect_format
+from duoka.data.read.example import (
+    AnyExample,
+    BadRecord,
+    Kind,
+    Labelled,
+    Message,
+    Preference,
+    Prompt,
+    SetFormat,
+    Text,
+    kind_of,
+    no_column,
+    read_text,
+)
+from duoka.data.read.formats import FORMATS, check_order, check_whole, read_example
+from duoka.data.read.messages import read_messages, read_tools, read_turn
+
+
+def read_record(record: Any, form: SetFormat, *, source: str = "", line: int = 0) -> AnyExample:
+    """The example in a record, checked. Raises BadRecord, with the format that would read it when there is one."""
+    try:
+        if form.kind == "conversation" or not isinstance(record, dict):
+            return read_example(record, form, source=source, line=line)
+        return _READERS[form.kind](record, form, source, line)
+    except BadRecord as error:
+        better = _better_format(record, form) if error.misread else None
+        raise BadRecord(error.rule, better.fix_text() if better else error.fix) from None
+
+
+def _better_format(record: dict[str, Any], form: SetFormat) -> SetFormat | None:
+    """The format that reads a record which `form` cannot, or None."""
+    found = detect_format(record)
+    if found is None or found == form:
+        return None
+    try:
+        if found.kind == "conversation":
+            FORMATS.get(found.name).read(record, found)
+        else:
+            _READERS[found.kind](record, found, "", 0)
+    except BadRecord:
+        return None
+    return found
+
+
+def _read_plain(record: dict[str, Any], form: SetFormat, source: str, line: int) -> Text:
+    name = form.columns.get("text", "text")
+    if name not in record:
+        raise BadRecord(no_column(name, record), misread=True)
+    text = read_text(record, name)
+    if not text.strip():
+        raise BadRecord(f"{name!r} is empty", "leave the record out")
+    check_whole(text, 1)
+    return Text(text, source, line)
+
+
+def _read_prompt(record: dict[str, Any], form: SetFormat, source: str, line: int) -> Prompt:
+    messages, tools = _question(record, form)
+    _check(messages, "question")
+    return Prompt(tuple(messages), read_tools(tools), source, line)
+
+
+def _read_labelled(record: dict[str, Any], form: SetFormat, source: str, line: int) -> Labelled:
+    name = form.columns["kto_tag"]
+    if name not in record:
+        raise BadRecord(no_column(name, record), misread=True)
+    label = record[name]
+    if isinstance(label, str) and label.strip().lower() in ("true", "false"):
+        label = label.strip().lower() == "true"  # cells of a table are text
+    if not isinstance(label, bool):
+        raise BadRecord(f"{name!r} is {kind_of(label)}, and must be true or false", "true for an answer people liked")
+    plain = SetFormat(form.name, form.columns, form.tags)
+    example = read_example(record, plain)
+    return Labelled(example.messages, label, example.tools, source, line)
+
+
+def _read_preference(record: dict[str, Any], form: SetFormat, source: str, line: int) -> Preference:
+    before: list[list[Message]] = []
+    answers: list[Message] = []
+    for role in ("chosen", "rejected"):
+        name = form.columns.get(role, role)
+        if name not in record:
+            raise BadRecord(no_column(name, record), misread=True)
+        turns = _answer_turns(record[name], name, form)
+        before.append(turns[:-1])
+        answers.append(turns[-1])
+    column = form.columns.get("messages" if form.name != "alpaca" else "prompt")
+    if column and record.get(column) is not None:
+        messages, tools = _question(record, form)
+        wrong = next((part for part in before if part and part != messages), None)
+    else:
+        messages, tools = before[0], record.get(form.columns.get("tools", ""))
+        wrong = before[1] if before[1] != before[0] else None
+    if wrong is not None:
+        raise BadRecord("chosen and rejected answer different conversations", "give both the same prompt")
+    for answer in answers:
+        _check([*messages, answer], "assistant")
+    _check(messages, "question")
+    if answers[0] == answers[1]:
+        raise BadRecord("chosen and rejected are the same answer", "there is nothing to prefer: leave the record out")
+    return Preference(tuple(messages), answers[0], answers[1], read_tools(tools), source, line)
+
+
+def _answer_turns(value: Any, name: str, form: SetFormat) -> list[Message]:
+    """An answer as text, as one message, or as the whole conversation up to it."""
+    if isinstance(value, str):
+        return [Message("assistant", value)]
+    tags = form.tags or FORMATS.get("messages").tags
+    turns = value if isinstance(value, list) else [value]
+    if not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise BadRecord(f"{name!r} is {kind_of(value)}, and must be an answer: text, a message or messages")
+    return [read_turn(turn, place, tags) for place, turn in enumerate(turns, start=1)]
+
+
+def _question(record: dict[str, Any], form: SetFormat) -> tuple[list[Message], Any]:
+    return read_question(record, form) if form.name == "alpaca" else read_messages(record, form)
+
+
+def _check(messages: list[Message], ends: str) -> None:
+    check_order(messages, ends=ends)
+    for place, message in enumerate(messages, start=1):
+        check_whole(message.content, place)
+
+
+_READERS: dict[Kind, Callable[[dict[str, Any], SetFormat, str, int], AnyExample]] = {
+    "text": _read_plain,
+    "prompt": _read_prompt,
+    "labelled": _read_labelled,
+    "preference": _read_preference,
+}
+
+
+def kind_of_columns(form: SetFormat, *, ranking: bool) -> SetFormat:
+    """The format with its kind, as dataset_info.json says it: by `ranking`, a kto_tag, or which columns are named."""
+    columns = form.columns
+    if form.name == "text":
+        return replace(form, kind="text")
+    if ranking:
+        return replace(form, kind="preference")
+    if columns.get("kto_tag"):
+        return replace(form, kind="labelled")
+    if form.name == "alpaca" and "prompt" in columns and "response" not in columns:
+        return replace(form, kind="prompt")
+    return form
+
+
+def as_text(form: SetFormat) -> SetFormat:
+    """For pretraining: sets with nothing but a prompt column are how LLaMA-Factory's users register plain text."""
+    if form.kind == "prompt" and form.name == "alpaca" and set(form.columns) == {"prompt"}:
+        return SetFormat("text", {"text": form.columns["prompt"]}, kind="text")
+    return form

@@ -1,0 +1,79 @@
+"""Files of records: how a file of any kind is cut into pieces that processes can read by themselves.
+
+`registry` peeks at files through it, `prepare` hands its pieces to workers. It knows files, not what a record means
+(see formats.py). A new kind of file is a row in `KINDS` and a line in `find_pieces` and `read_piece`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from duoka.data.read.json_files import cut_elements, cut_lines, holds_lines, parse_json_line, read_elements, read_lines
+from duoka.data.read.record import MAX_RECORD_BYTES, Piece, Record
+from duoka.data.read.stream_files import PACKED, bare_suffix, cut_stream, parse_text_line, read_head, read_stream
+from duoka.data.read.table_files import check_parquet, cut_rows, read_rows
+from duoka.errors import Fault
+
+__all__ = ["KINDS", "MAX_RECORD_BYTES", "Piece", "Record", "check_file", "find_pieces", "is_data_file", "read_piece"]
+
+KINDS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt")
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+
+
+def is_data_file(path: Path) -> bool:
+    return bare_suffix(path) in KINDS and not (path.suffix.lower() in PACKED and bare_suffix(path) == ".parquet")
+
+
+def check_file(path: Path) -> Fault | None:
+    """The fault of a file that cannot be read as records at all, or None."""
+    if not is_data_file(path):
+        return Fault(
+            f"{path.name!r} is of no kind that duoka reads: {', '.join(KINDS)} (also packed: {', '.join(PACKED)})",
+            file=str(path),
+            fix="convert it, for example: pandas.read_excel(...).to_json('data.jsonl', orient='records', "
+            "lines=True, force_ascii=False)",
+        )
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        return Fault(f"{path} cannot be read: {error.strerror or error}", file=str(path))
+    if path.stat().st_size == 0:
+        return Fault(f"{path.name} is empty", file=str(path))
+    if bare_suffix(path) == ".parquet":
+        return check_parquet(path)
+    head = read_head(path, 4)
+    if isinstance(head, Fault):
+        return head
+    if head[:2] in _UTF16_BOMS:
+        fix = f"write it as UTF-8: iconv -f UTF-16 -t UTF-8 {path.name} > new{path.suffix}"
+        return Fault(f"{path.name} is UTF-16, and data must be UTF-8", file=str(path), fix=fix)
+    return None if head else Fault(f"{path.name} is empty", file=str(path))
+
+
+def find_pieces(path: Path, piece_bytes: int) -> Iterator[Piece | Fault]:
+    """Cut a file into pieces of about `piece_bytes`, at record boundaries. A Fault stands for what has none."""
+    suffix = bare_suffix(path)
+    if suffix == ".parquet":
+        return cut_rows(path, piece_bytes)
+    if path.suffix.lower() in PACKED or suffix in (".csv", ".tsv"):
+        return cut_stream(path, piece_bytes)
+    if suffix == ".txt":
+        return cut_lines(path, piece_bytes, "text")
+    with path.open("rb") as file:
+        head = file.read(1 << 16)
+    starts_list = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    is_lines = holds_lines(head) or (suffix == ".jsonl" and not starts_list)
+    return cut_lines(path, piece_bytes) if is_lines else cut_elements(path, piece_bytes)
+
+
+def read_piece(piece: Piece, max_record_bytes: int = MAX_RECORD_BYTES) -> Iterator[Record | Fault]:
+    """The records of a piece, in order; a Fault for each that is no JSON, no UTF-8 or far too large."""
+    if piece.kind == "elements":
+        return read_elements(piece, max_record_bytes)
+    if piece.kind == "stream":
+        return read_stream(piece, max_record_bytes)
+    if piece.kind == "rows":
+        return read_rows(piece, max_record_bytes)
+    return read_lines(piece, parse_text_line if piece.kind == "text" else parse_json_line, max_record_bytes)

@@ -1,0 +1,230 @@
+"""Names in `data.train` and `data.eval` to files and formats: registered, built in, by path, or on the Hub.
+
+Config checks call `check_data` before anything starts; `prepare` calls `find_sets`. Reads a little of each file,
+never tokenises, knows no torch. dataset_info.py reads the registry's files.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from duoka.config.rules_text import LAST_FILE
+from duoka.config.schema import DataConfig, DataSource, RunConfig
+from duoka.data.read.dataset_info import INFO_FILE, Info, ResolvedSet, files_of, first_record, read_infos, set_from_info
+from duoka.data.read.detect import detect_format
+from duoka.data.read.example import KIND_WORDS, BadRecord, Kind, SetFormat
+from duoka.data.read.formats import FORMATS
+from duoka.data.read.hub import fetch_set, is_hub_id
+from duoka.data.read.record_kinds import as_text, read_record
+from duoka.data.read.records import KINDS, MAX_RECORD_BYTES, Record, check_file, find_pieces, is_data_file, read_piece
+from duoka.errors import Fault, Faults
+from duoka.registry import nearest
+
+__all__ = ["INFO_FILE", "ResolvedSet", "check_data", "check_sets", "find_sets", "registered_sets"]
+
+BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
+MOST_FAULTS = 10
+_PEEK_BYTES = 1 << 20
+_CHECK_S = 0.6
+# What a stage can learn from; a stage without a row takes every kind.
+KINDS_OF_STAGE: dict[str, tuple[Kind, ...]] = {"sft": ("conversation",), "pretrain": ("text",)}
+_STAGE_WORDS = {"sft": "learns from answers", "pretrain": "learns from plain text"}
+_STAGE_FIXES = {"text": "write   stage: pretrain", "conversation": "write   stage: sft"}
+
+
+def find_sets(config: RunConfig, base: Path) -> list[ResolvedSet]:
+    """Every set that the config names, train first. Raises Faults with all that is wrong."""
+    sets, faults = _find(config, base)
+    if faults:
+        raise Faults(faults, title="data error")
+    return sets
+
+
+def check_data(config: RunConfig, base: Path) -> list[Fault]:
+    """Faults of data sets for training: those of `check_sets`, and kinds that the stage does not learn from."""
+    sets, faults = _find(config, base)
+    known = KINDS_OF_STAGE.get(config.stage, tuple(KIND_WORDS))
+    for found in sets:
+        if found.form.kind not in known:
+            words = _STAGE_WORDS.get(config.stage, "cannot learn from that")
+            what = f"data set {found.name!r} holds {KIND_WORDS[found.form.kind]}, and stage {config.stage} {words}"
+            fix = f"name another set{', or ' + better if (better := _STAGE_FIXES.get(found.form.kind)) else ''}"
+            faults.append(Fault(what, key=f"data.{found.split}", file=str(found.files[0]), fix=fix))
+    return faults + _check_content(config, [found for found in sets if found.form.kind in known])
+
+
+def check_sets(config: RunConfig, base: Path) -> list[Fault]:
+    """Faults of data sets and their records, as far as reading for half a second goes; the first ten records."""
+    sets, faults = _find(config, base)
+    return faults + _check_content(config, sets)
+
+
+def _check_content(config: RunConfig, sets: list[ResolvedSet]) -> list[Fault]:
+    faults = _check_weights(config.data)
+    if config.data.on_bad == "error":
+        ends = time.monotonic() + _CHECK_S
+        for fault in (fault for found in sets for fault in check_records(found, config.data.max_length, ends)):
+            faults.append(fault)
+            if len(faults) >= MOST_FAULTS:
+                break
+    return faults
+
+
+def max_record_bytes(max_length: int) -> int:
+    """Far more text than `max_length` tokens: whatever is longer is a broken file, not a conversation."""
+    return max(MAX_RECORD_BYTES, 16 * max_length)
+
+
+def check_records(found: ResolvedSet, max_length: int, ends: float) -> Iterator[Fault]:
+    """Wrong records of a set, until the monotonic clock says `ends`."""
+    for path in found.files:
+        for piece in find_pieces(path, _PEEK_BYTES):
+            for record in [piece] if isinstance(piece, Fault) else read_piece(piece, max_record_bytes(max_length)):
+                fault = record if isinstance(record, Fault) else check_record(record, found.form)
+                if fault is not None:
+                    yield fault
+                if time.monotonic() > ends:
+                    return
+
+
+def check_record(record: Record, form: SetFormat) -> Fault | None:
+    try:
+        read_record(record.value, form)
+    except BadRecord as error:
+        return Fault(error.rule, file=record.file, line=record.line, source=record.text, fix=error.fix)
+    return None
+
+
+def registered_sets(data: DataConfig | None, base: Path) -> dict[str, str]:
+    """Every name that may stand in `data.train` -> where it comes from."""
+    names = {path.stem: "built in" for path in sorted(BUILTIN_FOLDER.glob("*.jsonl"))}
+    for info in read_infos(data.folder if data else None, base)[0]:
+        names |= {name: str(info.path) for name in info.entries if name not in names}
+    return names
+
+
+def _check_weights(data: DataConfig) -> list[Fault]:
+    weights = [source.weight for source in data.train]
+    given = [weight for weight in weights if weight is not None]
+    if None in weights and sum(given) >= 1.0:
+        what = f"the weights of data.train add up to {sum(given):g}, and nothing is left for the set without one"
+        return [Fault(what, key="data.train", fix="give every set a weight, or make the given ones add up to less")]
+    return []
+
+
+# --------------------------------------------------------------------------------------------- finding
+
+
+def _find(config: RunConfig, base: Path) -> tuple[list[ResolvedSet], list[Fault]]:
+    data = config.data
+    infos, faults = read_infos(data.folder, base)
+    sets: list[ResolvedSet] = []
+    groups = [("train", data.train), ("eval", data.eval if isinstance(data.eval, tuple) else ())]
+    for split, sources in groups:
+        for place, source in enumerate(sources):
+            key = f"data.{split}.{place}.name"
+            if data.stream and split == "eval" and source.name == LAST_FILE:
+                found = _take_last_file(sets, source, key)
+            else:
+                found = _find_one(source, infos, base, key)
+            if isinstance(found, ResolvedSet):
+                form = as_text(found.form) if config.stage == "pretrain" else found.form
+                sets.append(replace(found, form=form, split=split, weight=source.weight))  # type: ignore[arg-type]
+            else:
+                faults += found
+    return sets, faults + (_check_stream(sets) if data.stream else [])
+
+
+def _take_last_file(sets: list[ResolvedSet], source: DataSource, key: str) -> ResolvedSet | list[Fault]:
+    """The last file of the last training set, which no longer learns from it."""
+    if not sets:
+        return []  # why there is none is a fault already
+    *others, last = sets
+    if len(last.files) < 2:
+        what = f"data.eval is {LAST_FILE}, and {last.name!r} has one file"
+        return [Fault(what, key=key, fix="name a folder of several files, or give data.eval a file of its own")]
+    sets[:] = [*others, replace(last, files=last.files[:-1])]
+    return ResolvedSet(
+        f"{last.name} ({last.files[-1].name})", last.files[-1:], last.form, "eval", max_samples=source.max_samples
+    )
+
+
+def _check_stream(sets: list[ResolvedSet]) -> list[Fault]:
+    for found in sets:
+        other = next((path for path in found.files if path.suffix.lower() != ".parquet"), None)
+        if found.split == "train" and other is not None:
+            what = f"data.stream reads the row groups of Parquet files, and {other.name} is none"
+            fix = "delete stream: the text is then tokenised once, before training; or write it as Parquet"
+            return [Fault(what, key="data.stream", fix=fix)]
+    return []
+
+
+def _find_one(source: DataSource, infos: list[Info], base: Path, key: str) -> ResolvedSet | list[Fault]:
+    for info in infos:
+        if source.name in info.entries:
+            return set_from_info(source, info, key)
+    builtin = BUILTIN_FOLDER / f"{source.name}.jsonl"
+    if re.fullmatch(r"[\w-]+", source.name) and builtin.is_file():
+        form = SetFormat("messages", FORMATS.get("messages").columns, FORMATS.get("messages").tags)
+        return ResolvedSet(source.name, (builtin,), form, max_samples=source.max_samples)
+    given = Path(source.name).expanduser()
+    places = [given, base / given, *(info.path.parent / given for info in infos)]
+    path = next((place for place in places if place.exists()), None)
+    if path is not None:
+        return _from_path(source, path.resolve(), key)
+    if is_hub_id(source.name):
+        fetched = fetch_set(source.name)
+        return [replace(fetched, key=key)] if isinstance(fetched, Fault) else _from_path(source, fetched, key)
+    return [_unknown(source.name, infos, key)]
+
+
+def _unknown(name: str, infos: list[Info], key: str) -> Fault:
+    known = {builtin.stem for builtin in BUILTIN_FOLDER.glob("*.jsonl")}
+    known |= {entry for info in infos for entry in info.entries}
+    guess = nearest(name, known)
+    looks_like_file = "/" in name or is_data_file(Path(name))
+    what = f"there is no file {name!r}" if looks_like_file else f"there is no data set named {name!r}"
+    where = ", ".join(str(info.path) for info in infos) or f"no {INFO_FILE} found in ./data or beside the YAML"
+    hint = f"did you mean {guess!r}? " if guess else ""
+    return Fault(what, key=key, fix=f"{hint}registered: {', '.join(sorted(known))} ({where}); or name a file")
+
+
+def _from_path(source: DataSource, path: Path, key: str) -> ResolvedSet | list[Fault]:
+    files = files_of(path)
+    if not files:
+        return [Fault(f"the folder {str(path)!r} holds no {' or '.join(KINDS)} file", key=key)]
+    faults = [replace(fault, key=key) for file in files if (fault := check_file(file)) is not None]
+    if faults:
+        return faults
+    record, seen = first_record(files[0])
+    form = detect_format(record.value) if record else None
+    if form is None:
+        fix = (
+            'write {"messages": [{"role": "user", "content": ...}, ...]} records, or alpaca\'s instruction and output, '
+            f"or register the file with its columns in {INFO_FILE}"
+        )
+        line, text = (record.line, record.text) if record else (seen.line, seen.source) if seen else (0, "")
+        what = seen.what if seen and not record else f"the format of {path.name!r} is none that duoka knows"
+        return [Fault(what, key=key, file=str(files[0]), line=line, source=text, fix=fix)]
+    # A user's own words: a mixture of formats in one folder shows as records that break this one's rules.
+    kind = "" if form.kind in ("conversation", "text") else f", {KIND_WORDS[form.kind]}"
+    lines = "; a document a line" if files[0].name.lower().split(".")[-1] == "txt" else ""
+    note = f"{source.name}: read as {form.name}{kind} ({_describe(form)}{lines})"
+    return ResolvedSet(source.name, files, form, max_samples=source.max_samples, notes=(note,))
+
+
+def _describe(form: SetFormat) -> str:
+    columns, tags = form.columns, form.tags
+    if form.name == "text":
+        said = columns["text"]
+    elif form.name == "alpaca":
+        said = ", ".join(columns[role] for role in ("prompt", "query", "response") if role in columns)
+    else:
+        said = f"{columns.get('messages', 'chosen')}: {tags['role_tag']} {tags['user_tag']}/{tags['assistant_tag']}"
+    if form.kind == "preference":
+        return f"{said}; {columns['chosen']} before {columns['rejected']}"
+    return f"{said}; label {columns['kto_tag']}" if form.kind == "labelled" else said

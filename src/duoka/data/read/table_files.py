@@ -1,0 +1,64 @@
+"""Parquet files: pieces are runs of row groups, records are rows.
+
+Known by records.py for fine-tuning data; data/feed/row_packer.py reads row groups of pretraining text by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from duoka.data.read.record import Piece, Record, beginning, check_text
+from duoka.errors import Fault
+
+_ROWS_AT_ONCE = 256
+
+
+def check_parquet(path: Path) -> Fault | None:
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            if file.metadata.num_rows == 0:
+                return Fault(f"{path.name} has no rows", file=str(path))
+    except (ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        return Fault(f"{path.name} is no whole Parquet file ({reason})", file=str(path), fix="copy it again")
+    return None
+
+
+def cut_rows(path: Path, piece_bytes: int) -> Iterator[Piece | Fault]:
+    import pyarrow.parquet as pq
+
+    start, size_bytes, row, first_row = 0, 0, 1, 1
+    with pq.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+        facts = [(group.num_rows, group.total_byte_size) for group in groups]
+    for index, (num_rows, group_bytes) in enumerate(facts):
+        size_bytes += group_bytes
+        row += num_rows
+        if size_bytes >= piece_bytes or index == len(facts) - 1:
+            yield Piece(str(path), "rows", start, index + 1, first_row, size_bytes)
+            start, size_bytes, first_row = index + 1, 0, row
+
+
+def read_rows(piece: Piece, max_record_bytes: int) -> Iterator[Record | Fault]:
+    import pyarrow.parquet as pq
+
+    row = piece.line
+    with pq.ParquetFile(piece.path) as file:
+        try:
+            for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=list(range(piece.start, piece.end))):
+                for value in batch.to_pylist():
+                    yield _record(value, f"{piece.path}, row {row}", max_record_bytes)
+                    row += 1
+        except (ValueError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            what = f"the rows from here on cannot be read ({reason})"
+            yield Fault(what, file=f"{piece.path}, row {row}", fix="copy or write the file again")
+
+
+def _record(value: dict[str, object], where: str, max_record_bytes: int) -> Record | Fault:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return check_text(text, where, 0, max_record_bytes) or Record(value, 0, beginning(text), where)

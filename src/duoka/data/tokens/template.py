@@ -1,0 +1,192 @@
+"""One conversation to token ids and a target mask: exactly what the assistant has to say, and the token that ends it.
+
+Works with any chat template: the text up to a turn's generation prompt, and up to the turn's end, are rendered and
+must be beginnings of the whole text. What is between them is the target. A template for which that does not hold is
+refused with the turn in question, because a wrong mask trains a model on the wrong side of the conversation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from duoka.data.read.example import BadRecord, Example, Message
+from duoka.data.tokens.tokenizer import ChatTokenizer, Tokens
+
+Targets = Literal["assistant", "last", "all"]
+Span = tuple[int, int]  # characters [start, end)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids of one conversation, and which of them are to be learned."""
+
+    input_ids: np.ndarray  # (tokens,) int32
+    is_target: np.ndarray  # (tokens,) bool
+
+    @property
+    def num_targets(self) -> int:
+        """Targets that can be predicted: the first token has nothing before it."""
+        return int(np.count_nonzero(self.is_target[1:]))
+
+
+def encode(example: Example, tokenizer: ChatTokenizer, *, targets: Targets = "assistant") -> Sample:
+    """Ids and target mask. Raises BadRecord when the template cannot express the conversation."""
+    text, spans = mark_targets(example, tokenizer, targets=targets)
+    (tokens,) = tokenizer.encode_many([text])
+    return mark_tokens(text, spans, tokens, tokenizer)
+
+
+def mark_tokens(text: str, spans: list[Span], tokens: Tokens, tokenizer: ChatTokenizer) -> Sample:
+    """The tokens of a text as a sample that learns `spans`."""
+    cuts = _cuts_inside_tokens(tokens, spans)
+    if cuts:
+        # A token that begins in the prompt and ends in the answer is one that generation could never produce.
+        tokens = _encode_in_parts(text, cuts, tokens, tokenizer)
+    is_target = np.zeros(len(tokens.ids), bool)
+    for start, end in spans:
+        is_target |= (tokens.starts >= start) & (tokens.ends <= end)
+    return Sample(tokens.ids, is_target)
+
+
+def mark_targets(
+    example: Example, tokenizer: ChatTokenizer, *, targets: Targets = "assistant"
+) -> tuple[str, list[Span]]:
+    """The conversation as text, and the characters in it that are to be learned."""
+    messages = [_message(message.role, message.content, message.tool_calls) for message in example.messages]
+    tools = json.loads(example.tools) if example.tools else None
+    text = _render(tokenizer, messages, tools, turn=len(messages))
+    if targets == "all":
+        return text, [(0, len(text))]
+    _check_all_is_there(text, messages, tokenizer)
+    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = turns[-1:] if targets == "last" else turns
+    return text, [_turn_span(tokenizer, messages, tools, place, text) for place in turns]
+
+
+def render_prompt(messages: tuple[Message, ...], tools: str | None, tokenizer: ChatTokenizer) -> str:
+    """The conversation as text, up to where the assistant begins to speak."""
+    said = [_message(message.role, message.content, message.tool_calls) for message in messages]
+    text = _render(tokenizer, said, json.loads(tools) if tools else None, turn=len(said), prompt=True)
+    _check_all_is_there(text, said, tokenizer)
+    return text
+
+
+def _turn_span(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, place: int, text: str) -> Span:
+    """Where the assistant's turn number `place` stands in `text`, end-of-turn token included."""
+    before = _render(tokenizer, messages[:place], tools, turn=place + 1, prompt=True)
+    if not text.startswith(before):
+        raise _unstable(tokenizer, messages, place, before, text)
+    start = len(before)
+    content = messages[place]["content"].strip()
+    if content and not tokenizer.writes_prompt:
+        # A template without a generation prompt: what it writes before the answer is its header, unless it is blank.
+        found = text.find(content, start)
+        start = found if found >= 0 and text[start:found].strip() else start
+    whole = text if place == len(messages) - 1 else _render(tokenizer, messages[: place + 1], tools, turn=place + 1)
+    if text.startswith(whole):
+        end = len(whole)
+    else:
+        # Templates that treat the last turn in another way (reasoning models): the turn ends where the next begins.
+        found = text.find(content, start) if content else -1
+        if found < 0:
+            raise _unstable(tokenizer, messages, place, whole, text)
+        end = _end_of_turn(text, found + len(content), tokenizer)
+    said = text[start:end]
+    calls = messages[place].get("tool_calls") or []
+    missing = [call["function"]["name"] for call in calls if call["function"]["name"] not in said]
+    if (content and content.splitlines()[0].strip() not in said) or missing or not said.strip():
+        lost = f"the tool call {missing[0]!r}" if missing else "the answer"
+        raise BadRecord(
+            f"the chat template ({tokenizer.template_name}) leaves {lost} of message {place + 1} out",
+            "use a model whose template knows it, or set model.template",
+        )
+    return start, _trim_end(text, start, end, tokenizer)
+
+
+def _end_of_turn(text: str, after: int, tokenizer: ChatTokenizer) -> int:
+    """The end of the first special token at or after a place; that place when none follows at once."""
+    at = after + len(text[after:]) - len(text[after:].lstrip())
+    for special in tokenizer.special_texts:
+        if special and text.startswith(special, at):
+            return at + len(special)
+    return after
+
+
+def _trim_end(text: str, start: int, end: int, tokenizer: ChatTokenizer) -> int:
+    """Leave out the blanks behind the end-of-turn token: the template writes them, generation has stopped."""
+    stripped_end = start + len(text[start:end].rstrip())
+    said = text[start:stripped_end]
+    return stripped_end if any(special and said.endswith(special) for special in tokenizer.special_texts) else end
+
+
+def _check_all_is_there(text: str, messages: list[dict[str, Any]], tokenizer: ChatTokenizer) -> None:
+    """Every question and system prompt must stand in the text, in order: templates drop what they do not know."""
+    at = 0
+    for place, message in enumerate(messages, start=1):
+        content = message["content"].strip()
+        if message["role"] not in ("user", "system") or not content:
+            continue
+        found = text.find(content, at)
+        if found < 0:
+            raise BadRecord(
+                f"the chat template ({tokenizer.template_name}) leaves message {place} ({message['role']}) out",
+                "use a model whose template knows this role, or set model.template: chatml",
+            )
+        at = found + len(content)
+
+
+def _render(
+    tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, *, turn: int, prompt: bool = False
+) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.render(messages, tools, prompt=prompt)
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise BadRecord(
+            f"the chat template ({tokenizer.template_name}) refuses the conversation up to message {turn}: {error}",
+            "change the conversation to what the template accepts, or set model.template: chatml",
+        ) from None
+
+
+def _unstable(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], place: int, part: str, text: str) -> BadRecord:
+    same = next((at for at, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), min(len(part), len(text)))
+    shown = messages[place]["content"][:60]
+    return BadRecord(
+        f"the chat template ({tokenizer.template_name}) writes the beginning of the conversation in another way "
+        f"once more follows, so the answer of message {place + 1} ({shown!r}) cannot be told from the prompt: "
+        f"{part[same : same + 40]!r} becomes {text[same : same + 40]!r}",
+        "set data.targets: last, or model.template to a plain one such as chatml",
+    )
+
+
+def _message(role: str, content: str, tool_calls: str | None) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": role, "content": content}
+    if tool_calls is not None:
+        calls = json.loads(tool_calls)
+        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return message
+
+
+def _cuts_inside_tokens(tokens: Tokens, spans: list[Span]) -> list[int]:
+    """Borders of spans that fall inside a token."""
+    borders = sorted({border for span in spans for border in span})
+    return [border for border in borders if np.any((tokens.starts < border) & (tokens.ends > border))]
+
+
+def _encode_in_parts(text: str, cuts: list[int], whole: Tokens, tokenizer: ChatTokenizer) -> Tokens:
+    """The tokens of the text cut at `cuts`; `whole` for tokenizers that write the beginning of any text in another
+    way."""
+    borders = [0, *cuts, len(text)]
+    parts = tokenizer.encode_many([text[start:end] for start, end in itertools.pairwise(borders)])
+    ids = np.concatenate([part.ids for part in parts])
+    if tokenizer.decode(ids.tolist()) != tokenizer.decode(whole.ids.tolist()):
+        return whole
+    starts = np.concatenate([part.starts + start for part, start in zip(parts, borders, strict=False)])
+    ends = np.concatenate([part.ends + start for part, start in zip(parts, borders, strict=False)])
+    return Tokens(ids, starts, ends)

@@ -1,0 +1,156 @@
+"""Tokenised samples on disk, memory-mapped: what training reads, and how it is written.
+
+A `TokenPart` is one data set's folder of plain arrays, never changed once it is there; a `TokenStore` is a choice of
+samples from several parts (a mixture, a split). `prepare` makes both; the loader only reads.
+
+    ids.npy       (tokens,) int32     targets.npy    (tokens,) bool
+    offsets.npy   (samples + 1,) int64                num_targets.npy (samples,) int32
+    content.npy   (samples,) uint64: a hash of each sample     marks.npy      (samples,) int32
+    meta.json: what it is, written last
+
+A mark is what a kind of data has to say of a sample: how many of a preference pair's tokens are the chosen part, or
+whether a labelled answer is good (1) or not (0).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from duoka.data.tokens.template import Sample
+from duoka.runs.folder import read_json, write_json_atomic
+
+ARRAYS = ("ids", "targets", "offsets", "num_targets", "content", "marks")
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The arrays of some samples, end to end."""
+
+    ids: np.ndarray
+    targets: np.ndarray
+    offsets: np.ndarray
+    num_targets: np.ndarray
+    content: np.ndarray
+    marks: np.ndarray
+
+
+def pack_arrays(samples: Sequence[Sample], marks: Sequence[int] | None = None) -> Arrays:
+    all_marks = np.zeros(len(samples), np.int32) if marks is None else np.array(marks, np.int32)
+    lengths = np.array([len(sample.input_ids) for sample in samples], np.int64)
+    digests = (
+        hashlib.blake2b(
+            sample.input_ids.tobytes() + sample.is_target.tobytes(), digest_size=8, salt=_salt(int(mark))
+        ).digest()
+        for sample, mark in zip(samples, all_marks, strict=True)
+    )
+    return Arrays(
+        ids=np.concatenate([np.zeros(0, np.int32), *(sample.input_ids for sample in samples)]),
+        targets=np.concatenate([np.zeros(0, bool), *(sample.is_target for sample in samples)]),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        num_targets=np.array([sample.num_targets for sample in samples], np.int32),
+        content=np.frombuffer(b"".join(digests), np.uint64).copy(),
+        marks=all_marks,
+    )
+
+
+def _salt(mark: int) -> bytes:
+    """Equal tokens with another mark are another sample. Most have none, and keep the plain hash."""
+    return mark.to_bytes(8, "little", signed=True) if mark else b""
+
+
+def write_part(folder: Path, pieces: Sequence[Arrays], meta: dict[str, Any]) -> None:
+    """Join pieces into the arrays of one part. `folder` is a draft: its owner renames it when it is whole."""
+    num_tokens = sum(len(piece.ids) for piece in pieces)
+    for name, dtype in (("ids", np.int32), ("targets", np.bool_)):
+        out = np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens,))
+        at = 0
+        for piece in pieces:
+            values = getattr(piece, name)
+            out[at : at + len(values)] = values
+            at += len(values)
+        out.flush()
+    lengths = np.concatenate([np.zeros(0, np.int64), *(np.diff(piece.offsets) for piece in pieces)])
+    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), allow_pickle=False)
+    for name, dtype in (("num_targets", np.int32), ("content", np.uint64), ("marks", np.int32)):
+        joined = np.concatenate([np.zeros(0, dtype), *(getattr(piece, name) for piece in pieces)])
+        np.save(folder / f"{name}.npy", joined, allow_pickle=False)
+    sizes = {name: (folder / f"{name}.npy").stat().st_size for name in ARRAYS}
+    write_json_atomic(folder / "meta.json", {**meta, "sizes_bytes": sizes})
+
+
+class TokenPart:
+    """One data set's samples in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.meta = read_json(folder / "meta.json") or {}
+        loaded = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
+        self.arrays = Arrays(**loaded)
+
+    @staticmethod
+    def is_whole(folder: Path) -> bool:
+        """True when the folder was written to its end, and nothing in it was cut since."""
+        sizes = (read_json(folder / "meta.json") or {}).get("sizes_bytes", {})
+        files = {name: folder / f"{name}.npy" for name in ARRAYS}
+        return all(file.is_file() and file.stat().st_size == sizes.get(name) for name, file in files.items())
+
+    def __len__(self) -> int:
+        return len(self.arrays.num_targets)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.arrays.offsets).astype(np.int32)
+
+    def sample(self, index: int) -> Sample:
+        start, end = self.arrays.offsets[index : index + 2]
+        return Sample(self.arrays.ids[start:end], self.arrays.targets[start:end])
+
+
+class TokenStore:
+    """Samples 0 to len - 1: sample i is number `index[i]` of the parts laid end to end."""
+
+    def __init__(self, parts: Sequence[TokenPart], index: np.ndarray | None = None) -> None:
+        self.parts = tuple(parts)
+        self._starts = np.concatenate([[0], np.cumsum([len(part) for part in self.parts])]).astype(np.int64)
+        self._index = np.arange(self._starts[-1], dtype=np.int64) if index is None else index
+        self.lengths = self._chosen([part.lengths for part in self.parts], np.int32)
+        self.num_targets = self._chosen([part.arrays.num_targets for part in self.parts], np.int32)
+
+    def _chosen(self, columns: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+        whole: np.ndarray = np.concatenate([np.zeros(0, dtype), *columns])
+        return whole[self._index]
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Made of the samples and their order alone: the same data in another file gives the same training."""
+        content = self._chosen([part.arrays.content for part in self.parts], np.uint64)
+        return hashlib.blake2b(content.tobytes(), digest_size=16).hexdigest()
+
+    def sample(self, index: int) -> Sample:
+        """Ids and targets of one sample, read where they lie."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        place = int(self._index[index])
+        part = int(np.searchsorted(self._starts, place, side="right")) - 1
+        return self.parts[part].sample(place - int(self._starts[part]))
+
+    def segments(self, index: int) -> list[Sample]:
+        """What lies end to end in a sample without seeing each other: here, the sample alone (see rows.TextRows)."""
+        return [self.sample(index)]
+
+    @cached_property
+    def marks(self) -> np.ndarray:
+        return self._chosen([part.arrays.marks for part in self.parts], np.int32)
+
+    def __repr__(self) -> str:
+        return f"TokenStore({len(self):,} samples, {int(self.lengths.sum(dtype=np.int64)):,} tokens)"

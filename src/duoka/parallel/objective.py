@@ -1,0 +1,36 @@
+"""What a stage asks of the model, as the engine sees it: sums over a micro-batch, and what each sum is divided by.
+
+Stages (train/stages) implement `Objective`; engines call it for each micro-batch, wherever the layout computes it. The
+loss of an optimizer step is `sum over k of sums[k] / denominators[k]`. Each denominator is global for the step and
+known on every rank before the first micro-batch, so no mean of means can arise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from duoka.data.feed.loader import Batch, GlobalBatch
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of one micro-batch: `losses` by the name of their denominator, with gradients; `metrics` without."""
+
+    losses: Mapping[str, torch.Tensor]
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """What an optimizer step minimizes."""
+
+    def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:
+        """Global counts of the whole optimizer step by name (tokens, sequences, pairs, groups); none is 0."""
+        ...
+
+    def sums(self, model: torch.nn.Module, micro: Batch, device: torch.device) -> Sums:
+        """The forward pass of one micro-batch, in the engine's precision; called inside its autocast."""
+        ...

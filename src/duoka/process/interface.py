@@ -1,0 +1,40 @@
+"""By which network gloo's ranks of several machines find each other. Called by world.py before the process group.
+
+Gloo asks what this host's name means, which on many machines (Debian's default) is 127.0.1.1: no other machine gets
+there. The network that leads to MASTER_ADDR is one that all machines have in common. Who has chosen is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from duoka.process.environ import RankEnvironment
+
+_CHOSEN = "GLOO_SOCKET_IFNAME"
+_ANY_PORT = 9  # nothing is sent
+
+
+def choose_interface(place: RankEnvironment) -> None:
+    """For worlds of several machines, GPU ones too: beside NCCL, saves talk over gloo."""
+    if place.size > place.local_size and not os.environ.get(_CHOSEN):
+        name = interface_towards(place.master_addr)
+        if name:
+            os.environ[_CHOSEN] = name
+
+
+def interface_towards(host: str) -> str:
+    """The name of the network interface by which this machine reaches `host`; empty: nobody knows."""
+    import psutil
+
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own = probe.getsockname()[0]
+    except OSError:
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == own for one in addresses):
+            return name
+    return ""

@@ -1,0 +1,267 @@
+"""What RUN or MODEL on the command line means, and the model and tokenizer behind it.
+
+`eval`, `chat` and `export` call this. A run is read from its final folder, else from its newest whole checkpoint; a
+folder may also be a full model or an adapter; anything else is a model as `model:` in a YAML would name it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from duoka.config.adapters import check_counted_once, read_adapter
+from duoka.config.load import load_config
+from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
+from duoka.errors import ConfigError, Faults
+from duoka.hub.models import find_model, model_folder
+from duoka.runs.folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from duoka.data.tokens.tokenizer import ChatTokenizer
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A base model, and what training made of it: an adapter, full weights, a checkpoint, or nothing."""
+
+    name: str
+    base: Path
+    base_name: str  # the base as others can find it: its Hub id, or its folder
+    adapter: Path | None = None
+    full: Path | None = None
+    checkpoint: Path | None = None
+    run: RunFolder | None = None
+    config: RunConfig | None = None
+    config_base: Path = Path()  # what relative paths of the config are relative to
+    merged: tuple[str, ...] = ()  # adapters that lie below the one above, as a file of another tool names them
+    template: str = "auto"  # of a plain model: its own, or a name; a run knows its own
+    trusts_code: bool = False
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The folder whose tokenizer belongs to it."""
+        return self.adapter or self.full or self.base
+
+    @property
+    def is_adapted(self) -> bool:
+        """True when base and adapter are apart, so that the base can be asked too, and merging makes sense."""
+        return self.adapter is not None or (
+            self.checkpoint is not None and self.config is not None and self.config.lora is not None
+        )
+
+    @property
+    def trust_remote_code(self) -> bool:
+        return self.trusts_code if self.config is None else self.config.model.trust_remote_code
+
+
+def find_run(name: str) -> RunFolder | None:
+    """The run of that folder, or of that name under runs/; None when there is none."""
+    for path in (Path(name).expanduser(), Path("runs") / name):
+        run = RunFolder(path)
+        if run.exists():
+            return run
+    return None
+
+
+def find_trained(name: str, *, step: int | None = None, say: Say) -> Trained:
+    """What `name` means; of a run, the checkpoint of `step` when one is asked for."""
+    run = find_run(name)
+    if run is not None:
+        return _find_in_run(name, run, step, say)
+    if step is not None:
+        raise ConfigError(f"--checkpoint names a step of a run, and {name!r} is no run", fix=_list_runs())
+    folder = Path(name).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        facts = read_json(folder / "adapter_config.json") or {}
+        base_name = str(facts.get("base_model_name_or_path") or "")
+        return Trained(name, model_folder(ModelConfig(name=base_name), folder, say), base_name, adapter=folder)
+    try:
+        base = model_folder(ModelConfig(name=name), Path(), say)
+        return Trained(name, base, str(base))
+    except ConfigError as error:
+        raise ConfigError(f"{name!r} is neither a run nor a model: {error.what}", fix=_list_runs()) from None
+
+
+def find_trained_on(model: str, adapters: Sequence[str], *, say: Say) -> Trained:
+    """A model, or adapters on it, named apart as files of LLaMA-Factory do; all may be runs of duoka."""
+    if not adapters:
+        return find_trained(model, say=say)
+    runs = [find_run(name) for name in adapters]
+    adapters = [name if run is None else os.fspath(run.path) for name, run in zip(adapters, runs, strict=True)]
+    if len(set(adapters)) < len(adapters):
+        raise ConfigError("adapter_name_or_path names an adapter twice: it would count twice", fix="name it once")
+    *below, last = adapters
+    for name in below:
+        read_adapter(name, Path(), "adapter_name_or_path")
+    faults = check_counted_once([("adapter_name_or_path", name) for name in adapters], Path()) if below else []
+    if faults:
+        raise Faults(faults)
+    return replace(_find_adapted(model, last, say), merged=tuple(below))
+
+
+def _find_adapted(model: str, adapter: str, say: Say) -> Trained:
+    run = find_run(adapter)
+    if run is None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ConfigError(f"there is neither a run nor an adapter in {adapter!r}", fix=_list_runs())
+    below = find_trained(model, say=say)
+    base = below.full or below.base
+    if run is None:
+        return Trained(adapter, base, model, adapter=Path(adapter))
+    found = find_trained(adapter, say=say)
+    if not found.is_adapted:
+        raise ConfigError(f"{adapter} was trained in full: it is a model of its own", fix="name it as the model")
+    if found.base.resolve() != base.resolve():
+        raise ConfigError(
+            f"the adapter in {adapter} was trained on {found.base_name}, and the file names {model}",
+            fix=f"write:   model_name_or_path: {found.base_name}",
+        )
+    return found
+
+
+def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Trained:
+    loaded = load_config(run.config)
+    config = loaded.config
+    model = config.model
+    if model.depth is not None and (run.final / "tokenizer.json").is_file():
+        # A result has its tokenizer with it; the folder that training began with may lie elsewhere by now.
+        model = model.model_copy(update={"tokenizer": os.fspath(run.final.absolute())})
+    base = model_folder(model, loaded.base, say)
+    base_name = find_model(config.model, loaded.base).hub_id or str(base)
+    of_run: dict[str, Any] = {"run": run, "config": config, "config_base": loaded.base}
+    if step is not None:
+        return Trained(name, base, base_name, checkpoint=_checkpoint_of(run, step), **of_run)
+    if (run.final / "adapter_config.json").is_file():
+        return Trained(name, base, base_name, adapter=run.final, **of_run)
+    if (run.final / "config.json").is_file():
+        return Trained(name, base, base_name, full=run.final, **of_run)
+    newest = _newest_checkpoint(run, say)
+    say(f"{run.path} is not finished: reading {newest.name}")
+    return Trained(name, base, base_name, checkpoint=newest, **of_run)
+
+
+def _checkpoint_of(run: RunFolder, step: int) -> Path:
+    from duoka.comm.world import World
+    from duoka.runs.manifest import folder_name, list_checkpoints
+    from duoka.store.resume import find_damage
+
+    folder = run.checkpoints / folder_name(step)
+    if not folder.is_dir():
+        steps = ", ".join(str(int(path.name.split("-")[1])) for path in reversed(list_checkpoints(run.checkpoints)))
+        raise ConfigError(f"{run.path} has no checkpoint of step {step}", fix=f"it has: {steps or 'none'}")
+    damage = find_damage(folder, World())
+    if damage:
+        raise ConfigError(f"the checkpoint {folder} is damaged: {damage}", fix="choose another step")
+    return folder
+
+
+def _newest_checkpoint(run: RunFolder, say: Say) -> Path:
+    from duoka.comm.world import World
+    from duoka.runs.manifest import list_checkpoints
+    from duoka.store.resume import find_damage
+
+    for folder in list_checkpoints(run.checkpoints):
+        damage = find_damage(folder, World())
+        if not damage:
+            return folder
+        say(f"passing over the damaged checkpoint {folder.name}: {damage}")
+    raise ConfigError(
+        f"{run.path} has neither a result nor a checkpoint yet", fix=f"go on with it: duoka train {run.config}"
+    )
+
+
+def _list_runs() -> str:
+    runs = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
+    return f"runs here: {', '.join(runs)}" if runs else "`duoka runs` lists runs; there are none in ./runs"
+
+
+def load_trained(
+    trained: Trained,
+    *,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    base_only: bool = False,
+    unpacked: bool = False,
+) -> torch.nn.Module:
+    """The model, in eval mode, adapters apart from the base; `base_only`: as it was before training.
+
+    A base that was packed in training is packed here, or with `unpacked` has the same values in plain matrices.
+    """
+    from duoka.model.adapters import Earlier
+    from duoka.model.build import load_adapter, load_model
+    from duoka.model.quantize import Packing
+
+    options: dict[str, Any] = {"attention": attention, "trust_remote_code": trained.trust_remote_code}
+    if trained.config is not None and trained.full is None:
+        options["packing"] = Packing.of(trained.config.model, unpacked=unpacked)
+    if base_only:
+        seed = 0 if trained.config is None else trained.config.train.seed  # a new model's base is drawn from it
+        lm = load_model(trained.base, dtype=dtype, seed=seed, **options)
+    elif trained.adapter is not None:
+        below = Earlier.of(LoraConfig(merge=trained.merged), Path())
+        lm = load_adapter(load_model(trained.base, dtype=dtype, earlier=below, **options), trained.adapter, below)
+    elif trained.checkpoint is not None:
+        assert trained.config is not None
+        options["earlier"] = Earlier.of(trained.config.lora, trained.config_base, merged_only=True)
+        lm = _load_checkpoint(trained.base, trained.checkpoint, trained.config, options).to(dtype)
+    else:
+        lm = load_model(trained.full or trained.base, dtype=dtype, **options)
+    return lm.eval()
+
+
+def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: dict[str, Any]) -> torch.nn.Module:
+    """The base model with the trained tensors of a checkpoint over it, all in fp32 as they were trained."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from duoka.model.build import load_model
+    from duoka.store.reader import CheckpointReader
+
+    what: dict[str, Any] = {"lora": config.lora, "train_only": config.train_only, "seed": config.train.seed}
+    lm = load_model(base, dtype=torch.float32, **what, **options)
+    tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
+    dcp.load(  # type: ignore[attr-defined]
+        tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True
+    )
+    return lm
+
+
+def load_for_chat(trained: Trained, *, base_only: bool = False, device: torch.device | None = None) -> torch.nn.Module:
+    """The model on `device`, by default this machine's fastest, in the type that it computes natively."""
+    import torch
+
+    from duoka.comm.world import pick_device
+    from duoka.plan.hardware import read_machine
+
+    dtype = torch.bfloat16 if read_machine().has_native_bf16 else torch.float32
+    return load_trained(trained, dtype=dtype, base_only=base_only).to(device or pick_device(0))
+
+
+def load_chat_tokenizer(trained: Trained) -> ChatTokenizer:
+    """The tokenizer, with the chat template that training used."""
+    from duoka.data.prepare import read_tokenizer
+    from duoka.data.tokens.tokenizer import load_tokenizer
+
+    if trained.config is None:
+        return load_tokenizer(trained.tokenizer_folder, trained.template)
+    return read_tokenizer(trained.config, trained.config_base, trained.base)
+
+
+def describe(trained: Trained) -> str:
+    """What is behind a name, in one line."""
+    if trained.checkpoint is not None:
+        return f"{trained.name} ({trained.checkpoint.name} over {trained.base.name})"
+    if trained.adapter is not None:
+        return f"{trained.name} (adapter over {trained.base.name})"
+    return f"{trained.name} ({_model_type(trained.full or trained.base)})"
+
+
+def _model_type(folder: Path) -> str:
+    return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))

@@ -1,0 +1,59 @@
+"""Filling a run from a checkpoint: tensors, state, generators. Called by checkpoint.py, on all ranks together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from duoka.comm.world import World
+from duoka.errors import StorageError
+from duoka.parallel.powersgd import inherit
+from duoka.store.reader import opened
+from duoka.store.resume import STATE
+from duoka.store.state import set_random_state
+
+if TYPE_CHECKING:
+    from duoka.store.contents import Contents
+
+
+def fill_contents(folder: Path, contents: Contents, world: World) -> None:
+    """Model, optimizer and state as a checkpoint of any layout has them; a fault is raised on all ranks."""
+    fault = ""
+    try:
+        _fill_tensors(folder, contents, world)
+        saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        for name, value in saved["progress"].items():
+            setattr(contents.state, name, value)
+        if contents.numerics.scaler.is_enabled() and saved["scaler"]:
+            contents.numerics.scaler.load_state_dict(saved["scaler"])
+        random = folder / random_name(world.rank)
+        if random.is_file():
+            # A world that grew has ranks without a saved generator: they keep their seeded one.
+            set_random_state(load_file(random), world.device)
+    except (CheckpointException, SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        fault = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    faults = list(dict.fromkeys(one for one in world.gather(fault) if one))
+    if faults:
+        raise StorageError(
+            f"the checkpoint {folder} does not fit this run",
+            where="\n".join(faults[:3]),
+            fix="go on with the model and the version of duoka that wrote it, or start a new run",
+        )
+
+
+def _fill_tensors(folder: Path, contents: Contents, world: World) -> None:
+    with opened(folder) as (reader, saved):
+        inheritance = inherit(contents.tensors(), saved, world.rank, world.size)
+        dcp.load(inheritance.named, storage_reader=reader, no_dist=world.size == 1)
+        inheritance.settle()
+
+
+def random_name(rank: int) -> str:
+    """The file of a rank's generators."""
+    return f"random-{rank:05d}.safetensors"

@@ -1,0 +1,248 @@
+"""Where a run goes on: the checkpoint to take, whether it is whole, and what has changed since it was written.
+
+All ranks call these functions together and get the same answer; files are checked by all ranks in parts. Called by
+train/main.py before the model is filled, and by serve for one process. Nothing here reads a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from duoka.comm.world import World
+from duoka.config.changes import (
+    allowed_changes,
+    allows_other_samples,
+    changes_order,
+    harmless_changes,
+    how_to_allow,
+    refused_changes,
+)
+from duoka.config.load import load_config
+from duoka.config.loaded import Loaded
+from duoka.config.schema import RunConfig
+from duoka.errors import ConfigError, DuokaError, StorageError
+from duoka.plan.layout import Layout
+from duoka.runs.folder import RunFolder
+from duoka.runs.manifest import (
+    CONFIG,
+    Manifest,
+    check_files,
+    find_requested,
+    is_checkpoint,
+    list_checkpoints,
+    read_manifest,
+)
+
+STATE = "state.json"
+DAMAGED, SET_ASIDE = ".damaged", ".set-aside"
+_SHOWN = {"dp": "processes", "shard": "ranks that share one model", "micro": "micro-batch"}
+
+Say = Callable[[str], None]
+
+
+def find_damage(folder: Path, world: World) -> str:
+    """What is wrong with a checkpoint, or "" when it is whole; every rank looks at its part of the files."""
+    try:
+        manifest = read_manifest(folder)
+        names = sorted(manifest.files)[world.rank :: world.size]
+        wrong = check_files(folder, manifest, names)
+    except StorageError as error:
+        wrong = [error.what]
+    return "; ".join(dict.fromkeys(fault for faults in world.gather(wrong) for fault in faults))
+
+
+def choose_checkpoint(run: RunFolder, resume: str, base: Path, world: World, say: Say) -> Path | None:
+    """What `checkpoint.resume` asks for: the newest valid one, none, or that of a folder; the same on all ranks."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return newest_valid(run.checkpoints, world, say, set_aside=True)
+    own = _begun_by(resume, run, world, say)
+    if own is not None:
+        say(f"this run began from {resume} and has gone on since: the newest of its own checkpoints is taken")
+        return own
+    asked = world.agree(find_requested(resume, run, base) if world.is_main else None)
+    if asked is None:
+        raise StorageError(f"checkpoint.resume is {resume!r}: there is no such folder", fix=_what_there_is(run))
+    if not is_checkpoint(asked):
+        found = newest_valid(asked, world, say, set_aside=False)
+        if found is None:
+            raise StorageError(f"checkpoint.resume is {resume!r}: there is no checkpoint in {asked}")
+        asked = found
+    elif fault := find_damage(asked, world):
+        raise StorageError(f"checkpoint.resume is {resume!r}, which is damaged", where=fault, fix=_what_there_is(run))
+    _set_newer_aside(asked, run, world, say)
+    return asked
+
+
+def newest_valid(checkpoints: Path, world: World, say: Say, *, set_aside: bool = False) -> Path | None:
+    """The newest checkpoint that is whole; damaged ones are named and, with `set_aside`, renamed."""
+    folders: list[Path] = world.agree(list_checkpoints(checkpoints) if world.is_main else None)
+    faults = []
+    for folder in folders:
+        fault = find_damage(folder, world)
+        if not fault:
+            # Only now, with another one to go on from, is the damaged one moved out of the way.
+            if set_aside and world.is_main:
+                for damaged in folders[: folders.index(folder)]:
+                    _rename(damaged, DAMAGED)
+            world.barrier()
+            return folder
+        faults.append(f"{folder.name}: {fault}")
+        say(f"passing over the damaged checkpoint {folder.name}: {fault}")
+    if faults:
+        raise StorageError(
+            f"every checkpoint in {checkpoints} is damaged",
+            where="\n".join(faults),
+            fix="bring the files back from a copy, or delete the run folder to begin anew",
+        )
+    return None
+
+
+def _rename(folder: Path, ending: str) -> Path:
+    target = folder.with_name(folder.name + ending)
+    shutil.rmtree(target, ignore_errors=True)
+    return folder.rename(target)
+
+
+def _begun_by(resume: str, run: RunFolder, world: World, say: Say) -> Path | None:
+    """The newest own checkpoint that was written under the same `checkpoint.resume`: the same command goes on."""
+    own: list[Path] = []
+    if world.is_main:
+        for folder in list_checkpoints(run.checkpoints):
+            try:
+                written_under = load_config(folder / CONFIG).config.checkpoint.resume
+            except DuokaError:
+                continue
+            if written_under == resume:
+                own.append(folder)
+    for folder in world.agree(own):
+        fault = find_damage(folder, world)
+        if not fault:
+            return Path(folder)
+        say(f"passing over the damaged checkpoint {folder.name}: {fault}")
+    return None
+
+
+def _set_newer_aside(asked: Path, run: RunFolder, world: World, say: Say) -> None:
+    """Newer checkpoints of this run tell of a story that does not go on; the next start must not take them up."""
+    is_own = asked.resolve().parent == run.checkpoints.resolve()
+    fault: StorageError | None = None
+    if world.is_main:
+        newer = [folder for folder in list_checkpoints(run.checkpoints) if not is_own or folder.name > asked.name]
+        if newer and not is_own:
+            fault = StorageError(
+                f"checkpoint.resume is {asked}, but {run.path} has checkpoints of its own, {newer[0].name} the newest",
+                fix="write another output: for a run that begins elsewhere, or resume: auto",
+            )
+        for folder in newer if fault is None else ():
+            say(f"{folder.name} is newer than {asked.name} and was set aside as {_rename(folder, SET_ASIDE).name}")
+    fault = world.agree(fault)
+    if fault is not None:
+        raise fault
+
+
+def _what_there_is(run: RunFolder) -> str:
+    names = ", ".join(folder.name for folder in list_checkpoints(run.checkpoints))
+    return f"{run.checkpoints} has: {names}" if names else f"{run.checkpoints} has no checkpoints"
+
+
+# --- what has changed ---
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What the banner says: allowed changes of results, and others."""
+
+    allowed: tuple[str, ...] = ()
+    harmless: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    def notes(self) -> list[str]:
+        notes = [f"allowed to change: {', '.join(self.allowed)}"] if self.allowed else []
+        notes += [f"changed, with the same results: {', '.join(self.harmless)}"] if self.harmless else []
+        return [*notes, *self.others]
+
+
+def check_changes(folder: Path, loaded: Loaded, data: str, layout: Layout, world: World) -> Changes:
+    """Compare the checkpoint's config, data and layout with this start's; raises on all ranks alike."""
+    answer: Changes | DuokaError | None = None
+    if world.is_main:
+        try:
+            answer = _compare(folder, loaded.config, data, layout)
+        except DuokaError as error:
+            answer = error
+    answer = world.agree(answer)
+    if isinstance(answer, DuokaError):
+        raise answer
+    assert answer is not None
+    return answer
+
+
+def _compare(folder: Path, new: RunConfig, data: str, layout: Layout) -> Changes:
+    manifest = read_manifest(folder)
+    old = config_of(folder)
+    refused = refused_changes(old, new)
+    if refused:
+        raise ConfigError(
+            f"{folder.name} was written under other settings, and one run never mixes two",
+            where="\n".join(f"{one.key}: {one.old} then, {one.new} now" for one in refused),
+            fix=f"go on with the old values, or allow the change by name:   {how_to_allow(refused)}",
+        )
+    allowed = [f"{one.key} {one.old} -> {one.new}" for one in allowed_changes(old, new)]
+    if manifest.data != data:
+        if not allows_other_samples(old, new):
+            raise ConfigError(
+                f"the training data is not what it was when {folder.name} was written",
+                where=f"fingerprint {manifest.data[:12]} then, {data[:12]} now: a file, or the way it is read, changed",
+                fix="bring the data back, or allow it by name:   checkpoint.allow_changes=[data.train]",
+            )
+        allowed.append("the training data")
+    if manifest.data != data or changes_order(old, new):
+        _refuse_within_epoch(folder, allowed)
+    harmless = (*_layout_changes(manifest, layout), *harmless_changes(old, new))
+    return Changes(tuple(allowed), harmless, tuple(_changed_debts(old, new, manifest, layout)))
+
+
+def config_of(folder: Path) -> RunConfig:
+    try:
+        return load_config(folder / CONFIG).config
+    except DuokaError as error:
+        raise ConfigError(
+            f"this duoka cannot read the config that {folder} was written under",
+            where="\n".join(error.lines()),
+            fix="go on with the version of duoka that wrote it",
+        ) from None
+
+
+def _refuse_within_epoch(folder: Path, allowed: list[str]) -> None:
+    progress: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))["progress"]
+    if progress["index"]:
+        raise ConfigError(
+            f"{folder.name} lies within epoch {progress['epoch'] + 1}, and with {', '.join(allowed)} the order of "
+            "samples is another: some would be learnt twice and others not at all",
+            fix="go on from a checkpoint at an epoch's end (checkpoint.every: 1 epoch), or start a new run",
+        )
+
+
+def _changed_debts(old: RunConfig, new: RunConfig, manifest: Manifest, layout: Layout) -> list[str]:
+    """What PowerSGD left out belongs to one number of processes."""
+    if old.parallel.compress != "powersgd" or new.parallel.compress != "powersgd":
+        return []
+    before = manifest.layout.get("dp")
+    if before == layout.dp:
+        return []
+    if layout.strategy != "ddp":
+        return [f"what powersgd left out on {before} processes is dropped: one process exchanges no gradients"]
+    return [f"what powersgd left out on {before} processes goes on with {layout.dp}; other digits come out of it"]
+
+
+def _layout_changes(manifest: Manifest, layout: Layout) -> list[str]:
+    before, now = manifest.layout, layout.to_json()
+    keys = [key for key in now if key != "name" and before.get(key) != now[key]]
+    return [f"{_SHOWN.get(key, key)} {before.get(key)} -> {now[key]}" for key in keys]

@@ -1,0 +1,73 @@
+"""Which checkpoints stay, and the removal of the others and of what killed processes left. Rank 0's work alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from duoka.runs.manifest import list_checkpoints, step_of
+from duoka.store.resume import DAMAGED
+
+DRAFT, DOOMED = ".draft", ".old"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the newest `last`, those of every `every` steps, and the one named `best`."""
+
+    last: int = 2
+    every: int | None = None
+    best: int | None = None
+
+    def removes(self, steps: list[int]) -> list[int]:
+        """The steps to remove, of all that are there, newest first."""
+        old = steps[self.last :]
+        return [step for step in old if step != self.best and not (self.every and step % self.every == 0)]
+
+
+def remove_old(checkpoints: Path, keep: Keep) -> None:
+    by_step = {step_of(folder): folder for folder in list_checkpoints(checkpoints)}
+    for step in keep.removes(list(by_step)):
+        # Renamed first: a removal cut in the middle must not leave half a checkpoint under a valid name.
+        doomed = checkpoints / f".{by_step[step].name}{DOOMED}"
+        try:
+            by_step[step].rename(doomed)
+        except OSError:
+            continue  # it stays, and is tried again after the next save
+        shutil.rmtree(doomed, ignore_errors=True)
+    newest = max(by_step, default=0)
+    for damaged in checkpoints.glob(f"step-*{DAMAGED}"):
+        # Kept until the run has passed its step, in case somebody wants to look at it.
+        if step_of(damaged.with_suffix("")) <= newest:
+            shutil.rmtree(damaged, ignore_errors=True)
+
+
+@contextmanager
+def make_way(final: Path) -> Iterator[None]:
+    """Move what stands at `final` out of the way, and remove it when the block has put something there."""
+    old = final.with_name(f".{final.name}{DOOMED}")
+    there = final.exists()
+    if there:
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    try:
+        yield
+    except OSError:
+        if there:
+            old.rename(final)
+        raise
+    if there:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def clean_drafts(checkpoints: Path) -> list[str]:
+    """Remove what a killed process left half-written or half-removed; returns the names."""
+    if not checkpoints.is_dir():
+        return []
+    left = [p for p in checkpoints.iterdir() if p.name.startswith(".step-") and p.name.endswith((DRAFT, DOOMED))]
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return sorted(path.name for path in left)

@@ -1,0 +1,120 @@
+"""The dry run against a real step of the same model, and its collectives against theory."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from duoka.bench import dry_run as module
+from duoka.bench.dry_run import dry_run
+from duoka.config.schema import RunConfig
+from duoka.plan.layout import Layout, parse_layout
+from duoka.plan.recipe import Work
+from duoka.plan.shape import shape_from_config
+from duoka.plan.traffic import traffic
+
+TOKENS = 256
+FACTS = {
+    "model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
+}  # fmt: skip
+PLAIN = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}})
+ADAPTED = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}, "lora": {"rank": 8, "dropout": 0.0}})
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages that are alive, counted apart from the dry run's own tracker."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.sizes, self.now, self.peak = {}, 0, 0
+        for tensor in held:
+            self.add(tensor)
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.sizes:
+            self.sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.drop, storage._cdata)
+
+    def drop(self, key):
+        self.now -= self.sizes.pop(key, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self.add, out)
+        return out
+
+
+def real_peak(lora, recompute):
+    """Two real steps, with nothing of the dry run."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from duoka.model.attention import register_attention
+    from duoka.model.build import LossModel
+    from duoka.model.fused import apply_fused
+    from duoka.model.lora import apply_lora
+
+    settings = {key: value for key, value in FACTS.items() if key != "model_type"}
+    lm = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation=register_attention()))
+    lm = apply_lora(lm, lora) if lora else lm
+    apply_fused(lm, adapters=True)  # the parts that parallelize puts in
+    if recompute == "full":
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = LossModel(lm.train())
+    optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad], fused=True)
+    ids = torch.zeros((1, TOKENS), dtype=torch.long)
+    for _ in range(2):
+        gc.collect()
+        states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        with Live([*lm.parameters(), *lm.buffers(), *states]) as live:
+            loss, _ = model(ids, ids, ids)
+            loss.backward()
+            del loss
+            optimizer.step()
+        optimizer.zero_grad()
+    return live.peak
+
+
+@pytest.mark.parametrize(("config", "recompute"), [(PLAIN, "none"), (PLAIN, "full"), (ADAPTED, "none")])
+def test_a_dry_run_sees_what_a_real_step_allocates(config, recompute):
+    found = dry_run(config, FACTS, Layout(recompute=recompute, packing=False), [TOKENS])
+    measured = real_peak(config.lora, recompute)
+    assert abs(found.peak_bytes / measured - 1) <= 0.03, (
+        f"{found.peak_bytes / 2**20:.2f} against {measured / 2**20:.2f}"
+    )
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["fsdp8", "zero1x8", "zero2x8", "hsdp2x4"])
+def test_a_rank_of_a_world_that_is_not_there_sends_what_theory_says(name):
+    layout = replace(parse_layout(name), packing=False)
+    found = dry_run(PLAIN, FACTS, layout, [TOKENS])
+    shape = shape_from_config(FACTS)
+    theory = traffic(Work(shape, None), layout, 8, accumulation=1, tokens=TOKENS)
+    wanted = sum(one.sent_bytes for one in theory)
+    sent = sum(one.sent_bytes for one in found.traffic.values())
+    assert sent == pytest.approx(wanted, rel=0.02), {kind: vars(one) for kind, one in found.traffic.items()}
+
+
+def test_layers_are_extrapolated_along_a_line(monkeypatch):
+    layout, facts = replace(parse_layout("ddp4"), packing=False), FACTS | {"num_hidden_layers": 5}
+    monkeypatch.setattr(module, "PROBED_LAYERS", (2, 3))
+    line = dry_run(PLAIN, facts, layout, [TOKENS])
+    monkeypatch.setattr(module, "PROBED_LAYERS", (5, 6))
+    whole = dry_run(PLAIN, facts, layout, [TOKENS])
+    assert (line.probed, whole.probed) == ((2, 3), (5,))
+    for phase in ("forward", "backward", "optimizer step"):
+        assert line.phases[phase] == pytest.approx(whole.phases[phase], rel=1e-3), phase
+
+
+def test_what_is_only_planned_has_no_code_to_run():
+    with pytest.raises(ValueError, match="planned only"):
+        dry_run(PLAIN, FACTS, parse_layout("fsdp4·tp2"), [TOKENS])

@@ -1,0 +1,191 @@
+"""Plain text, prompts, pairs and labelled answers: read, checked, tokenised; long ones split without loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_kit import config_for, messages_record, simple_records, write_jsonl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from duoka.data.prepare import PreparedData, prepare_data, read_tokenizer
+from duoka.data.read.detect import detect_format
+from duoka.data.read.example import BadRecord, Labelled, Message, Preference, Prompt, SetFormat, Text
+from duoka.data.read.record_kinds import read_record
+from duoka.data.read.registry import check_data, check_sets, find_sets
+from duoka.data.tokens.encode import split_sample
+from duoka.data.tokens.template import Sample
+
+ASK = {"role": "user", "content": "q"}
+GOOD, WORSE = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "worse"}
+SAY = (Message("user", "q"),)
+PAIR = Preference(SAY, Message("assistant", "good"), Message("assistant", "worse"))
+LIKED = Labelled((*SAY, Message("assistant", "good")), True)
+GPT = [{"from": "gpt", "value": text} for text in ("good", "worse")]
+DETECTED: list[tuple[dict[str, Any], Any]] = [
+    ({"text": "whole"}, Text("whole")),
+    ({"prompt": "q"}, Prompt(SAY)),
+    ({"prompt": [ASK]}, Prompt(SAY)),
+    ({"prompt": "q", "chosen": "good", "rejected": "worse"}, PAIR),
+    ({"instruction": "q", "input": "", "chosen": "good", "rejected": "worse"}, PAIR),
+    ({"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, WORSE]}, PAIR),
+    ({"prompt": [ASK], "chosen": [GOOD], "rejected": [WORSE]}, PAIR),
+    ({"chosen": [ASK, GOOD], "rejected": [ASK, WORSE]}, PAIR),
+    ({"conversations": [{"from": "human", "value": "q"}], "chosen": GPT[0], "rejected": GPT[1]}, PAIR),
+    ({"prompt": "q", "completion": "good", "label": True}, LIKED),
+    ({"messages": [ASK, GOOD], "label": True}, LIKED),
+    ({"instruction": "q", "output": "good", "kto_tag": True}, LIKED),
+]
+
+
+@pytest.mark.parametrize(("record", "expected"), DETECTED, ids=[str(list(record)) for record, _ in DETECTED])
+def test_each_kind_is_recognised_and_read(record: dict[str, Any], expected: Any) -> None:
+    form = detect_format(record)
+    assert form is not None
+    assert read_record(record, form) == expected
+
+
+def pair_form(**more: str) -> SetFormat:
+    form = detect_format({"chosen": [ASK, GOOD], "rejected": [ASK, WORSE]})
+    assert form is not None
+    return form
+
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, DETECTED[7][0], "the same answer"),
+    ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "x"}, WORSE]}, DETECTED[7][0], "different conversations"),
+    ({"chosen": [ASK, GOOD]}, DETECTED[7][0], "there is no 'rejected'"),
+    ({"prompt": "q", "chosen": 3, "rejected": "b"}, DETECTED[3][0], "'chosen' is a number"),
+    ({"prompt": "q", "completion": "a", "label": 2}, DETECTED[9][0], "must be true or false"),
+    ({"text": "  "}, DETECTED[0][0], "'text' is empty"),
+    ({"text": None}, DETECTED[0][0], "'text' is null"),
+    ({"prompt": [ASK, GOOD]}, DETECTED[2][0], "the prompt ends with assistant"),
+]
+
+
+@pytest.mark.parametrize(("record", "like", "said"), BAD, ids=[said for *_, said in BAD])
+def test_a_wrong_record_of_each_kind_is_refused(record: dict[str, Any], like: dict[str, Any], said: str) -> None:
+    form = detect_format(like)
+    assert form is not None
+    with pytest.raises(BadRecord, match=said):
+        read_record(record, form)
+
+
+def test_dataset_info_says_the_kind(tmp_path: Path) -> None:
+    entries = {
+        "pairs": {"file_name": "p.jsonl", "ranking": True, "columns": {"prompt": "q", "chosen": "a", "rejected": "b"}},
+        "liked": {"file_name": "l.jsonl", "columns": {"prompt": "q", "response": "a", "kto_tag": "ok"}},
+        "asked": {"file_name": "l.jsonl", "columns": {"prompt": "q"}},
+        "plain": {"file_name": "t.jsonl", "formatting": "text", "columns": {"text": "words"}},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
+    write_jsonl(tmp_path / "p.jsonl", [{"q": "q", "a": "x", "b": "y"}])
+    write_jsonl(tmp_path / "l.jsonl", [{"q": "q", "a": "x", "ok": False}])
+    write_jsonl(tmp_path / "t.jsonl", [{"words": "x"}])
+    config = config_for(*entries)
+    assert [found.form.kind for found in find_sets(config, tmp_path)] == [
+        "preference", "labelled", "prompt", "text",
+    ]  # fmt: skip
+    assert not check_sets(config, tmp_path)
+    faults = check_data(config, tmp_path)
+    assert len(faults) == 4, "stage sft learns from none of them"
+    assert "preference pairs (ranking), and stage sft learns from answers" in faults[0].what
+
+
+@pytest.fixture
+def prepared(tiny_tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+
+    def run(records: list[Any], **options: Any) -> PreparedData:
+        path = write_jsonl(tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", records)
+        run.config = config_for(path, **options)  # type: ignore[attr-defined]
+        return prepare_data(run.config, tmp_path, tiny_tokenizer_folder)  # type: ignore[attr-defined]
+
+    return run
+
+
+def test_a_pair_is_one_sample_with_both_answers_as_targets(
+    prepared: Any, tiny_tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    store = prepared([{"prompt": "q", "chosen": "good", "rejected": "worse"}]).train
+    tokenizer = read_tokenizer(prepared.config, tmp_path, tiny_tokenizer_folder)
+    sample, cut = store.sample(0), int(store.marks[0])
+    parts = [
+        Sample(sample.input_ids[:cut], sample.is_target[:cut]),
+        Sample(sample.input_ids[cut:], sample.is_target[cut:]),
+    ]
+    learned = [tokenizer.decode(part.input_ids[part.is_target].tolist()) for part in parts]
+    assert learned == ["good<|im_end|>", "worse<|im_end|>"]
+
+
+def test_a_label_is_kept_beside_its_sample(prepared: Any) -> None:
+    records = [{"messages": [ASK, GOOD], "label": True}, {"messages": [ASK, GOOD], "label": False}]
+    store = prepared(records).train
+    assert store.marks.tolist() == [1, 0]
+    assert len(set(store.parts[0].arrays.content.tolist())) == 2, "another label is another sample"
+
+
+def test_a_prompt_ends_where_the_assistant_begins(prepared: Any, tiny_tokenizer_folder: Path, tmp_path: Path) -> None:
+    store = prepared([{"prompt": "q"}]).train
+    tokenizer = read_tokenizer(prepared.config, tmp_path, tiny_tokenizer_folder)
+    assert tokenizer.decode(store.sample(0).input_ids.tolist()).endswith("<|im_start|>assistant\n")
+    assert store.sample(0).num_targets == 0
+
+
+def test_a_document_is_kept_whole_and_learned_whole(prepared: Any) -> None:
+    rows = prepared([{"text": "long " * 200}], max_length=16).train
+    (length,) = rows.store.lengths.tolist()
+    assert length > 200 and rows.store.sample(0).num_targets == length - 1
+    assert int(rows.num_targets.sum()) == length - 1 and set(rows.lengths.tolist()[:-1]) == {16}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 90), st.integers(2, 20), st.integers(0, 2**30))
+def test_a_split_sample_has_every_target_once_with_its_token(length: int, most: int, seed: int) -> None:
+    mask = np.random.default_rng(seed).random(length) < 0.5
+    parts = split_sample(Sample(np.arange(length, dtype=np.int32), mask), most)
+    assert all(len(part.input_ids) <= most for part in parts)
+    assert not any(part.is_target[0] for part in parts[1:]), "context is shown as what is learned"
+    learned = [int(token) for part in parts for token in part.input_ids[1:][part.is_target[1:]]]
+    assert learned == np.arange(1, length)[mask[1:]].tolist()
+
+
+def test_split_keeps_every_target_and_counts(prepared: Any) -> None:
+    records = simple_records(20)
+    whole, split = prepared(records), prepared(records, max_length=24, on_long="split")
+    counts = split.report.sets[0].counts
+    assert counts.num_targets == whole.report.sets[0].counts.num_targets
+    assert counts.num_split > 0 and counts.num_parts > counts.num_split and counts.num_truncated == 0
+    assert int(split.train.lengths.max()) <= 24
+    assert f"{counts.num_split} split into {counts.num_parts}" in split.report.sets[0].line()
+
+
+def test_text_that_was_damaged_before_us_is_counted_and_said(prepared: Any) -> None:
+    report = prepared([*simple_records(3), messages_record([("user", "q\ufffd"), ("assistant", "a")])]).report
+    assert report.sets[0].counts.num_damaged == 1
+    assert "1 with U+FFFD" in report.sets[0].line()
+
+
+def test_characters_that_the_tokenizer_lacks_are_counted_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    words = ["<unk>", "<|im_start|>", "<|im_end|>", "user", "assistant", "hello", "you"]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(words[:3])
+    folder = tmp_path / "model"
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    facts = {"unk_token": "<unk>", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+    path = write_jsonl(tmp_path / "a.jsonl", [messages_record([("user", "hello 多卡"), ("assistant", "<unk> you x")])])
+    report = prepare_data(config_for(path), tmp_path, folder).report
+    assert report.sets[0].counts.num_unknown == 2, "the one that the text spells out is none"
+    assert "2 tokens stand for characters that the tokenizer does not have" in report.sets[0].line()
