@@ -16,7 +16,8 @@ from duoka.config.dialects.all import dialects, recognise, speaks
 from duoka.config.dialects.deepspeed import without_comments
 from duoka.config.dialects.engine import is_default, translate, with_overrides
 from duoka.config.dialects.rows import Dialect, Start
-from duoka.config.yaml_lines import Place, Tree, parse_yaml, scalar_value
+from duoka.config.paths import given_path, is_file, is_folder
+from duoka.config.yaml_lines import Place, Tree, parse_yaml, printable, scalar_value
 from duoka.errors import Fault
 from duoka.registry import nearest
 
@@ -180,11 +181,11 @@ def _protected(tree: Tree) -> Tree:
 
 def read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
     """The file that a key of another tool points to: from the current folder, then from the config's."""
-    places = (Path(path).expanduser(), folder / path)
-    found = next((place for place in places if place.is_file()), None)
+    places = (given_path(path), folder / path)
+    found = next((place for place in places if is_file(place)), None)
     if found is None:
         what, fix = f"there is no file {path}", _yaml_files(places[0].parent, places[0].name)
-        faults.append(asked_at.fault(what, fix=fix if places[0].parent.is_dir() else "write the path of the file"))
+        faults.append(asked_at.fault(what, fix=fix if is_folder(places[0].parent) else "write the path of the file"))
         return None
     text = read_text(found, faults, asked_at)
     tree = None if text is None else parse_yaml(without_comments(text), shown_path(found), faults)
@@ -198,7 +199,7 @@ def _read_base(path: Path, extends: Tree, layers: Layers, above: tuple[Path, ...
     text = _text_of("extends", extends, layers)
     if text is None:
         return []
-    target = path.parent / Path(text).expanduser()
+    target = path.parent / given_path(text)
     chain = [seen.resolve() for seen in above]
     if target.resolve() in chain:
         circle = " -> ".join(seen.name for seen in [*above[chain.index(target.resolve()) :], target])
@@ -287,12 +288,12 @@ def read_overrides(overrides: Iterable[str], layers: Layers) -> list[Tree]:
     """`key.sub=value` words as trees; values are read as YAML. A later word wins over an earlier one."""
     trees = []
     for word in overrides:
-        place = Place(COMMAND_LINE, 0, word)
+        place = Place(COMMAND_LINE, 0, printable(word))
         key, equals, text = word.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):
             layers.faults.append(
-                place.fault(f'"{word}" is not of the form key=value', fix="write for example:   optim.lr=1e-4")
+                place.fault(f'"{place.source}" is not of the form key=value', fix="write for example:   optim.lr=1e-4")
             )
             continue
         if parts[0] in ("extends", "base"):

@@ -22,7 +22,7 @@ from yaml.scanner import Scanner, ScannerError
 from duoka.errors import Fault
 
 MAX_DEPTH = 50  # blocks in blocks; a config has five
-MAX_NODES = 20_000  # a config has a hundred; aliases of aliases can grow to billions
+MAX_NODES = 5_000  # a config has a hundred; aliases of aliases can grow to billions
 _MOST_SHOWN = 240  # letters of a line
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what YAML counts as the end of a line
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
@@ -174,6 +174,9 @@ class _Builder:
             self._faults.append(place.fault(f"tags such as {node.tag} are not used here", fix="write the plain value"))
         if isinstance(node, ScalarNode):
             is_plain = node.style is None
+            if "\0" in node.value:
+                self._faults.append(place.fault("no name and no path holds a NUL character", fix="delete it"))
+                return Tree("", place)
             if any("\ud800" <= char <= "\udfff" for char in node.value):
                 self._faults.append(place.fault("a surrogate escape alone is half a character", fix="delete it"))
                 return Tree("", place)

@@ -154,7 +154,7 @@ def leaves_of(dialect: Dialect, tree: Tree, prefix: str = "") -> Iterator[Leaf]:
     for word, value in tree.value.items():
         shown = f"{prefix}{word}"
         is_heading = not prefix and word in dialect.blocks
-        has_rows = any(name.startswith(f"{shown}.") for name in dialect.rows)
+        has_rows = shown in dialect.openers
         if isinstance(value.value, dict) and (is_heading or (has_rows and shown not in dialect.rows)):
             yield from leaves_of(dialect, value, f"{shown}.")
             continue
@@ -211,7 +211,7 @@ def _translate_into(
 
 def _is_empty_block(dialect: Dialect, leaf: Leaf) -> bool:
     """`fsdp_config: {}`: a block with nothing in it asks for nothing."""
-    is_block = any(name.startswith(f"{leaf.shown}.") for name in dialect.rows) or leaf.shown in dialect.blocks
+    is_block = leaf.shown in dialect.openers or leaf.shown in dialect.blocks
     return is_block and leaf.shown not in dialect.rows and is_none(leaf.value)
 
 

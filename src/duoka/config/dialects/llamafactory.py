@@ -17,16 +17,17 @@ from duoka.config.dialects.llamafactory_rest import rest_rows
 from duoka.config.dialects.rows import (
     Asked,
     Dialect,
+    Refusal,
     Row,
     implemented,
     names_of,
-    number,
     only_if_on,
     reported,
     switch,
     table,
     timeout_answer,
     unless_none,
+    whole,
     words,
 )
 
@@ -149,18 +150,18 @@ def _defaults(asked: Asked) -> Mapping[str, Any]:
     if not any(asked.is_on(name) for name in ("bf16", "fp16", "pure_bf16")):
         out["train.precision"] = "fp32"
     if lora.is_lora(asked) and not lora.goes_on(asked):  # which has its own
-        rank = number(asked.get("lora_rank", 8), "lora_rank") if _is_number(asked.get("lora_rank", 8)) else 8
+        rank = _rank(asked)
         out |= {"lora.rank": 8, "lora.alpha": 2.0 * rank, "lora.dropout": 0.0, "lora.targets": "all"}
     if to.is_freeze(asked):
         out |= {"train_only.layers": 2, "train_only.modules": "all"}
     return out
 
 
-def _is_number(value: Any) -> bool:
+def _rank(asked: Asked) -> int:
     try:
-        return float(value) > 0
-    except (TypeError, ValueError):
-        return False
+        return whole(asked.get("lora_rank", 8), "lora_rank")
+    except Refusal:  # which the key's own row says
+        return 8
 
 
 def _fits(top: Mapping[str, Any]) -> bool:

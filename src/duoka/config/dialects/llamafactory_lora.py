@@ -19,6 +19,7 @@ from duoka.config.dialects.rows import (
     whole,
     words,
 )
+from duoka.config.paths import is_folder
 
 
 def is_lora(asked: Asked) -> bool:
@@ -48,7 +49,7 @@ def _adapters(asked: Asked) -> list[str]:
         names = comma_list(asked.get("adapter_name_or_path", []), "adapter_name_or_path")
     except Refusal:  # which its own row says
         return []
-    is_word = names == ["lora"] and not any(place.is_dir() for place in (Path("lora"), asked.folder / "lora"))
+    is_word = names == ["lora"] and not any(is_folder(place) for place in (Path("lora"), asked.folder / "lora"))
     return [] if is_word else names
 
 

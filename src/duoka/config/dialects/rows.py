@@ -87,10 +87,19 @@ class Dialect:
     rows: Mapping[str, Row]
     fits: Callable[[Mapping[str, Any]], bool]
     defaults: Callable[[Asked], Mapping[str, Any]] = lambda asked: {}
+    openers: frozenset[str] = field(init=False, default=frozenset())  # names before a dot of a row: blocks
     rename: Mapping[str, str] = field(default_factory=dict)  # how a file writes a key -> the name of its row
     blocks: tuple[str, ...] = ()  # blocks whose keys are looked up without the block's name
     task: Callable[[Mapping[str, Any]], str] = lambda values: "train"  # what the other tool would do with a file
     is_whole: bool = True  # False: a file beside the one that names model and data
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "openers", _openers(self.rows))
+
+
+def _openers(rows: Iterable[str]) -> frozenset[str]:
+    parts = [name.split(".") for name in rows]
+    return frozenset(".".join(words[:count]) for words in parts for count in range(1, len(words)))
 
 
 def implemented(name: str, key: str, convert: Convert | None = None, note: str = "") -> list[Row]:
