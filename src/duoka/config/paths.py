@@ -1,6 +1,6 @@
 """Paths as users write them: what a name that may be anything means on a disk.
 
-Names of 300 letters, or of a user who is not there, are no paths; Python raises for them where a plain "not there" is
+Names of 300 letters, with a NUL, or of a user who is not there, are no paths; Python raises where "not there" is
 meant. Rooms that look up what a config names do it through here.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 def given_path(name: str | Path) -> Path:
     """The path with ~ filled in; of a user whom nobody knows, as it stands."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, ValueError):
         return Path(name).expanduser()
     return Path(name)
 

@@ -174,9 +174,6 @@ class _Builder:
             self._faults.append(place.fault(f"tags such as {node.tag} are not used here", fix="write the plain value"))
         if isinstance(node, ScalarNode):
             is_plain = node.style is None
-            if "\0" in node.value:
-                self._faults.append(place.fault("no name and no path holds a NUL character", fix="delete it"))
-                return Tree("", place)
             if any("\ud800" <= char <= "\udfff" for char in node.value):
                 self._faults.append(place.fault("a surrogate escape alone is half a character", fix="delete it"))
                 return Tree("", place)
