@@ -16,6 +16,7 @@ from duoka.config.dialects.rows import (
     Asked,
     Dialect,
     implemented,
+    is_none,
     reported,
     switch,
     table,
@@ -33,7 +34,10 @@ _STRATEGIES = {
 def _strategy(value: Any, asked: Asked) -> Any:
     if str(value).lower() == "dp":
         return Answer({"parallel.strategy": "auto"}, "one process for all GPUs is slower everywhere: DDP is used")
-    return words("trainer.type", _STRATEGIES)(value, asked)
+    strategy = words("trainer.type", _STRATEGIES)(value, asked)
+    if strategy == "ddp" and not is_none(asked.get("deepspeed")):
+        return Answer(note="one process per GPU; how they share the work is said by the DeepSpeed file")
+    return strategy
 
 
 def _fits(top: Mapping[str, Any]) -> bool:
