@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from duoka.cli import run
-from duoka.cli.lines import Meaning, meaning_of_accelerate, meaning_of_torchrun
+from duoka.cli.lines import Meaning, meaning_of_accelerate, meaning_of_torchrun, settings_of_words
 from duoka.cli.typed import mend
 from duoka.cluster.meeting import Rules
 from duoka.cluster.nodes import Flags, NodeStart, read_node_start
@@ -306,3 +306,9 @@ def test_ddp_with_a_deepspeed_file_shares_the_work_as_that_file_says(folder: Pat
     assert any("said by the DeepSpeed file" in note for note in loaded.notes)
     Path("nested.yaml").write_text(text, "utf-8")
     assert load_config("nested.yaml", start=Start(2, True)).config.parallel.strategy == "ddp"
+
+
+def test_a_switch_of_a_file_may_stand_as_a_flag_behind_llamafactory_cli() -> None:
+    words = ["x.yaml", "--gradient_checkpointing", "--learning_rate", "1e-4", "--json"]
+    wanted = ["x.yaml", "gradient_checkpointing=true", "learning_rate=1e-4", "--json"]
+    assert settings_of_words(words, only=("gradient_checkpointing", "learning_rate")) == wanted

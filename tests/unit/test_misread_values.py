@@ -233,3 +233,13 @@ def test_another_tools_defaults_stand_below_a_base_in_duokas_words() -> None:
 
 def test_an_empty_deepspeed_asks_for_nothing() -> None:
     assert load({**BASE, "deepspeed": None}).config.parallel.strategy == "auto"
+
+
+def test_the_second_form_of_llamafactory_is_named() -> None:
+    keys = {"model": "Qwen/Qwen3-0.6B", "model_class": "llm", "template": "qwen3_nothink", "kernel_config": None,
+            "dist_config": {"name": "fsdp2"}, "train_dataset": "data/v1_sft_demo.yaml", "output_dir": "outputs/x",
+            "micro_batch_size": 1, "cutoff_len": 2048, "learning_rate": 1e-4, "max_steps": 10}  # fmt: skip
+    message = refusal(keys)
+    assert "LLaMA-Factory's v1 form" in message and "line 2" in message and message.count("config error") == 1, message
+    with pytest.raises(Faults, match="v1 form"):
+        read_asked("x.yaml", "chat")

@@ -6,7 +6,7 @@ Pure functions from words to an answer; the commands torchrun.py and accelerate.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -338,14 +338,19 @@ def _config_of(line: Line) -> list[str] | None:
     return [files[0], *(word for word in out if word != files[0])]
 
 
-def settings_of_words(words: Sequence[str]) -> list[str]:
-    """`--config x.yaml --lr 1e-4 --bf16` as `x.yaml lr=1e-4 bf16=true`: flags of a script as a file and its keys."""
+def settings_of_words(words: Sequence[str], *, only: Container[str] | None = None) -> list[str]:
+    """`--config x.yaml --lr 1e-4 --bf16` as `x.yaml lr=1e-4 bf16=true`: flags of a script as a file and its keys.
+
+    `only`: names of keys; other flags stay as they are.
+    """
     switches = {name for name, row in dialects()["llamafactory"].rows.items() if row.is_switch}
     out: list[str] = []
     place = 0
     while place < len(words):
         name, equals, value = words[place].partition("=")
-        if name.lstrip("-") in ("config", "config_file", "c") and name.startswith("-"):
+        if only is not None and not equals and name.startswith("-") and name.lstrip("-").replace("-", "_") not in only:
+            out.append(name)
+        elif name.lstrip("-") in ("config", "config_file", "c") and name.startswith("-"):
             if not equals:
                 place += 1
                 value = words[place] if place < len(words) else ""

@@ -22,6 +22,7 @@ def command(action: str, words: tuple[str, ...]) -> int:
     from duoka import __version__
     from duoka.cli.lines import Meaning, settings_of_words
     from duoka.cli.torchrun import follow
+    from duoka.config.dialects.all import dialects
     from duoka.errors import ConfigError
     from duoka.registry import nearest
 
@@ -40,7 +41,7 @@ def command(action: str, words: tuple[str, ...]) -> int:
     if flags and not words[0].endswith((".yaml", ".yml", ".json")):
         shown = "\n".join(_as_yaml(words))
         raise ConfigError("keys of a run stand in a file here, not in flags", fix=f"write a YAML with:\n{shown}")
-    settings = settings_of_words(words)
+    settings = settings_of_words(words, only=dialects()["llamafactory"].rows)
     return follow(Meaning((_command_of(action, settings), *settings)))
 
 

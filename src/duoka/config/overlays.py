@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from duoka.config.dialects.all import dialects, recognise, speaks
+from duoka.config.dialects.all import dialects, recognise, refuse_unread_form, speaks
 from duoka.config.dialects.deepspeed import without_comments
 from duoka.config.dialects.engine import is_default, translate, with_overrides
 from duoka.config.dialects.rows import Dialect, Start
@@ -116,6 +116,10 @@ def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: P
         what = "a list" if isinstance(tree.value, list) else f'the text "{str(tree.value)[:40]}"'
         fix = "write:   key: value   lines, such as   model: demo"
         layers.faults.append(tree.place.fault(f"the file holds {what}, not keys", fix=fix))
+        return []
+    unread = refuse_unread_form(tree)
+    if unread is not None:
+        layers.faults.append(unread)
         return []
     entries = dict(tree.value)
     extends, base = entries.pop("extends", None), entries.pop("base", None)

@@ -12,6 +12,7 @@ from duoka.config.dialects.llamafactory import llamafactory
 from duoka.config.dialects.nested import nested
 from duoka.config.dialects.rows import Dialect
 from duoka.config.yaml_lines import Tree
+from duoka.errors import Fault
 
 
 @cache
@@ -31,6 +32,24 @@ def speaks(tree: Tree, dialect: Dialect) -> bool:
         leaf.name in dialect.rows and not (leaf.name in known_keys() and isinstance(leaf.tree.value, dict))
         for leaf in leaves_of(dialect, tree)
     )
+
+
+# Keys of LLaMA-Factory's second form (its examples/v1); three of them are no accident.
+_V1 = {
+    "model_class", "dist_config", "kernel_config", "quant_config", "peft_config", "init_config", "optim_config",
+    "train_dataset", "micro_batch_size", "sample_backend", "batching_strategy", "cp_size", "cp_mode",
+}  # fmt: skip
+
+
+def refuse_unread_form(tree: Tree) -> Fault | None:
+    """What a file is that is known and not read; None for all others."""
+    known = [key for key in tree.value if key in _V1]
+    if len(known) < 3 or "model_name_or_path" in tree.value:
+        return None
+    what = f"this is LLaMA-Factory's v1 form ({', '.join(known[:3])} ...), which duoka does not read"
+    fix = "write the usual form (model_name_or_path, dataset, per_device_train_batch_size), or:   duoka init x.yaml"
+    first: Tree = tree.value[known[0]]
+    return first.place.fault(what, fix=fix)
 
 
 def recognise(tree: Tree) -> Dialect | None:

@@ -33,6 +33,7 @@ from duoka.config.dialects.rows import (
 
 _SIGNS = ("model_name_or_path", "finetuning_type", "per_device_train_batch_size", "cutoff_len", "lora_target")
 _OUR_BLOCKS = ("data", "lora", "optim", "train", "parallel", "checkpoint", "log")
+_WARMUP = "step s of n has s/n of the rate; transformers' (s-1)/n lets the first step learn nothing"
 _STAGES = {"sft": "sft", "pt": "pretrain", "rm": "reward", "dpo": "dpo", "kto": "kto", "ppo": "ppo"}
 
 
@@ -93,8 +94,8 @@ def _rows_of_training() -> list[Row]:
         *implemented("lr_scheduler_type", "optim.schedule", learn.schedule),
         Row("lr_scheduler_kwargs", "implemented", "optim.min_lr", "with cosine_with_min_lr", learn.schedule_extra,
             parts=("min_lr_rate", "min_lr")),
-        *implemented("warmup_ratio", "optim.warmup", learn.warmup),
-        *implemented("warmup_steps", "optim.warmup", learn.warmup),
+        *implemented("warmup_ratio", "optim.warmup", learn.warmup, _WARMUP),
+        *implemented("warmup_steps", "optim.warmup", learn.warmup, _WARMUP),
         *implemented("weight_decay", "optim.weight_decay"),
         *implemented("max_grad_norm", "optim.clip"),
         *implemented("label_smoothing_factor", "train.label_smoothing"),
