@@ -357,5 +357,6 @@ CONTRADICTIONS = {
     "resume-is-a-switch": HEAD + "checkpoint: {resume: no}\n",
     "keep-best-of-nothing": HEAD + "checkpoint: {keep_best: true}\n",
     "allowed-change-of-no-key": HEAD + "checkpoint: {allow_changes: [lr]}\n",
+    "output-is-no-path": HEAD + f"output: runs/{'x' * 300}\n",
     "output-is-a-shared-folder": HEAD + "output: ./\n",
 }

@@ -73,6 +73,14 @@ def test_tool_calls_are_kept_in_either_spelling() -> None:
     assert first.tools == '[{"name": "w"}]'
 
 
+def test_a_tool_answers_a_call_that_is_written_as_text() -> None:
+    """As in LLaMA-Factory's own glaive sets: human, gpt, observation, gpt."""
+    turns = [("human", "Weather?"), ("gpt", "I look it up."), ("observation", "sunny"), ("gpt", "Sunny.")]
+    record = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    roles = [message.role for message in read_example(record, form_of("sharegpt")).messages]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+
+
 def talk(*turns: tuple[Any, Any]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
 

@@ -23,7 +23,8 @@ ASKED_FOR = (  # topics of the guides that must have a text, by words that peopl
     "DP", "DDP", "zero", "zero3", "fsdp", "mixed precision", "gradient accumulation", "global batch", "lr scaling",
     "resume", "checkpoint", "torchrun", "multi-node", "connection refused", "port conflict", "oom", "no speedup",
     "gpu 0", "timeout", "different loss", "nccl", "eval", "lora", "packing", "gradient checkpointing", "rank",
-    "pipeline", "数据并行", "显存不足", "学习率", "断点续训", "连接被拒绝", "端口占用", "卡住", "多机多卡", "混合精度",
+    "pipeline", "swap", "NCCL_ALGO", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "FORCE_TORCHRUN", "交换区",
+    "数据并行", "显存不足", "学习率", "断点续训", "连接被拒绝", "端口占用", "卡住", "多机多卡", "混合精度",
 )  # fmt: skip
 
 TESTS = Path(__file__).parents[1]

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from duoka.cli import run
-from duoka.cli.lines import Meaning, meaning_of_accelerate, meaning_of_torchrun
+from duoka.cli.lines import Meaning, meaning_of_accelerate, meaning_of_torchrun, settings_of_words
 from duoka.cli.typed import mend
 from duoka.cluster.meeting import Rules
 from duoka.cluster.nodes import Flags, NodeStart, read_node_start
+from duoka.config.load import Start, load_config
 from duoka.errors import ConfigError, Faults
 
 
@@ -33,6 +34,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--nproc_per_node=2 ddp.py --epochs 3", "launch --nproc 2 ddp.py --epochs 3"),
         ("--standalone --nproc_per_node=8 -m scripts.base_train --depth=12",
          "pretrain --nproc 8 --depth=12"),
+        ("--nproc_per_node=2 train.py --gradient_checkpointing --config x.yaml --bf16 true",
+         "train x.yaml gradient_checkpointing=true bf16=true --nproc 2"),
+        ("--nproc_per_node=2 train.py --gradient_checkpointing x.yaml",
+         "train x.yaml gradient_checkpointing=true --nproc 2"),
         ("--nproc_per_node=gpu --max_restarts=3 train.py x.yaml --learning-rate 1e-4",
          "train x.yaml learning_rate=1e-4 --restarts 3"),
     ],
@@ -245,3 +250,65 @@ def test_a_line_that_means_nothing_here_says_what_to_type(
 def test_what_is_mended_is_said_before_anything_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "no.yaml", "–nproc", "2"]) == 2
     assert capsys.readouterr().err.startswith("note: –nproc is read as --nproc")
+
+
+def test_base_train_without_depth_has_the_depth_that_it_has_there() -> None:
+    meaning = meaning_of_torchrun(["--nproc_per_node=8", "-m", "scripts.base_train", "--", "--run=x"])
+    assert meaning.words == ("pretrain", "--nproc", "8", "--depth=20", "--run=x")
+    assert any("20 layers" in note for note in meaning.notes)
+
+
+def test_what_accelerate_config_wrote_on_this_machine_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = folder / "hf" / "accelerate"
+    home.mkdir(parents=True)
+    home.joinpath("default_config.yaml").write_text("num_processes: 3\nmixed_precision: bf16\n", "utf-8")
+    monkeypatch.setenv("HF_HOME", str(folder / "hf"))
+    meaning = meaning_of_accelerate(["launch", "train.py", "--config", "x.yaml"])
+    assert meaning.words == ("train", "x.yaml", "--nproc", "3", "train.precision=bf16")
+    assert any("default_config.yaml is read" in note for note in meaning.notes)
+    fewer = meaning_of_accelerate(["launch", "--num_processes=2", "train.py", "--config", "x.yaml"])
+    assert fewer.words[:4] == ("train", "x.yaml", "--nproc", "2")
+    Path("a.yaml").write_text("num_processes: 4\n", "utf-8")
+    named = meaning_of_accelerate(["launch", "--config_file=a.yaml", "train.py", "--config", "x.yaml"])
+    assert named.words == ("train", "x.yaml", "--nproc", "4")
+
+
+@pytest.mark.parametrize("word", ["--local-rank=1", "--local_rank=1"])
+def test_the_local_rank_of_the_older_launcher_is_passed_over(
+    word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run([word, "completion", "bash"]) == 0
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert run([word, "completion", "bash"]) == 2  # another one is a mistake
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("-m torch.distributed.launch --nproc_per_node=2 train.py", "duoka torchrun --nproc_per_node=2 train.py"),
+        ("-m scripts.base_train --depth=12", "duoka pretrain --depth=12"),
+        ("-m scripts.mid_train", "duoka train mid.yaml"),
+        ("-m duoka train x.yaml", "duoka train x.yaml"),
+    ],
+)
+def test_python_before_a_module_names_the_command(line: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["python", *line.split()]) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_ddp_with_a_deepspeed_file_shares_the_work_as_that_file_says(folder: Path) -> None:
+    text = 'trainer: {type: "ddp"}\nmodel: {model_name_or_path: m}\ndata: {dataset: identity}\n'
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}', "utf-8")
+    Path("nested.yaml").write_text(f"{text}deepspeed: ds.json\nddp:\n  timeout: 180000000\n", "utf-8")
+    loaded = load_config("nested.yaml", start=Start(2, True))
+    assert loaded.config.parallel.strategy == "zero2"
+    assert any("said by the DeepSpeed file" in note for note in loaded.notes)
+    Path("nested.yaml").write_text(text, "utf-8")
+    assert load_config("nested.yaml", start=Start(2, True)).config.parallel.strategy == "ddp"
+
+
+def test_a_switch_of_a_file_may_stand_as_a_flag_behind_llamafactory_cli() -> None:
+    words = ["x.yaml", "--gradient_checkpointing", "--learning_rate", "1e-4", "--json"]
+    wanted = ["x.yaml", "gradient_checkpointing=true", "learning_rate=1e-4", "--json"]
+    assert settings_of_words(words, only=("gradient_checkpointing", "learning_rate")) == wanted

@@ -283,6 +283,20 @@ def test_what_ranks_exchange_and_hold_is_said(log):
     assert "sent per rank and step" in write_report(log.run).read_text(encoding="utf-8")
 
 
+def test_the_commit_and_the_names_of_data_files_are_written_as_people_read_them(log):
+    log.plan()
+    log.step(1, 2.0)
+    git = {"commit": "0123456789abcdef0123456789abcdef01234567", "changed": True}
+    (log.run.path / "env.json").write_text(json.dumps({"git": git}))
+    counts = {"num_kept": 5, "num_records": 6, "num_truncated": 0, "num_dropped_long": 1, "num_bad": 0}
+    name = "corpus/shard_00001-of-00100-cleaned.parquet"
+    (log.run.path / "data.json").write_text(json.dumps({"sets": [{"name": name, "counts": counts}]}))
+    page = read_page(log.run)
+    assert "0123456789ab, with changes of its own" in page and "'commit'" not in page
+    said = lines_of(log.run)
+    assert "shard_00001-of-00100-cleaned.parquet\n" in said and "5 samples of 6 records, 1 too long" in said
+
+
 def test_an_empty_run_has_a_summary_too(log):
     from duoka.watch.report import summary_to_json
 

@@ -87,6 +87,8 @@ class LazyGroup(click.Group):
         if found is None:
             if name.startswith("-"):
                 raise click.NoSuchOption(name, ctx=ctx)
+            if name == "python" and args[1:2] == ["-m"] and len(args) > 2:
+                raise click.UsageError(f"there is no command {name!r}: {_python_module(args[2:])}", ctx=ctx)
             if name in _ELSEWHERE:
                 raise click.UsageError(f"there is no command {name!r}: {_ELSEWHERE[name]}", ctx=ctx)
             guess = nearest(name, COMMANDS)
@@ -103,6 +105,18 @@ class LazyGroup(click.Group):
 
         names = [name for name in COMMANDS if name.startswith(incomplete)]
         return [CompletionItem(name, help=COMMANDS[name]) for name in names] or super().shell_complete(ctx, incomplete)
+
+
+def _python_module(words: list[str]) -> str:
+    """What `python -m MODULE ...` of a guide is here."""
+    from duoka.cli.lines import LATER_MODULES, PYTHON_MODULES
+
+    module, *rest = words
+    if module in LATER_MODULES:
+        return LATER_MODULES[module]
+    if module not in PYTHON_MODULES:
+        return f"write   duoka launch --module {module}"
+    return " ".join(["write   duoka", *filter(None, [PYTHON_MODULES[module]]), *rest])
 
 
 def _with_dashes(name: str) -> str:
@@ -146,9 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """As `main`, for callers that go on: the exit code of one command line."""
     _print_what_can_be_printed()
-    from duoka.cli.typed import mend
+    from duoka.cli.typed import mend, without_local_rank
 
-    words, notes = mend(sys.argv[1:] if arguments is None else arguments)
+    words, notes = mend(without_local_rank(sys.argv[1:] if arguments is None else arguments, os.environ))
     for note in notes:
         click.echo(f"note: {note}", err=True)
     try:

@@ -32,11 +32,13 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
     from duoka.config.load import load_config
     from duoka.data.page import build_page
     from duoka.data.prepare import prepare_data, read_tokenizer
-    from duoka.data.read.registry import check_sets
+    from duoka.data.read.registry import check_data, check_sets
     from duoka.hub.models import check_model, model_folder
     from duoka.runs.folder import write_text_atomic
 
     loaded = load_config(config, overrides, checks=(check_sets, check_model))
+    for fault in check_data(loaded.config, loaded.base):  # looked at all the same
+        _say(f"note: duoka train would refuse it: {fault.what}")
     folder = model_folder(loaded.config.model, loaded.base, _say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=_say)
     tokenizer = read_tokenizer(loaded.config, loaded.base, folder)

@@ -5,11 +5,15 @@ Pure functions from words to an answer; the commands torchrun.py and accelerate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from duoka.config.dialects.all import dialects
+from duoka.config.dialects.rows import is_false, is_true
+from duoka.config.paths import given_path, is_file
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import ConfigError
 from duoka.registry import nearest
@@ -56,6 +60,7 @@ ACCELERATE_VALUES = (
     "fsdp_transformer_layer_cls_to_wrap", "fsdp_use_orig_params", "fsdp_cpu_ram_efficient_loading",
     "fsdp_sync_module_states", "fsdp_forward_prefetch",
 )  # fmt: skip
+_DEFAULT_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 _OF_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
                  "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile",
                  "deepspeed_multinode_launcher")  # fmt: skip
@@ -66,6 +71,15 @@ LATER_MODULES = {
     "scripts.mid_train": f"write a YAML {_FROM}:   duoka train mid.yaml",
     "scripts.chat_sft": f"write a YAML with   stage: sft   and {_FROM}:   duoka train sft.yaml",
     "scripts.chat_rl": "stage rl is not there yet",
+}
+THEIR_DEPTH = 20  # what scripts.base_train takes where --depth is not given
+# Modules that a guide starts with `python -m`, and the command that stands for it here.
+PYTHON_MODULES = {
+    "torch.distributed.launch": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "accelerate.commands.launch": "accelerate launch",
+    **dict.fromkeys(PRETRAIN_MODULES, "pretrain"),
+    "duoka": "",
 }
 _RDZV = ("rdzv_backend", "rdzv_id", "rdzv_conf")
 
@@ -149,6 +163,8 @@ def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
             )
         count = str(int(count) // int(machines))
     notes = ["accelerate's own name for --main_port is --main_process_port"] if "main_port" in line.flags else []
+    if "config_file" not in line.flags and (default := _default_config()):
+        notes.append(f"{default} is read, as accelerate launch does (HF_HOME)")
     num_ranks = int(count) * int(machines) if count.isdecimal() else 1
     given = _settings_of(asked, num_ranks)
     if (config := _config_of(line)) is not None:
@@ -168,16 +184,17 @@ def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
 def _accelerate_config(flags: Mapping[str, str]) -> dict[str, Any]:
     """The config file's content with the flags laid on it, in the file's own form."""
     asked: dict[str, Any] = {}
-    if "config_file" in flags:
+    given = flags.get("config_file") or _default_config()
+    if given:
         from duoka.config.overlays import read_text
         from duoka.config.yaml_lines import parse_yaml
         from duoka.errors import Fault, Faults
 
         faults: list[Fault] = []
-        text = read_text(Path(flags["config_file"]), faults, None)
-        tree = parse_yaml(text, flags["config_file"], faults) if text else None
+        text = read_text(Path(given), faults, None)
+        tree = parse_yaml(text, given, faults) if text else None
         if faults or tree is None or not isinstance(tree.value, dict):
-            raise Faults(faults or [Fault(f"{flags['config_file']} holds no Accelerate config")])
+            raise Faults(faults or [Fault(f"{given} holds no Accelerate config")])
         asked = tree.plain_value()
     kinds = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
     for name, text in flags.items():
@@ -200,9 +217,15 @@ def _accelerate_config(flags: Mapping[str, str]) -> dict[str, Any]:
     return asked
 
 
+def _default_config() -> str:
+    """What `accelerate config` has written on this machine, which its launcher reads where no file is named; or ""."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = given_path(os.environ.get("HF_HOME") or f"{cache}/huggingface") / "accelerate"
+    return next((str(home / name) for name in _DEFAULT_NAMES if is_file(home / name)), "")
+
+
 def _settings_of(asked: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     """What the launcher's settings mean for a run, by our keys. Raises Faults."""
-    from duoka.config.dialects.all import dialects
     from duoka.config.dialects.engine import grow, translate
     from duoka.config.dialects.rows import Start
     from duoka.config.overlays import read_pointed
@@ -270,6 +293,9 @@ def _meaning(
             )
         words = ["pretrain", *(["--nproc", count] if count else []), *(["--port", port] if port and not env else [])]
         own = line.arguments[1:] if line.arguments[:1] == ("--",) else line.arguments
+        if line.program == "scripts.base_train" and not any(word.startswith("--depth") for word in own):
+            own = (f"--depth={THEIR_DEPTH}", *own)
+            notes = [*notes, f"{line.program} without --depth is a model of {THEIR_DEPTH} layers"]
         return Meaning((*words, *own), env, tuple(notes))
     if line.is_module and line.program in LATER_MODULES and not is_theirs:
         raise ConfigError(f"{line.program} is a stage of its own here", fix=LATER_MODULES[line.program])
@@ -305,11 +331,26 @@ def _config_of(line: Line) -> list[str] | None:
         words = words[1:]
     elif line.is_module or Path(line.program).is_file() or Path(line.program).name not in ("train.py", "duoka"):
         return None
+    out = settings_of_words(words)
+    files = [word for word in out if word.endswith((".yaml", ".yml", ".json")) and "=" not in word]
+    if not files:
+        return None
+    return [files[0], *(word for word in out if word != files[0])]
+
+
+def settings_of_words(words: Sequence[str], *, only: Container[str] | None = None) -> list[str]:
+    """`--config x.yaml --lr 1e-4 --bf16` as `x.yaml lr=1e-4 bf16=true`: flags of a script as a file and its keys.
+
+    `only`: names of keys; other flags stay as they are.
+    """
+    switches = {name for name, row in dialects()["llamafactory"].rows.items() if row.is_switch}
     out: list[str] = []
     place = 0
     while place < len(words):
         name, equals, value = words[place].partition("=")
-        if name.lstrip("-") in ("config", "config_file", "c") and name.startswith("-"):
+        if only is not None and not equals and name.startswith("-") and name.lstrip("-").replace("-", "_") not in only:
+            out.append(name)
+        elif name.lstrip("-") in ("config", "config_file", "c") and name.startswith("-"):
             if not equals:
                 place += 1
                 value = words[place] if place < len(words) else ""
@@ -318,13 +359,13 @@ def _config_of(line: Line) -> list[str] | None:
             out.append(f"{name[2:].replace('-', '_')}={value}")
         elif name.startswith("--"):
             following = words[place + 1] if place + 1 < len(words) else ""
+            key = name[2:].replace("-", "_")
+            # A switch may stand alone before a file or another setting.
             takes = bool(following) and not following.startswith("-")
-            out.append(f"{name[2:].replace('-', '_')}={following if takes else 'true'}")
+            takes = takes and (key not in switches or is_true(following) or is_false(following))
+            out.append(f"{key}={following if takes else 'true'}")
             place += takes
         elif words[place] != "train":
             out.append(words[place])
         place += 1
-    files = [word for word in out if word.endswith((".yaml", ".yml", ".json")) and "=" not in word]
-    if not files:
-        return None
-    return [files[0], *(word for word in out if word != files[0])]
+    return out

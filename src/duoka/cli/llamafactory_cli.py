@@ -20,8 +20,9 @@ def command(action: str, words: tuple[str, ...]) -> int:
     The variables FORCE_TORCHRUN, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and NPROC_PER_NODE count as they do there.
     """
     from duoka import __version__
-    from duoka.cli.lines import Meaning
+    from duoka.cli.lines import Meaning, settings_of_words
     from duoka.cli.torchrun import follow
+    from duoka.config.dialects.all import dialects
     from duoka.errors import ConfigError
     from duoka.registry import nearest
 
@@ -40,7 +41,7 @@ def command(action: str, words: tuple[str, ...]) -> int:
     if flags and not words[0].endswith((".yaml", ".yml", ".json")):
         shown = "\n".join(_as_yaml(words))
         raise ConfigError("keys of a run stand in a file here, not in flags", fix=f"write a YAML with:\n{shown}")
-    settings = [word.removeprefix("--") if "=" in word else word for word in words]
+    settings = settings_of_words(words, only=dialects()["llamafactory"].rows)
     return follow(Meaning((_command_of(action, settings), *settings)))
 
 

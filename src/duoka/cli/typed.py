@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 # Hyphens and dashes that editors and web pages make of -- : hyphen, figure, en and em dash, bar, minus, full-width.
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\uff0d"
@@ -28,6 +28,13 @@ def mend(words: Sequence[str]) -> tuple[list[str], list[str]]:
             notes.append(f"{word} is read as {better} ({_reason(word)})")
         out.append(better)
     return out, notes
+
+
+def without_local_rank(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """The words without the --local-rank=N that python -m torch.distributed.launch writes; LOCAL_RANK says the same."""
+    rank = env.get("LOCAL_RANK")
+    own = {f"--{name}={rank}" for name in ("local-rank", "local_rank")} if rank is not None else set()
+    return [word for word in words if word not in own]
 
 
 def _mended(word: str) -> str:

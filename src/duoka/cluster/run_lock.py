@@ -16,6 +16,7 @@ from duoka.cluster.connection import SECRET
 from duoka.config.changes import LENGTH_KEYS, allowed_changes, how_to_allow, refused_changes
 from duoka.config.load import load_config
 from duoka.config.loaded import Loaded
+from duoka.config.paths import given_path
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DuokaError, StorageError
 from duoka.process.lifeline import parent_pid
@@ -37,7 +38,7 @@ def find_run_folder(loaded: Loaded) -> RunFolder:
     own = loaded.path.name == "config.yaml" and (loaded.path.parent / "events").is_dir()
     if own and loaded.origins.get("output") != "command line":
         return RunFolder(loaded.path.parent)
-    return RunFolder(Path(loaded.config.output).expanduser())
+    return RunFolder(given_path(loaded.config.output))
 
 
 def check_claim(loaded: Loaded, run: RunFolder) -> ClaimKind:

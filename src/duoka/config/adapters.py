@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from duoka.config.paths import given_path, is_folder
 from duoka.config.schema import LoraConfig, RunConfig
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import ConfigError, Fault
@@ -52,8 +53,8 @@ class AdapterFacts:
 
 def find_adapter(name: str, base: Path, key: str = "lora.adapter") -> Path:
     """The PEFT folder that a name means, from here or from the YAML's folder; of a run, its result."""
-    given = Path(name).expanduser()
-    places = [place for place in (given, base / given) if place.is_dir()]
+    given = given_path(name)
+    places = [place for place in (given, base / given) if is_folder(place)]
     for folder in (inside for place in places for inside in (place, place / "final")):
         if (folder / FACTS).is_file():
             return folder.resolve()

@@ -84,7 +84,7 @@ def _gain(c: RunConfig) -> float:
     """
     batch = math.sqrt(count_batch_tokens(c) / REFERENCE_BATCH)
     steps = _count_steps(c)
-    return batch if steps is None else max(batch, min(1.0, math.sqrt(FULL_RATE_STEPS / steps)))
+    return batch if not steps else max(batch, min(1.0, math.sqrt(FULL_RATE_STEPS / steps)))
 
 
 def _as_it_is(rate: float) -> Callable[[RunConfig], Any]:

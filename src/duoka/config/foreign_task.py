@@ -7,19 +7,21 @@ and named; what would change the answer, and cannot be done, is refused with its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from duoka.config.dialects.all import recognise
+from duoka.config.dialects.all import recognise, refuse_unread_form
 from duoka.config.dialects.deepspeed import without_comments
-from duoka.config.dialects.engine import Leaf, leaves_of, refusal_of, unknown_key, with_overrides
-from duoka.config.dialects.rows import Refusal, asks_for_nothing, is_none, is_true, number, whole
+from duoka.config.dialects.engine import Leaf, agreeing_leaves, refusal_of, unknown_key, with_overrides
+from duoka.config.dialects.rows import Refusal, asks_for_nothing, comma_list, is_none, is_true, number, whole
 from duoka.config.overlays import Layers, expand_env, read_layers, read_overrides, read_text, shown_path
+from duoka.config.paths import is_folder, is_there
 from duoka.config.yaml_lines import Place, parse_yaml
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import ConfigError, Fault, Faults
 
+T = TypeVar("T")
 Purpose = Literal["export", "chat", "eval"]
 _MODEL = (
     "model_name_or_path", "adapter_name_or_path", "finetuning_type", "template", "trust_remote_code",
@@ -70,6 +72,7 @@ class AskedFile:
     title: str
     values: dict[str, Any]
     notes: tuple[str, ...]
+    places: dict[str, Place] = field(default_factory=dict)
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.values.get(name)
@@ -79,22 +82,22 @@ class AskedFile:
         return is_true(self.values.get(name))
 
     def names(self, name: str) -> list[str]:
-        value = self.get(name, [])
-        return [word.strip() for word in (value if isinstance(value, list) else str(value).split(",")) if word.strip()]
+        return self._checked(comma_list, name, self.get(name, []))
 
     def whole(self, name: str) -> int | None:
         value = self.get(name)
-        return None if value is None else int(self._checked(whole, name, value))
+        return None if value is None else self._checked(whole, name, value)
 
     def number(self, name: str) -> float | None:
         value = self.get(name)
         return None if value is None else self._checked(number, name, value)
 
-    def _checked(self, check: Callable[[Any, str], float], name: str, value: Any) -> float:
+    def _checked(self, check: Callable[[Any, str], T], name: str, value: Any) -> T:
         try:
             return check(value, name)
         except Refusal as error:
-            raise ConfigError(error.what, where=str(self.path), fix=error.fix or None) from None
+            place = self.places.get(name, Place(str(self.path), 0, ""))
+            raise Faults([place.fault(error.what, key=name, fix=error.fix)]) from None
 
     @property
     def model(self) -> str:
@@ -107,7 +110,7 @@ class AskedFile:
     def adapters(self) -> list[str]:
         """The trained adapters on the model, one above the other; the bare word lora of guides means none yet."""
         found = self.names("adapter_name_or_path")
-        return [] if found == ["lora"] and not Path("lora").is_dir() else found
+        return [] if found == ["lora"] and not is_folder(Path("lora")) else found
 
     @property
     def template(self) -> str:
@@ -122,7 +125,7 @@ class AskedFile:
 
 def is_config_file(target: str) -> bool:
     """True for the path of a YAML or JSON file; anything else names a run or a model."""
-    return target.lower().endswith((".yaml", ".yml", ".json")) and not Path(target).is_dir()
+    return target.lower().endswith((".yaml", ".yml", ".json")) and not is_folder(Path(target))
 
 
 def task_of_file(path: str | Path, overrides: Sequence[str] = ()) -> str:
@@ -151,7 +154,7 @@ def describe_task(path: str | Path, overrides: Sequence[str] = ()) -> str | None
 def read_asked(path: str | Path, purpose: Purpose, overrides: Sequence[str] = ()) -> AskedFile | None:
     """The file, when it is in LLaMA-Factory's words; None for duoka's own. Raises Faults with all that is wrong."""
     path = Path(path)
-    if not path.exists():
+    if not is_there(path):
         raise ConfigError(
             f"there is no file {shown_path(path)} that duoka {purpose} could read",
             fix="name a run (duoka runs lists them), a model's folder, or a YAML with model_name_or_path",
@@ -163,23 +166,26 @@ def read_asked(path: str | Path, purpose: Purpose, overrides: Sequence[str] = ()
     source = without_comments(text) if text and path.suffix.lower() == ".json" else text
     tree = parse_yaml(source, name, layers.faults, equal_twice=[]) if source else None
     dialect = None if tree is None else recognise(tree)
+    unread = refuse_unread_form(tree) if tree is not None and isinstance(tree.value, dict) else None
+    layers.faults += [unread] if unread is not None else []
     if layers.faults:
         raise Faults(layers.faults)
     if dialect is None or not dialect.is_whole or tree is None:
         return None
     tree, left = with_overrides(dialect, tree, words)
     layers.faults += [
-        Fault(f"{word.place.source} is in duoka's own words, and {name} is not", fix="use the file's own words")
+        word.place.fault(f"this is in duoka's own words, and {name} is not", fix="use the file's own words")
         for word in left
     ]
     values: dict[str, Any] = {}
+    places: dict[str, Place] = {}
     passed: list[str] = []
-    for leaf in leaves_of(dialect, expand_env(tree, layers)):
+    for leaf in agreeing_leaves(dialect, expand_env(tree, layers), layers.faults):
         row = dialect.rows.get(leaf.name)
         if row is None:
             layers.faults.append(unknown_key(dialect, leaf))
             continue
-        values[leaf.name] = leaf.value
+        values[leaf.name], places[leaf.name] = leaf.value, leaf.tree.place
         fault = _cannot(purpose, leaf)
         if fault is None and row.state == "refused" and leaf.name not in USED[purpose]:
             fault = refusal_of(row, leaf)
@@ -190,7 +196,7 @@ def read_asked(path: str | Path, purpose: Purpose, overrides: Sequence[str] = ()
         raise Faults(layers.faults)
     notes = [f"{name} is read as {dialect.title}"]
     notes += [f"of no use here: {', '.join(passed)}"] if passed else []
-    return AskedFile(path, dialect.title, values, tuple(notes))
+    return AskedFile(path, dialect.title, values, tuple(notes), places)
 
 
 def _cannot(purpose: Purpose, leaf: Leaf) -> Fault | None:

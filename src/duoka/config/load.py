@@ -26,6 +26,7 @@ from duoka.config.overlays import (
     read_overrides,
     shown_path,
 )
+from duoka.config.paths import given_path
 from duoka.config.rules import Rule, check_rules
 from duoka.config.schema import RunConfig
 from duoka.config.unknown import take_known_keys
@@ -73,7 +74,7 @@ def load_config(
     if not was_read:
         raise Faults(_finish(layers, path))
     config, bad = build_config(tree, layers.broken, layers.faults)
-    base = Path(layers.base).expanduser() if layers.base else path.parent
+    base = given_path(layers.base) if layers.base else path.parent
     notes = layers.notes
     derived: dict[str, str] = {}
     if config is not None:

@@ -12,11 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from duoka.config.dialects.all import dialects, recognise
+from duoka.config.dialects.all import dialects, recognise, refuse_unread_form, speaks
 from duoka.config.dialects.deepspeed import without_comments
-from duoka.config.dialects.engine import translate, with_overrides
+from duoka.config.dialects.engine import is_default, translate, with_overrides
 from duoka.config.dialects.rows import Dialect, Start
-from duoka.config.yaml_lines import Place, Tree, parse_yaml, scalar_value
+from duoka.config.paths import given_path, is_file, is_folder
+from duoka.config.yaml_lines import Place, Tree, parse_yaml, printable, scalar_value
 from duoka.errors import Fault
 from duoka.registry import nearest
 
@@ -56,15 +57,43 @@ def shown_path(path: Path) -> str:
         return str(path)
 
 
+@dataclass
+class _File:
+    """One file of a chain, as it was written."""
+
+    path: Path
+    tree: Tree
+    twice: list[Fault]  # keys that stand in it twice, with equal values
+
+
 def read_layers(path: Path, layers: Layers) -> None:
     """Read a file and everything it extends into `layers.tree`, the extending file on top."""
-    layers.tree = _read_chain(path, layers, (), None)
+    files = _read_chain(path, layers, (), None)
+    while files:
+        below = files.pop()
+        dialect, group = recognise(below.tree), [below]
+        while files and dialect is not None and speaks(files[-1].tree, dialect):
+            group.append(files.pop())
+        tree = _in_our_words(group, dialect, layers, is_top=not files)
+        layers.tree = tree if layers.tree is None else merge(layers.tree, _above(layers.tree, tree))
 
 
-def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: Place | None) -> Tree | None:
+def _above(below: Tree, top: Tree) -> Tree:
+    """`top` without what another tool's silence means where `below` says something."""
+    if not isinstance(top.value, dict) or not isinstance(below.value, dict):
+        return top
+    kept = {}
+    for key, sub in top.value.items():
+        if key not in below.value or isinstance(sub.value, dict) or not is_default(sub):
+            kept[key] = _above(below.value[key], sub) if key in below.value else sub
+    return replace(top, value=kept)
+
+
+def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: Place | None) -> list[_File]:
+    """A file and those below it, the first on top; less where one cannot be read."""
     text = read_text(path, layers.faults, asked_at)
     if text is None:
-        return None
+        return []
     name = shown_path(path)
     num_faults = len(layers.faults)
     twice: list[Fault] = []
@@ -75,30 +104,32 @@ def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: P
     wide = _full_width(text, name) if is_broken or tree is None or not isinstance(tree.value, dict) else []
     if wide:
         layers.faults[num_faults:] = wide
-        return None
+        return []
     if not is_broken and (tree is None or tree.value is None):
         layers.faults.append(
             Fault("the file is empty", file=name, fix="write one with comments:   duoka init new.yaml")
         )
-        return None
+        return []
     if tree is None:
-        return None
+        return []
     if not isinstance(tree.value, dict):
         what = "a list" if isinstance(tree.value, list) else f'the text "{str(tree.value)[:40]}"'
         fix = "write:   key: value   lines, such as   model: demo"
         layers.faults.append(tree.place.fault(f"the file holds {what}, not keys", fix=fix))
-        return None
+        return []
+    unread = refuse_unread_form(tree)
+    if unread is not None:
+        layers.faults.append(unread)
+        return []
     entries = dict(tree.value)
     extends, base = entries.pop("extends", None), entries.pop("base", None)
     if base is not None and not above:
         layers.base = _text_of("base", base, layers)
-    tree = _in_our_words(replace(tree, value=entries), path, layers, twice, is_top=not above)
-    if extends is None:
-        return tree
-    below = _read_base(path, extends, layers, (*above, path))
-    return tree if below is None else merge(below, tree)
+    files = [_File(path, replace(tree, value=entries), twice)]
+    return files if extends is None else files + _read_base(path, extends, layers, (*above, path))
 
 
+_MOST_LETTERS = 1000
 _WIDE = re.compile(r"^\s*(?:- )?[A-Za-z_][\w.-]*\s*(：)|[\[{][^#\"']*?([：，])")
 
 
@@ -106,7 +137,8 @@ def _full_width(text: str, name: str) -> list[Fault]:
     """Where a Chinese keyboard's colon or comma stands for YAML's: of a file that is no YAML otherwise."""
     faults = []
     for number, line in enumerate(text.splitlines(), start=1):
-        found = _WIDE.search(line)
+        # The search grows with the square of a line's length, and few lines are worth it.
+        found = _WIDE.search(line) if len(line) <= _MOST_LETTERS and ("：" in line or "，" in line) else None
         if found:
             wide = found.group(1) or found.group(2)
             meant = {"：": ": ", "，": ", "}
@@ -116,21 +148,23 @@ def _full_width(text: str, name: str) -> list[Fault]:
     return faults
 
 
-def _in_our_words(tree: Tree, path: Path, layers: Layers, twice: list[Fault], *, is_top: bool) -> Tree:
-    """A file of another tool as ours, with a notice for what it says otherwise; our own files as they are."""
-    dialect = recognise(tree)
+def _in_our_words(files: list[_File], dialect: Dialect | None, layers: Layers, *, is_top: bool) -> Tree:
+    """Files of another tool, the lowest first, as ours, with a notice for what they say otherwise; ours as they are."""
+    tree, top = files[0].tree, files[-1]
     if dialect is None:
-        layers.faults += twice
+        layers.faults += top.twice
         return tree
-    name = shown_path(path)
+    for file in files[1:]:
+        tree = merge(tree, file.tree)
+    name = shown_path(top.path)
     if is_top:
         layers.dialect = dialect
         tree, layers.overrides = with_overrides(dialect, tree, layers.overrides)
     layers.notes.append(
         f"{name} is read as {dialect.title}; in duoka's own words:   duoka config convert {name} -o ours.yaml"
     )
-    layers.notes += [f"{name}:{fault.line} {fault.what}: both say the same" for fault in twice]
-    done = translate(dialect, expand_env(tree, layers), layers.start, dialects(), path.parent, read_pointed)
+    layers.notes += [f"{one.file}:{one.line} {one.what}: both say the same" for file in files for one in file.twice]
+    done = translate(dialect, expand_env(tree, layers), layers.start, dialects(), top.path.parent, read_pointed)
     layers.task = done.task if is_top else layers.task
     layers.notes += done.notes
     layers.faults += done.faults
@@ -151,11 +185,11 @@ def _protected(tree: Tree) -> Tree:
 
 def read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
     """The file that a key of another tool points to: from the current folder, then from the config's."""
-    places = (Path(path).expanduser(), folder / path)
-    found = next((place for place in places if place.is_file()), None)
+    places = (given_path(path), folder / path)
+    found = next((place for place in places if is_file(place)), None)
     if found is None:
         what, fix = f"there is no file {path}", _yaml_files(places[0].parent, places[0].name)
-        faults.append(asked_at.fault(what, fix=fix if places[0].parent.is_dir() else "write the path of the file"))
+        faults.append(asked_at.fault(what, fix=fix if is_folder(places[0].parent) else "write the path of the file"))
         return None
     text = read_text(found, faults, asked_at)
     tree = None if text is None else parse_yaml(without_comments(text), shown_path(found), faults)
@@ -165,18 +199,18 @@ def read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) 
     return tree
 
 
-def _read_base(path: Path, extends: Tree, layers: Layers, above: tuple[Path, ...]) -> Tree | None:
+def _read_base(path: Path, extends: Tree, layers: Layers, above: tuple[Path, ...]) -> list[_File]:
     text = _text_of("extends", extends, layers)
     if text is None:
-        return None
-    target = path.parent / Path(text).expanduser()
+        return []
+    target = path.parent / given_path(text)
     chain = [seen.resolve() for seen in above]
     if target.resolve() in chain:
         circle = " -> ".join(seen.name for seen in [*above[chain.index(target.resolve()) :], target])
         layers.faults.append(
             extends.place.fault(f"extends goes round in a circle: {circle}", key="extends", fix="delete one extends")
         )
-        return None
+        return []
     return _read_chain(target, layers, above, extends.place)
 
 
@@ -258,12 +292,12 @@ def read_overrides(overrides: Iterable[str], layers: Layers) -> list[Tree]:
     """`key.sub=value` words as trees; values are read as YAML. A later word wins over an earlier one."""
     trees = []
     for word in overrides:
-        place = Place(COMMAND_LINE, 0, word)
+        place = Place(COMMAND_LINE, 0, printable(word))
         key, equals, text = word.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):
             layers.faults.append(
-                place.fault(f'"{word}" is not of the form key=value', fix="write for example:   optim.lr=1e-4")
+                place.fault(f'"{place.source}" is not of the form key=value', fix="write for example:   optim.lr=1e-4")
             )
             continue
         if parts[0] in ("extends", "base"):

@@ -44,7 +44,24 @@ def _bad_output(c: RunConfig) -> bool:
     return bool(c.output) and path in (".", "..", "/", os.path.expanduser("~"))
 
 
+def _long_output(c: RunConfig) -> bool:
+    """A folder's name ends at 255 bytes everywhere, and checkpoints put some hundred behind the path."""
+    parts = os.fsencode(os.path.expanduser(c.output)).split(b"/")
+    return (
+        b"\0" in b"".join(parts)
+        or any(len(part) > 255 for part in parts)
+        or sum(len(part) + 1 for part in parts) > 3500
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "output-is-no-path",
+        ("output",),
+        _long_output,
+        "output is a path that no file system takes: a name has at most 255 bytes, none of them NUL, a path 4,095",
+        "write a shorter one:   output: runs/name",
+    ),
     Rule(
         "batch-below-one-sample",
         ("train.global_batch", "data.max_length"),

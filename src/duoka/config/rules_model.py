@@ -5,10 +5,9 @@ A part of the table in rules.py, which evaluates it.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from duoka.config.adapters import named_adapters
 from duoka.config.derive import is_outside_what_was_tried
+from duoka.config.paths import given_path
 from duoka.config.rule import Rule
 from duoka.config.schema import RunConfig
 
@@ -26,7 +25,7 @@ def _lora_scale_is_odd(c: RunConfig) -> bool:
 
 def _same_place(one: str, other: str) -> bool:
     """Whether a path is a run's folder, or lies in it."""
-    first, second = Path(one).expanduser().absolute(), Path(other).expanduser().absolute()
+    first, second = given_path(one).absolute(), given_path(other).absolute()
     return first == second or second in first.parents
 
 

@@ -180,8 +180,18 @@ def _fault(path: KeyPath, is_missing: bool, raw: Any, tree: Tree) -> Fault:
         value = raw
         for part in path:
             value = value[part]
+        found = tree.at(path)
         what, fix = _refusal(key, shown, path, value, file)
+        if found is not None and found.spelled:
+            what, fix = _in_their_words(what, fix, key, shown, found.spelled, file)
     return Fault(what, key=".".join(map(str, path)), file=file, line=line, source=source, fix=fix)
+
+
+def _in_their_words(what: str, fix: str, key: Key, shown: str, spelled: str, file: str) -> tuple[str, str]:
+    """A refusal by the name that was written: duoka's own would be refused in that file."""
+    ours = f"{key.name}=" if file == COMMAND_LINE else f"{key.name.rpartition('.')[2]}: "
+    theirs = f"{spelled}=" if file == COMMAND_LINE else f"{spelled.rpartition('.')[2]}: "
+    return what.replace(shown, spelled, 1), fix.replace(f"   {ours}", f"   {theirs}", 1)
 
 
 def _missing_fix(key: Key, file: str) -> str:

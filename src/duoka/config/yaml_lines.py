@@ -17,14 +17,17 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from yaml.parser import Parser
 from yaml.reader import Reader
 from yaml.resolver import BaseResolver
-from yaml.scanner import Scanner
+from yaml.scanner import Scanner, ScannerError
 
 from duoka.errors import Fault
 
-MAX_NODES = 20_000  # a config has a hundred; aliases of aliases can grow to billions
+MAX_DEPTH = 50  # blocks in blocks; a config has five
+MAX_NODES = 5_000  # a config has a hundred; aliases of aliases can grow to billions
+_MOST_SHOWN = 240  # letters of a line
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what YAML counts as the end of a line
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
+_MOST_DIGITS = 40  # more are no number that a run has: Python refuses to read, or to write, some thousand of them
 _WORDS: dict[str, Any] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -98,7 +101,7 @@ def scalar_value(text: str) -> Any:
     """What unquoted text means: null, true, false, a number, or itself. yes and no stay text for the schema."""
     if text in _WORDS:
         return _WORDS[text]
-    if _INT.fullmatch(text):
+    if len(text) <= _MOST_DIGITS and _INT.fullmatch(text):
         return int(text.replace("_", ""))
     if _FLOAT.fullmatch(text):
         return float(text.replace("_", ""))
@@ -115,6 +118,19 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
         Composer.__init__(self)
         BaseResolver.__init__(self)
 
+    def add_indent(self, column: int) -> bool:
+        self._check_depth()
+        return super().add_indent(column)
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        self._check_depth()
+        super().fetch_flow_collection_start(TokenClass)
+
+    def _check_depth(self) -> None:
+        """PyYAML's time grows with the square of the depth (a minute at 3,000), and Python's stack ends before that."""
+        if self.flow_level + len(self.indents) > MAX_DEPTH:
+            raise ScannerError(None, None, "nested too deeply", self.get_mark())
+
 
 def parse_yaml(
     text: str, file: str, faults: list[Fault], *, place: Place | None = None, equal_twice: list[Fault] | None = None
@@ -128,9 +144,6 @@ def parse_yaml(
         root = _Loader(text).get_single_node()
     except yaml.YAMLError as error:
         faults.extend(_syntax_faults(error, lines, file, place))
-        return None
-    except RecursionError:
-        faults.append(Fault("the YAML is nested too deeply to be a config", file=file))
         return None
     if root is None:
         return None
@@ -146,6 +159,7 @@ class _Builder:
         self._lines, self._file, self._faults, self._place = lines, file, faults, place
         self._equal_twice = equal_twice
         self._num_nodes = 0
+        self._shown: dict[int, str] = {}
         self._open: set[int] = set()
 
     def build(self, node: Node, place: Place | None) -> Tree:
@@ -212,12 +226,19 @@ class _Builder:
         if self._place is not None:
             return self._place
         line = node.start_mark.line
-        return Place(self._file, line + 1, printable(self._lines[line]) if line < len(self._lines) else "")
+        if line not in self._shown:  # made once: thousands of values may stand in one line
+            self._shown[line] = printable(self._lines[line]) if line < len(self._lines) else ""
+        return Place(self._file, line + 1, self._shown[line])
 
 
 def printable(line: str) -> str:
-    """A source line for a message: tabs seen, control characters harmless to the terminal."""
-    return "".join(char if char.isprintable() else "→" if char == "\t" else "�" for char in line)
+    """A source line for a message: tabs seen, control characters harmless to the terminal, and not too long."""
+    line = line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]}..."
+    return (
+        line
+        if line.isprintable()
+        else "".join(char if char.isprintable() else "→" if char == "\t" else "�" for char in line)
+    )
 
 
 # What PyYAML says -> what is wrong in a user's words, what to do, and whether the fault began at the context's mark.
@@ -228,6 +249,7 @@ _SYNTAX: tuple[tuple[str, str, str, bool], ...] = (
         'put a text that contains ": " in quotes, and indent this line like its neighbours',
         False,
     ),
+    ("nested too deeply", "the file is nested too deeply to be a config", "close the brackets and blocks", False),
     (
         "could not find expected ':'",
         'this line is not "key: value"',

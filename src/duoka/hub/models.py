@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from duoka.config.adapters import check_adapters
+from duoka.config.paths import given_path, is_folder, is_there
 from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError, Fault
 from duoka.hub.adapter_files import check_fit
@@ -50,15 +51,15 @@ def find_model(model: ModelConfig, base: Path) -> ModelSource:
     if model.depth is not None:
         return ModelSource(is_new=True)
     name = model.name
-    if name == DEMO and not Path(name).is_dir():
+    if name == DEMO and not is_folder(Path(name)):
         return ModelSource(is_demo=True)
-    given = Path(name).expanduser()
+    given = given_path(name)
     for folder in (given, base / given):
-        if folder.is_dir():
+        if is_folder(folder):
             result = folder / "final"  # of a run: what it made
             is_run = not (folder / "config.json").is_file() and (result / "config.json").is_file()
             return ModelSource(folder=(result if is_run else folder).resolve())
-    if not _is_hub_id(name) or given.exists():
+    if not _is_hub_id(name) or is_there(given):
         raise ConfigError(f"model.name is {name!r}, and there is no such folder", fix=_WRITE)
     return ModelSource(hub_id=name)
 
@@ -142,8 +143,8 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def find_tokenizer_folder(model: ModelConfig, base: Path) -> Path | None:
     """The local folder that `model.tokenizer` names, from here or from the YAML's folder."""
-    given = Path(model.tokenizer or "").expanduser()
-    return next((place for place in (given, base / given) if model.tokenizer and place.is_dir()), None)
+    given = given_path(model.tokenizer or "")
+    return next((place for place in (given, base / given) if model.tokenizer and is_folder(place)), None)
 
 
 def _check_dp(config: RunConfig, folder: Path) -> list[Fault]:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from duoka.config.paths import given_path, is_folder
 from duoka.errors import StorageError
 from duoka.runs.folder import RunFolder, read_json
 
@@ -68,10 +69,10 @@ def find_requested(resume: str, run: RunFolder, base: Path) -> Path | None:
 
     A path from here or from the config's folder, a step or a checkpoint's name of this run, or the name of a run.
     """
-    given = Path(resume).expanduser()
-    own = folder_name(int(resume)) if resume.isdecimal() else resume
+    given = given_path(resume)
+    own = folder_name(int(resume)) if resume.isdecimal() and len(resume) < 20 else resume
     for place in (given, base / given, run.checkpoints / own, run.path.parent / given, Path("runs") / given):
-        if place.is_dir():
+        if is_folder(place):
             return place / "checkpoints" if (place / "checkpoints").is_dir() else place
     return None
 

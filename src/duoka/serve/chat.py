@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from jinja2 import TemplateError
 
+from duoka.data.tokens.template import encode_prompt
 from duoka.data.tokens.tokenizer import ChatTokenizer
+from duoka.data.tokens.typed_control import break_up, without_marks
 from duoka.errors import ConfigError
 from duoka.serve.generate import Sampling, stream_answer
 
@@ -47,14 +49,15 @@ class Chat:
     def _encode(self) -> list[int]:
         """The tokens after which the model answers."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
+        messages, mark = break_up(opening + self.messages, self.tokenizer.special_texts)
         try:
-            text = self.tokenizer.render(opening + self.messages, prompt=True)
+            text, _, cuts = without_marks(self.tokenizer.render(messages, prompt=True), [], mark)
         except TemplateError as error:
             raise ConfigError(
                 f"the chat template ({self.tokenizer.template_name}) refuses the conversation: {error}",
                 fix="leave --system out" if self.system else "try another model.template",
             ) from None
-        return self.tokenizer.encode(text)[0]
+        return encode_prompt(text, cuts, self.tokenizer)
 
 
 def answer_once(chat: Chat, prompt: str, write: Write, *, as_json: bool = False) -> str:

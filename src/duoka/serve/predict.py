@@ -20,7 +20,7 @@ from duoka.data.read.example import BadRecord, Example, Prompt
 from duoka.data.read.record_kinds import read_record
 from duoka.data.read.records import find_pieces, read_piece
 from duoka.data.read.registry import find_sets
-from duoka.data.tokens.template import render_prompt
+from duoka.data.tokens.template import encode_prompt, render_prompt
 from duoka.errors import ConfigError, Fault
 from duoka.runs.folder import write_json_atomic, write_text_atomic
 
@@ -83,8 +83,9 @@ def _answer(lm: torch.nn.Module, tokenizer: ChatTokenizer, example: Example | Pr
         before, label = list(example.messages), ""
     else:
         label = last.content
-    prompt = render_prompt(tuple(before), example.tools, tokenizer)
-    return Prediction(prompt, "".join(stream_answer(lm, tokenizer, tokenizer.encode(prompt)[0], sampling)), label)
+    prompt, cuts = render_prompt(tuple(before), example.tools, tokenizer)
+    ids = encode_prompt(prompt, cuts, tokenizer)
+    return Prediction(prompt, "".join(stream_answer(lm, tokenizer, ids, sampling)), label)
 
 
 def _read_examples(config: RunConfig, base: Path) -> Iterator[Example | Prompt]:

@@ -178,8 +178,15 @@ def _env_rows(env: dict[str, Any]) -> list[tuple[str, str]]:
     named = [("duoka", env.get("duoka")), ("python", env.get("python"))]
     named += [(name, packages.get(name)) for name in ("torch", "transformers", "peft")]
     versions = ", ".join(f"{name} {value}" for name, value in named if value)
-    rows = [("host", str(env.get("host") or "")), ("versions", versions), ("commit", str(env.get("git") or ""))]
+    rows = [("host", str(env.get("host") or "")), ("versions", versions), ("commit", _commit(env.get("git")))]
     return [(name, text) for name, text in rows if text]
+
+
+def _commit(git: Any) -> str:
+    """A commit's beginning, and whether the files were those of it."""
+    if not isinstance(git, dict) or not git.get("commit"):
+        return ""
+    return f"{str(git['commit'])[:12]}{', with changes of its own' if git.get('changed') else ''}"
 
 
 def _section(plan: dict[str, Any], key: str) -> dict[str, Any]:
@@ -344,7 +351,10 @@ def _data_rows(run: RunFolder) -> list[tuple[str, str]]:
             if counts[key]
         ]
         kept = f"{counts['num_kept']:,} samples of {counts['num_records']:,} records"
-        rows.append(("" if place else "data", f"{Path(one['name']).name[:24]}: {', '.join([kept, *losses])}"))
+        name, told = Path(one["name"]).name, ", ".join([kept, *losses])
+        # A long name has a line of its own: cut, it would name another file.
+        head = "" if place else "data"
+        rows += [(head, f"{name}: {told}")] if len(name) <= 24 else [(head, name), ("", told)]
     return rows
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from duoka.config.dialects.deepspeed import read_stage
 from duoka.config.dialects.rows import (
     Answer,
     Asked,
@@ -14,11 +15,13 @@ from duoka.config.dialects.rows import (
     Row,
     implemented,
     is_none,
-    is_true,
-    number,
+    only_if_on,
+    read_switch,
     refused,
     reported,
+    switch,
     table,
+    whole,
     words,
 )
 
@@ -61,7 +64,7 @@ def _reshard(value: Any, asked: Asked) -> Any:
     """FSDP2's switch; FSDP1 files write the sharding strategy's name here too, which has a row of its own."""
     if isinstance(value, str) and value.lower() in _SHARDING:
         return _sharding(value, asked) if is_none(asked.get(f"{_FSDP}fsdp_sharding_strategy")) else Answer()
-    return Answer({} if is_true(value) else {"parallel.reshard": False})
+    return Answer({} if read_switch(value, f"{_FSDP}fsdp_reshard_after_forward") else {"parallel.reshard": False})
 
 
 def _precision(value: Any, asked: Asked) -> Any:
@@ -74,7 +77,7 @@ def _precision(value: Any, asked: Asked) -> Any:
 
 
 def _ranks(value: Any, asked: Asked) -> Any:
-    asked_for = int(number(value, "num_processes"))
+    asked_for = whole(value, "num_processes")
     if asked_for == asked.start.num_ranks:
         return Answer(note=f"{asked_for} processes, as started")
     return Answer(
@@ -84,7 +87,7 @@ def _ranks(value: Any, asked: Asked) -> Any:
 
 
 def _zero(value: Any, asked: Asked) -> Any:
-    stage = int(number(value, "zero_stage"))
+    stage = read_stage(value, f"{_DEEP}zero_stage")
     return "ddp" if stage == 0 else f"zero{stage}"
 
 
@@ -114,12 +117,11 @@ def _rows() -> list[Row]:
         *implemented("distributed_type", "parallel.strategy", _type, ""),
         *implemented("mixed_precision", "train.precision", _precision),
         *implemented("num_processes", "", _ranks, "said; --nproc starts them"),
-        *implemented(f"{fsdp}fsdp_activation_checkpointing", "train.recompute",
-                     lambda value, asked: "full" if is_true(value) else "none"),
+        *switch(f"{fsdp}fsdp_activation_checkpointing", "train.recompute",
+                lambda value, asked: "full" if value else "none"),
         *implemented(f"{fsdp}fsdp_sharding_strategy", "parallel.strategy", _sharding),
         *implemented(f"{fsdp}fsdp_reshard_after_forward", "parallel.reshard", _reshard),
-        *implemented(f"{fsdp}fsdp_offload_params", "parallel.offload",
-                     lambda value, asked: Answer({"parallel.offload": "params"} if is_true(value) else {})),
+        *switch(f"{fsdp}fsdp_offload_params", "parallel.offload", only_if_on("parallel.offload", "params")),
         *implemented(f"{deep}zero_stage", "parallel.strategy", _zero),
         *implemented(f"{deep}gradient_clipping", "optim.clip", lambda v, a: Answer() if v == "auto" else v),
         *implemented(f"{deep}offload_optimizer_device", "parallel.offload", _offload("optimizer"), "cpu or none"),

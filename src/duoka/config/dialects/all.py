@@ -4,17 +4,52 @@ from __future__ import annotations
 
 from functools import cache
 
+from duoka.config.catalog import known_keys
 from duoka.config.dialects.accelerate import accelerate
 from duoka.config.dialects.deepspeed import deepspeed
+from duoka.config.dialects.engine import leaves_of
 from duoka.config.dialects.llamafactory import llamafactory
 from duoka.config.dialects.nested import nested
 from duoka.config.dialects.rows import Dialect
 from duoka.config.yaml_lines import Tree
+from duoka.errors import Fault
 
 
 @cache
 def dialects() -> dict[str, Dialect]:
     return {dialect.id: dialect for dialect in (llamafactory(), nested(), accelerate(), deepspeed())}
+
+
+def speaks(tree: Tree, dialect: Dialect) -> bool:
+    """Whether a file that extends one in `dialect` goes on in its words.
+
+    Both are one file then: what the other tool does where a file is silent is asked of all that is written.
+    """
+    own = recognise(tree)
+    if own is not None or not tree.value:
+        return own is dialect
+    return all(
+        leaf.name in dialect.rows and not (leaf.name in known_keys() and isinstance(leaf.tree.value, dict))
+        for leaf in leaves_of(dialect, tree)
+    )
+
+
+# Keys of LLaMA-Factory's second form (its examples/v1); three of them are no accident.
+_V1 = {
+    "model_class", "dist_config", "kernel_config", "quant_config", "peft_config", "init_config", "optim_config",
+    "train_dataset", "micro_batch_size", "sample_backend", "batching_strategy", "cp_size", "cp_mode",
+}  # fmt: skip
+
+
+def refuse_unread_form(tree: Tree) -> Fault | None:
+    """What a file is that is known and not read; None for all others."""
+    known = [key for key in tree.value if key in _V1]
+    if len(known) < 3 or "model_name_or_path" in tree.value:
+        return None
+    what = f"this is LLaMA-Factory's v1 form ({', '.join(known[:3])} ...), which duoka does not read"
+    fix = "write the usual form (model_name_or_path, dataset, per_device_train_batch_size), or:   duoka init x.yaml"
+    first: Tree = tree.value[known[0]]
+    return first.place.fault(what, fix=fix)
 
 
 def recognise(tree: Tree) -> Dialect | None:

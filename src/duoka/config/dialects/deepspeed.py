@@ -23,11 +23,18 @@ from duoka.config.dialects.rows import (
     number,
     refused,
     reported,
+    shorten,
+    switch,
     table,
     whole,
 )
 
 _MICRO, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+# Where a state lies decides; how it gets there and back is duoka's own.
+_OFFLOAD_PARTS = (
+    "device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline", "pipeline_read",
+    "pipeline_write", "fast_init", "ratio", "super_offload", "cpuadam_cores_perc",
+)  # fmt: skip
 _OPTIMIZER = "optimizer.params."
 _ZERO = "zero_optimization."
 
@@ -67,7 +74,7 @@ def _micro_batch(value: Any, asked: Asked) -> Any:
 
 def _enabled(precision: str) -> Any:
     def convert(value: Any, asked: Asked) -> Any:
-        if not is_true(value):
+        if not value:
             return Answer()
         if precision == "fp16" and not asked.start.has_gpu:
             note = "no GPU here, and fp16 training needs one: train.precision is auto"
@@ -78,9 +85,7 @@ def _enabled(precision: str) -> Any:
 
 
 def _stage(value: Any, asked: Asked) -> Any:
-    stage = int(number(value, "zero_optimization.stage"))
-    if not 0 <= stage <= 3:
-        raise Refusal(f"zero_optimization.stage is {value}; there are 0, 1, 2 and 3", "write:   stage: 2")
+    stage = read_stage(value, f"{_ZERO}stage")
     group = _group(asked)
     if group > 1 and stage != 3:
         raise Refusal(f"mics_shard_size {group} shards weights, and stage is {stage}", 'write:   "stage": 3')
@@ -89,9 +94,18 @@ def _stage(value: Any, asked: Asked) -> Any:
     return "ddp" if stage == 0 else f"zero{stage}"
 
 
+def read_stage(value: Any, name: str) -> int:
+    stage = number(value, name)
+    if stage not in (0, 1, 2, 3):
+        raise Refusal(f"{name} is {value}; there are 0, 1, 2 and 3", f"write:   {name.rpartition('.')[2]}: 2", name)
+    return int(stage)
+
+
 def _group(asked: Asked) -> int:
     """MiCS: so many ranks share one copy, as hsdp does it; -1 and 1 mean none."""
-    return int(number(asked.get(f"{_ZERO}mics_shard_size", -1), "mics_shard_size"))
+    name = f"{_ZERO}mics_shard_size"
+    value = asked.get(name, -1)
+    return -1 if number(value, name) == -1 else whole(value, name)
 
 
 def _offload(name: str, what: str) -> Any:
@@ -102,10 +116,12 @@ def _offload(name: str, what: str) -> Any:
         if where == "none":
             return Answer()
         if where != "cpu":
-            raise Refusal(f"{name} to {where} is not there yet", 'host memory is:   "device": "cpu"')
+            raise Refusal(f"{name} to {shorten(where)} is not there yet", 'host memory is:   "device": "cpu"')
         stage = asked.get(f"{_ZERO}stage", 0)
         if what == "params" and str(stage) != "3":
-            raise Refusal(f"{name} moves weights that stage 3 has sharded, and stage is {stage}", 'write:   "stage": 3')
+            raise Refusal(
+                f"{name} moves weights that stage 3 has sharded, and stage is {shorten(stage)}", 'write:   "stage": 3'
+            )
         if what == "optimizer" and _device(asked.get(f"{_ZERO}offload_param")) == "cpu":
             return Answer()
         return Answer({"parallel.offload": what})
@@ -116,7 +132,7 @@ def _offload(name: str, what: str) -> Any:
 def _device(value: Any) -> str:
     """`{"device": "cpu"}`, a bare word, or the older switch true."""
     device = value.get("device", "none") if isinstance(value, dict) else value
-    return "cpu" if is_true(device) else "none" if asks_for_nothing(device, ()) else str(device).lower()
+    return "cpu" if is_true(device) else "none" if asks_for_nothing(device, ()) else str(device).strip().lower()
 
 
 def _optimizer(value: Any, asked: Asked) -> Any:
@@ -139,17 +155,17 @@ def deepspeed_rows() -> list[Row]:
         *implemented(_MICRO, "train.micro_batch", _auto(_micro_batch)),
         *implemented(_STEPS, "train.global_batch", _auto(_accumulation)),
         *implemented("gradient_clipping", "optim.clip", _auto()),
-        *implemented("bf16.enabled", "train.precision", _auto(_enabled("bf16"))),
-        *implemented("bfloat16.enabled", "train.precision", _auto(_enabled("bf16"))),
-        *implemented("fp16.enabled", "train.precision", _auto(_enabled("fp16"))),
+        *switch("bf16.enabled", "train.precision", _auto(_enabled("bf16"))),
+        *switch("bfloat16.enabled", "train.precision", _auto(_enabled("bf16"))),
+        *switch("fp16.enabled", "train.precision", _auto(_enabled("fp16"))),
         *implemented(f"{zero}stage", "parallel.strategy", _auto(_stage), "0 is ddp; what duoka lacks is refused"),
-        *implemented(f"{zero}offload_optimizer", "parallel.offload", _offload("offload_optimizer", "optimizer"),
-                     "cpu or none; nvme is refused"),
-        *implemented(f"{zero}offload_param", "parallel.offload", _offload("offload_param", "params"),
-                     "cpu or none; nvme is refused"),
-        *implemented(f"{zero}cpu_offload", "parallel.offload", _offload("cpu_offload", "optimizer"),
+        Row(f"{zero}offload_optimizer", "implemented", "parallel.offload", "cpu or none; nvme is refused",
+            _offload("offload_optimizer", "optimizer"), parts=_OFFLOAD_PARTS),
+        Row(f"{zero}offload_param", "implemented", "parallel.offload", "cpu or none; nvme is refused",
+            _offload("offload_param", "params"), parts=_OFFLOAD_PARTS),
+        *switch(f"{zero}cpu_offload", "parallel.offload", _offload("cpu_offload", "optimizer"),
                      "the older switch"),
-        *implemented(f"{zero}cpu_offload_params", "parallel.offload", _offload("cpu_offload_params", "params"),
+        *switch(f"{zero}cpu_offload_params", "parallel.offload", _offload("cpu_offload_params", "params"),
                      "the older switch"),
         *implemented(f"{zero}mics_shard_size", "parallel.shard_ranks", lambda value, asked: Answer(),
                      "with stage 3: hsdp, whose groups have so many ranks"),
@@ -159,7 +175,8 @@ def deepspeed_rows() -> list[Row]:
         *implemented(f"{_OPTIMIZER}eps", "optim.eps", _auto()),
         *implemented(f"{_OPTIMIZER}weight_decay", "optim.weight_decay", _auto()),
         *implemented("scheduler.type", "optim.schedule", _auto(_scheduler)),
-        *implemented("scheduler.params.warmup_num_steps", "optim.warmup", _auto()),
+        *implemented("scheduler.params.warmup_num_steps", "optim.warmup",
+                     _auto(lambda value, asked: whole(value, "scheduler.params.warmup_num_steps", least=0))),
         *implemented("scheduler.params.warmup_max_lr", "optim.lr", _auto()),
         *reported("the schedule climbs from 0, to the run's own end", "scheduler.params.warmup_min_lr",
                   "scheduler.params.total_num_steps", "scheduler.params.warmup_type"),

@@ -12,13 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from duoka.config.catalog import known_keys
-from duoka.config.dialects.rows import Answer, Asked, Dialect, Refusal, Row, Start, asks_for_nothing, is_none
+from duoka.config.dialects.rows import (
+    Answer,
+    Asked,
+    Dialect,
+    Refusal,
+    Row,
+    Start,
+    asks_for_nothing,
+    is_none,
+    read_switch,
+)
 from duoka.config.yaml_lines import Place, Tree
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import Fault
 from duoka.registry import nearest
 
 COMMAND_LINE = "command line"
+_DEFAULT = "'s default"  # behind a tool's name: the origin of what its silence means
 # Reads a file that a config points to: its path, where that was written, the config's folder, faults to add to.
 ReadFile = Callable[[str, Place, Path, list[Fault]], "Tree | None"]
 
@@ -35,7 +46,16 @@ class Given:
 
     @property
     def where(self) -> str:
-        return f"{Path(self.place.file).name}:{self.place.line}" if self.place.line else self.place.file
+        return where_of(self.place)
+
+
+def is_default(tree: Tree) -> bool:
+    """True for what nobody wrote: a tool's default."""
+    return not tree.place.line and tree.place.file.endswith(_DEFAULT)
+
+
+def where_of(place: Place) -> str:
+    return f"{Path(place.file).name}:{place.line}" if place.line else place.file
 
 
 @dataclass
@@ -134,7 +154,7 @@ def leaves_of(dialect: Dialect, tree: Tree, prefix: str = "") -> Iterator[Leaf]:
     for word, value in tree.value.items():
         shown = f"{prefix}{word}"
         is_heading = not prefix and word in dialect.blocks
-        has_rows = any(name.startswith(f"{shown}.") for name in dialect.rows)
+        has_rows = shown in dialect.openers
         if isinstance(value.value, dict) and (is_heading or (has_rows and shown not in dialect.rows)):
             yield from leaves_of(dialect, value, f"{shown}.")
             continue
@@ -161,29 +181,29 @@ def translate(
 def _translate_into(
     out: Translated, dialect: Dialect, tree: Tree, outer: Asked, others: Mapping[str, Dialect], read_file: ReadFile
 ) -> None:
-    leaves = [leaf for leaf in leaves_of(dialect, tree) if not _is_empty_block(dialect, leaf)]
-    own: dict[str, Any] = {}
-    for leaf in leaves:
-        is_first = leaf.name not in own or leaf.tree.place.file == COMMAND_LINE
-        if is_first and not (leaf.value == "auto" and leaf.name in outer.values):
-            own[leaf.name] = leaf.value
+    leaves = agreeing_leaves(dialect, tree, out.faults)
+    own = {leaf.name: leaf.value for leaf in leaves if not (leaf.value == "auto" and leaf.name in outer.values)}
     asked = Asked({**outer.values, **own}, outer.start, outer.folder, dialect.id)
+    by_name = {leaf.name: leaf for leaf in leaves}
     out.task = out.task or dialect.task(asked.values)  # the file itself comes before those that it points to
     said: set[str] = set()
     for leaf in leaves:
         row = dialect.rows.get(leaf.name)
         if row is None:
             out.faults.append(unknown_key(dialect, leaf))
-        elif row.opens and isinstance(leaf.tree.value, str) and not is_none(leaf.value):
-            inner = read_file(leaf.tree.value, leaf.tree.place, asked.folder, out.faults)
+        elif row.opens and is_none(leaf.value):
+            continue
+        elif row.opens and isinstance(leaf.tree.value, str):
+            folder = Path(leaf.tree.place.file).parent if leaf.tree.place.line else asked.folder
+            inner = read_file(leaf.tree.value, leaf.tree.place, folder, out.faults)
             if inner is not None:
                 _note(out, leaf, f"read as {others[row.opens].title}, what it says is laid beside this file", said)
                 _translate_into(out, others[row.opens], inner, asked, others, read_file)
         elif row.opens and isinstance(leaf.tree.value, dict):
             _translate_into(out, others[row.opens], leaf.tree, asked, others, read_file)
         else:
-            _apply_row(out, dialect, row, leaf, asked, said)
-    default = Place(f"{dialect.title}'s default", 0, "")
+            _apply_row(out, row, leaf, asked, said, by_name)
+    default = Place(f"{dialect.title}{_DEFAULT}", 0, "")
     for key, value in dialect.defaults(asked).items():
         if key not in out.given and all(fault.key != key for fault in out.faults):
             out.given[key] = Given(key, value, default, "")
@@ -191,11 +211,68 @@ def _translate_into(
 
 def _is_empty_block(dialect: Dialect, leaf: Leaf) -> bool:
     """`fsdp_config: {}`: a block with nothing in it asks for nothing."""
-    is_block = any(name.startswith(f"{leaf.shown}.") for name in dialect.rows) or leaf.shown in dialect.blocks
+    is_block = leaf.shown in dialect.openers or leaf.shown in dialect.blocks
     return is_block and leaf.shown not in dialect.rows and is_none(leaf.value)
 
 
-def _apply_row(out: Translated, dialect: Dialect, row: Row, leaf: Leaf, asked: Asked, said: set[str]) -> None:
+def agreeing_leaves(dialect: Dialect, tree: Tree, faults: list[Fault]) -> list[Leaf]:
+    """The keys of a file, each once: what the command line says wins, two values in one file are a fault.
+
+    Switches are read here, so that nobody sees a word that is neither on nor off.
+    """
+    leaves = [leaf for leaf in leaves_of(dialect, tree) if not _is_empty_block(dialect, leaf)]
+    typed = {leaf.name for leaf in leaves if leaf.tree.place.file == COMMAND_LINE}
+    first: dict[str, Leaf] = {}
+    out = []
+    for leaf in leaves:
+        row = dialect.rows.get(leaf.name)
+        if leaf.name in typed and leaf.tree.place.file != COMMAND_LINE:
+            continue
+        read = leaf if row is None else _read_leaf(row, leaf, faults)
+        if read is None:
+            continue
+        before = first.setdefault(leaf.name, read)
+        if before is not read:
+            if before.value != read.value:
+                faults.append(_given_twice(before, read, row))
+            continue
+        out.append(read)
+    return out
+
+
+def _given_twice(first: Leaf, second: Leaf, row: Row | None) -> Fault:
+    places = [f"{yaml_text(leaf.value)} ({where_of(leaf.tree.place)})" for leaf in (first, second)]
+    names = first.shown if first.shown == second.shown else f"{first.shown}, as {second.shown},"
+    what = f"{names} is given twice: {' and '.join(places)}"
+    return second.tree.place.fault(what, key=(row.key if row else "") or second.shown, fix="keep one of them")
+
+
+def _read_leaf(row: Row, leaf: Leaf, faults: list[Fault]) -> Leaf | None:
+    """The leaf with its switch read, and the keys of its block looked at; None for a switch that says nothing."""
+    value = leaf.tree.value
+    if row.is_switch and value != "auto":
+        if is_none(leaf.value):
+            return None
+        try:
+            return replace(leaf, tree=replace(leaf.tree, value=read_switch(leaf.value, leaf.shown)))
+        except Refusal as error:
+            faults.append(leaf.tree.place.fault(error.what, key=row.key or leaf.shown, fix=error.fix))
+            return None
+    if not row.parts or not isinstance(value, dict):
+        return leaf
+    for word, part in value.items():
+        if word not in row.parts:
+            guess = nearest(word, row.parts)
+            hint = f"; did you mean {guess}?" if guess else ""
+            fix = f"write:   {guess}: {yaml_text(part.plain_value())}" if guess else f"known: {', '.join(row.parts)}"
+            what = f"unknown key {leaf.shown}.{word}{hint}"
+            faults.append(part.place.fault(what, key=f"{leaf.shown}.{word}", fix=fix))
+    return leaf
+
+
+def _apply_row(
+    out: Translated, row: Row, leaf: Leaf, asked: Asked, said: set[str], by_name: Mapping[str, Leaf]
+) -> None:
     value = leaf.value
     if row.state == "refused":
         fault = refusal_of(row, leaf)
@@ -208,7 +285,10 @@ def _apply_row(out: Translated, dialect: Dialect, row: Row, leaf: Leaf, asked: A
     try:
         answer = value if row.convert is None else row.convert(value, asked)
     except Refusal as error:
-        out.faults.append(leaf.tree.place.fault(error.what, key=row.key or leaf.shown, fix=error.fix))
+        # What a conversion reads of another key is wrong there, and said once.
+        about = by_name.get(error.name, leaf)
+        fault = about.tree.place.fault(error.what, key=row.key or leaf.shown, fix=error.fix)
+        out.faults += [] if any(known.what == fault.what for known in out.faults) else [fault]
         return
     if not isinstance(answer, Answer):
         answer = Answer({row.key: answer})

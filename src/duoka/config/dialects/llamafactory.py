@@ -17,20 +17,23 @@ from duoka.config.dialects.llamafactory_rest import rest_rows
 from duoka.config.dialects.rows import (
     Asked,
     Dialect,
+    Refusal,
     Row,
-    comma_list,
     implemented,
-    number,
+    names_of,
     only_if_on,
     reported,
+    switch,
     table,
     timeout_answer,
     unless_none,
+    whole,
     words,
 )
 
 _SIGNS = ("model_name_or_path", "finetuning_type", "per_device_train_batch_size", "cutoff_len", "lora_target")
 _OUR_BLOCKS = ("data", "lora", "optim", "train", "parallel", "checkpoint", "log")
+_WARMUP = "step s of n has s/n of the rate; transformers' (s-1)/n lets the first step learn nothing"
 _STAGES = {"sft": "sft", "pt": "pretrain", "rm": "reward", "dpo": "dpo", "kto": "kto", "ppo": "ppo"}
 
 
@@ -38,23 +41,25 @@ def _rows_of_model_and_data() -> list[Row]:
     return [
         *implemented("model_name_or_path", "model.name"),
         *implemented("model_revision", "model.revision", to.revision),
-        *implemented("trust_remote_code", "model.trust_remote_code"),
+        *switch("trust_remote_code", "model.trust_remote_code"),
         *implemented("template", "model.template", to.template, "chatml by name; others: what the model ships"),
         *implemented("stage", "stage", words("stage", _STAGES), "what has no stage here yet is refused"),
         *implemented("finetuning_type", "lora", to.kind, "lora, full or freeze; oft is refused"),
         *implemented("freeze_trainable_layers", "train_only.layers", to.of_freeze(to.layers)),
-        *implemented("freeze_trainable_modules", "train_only.modules", to.of_freeze(to.modules)),
-        *implemented("freeze_extra_modules", "train_only.extra", to.of_freeze(comma_list)),
-        *implemented("use_llama_pro", "train_only.spread", to.spread, "the layers lie evenly over the model"),
+        *implemented(
+            "freeze_trainable_modules", "train_only.modules", to.of_freeze(to.modules("freeze_trainable_modules"))
+        ),
+        *implemented("freeze_extra_modules", "train_only.extra", to.of_freeze(names_of("freeze_extra_modules"))),
+        *switch("use_llama_pro", "train_only.spread", to.spread, "the layers lie evenly over the model"),
         *implemented(
             "adapter_name_or_path", "lora.adapter", lora.earlier, "the last goes on, those before it are lora.merge"
         ),
-        *implemented("create_new_adapter", "lora.merge", lora.new_adapter, "all that are named are merged first"),
+        *switch("create_new_adapter", "lora.merge", lora.new_adapter, "all that are named are merged first"),
         *implemented("lora_rank", "lora.rank", lora.of_new_lora()),
         *implemented("lora_alpha", "lora.alpha", lora.of_new_lora(lora.alpha), "left out: twice the rank, as there"),
-        *implemented("use_rslora", "lora.alpha", lora.of_new_lora(lora.rslora), "alpha x sqrt(rank) in the plain form"),
+        *switch("use_rslora", "lora.alpha", lora.of_new_lora(lora.rslora), "alpha x sqrt(rank) in the plain form"),
         *implemented("loraplus_lr_ratio", "lora.b_lr_ratio", lora.of_lora(), "LoRA+"),
-        *implemented("pissa_init", "lora.init", lora.of_lora(only_if_on("lora.init", "pissa"))),
+        *switch("pissa_init", "lora.init", lora.of_lora(only_if_on("lora.init", "pissa"))),
         *implemented(
             "pissa_iter", "lora.pissa_iterations", lora.of_lora(lora.pissa_rounds), "-1: the whole decomposition"
         ),
@@ -63,19 +68,19 @@ def _rows_of_model_and_data() -> list[Row]:
         ),
         *implemented("quantization_type", "model.quantization", lora.of_bits(lora.packed_kind)),
         *implemented("quantization_method", "", lora.of_bits(lora.packer), "bnb; other packers are refused"),
-        *implemented("double_quantization", "model.double_quantization", lora.of_bits(None)),
+        *switch("double_quantization", "model.double_quantization", lora.of_bits(None)),
         *implemented("lora_dropout", "lora.dropout", lora.of_new_lora()),
-        *implemented("lora_target", "lora.targets", lora.of_new_lora(to.modules)),
-        *implemented("dataset", "data.train", to.data_sets),
+        *implemented("lora_target", "lora.targets", lora.of_new_lora(to.modules("lora_target"))),
+        *implemented("dataset", "data.train", to.data_sets("dataset")),
         *implemented("eval_dataset", "data.eval", to.eval_sets),
         *implemented("val_size", "data.eval", to.share, "a share; a number of samples is refused"),
         *implemented("max_samples", "data.train", to.limit, "of every data set"),
         *implemented("dataset_dir", "data.folder", to.folder),
         *implemented("cutoff_len", "data.max_length", note=""),
-        *implemented("packing", "data.packing", to.packing, "changes no result: samples never see each other"),
-        *implemented("neat_packing", "data.packing", only_if_on("data.packing", True)),
-        *implemented("train_on_prompt", "data.targets", to.targets),
-        *implemented("mask_history", "data.targets", to.targets),
+        *switch("packing", "data.packing", to.packing, "changes no result: samples never see each other"),
+        *switch("neat_packing", "data.packing", only_if_on("data.packing", True)),
+        *switch("train_on_prompt", "data.targets", to.targets),
+        *switch("mask_history", "data.targets", to.targets),
         *implemented("preprocessing_num_workers", "data.workers", unless_none),
     ]
 
@@ -84,12 +89,13 @@ def _rows_of_training() -> list[Row]:
     return [
         *implemented("learning_rate", "optim.lr"),
         *implemented("optim", "optim.name", learn.optimizer, "AdamW's names; others are refused"),
-        *implemented("use_muon", "optim.name", learn.muon, "their scale of a step: optim.muon_scale adamw"),
-        *implemented("use_dft_loss", "train.loss", only_if_on("train.loss", "dft")),
+        *switch("use_muon", "optim.name", learn.muon, "their scale of a step: optim.muon_scale adamw"),
+        *switch("use_dft_loss", "train.loss", only_if_on("train.loss", "dft")),
         *implemented("lr_scheduler_type", "optim.schedule", learn.schedule),
-        *implemented("lr_scheduler_kwargs", "optim.min_lr", learn.schedule_extra, "with cosine_with_min_lr"),
-        *implemented("warmup_ratio", "optim.warmup", learn.warmup),
-        *implemented("warmup_steps", "optim.warmup", learn.warmup),
+        Row("lr_scheduler_kwargs", "implemented", "optim.min_lr", "with cosine_with_min_lr", learn.schedule_extra,
+            parts=("min_lr_rate", "min_lr")),
+        *implemented("warmup_ratio", "optim.warmup", learn.warmup, _WARMUP),
+        *implemented("warmup_steps", "optim.warmup", learn.warmup, _WARMUP),
         *implemented("weight_decay", "optim.weight_decay"),
         *implemented("max_grad_norm", "optim.clip"),
         *implemented("label_smoothing_factor", "train.label_smoothing"),
@@ -100,17 +106,17 @@ def _rows_of_training() -> list[Row]:
         *implemented("max_steps", "train.max_steps", learn.steps),
         *implemented(learn.BATCH[0], "train.global_batch", learn.batch),
         *implemented(learn.BATCH[1], "train.global_batch", learn.batch),
-        *implemented("bf16", "train.precision", learn.precision),
-        *implemented("fp16", "train.precision", learn.precision, "auto where there is no GPU"),
-        *implemented("pure_bf16", "train.precision", learn.precision),
-        *implemented("disable_gradient_checkpointing", "train.recompute", only_if_on("train.recompute", "none")),
-        *implemented("gradient_checkpointing", "train.recompute", learn.recompute),
-        *implemented("activation_checkpointing", "train.recompute", learn.recompute),
+        *switch("bf16", "train.precision", learn.precision),
+        *switch("fp16", "train.precision", learn.precision, "auto where there is no GPU"),
+        *switch("pure_bf16", "train.precision", learn.precision),
+        *switch("disable_gradient_checkpointing", "train.recompute", only_if_on("train.recompute", "none")),
+        *switch("gradient_checkpointing", "train.recompute", learn.recompute),
+        *switch("activation_checkpointing", "train.recompute", learn.recompute),
         *implemented("seed", "train.seed"),
         *implemented("data_seed", "train.seed", learn.data_seed, "another one than seed is refused"),
-        *implemented("enable_thinking", "model.template", to.thinking, "off is refused where a model would think"),
-        *implemented("preserve_thinking", "model.template", to.old_thoughts, "on is refused where a model would think"),
-        *implemented("torch_compile", "train.compile", only_if_on("train.compile", True)),
+        *switch("enable_thinking", "model.template", to.thinking, "off is refused where a model would think"),
+        *switch("preserve_thinking", "model.template", to.old_thoughts, "on is refused where a model would think"),
+        *switch("torch_compile", "train.compile", only_if_on("train.compile", True)),
         *implemented("fsdp", "parallel.strategy", to.fsdp, "its words; offload is parallel.offload params"),
         *implemented("eval_steps", "train.eval_every", to.often("eval_steps", "train.eval_every")),
         *implemented("eval_strategy", "train.eval_every", to.often("eval_steps", "train.eval_every")),
@@ -124,11 +130,11 @@ def _rows_of_training() -> list[Row]:
         *implemented("output_dir", "output"),
         *implemented("ddp_timeout", "parallel.timeout", lambda v, a: timeout_answer(v, "ddp_timeout"), "at most a day"),
         *implemented("ddp_backend", "parallel.backend", words("ddp_backend", {"nccl": "nccl", "gloo": "gloo"})),
-        *implemented("ddp_find_unused_parameters", "parallel.find_unused_parameters", unless_none),
+        *switch("ddp_find_unused_parameters", "parallel.find_unused_parameters", unless_none),
         *implemented("ddp_bucket_cap_mb", "parallel.bucket_mb", unless_none),
-        *implemented("ddp_static_graph", "parallel.static_graph", unless_none),
+        *switch("ddp_static_graph", "parallel.static_graph", unless_none),
         Row("deepspeed", "implemented", "parallel.strategy", "its own keys: see the page's end", opens="deepspeed"),
-        *implemented("do_train", "", to.do_train, "what duoka train does; false is refused"),
+        *switch("do_train", "", to.do_train, "what duoka train does; false is refused"),
         *reported(
             "a run folder is never overwritten: the same command goes on with it, another config is refused",
             "overwrite_output_dir",
@@ -145,18 +151,18 @@ def _defaults(asked: Asked) -> Mapping[str, Any]:
     if not any(asked.is_on(name) for name in ("bf16", "fp16", "pure_bf16")):
         out["train.precision"] = "fp32"
     if lora.is_lora(asked) and not lora.goes_on(asked):  # which has its own
-        rank = number(asked.get("lora_rank", 8), "lora_rank") if _is_number(asked.get("lora_rank", 8)) else 8
+        rank = _rank(asked)
         out |= {"lora.rank": 8, "lora.alpha": 2.0 * rank, "lora.dropout": 0.0, "lora.targets": "all"}
     if to.is_freeze(asked):
         out |= {"train_only.layers": 2, "train_only.modules": "all"}
     return out
 
 
-def _is_number(value: Any) -> bool:
+def _rank(asked: Asked) -> int:
     try:
-        return float(value) > 0
-    except (TypeError, ValueError):
-        return False
+        return whole(asked.get("lora_rank", 8), "lora_rank")
+    except Refusal:  # which the key's own row says
+        return 8
 
 
 def _fits(top: Mapping[str, Any]) -> bool:

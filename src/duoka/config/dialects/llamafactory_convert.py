@@ -13,6 +13,7 @@ from duoka.config.dialects.llamafactory_rest import TEMPLATES
 from duoka.config.dialects.rows import (
     Answer,
     Asked,
+    Convert,
     Refusal,
     asks_for_nothing,
     comma_list,
@@ -57,15 +58,15 @@ def layers(value: Any, asked: Asked) -> Any:
 
 
 def spread(value: Any, asked: Asked) -> Any:
-    if not is_true(value):
+    if not value:
         return Answer()
     if not is_freeze(asked):
         raise Refusal("use_llama_pro trains whole layers", "write:   finetuning_type: freeze")
     return Answer({"train_only.spread": True})
 
 
-def modules(value: Any, asked: Asked) -> Any:
-    return "all" if value in ("all", ["all"]) else comma_list(value, asked)
+def modules(name: str) -> Convert:
+    return lambda value, asked: "all" if value in ("all", ["all"]) else comma_list(value, name)
 
 
 def template(value: Any, asked: Asked) -> Any:
@@ -82,15 +83,18 @@ def template(value: Any, asked: Asked) -> Any:
     return Answer({"model.template": "auto"}, f"{name}: the chat template that the model ships is used")
 
 
-def data_sets(value: Any, asked: Asked) -> Any:
-    names = comma_list(value, asked)
-    most = asked.get("max_samples")
-    limit = {} if is_none(most) else {"max_samples": whole(most, "max_samples")}
-    return [{"name": name, **limit} for name in names]
+def data_sets(name: str) -> Convert:
+    def convert(value: Any, asked: Asked) -> Any:
+        names = comma_list(value, name)
+        most = asked.get("max_samples")
+        limit = {} if is_none(most) else {"max_samples": whole(most, "max_samples")}
+        return [{"name": name, **limit} for name in names]
+
+    return convert
 
 
 def eval_sets(value: Any, asked: Asked) -> Any:
-    return Answer() if is_none(value) else Answer({"data.eval": data_sets(value, asked)})
+    return Answer() if is_none(value) else Answer({"data.eval": data_sets("eval_dataset")(value, asked)})
 
 
 def limit(value: Any, asked: Asked) -> Any:
@@ -124,9 +128,7 @@ def targets(value: Any, asked: Asked) -> Any:
 
 
 def packing(value: Any, asked: Asked) -> Any:
-    if is_none(value):
-        return Answer()
-    if not is_true(value):
+    if not value:
         return Answer({} if asked.is_on("neat_packing") else {"data.packing": False})
     note = "" if asked.is_on("neat_packing") else "packed samples never see each other here (as with neat_packing)"
     return Answer({"data.packing": True}, note)
@@ -141,11 +143,18 @@ def _best(name: str, asked: Asked) -> Any:
     return Answer({"checkpoint.keep_best": True}, "the newest checkpoints stay too, so that the run can go on")
 
 
+_WHEN = {name: name for name in ("steps", "epoch", "no", "best")} | {"false": "no"}
+
+
 def often(name: str, key: str) -> Any:
-    strategy_name = "save_strategy" if key == "checkpoint.every" else "eval_strategy"
+    strategy_names = ("save_strategy",) if key == "checkpoint.every" else ("eval_strategy", "evaluation_strategy")
 
     def convert(value: Any, asked: Asked) -> Any:
-        strategy = str(asked.get(strategy_name, asked.get("evaluation_strategy", "steps"))).lower()
+        given = {name: asked.get(name) for name in strategy_names if not is_none(asked.get(name))}
+        meant = [words(name, _WHEN)(word, asked) for name, word in given.items()]
+        if len(set(meant)) > 1:
+            raise Refusal(f"{' and '.join(given)} contradict each other", "keep one of them", strategy_names[-1])
+        strategy_name, strategy = next(iter(given), strategy_names[0]), meant[0] if meant else "steps"
         if (
             key == "train.eval_every"
             and is_none(asked.get("eval_dataset"))
@@ -163,7 +172,8 @@ def often(name: str, key: str) -> Any:
         if is_none(steps):
             return Answer()
         if 0 < number(steps, name) < 1:
-            raise Refusal(f"{name} {steps} is a share of all steps, and duoka counts steps", f"write:   {name}: 100")
+            what = f"{name} {steps} is a share of all steps, and duoka counts steps"
+            raise Refusal(what, f"write:   {name}: 100", name)
         return Answer({key: whole(steps, name)})
 
     return convert
@@ -176,7 +186,7 @@ def log_every(value: Any, asked: Asked) -> Any:
 
 
 def trackers(value: Any, asked: Asked) -> Any:
-    names = [name.lower() for name in comma_list(value, asked)]
+    names = [] if value is False else [name.lower() for name in comma_list(value or "none", "report_to")]
     others = [name for name in names if name not in ("none", "all", "tensorboard")]
     ours = ["tensorboard"] if "tensorboard" in names or "all" in names else []
     note = f"{', '.join(others)} not there yet; the event log and the report have all numbers" if others else ""
@@ -194,7 +204,7 @@ def revision(value: Any, asked: Asked) -> Any:
 
 
 def do_train(value: Any, asked: Asked) -> Any:
-    if is_true(value) or is_none(value):
+    if value:
         return Answer()
     raise Refusal("do_train is false, and duoka train trains", "delete do_train, or use duoka eval, chat or export")
 
@@ -229,7 +239,7 @@ def _thinks(asked: Asked) -> bool:
 
 
 def old_thoughts(value: Any, asked: Asked) -> Any:
-    if is_true(value) and _thinks(asked):
+    if value and _thinks(asked):
         raise Refusal(
             "preserve_thinking true would keep the thoughts of earlier turns, which the model's own template drops",
             "delete preserve_thinking",
@@ -239,7 +249,7 @@ def old_thoughts(value: Any, asked: Asked) -> Any:
 
 def thinking(value: Any, asked: Asked) -> Any:
     name = asked.get("template", "")
-    if is_none(value) or is_true(value) or not _thinks(asked):
+    if value or not _thinks(asked):
         return Answer(note="thinking is written as the model's own template writes it")
     raise Refusal(
         f"enable_thinking {str(value).lower()} would put an empty thought before every answer of {name}, and duoka "

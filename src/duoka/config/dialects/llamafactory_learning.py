@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from duoka.config.dialects.rows import Answer, Asked, Refusal, batch_answer, is_none, is_true, number, whole, words
+from duoka.config.dialects.rows import (
+    Answer,
+    Asked,
+    Refusal,
+    batch_answer,
+    is_none,
+    number,
+    share,
+    shown,
+    whole,
+    words,
+)
 
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -26,10 +37,19 @@ def precision(value: Any, asked: Asked) -> Any:
 
 
 def warmup(value: Any, asked: Asked) -> Any:
-    if is_none(value) or str(asked.get("lr_scheduler_type")) == "constant":
+    if is_none(value) or _schedule_name(asked) == "constant":
         return Answer(note="" if is_none(value) else "lr_scheduler_type constant has no warm-up")
     steps = number(asked.get("warmup_steps", 0), "warmup_steps")
-    return Answer({"optim.warmup": steps if steps > 0 else number(asked.get("warmup_ratio", 0), "warmup_ratio")})
+    if steps < 0:
+        raise Refusal(
+            f"warmup_steps must be 0 or more, got {value}", "write for example:   warmup_steps: 20", "warmup_steps"
+        )
+    ratio = share(asked.get("warmup_ratio", 0), "warmup_ratio", "warmup_steps")
+    return Answer({"optim.warmup": steps if steps > 0 else ratio})
+
+
+def _schedule_name(asked: Asked) -> str:
+    return str(asked.get("lr_scheduler_type", "")).strip().lower()
 
 
 def schedule(value: Any, asked: Asked) -> Any:
@@ -40,19 +60,30 @@ def schedule(value: Any, asked: Asked) -> Any:
             "cosine_with_min_lr": "cosine",
         },
     )(value, asked)  # fmt: skip
-    if value != "cosine_with_min_lr":
-        return Answer({"optim.schedule": word, **({"optim.warmup": 0.0} if value == "constant" else {})})
+    name = _schedule_name(asked)
+    if name != "cosine_with_min_lr":
+        return Answer({"optim.schedule": word, **({"optim.warmup": 0.0} if name == "constant" else {})})
     more = asked.get("lr_scheduler_kwargs", {})
+    if not isinstance(more, dict):
+        example = "write:   lr_scheduler_kwargs: {min_lr_rate: 0.1}"
+        raise Refusal(f"lr_scheduler_kwargs must be a block of keys, got {shown(more)}", example, "lr_scheduler_kwargs")
     rate, least = more.get("min_lr_rate"), more.get("min_lr")
     if least is not None:
-        rate = number(least, "min_lr") / number(asked.get("learning_rate", 5e-5), "learning_rate")
+        peak = number(asked.get("learning_rate", 5e-5), "learning_rate")
+        if peak <= 0:
+            raise Refusal(
+                f"learning_rate must be more than 0, got {peak:g}", "write:   learning_rate: 5.0e-5", "learning_rate"
+            )
+        rate = number(least, "min_lr") / peak
     if rate is None:
-        raise Refusal("cosine_with_min_lr needs its end", "write:   lr_scheduler_kwargs: {min_lr_rate: 0.1}")
+        raise Refusal(
+            "lr_scheduler_type cosine_with_min_lr needs its end", "write:   lr_scheduler_kwargs: {min_lr_rate: 0.1}"
+        )
     return Answer({"optim.schedule": word, "optim.min_lr": number(rate, "min_lr_rate")})
 
 
 def schedule_extra(value: Any, asked: Asked) -> Any:
-    if is_none(value) or asked.get("lr_scheduler_type") == "cosine_with_min_lr":
+    if is_none(value) or _schedule_name(asked) == "cosine_with_min_lr":
         return Answer()
     raise Refusal(
         "lr_scheduler_kwargs would change the schedule", "only cosine_with_min_lr takes min_lr_rate or min_lr"
@@ -83,12 +114,21 @@ def optimizer(value: Any, asked: Asked) -> Any:
 
 
 def epochs(value: Any, asked: Asked) -> Any:
-    return Answer(note="max_steps says how long") if _max_steps(asked) else value
+    if not _max_steps(asked):
+        return value
+    number(value, "num_train_epochs")
+    return Answer(note="max_steps says how long")
 
 
 def _max_steps(asked: Asked) -> int:
-    steps = asked.get("max_steps", -1)
-    return whole(steps, "max_steps") if number(steps, "max_steps") > 0 else 0
+    steps = number(asked.get("max_steps", -1), "max_steps")
+    if steps < 0 and steps != -1:
+        raise Refusal(
+            f"max_steps {steps:g} is no number of steps",
+            "write for example:   max_steps: 500   or   -1, which means that num_train_epochs says how long",
+            "max_steps",
+        )
+    return whole(steps, "max_steps") if steps > 0 else 0
 
 
 def steps(value: Any, asked: Asked) -> Any:
@@ -112,12 +152,12 @@ def data_seed(value: Any, asked: Asked) -> Any:
 
 
 def recompute(value: Any, asked: Asked) -> Any:
-    return Answer({"train.recompute": "full" if is_true(value) else "none"})
+    return Answer({"train.recompute": "full" if value else "none"})
 
 
 def muon(value: Any, asked: Asked) -> Any:
     """Their Muon moves a matrix by 0.2 sqrt(max(rows, columns)) x lr, so that one rate serves both halves."""
-    if not is_true(value):
+    if not value:
         return Answer()
     rate = asked.get("learning_rate", 5e-5)
     return Answer(

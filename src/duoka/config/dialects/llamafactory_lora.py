@@ -15,11 +15,11 @@ from duoka.config.dialects.rows import (
     asks_for_nothing,
     comma_list,
     is_none,
-    is_true,
     number,
     whole,
     words,
 )
+from duoka.config.paths import is_folder
 
 
 def is_lora(asked: Asked) -> bool:
@@ -45,8 +45,11 @@ def of_lora(convert: Any = None) -> Any:
 
 def _adapters(asked: Asked) -> list[str]:
     """The trained adapters that a file names; the bare word lora of guides means a new one."""
-    names: list[str] = comma_list(asked.get("adapter_name_or_path", []), asked)
-    is_word = names == ["lora"] and not any(place.is_dir() for place in (Path("lora"), asked.folder / "lora"))
+    try:
+        names = comma_list(asked.get("adapter_name_or_path", []), "adapter_name_or_path")
+    except Refusal:  # which its own row says
+        return []
+    is_word = names == ["lora"] and not any(is_folder(place) for place in (Path("lora"), asked.folder / "lora"))
     return [] if is_word else names
 
 
@@ -58,6 +61,7 @@ def goes_on(asked: Asked) -> bool:
 def earlier(value: Any, asked: Asked) -> Any:
     if is_none(value):
         return Answer()
+    comma_list(value, "adapter_name_or_path")
     if not is_lora(asked):
         raise Refusal(
             f"adapter_name_or_path {value} is an adapter, and finetuning_type {asked.get('finetuning_type')} has none",
@@ -75,7 +79,7 @@ def earlier(value: Any, asked: Asked) -> Any:
 
 
 def new_adapter(value: Any, asked: Asked) -> Any:
-    return Answer() if not is_true(value) or _adapters(asked) else Answer(note="no other adapter is named: it is new")
+    return Answer() if not value or _adapters(asked) else Answer(note="no other adapter is named: it is new")
 
 
 def of_new_lora(convert: Any = None) -> Any:
@@ -92,14 +96,14 @@ def of_new_lora(convert: Any = None) -> Any:
 
 def alpha(value: Any, asked: Asked) -> Any:
     """Rank-stabilised LoRA weights an update alpha / sqrt(rank): the plain form with alpha x sqrt(rank)."""
-    scale = number(asked.get("lora_rank", 8), "lora_rank") ** 0.5 if asked.is_on("use_rslora") else 1.0
+    scale = whole(asked.get("lora_rank", 8), "lora_rank") ** 0.5 if asked.is_on("use_rslora") else 1.0
     return number(value, "lora_alpha") * scale
 
 
 def rslora(value: Any, asked: Asked) -> Any:
-    if not is_true(value):
+    if not value:
         return Answer()
-    rank = number(asked.get("lora_rank", 8), "lora_rank")
+    rank = whole(asked.get("lora_rank", 8), "lora_rank")
     given = asked.get("lora_alpha", 2 * rank)
     return Answer(
         {"lora.alpha": number(given, "lora_alpha") * rank**0.5},

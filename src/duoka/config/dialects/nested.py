@@ -16,7 +16,9 @@ from duoka.config.dialects.rows import (
     Asked,
     Dialect,
     implemented,
+    is_none,
     reported,
+    switch,
     table,
     timeout_answer,
     words,
@@ -32,7 +34,10 @@ _STRATEGIES = {
 def _strategy(value: Any, asked: Asked) -> Any:
     if str(value).lower() == "dp":
         return Answer({"parallel.strategy": "auto"}, "one process for all GPUs is slower everywhere: DDP is used")
-    return words("trainer.type", _STRATEGIES)(value, asked)
+    strategy = words("trainer.type", _STRATEGIES)(value, asked)
+    if strategy == "ddp" and not is_none(asked.get("deepspeed")):
+        return Answer(note="one process per GPU; how they share the work is said by the DeepSpeed file")
+    return strategy
 
 
 def _fits(top: Mapping[str, Any]) -> bool:
@@ -46,7 +51,7 @@ def _fits(top: Mapping[str, Any]) -> bool:
 def nested() -> Dialect:
     own = [
         *implemented("strategy", "parallel.strategy", _strategy, ""),
-        *implemented("gradient_as_bucket_view", "parallel.bucket_view"),
+        *switch("gradient_as_bucket_view", "parallel.bucket_view"),
         *implemented("timeout", "parallel.timeout", lambda value, asked: timeout_answer(value, "ddp.timeout")),
         *reported("a file is one part: it is all learned", "train_split"),
         *reported("a file has no parts of its own; to hold some back write val_size: 0.1", "eval_split"),

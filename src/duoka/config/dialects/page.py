@@ -21,7 +21,11 @@ they are. This page is made from the tables that do it (`duoka config dialects`)
 - Where a file is silent, LLaMA-Factory's own defaults hold for whatever changes the result (`cutoff_len` 2048,
   `learning_rate` 5e-5, a linear schedule without warm-up, fp32, LoRA of rank 8 with alpha twice that and no dropout).
 - One file keeps to one dialect. On the command line both may stand: `learning_rate=1e-4` and `optim.lr=1e-4`.
-- A key given twice with equal values is fine; with different ones it is refused with both places.
+- A key given twice with equal values is fine; with different ones it is refused with both places, in two blocks too.
+- A switch is true, yes, on, 1 or false, no, off, 0; another word (`ture`) is refused, and never taken for off.
+- A file that `extends:` another in the same words is one file with it; on a base in duoka's own words, LLaMA-Factory's
+  defaults stand below what the base says.
+- LLaMA-Factory's v1 form (`examples/v1`) is not read, and named as such.
 - A row that means what this version lacks (a stage, a strategy) is refused when it is asked for, and works by itself
   once the schema has it.
 """

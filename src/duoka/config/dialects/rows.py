@@ -5,6 +5,7 @@ A row says for one key of another tool what becomes of it here. `engine.py` read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any, Literal
 
 from duoka.registry import nearest
 
+# What a file is for, and how its answers are drawn, hangs on these, whatever becomes of them in training.
+_SWITCHES = ("do_predict", "do_eval", "predict_with_generate", "do_sample")
+_EXAMPLES = {"lora_rank": 8, "lora_alpha": 16, "cutoff_len": 2048, "save_steps": 100, "eval_steps": 100}
 State = Literal["implemented", "reported", "refused"]
 
 
@@ -37,7 +41,7 @@ class Asked:
         return default if value is None else value
 
     def is_on(self, name: str) -> bool:
-        return is_true(self.values.get(name))
+        return is_true(self.values.get(name))  # a switch that cannot be read is refused at its own row
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,11 @@ class Answer:
 
 
 class Refusal(ValueError):
-    """A value that would change the result, and that duoka cannot honour."""
+    """A value that would change the result, and that duoka cannot honour; `name` when it is another key's."""
 
-    def __init__(self, what: str, fix: str = "") -> None:
+    def __init__(self, what: str, fix: str = "", name: str = "") -> None:
         super().__init__(what)
-        self.what, self.fix = what, fix
+        self.what, self.fix, self.name = what, fix, name
 
 
 Convert = Callable[[Any, Asked], Any]
@@ -70,6 +74,8 @@ class Row:
     convert: Convert | None = None  # None: the value as it is
     off: tuple[Any, ...] = ()  # of a refused key: values that ask for nothing
     opens: str = ""  # the value is the path of a file in this dialect
+    is_switch: bool = False  # true or false; read before `convert` sees it
+    parts: tuple[str, ...] = ()  # the keys that a block of it may have
 
 
 @dataclass(frozen=True)
@@ -81,23 +87,37 @@ class Dialect:
     rows: Mapping[str, Row]
     fits: Callable[[Mapping[str, Any]], bool]
     defaults: Callable[[Asked], Mapping[str, Any]] = lambda asked: {}
+    openers: frozenset[str] = field(init=False, default=frozenset())  # names before a dot of a row: blocks
     rename: Mapping[str, str] = field(default_factory=dict)  # how a file writes a key -> the name of its row
     blocks: tuple[str, ...] = ()  # blocks whose keys are looked up without the block's name
     task: Callable[[Mapping[str, Any]], str] = lambda values: "train"  # what the other tool would do with a file
     is_whole: bool = True  # False: a file beside the one that names model and data
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "openers", _openers(self.rows))
+
+
+def _openers(rows: Iterable[str]) -> frozenset[str]:
+    parts = [name.split(".") for name in rows]
+    return frozenset(".".join(words[:count]) for words in parts for count in range(1, len(words)))
 
 
 def implemented(name: str, key: str, convert: Convert | None = None, note: str = "") -> list[Row]:
     return [Row(name, "implemented", key, note, convert)]
 
 
+def switch(name: str, key: str, convert: Convert | None = None, note: str = "") -> list[Row]:
+    """A key that is on or off; left empty it says nothing."""
+    return [Row(name, "implemented", key, note, convert, is_switch=True)]
+
+
 def reported(note: str, *names: str) -> list[Row]:
-    return [Row(name, "reported", "", note) for name in names]
+    return [Row(name, "reported", "", note, is_switch=name in _SWITCHES) for name in names]
 
 
 def refused(note: str, *names: str, off: tuple[Any, ...] = ()) -> list[Row]:
     """Keys that would change the result. `off` beside null, false, and empty lists: values that ask for nothing."""
-    return [Row(name, "refused", "", note, off=off) for name in names]
+    return [Row(name, "refused", "", note, off=off, is_switch=name in _SWITCHES) for name in names]
 
 
 def table(*groups: Iterable[Row]) -> dict[str, Row]:
@@ -112,8 +132,32 @@ def table(*groups: Iterable[Row]) -> dict[str, Row]:
 # --------------------------------------------------------------------------------- words that conversions share
 
 
+_ON, _OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
 def is_true(value: Any) -> bool:
-    return value is True or str(value).strip().lower() in ("true", "yes", "on", "1")
+    return value is True or (isinstance(value, (str, int)) and str(value).strip().lower() in _ON)
+
+
+def is_false(value: Any) -> bool:
+    return value is False or (isinstance(value, (str, int)) and str(value).strip().lower() in _OFF)
+
+
+def read_switch(value: Any, name: str) -> bool:
+    """On or off. A misspelt word is neither: taken for off, it would make another run than the one that was meant."""
+    if not is_true(value) and not is_false(value):
+        raise Refusal(f"{name} must be true or false, got {shown(value)}", f"write:   {name}: true   or   false", name)
+    return is_true(value)
+
+
+def shorten(value: Any) -> str:
+    """A value as far as a message shows it."""
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def shown(value: Any) -> str:
+    return f'"{shorten(value)}"'
 
 
 def is_none(value: Any) -> bool:
@@ -124,23 +168,34 @@ def is_none(value: Any) -> bool:
 def asks_for_nothing(value: Any, off: tuple[Any, ...]) -> bool:
     if isinstance(value, dict) and value.get("enabled") is False:
         return True
-    return is_none(value) or value is False or str(value).lower() in ("false", "no") or value in off
+    return is_none(value) or value is False or str(value).lower() in ("false", "no", "off") or value in off
 
 
 def number(value: Any, name: str) -> float:
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or not math.isfinite(out := float(value)):
             raise ValueError
-        return float(value)
-    except (TypeError, ValueError):
-        raise Refusal(f'{name} must be a number, got "{value}"') from None
+    except (TypeError, ValueError, OverflowError):
+        example = f"write for example:   {name}: {_EXAMPLES.get(name, 1)}"
+        raise Refusal(f"{name} must be a number, got {shown(value)}", example, name) from None
+    return out
 
 
-def whole(value: Any, name: str) -> int:
+def whole(value: Any, name: str, least: int = 1) -> int:
     out = number(value, name)
-    if out != int(out) or out < 1:
-        raise Refusal(f'{name} must be a whole number of at least 1, got "{value}"', f"write for example:   {name}: 1")
+    if out != int(out) or out < least:
+        what = f"{name} must be a whole number of at least {least}, got {shown(value)}"
+        raise Refusal(what, f"write for example:   {name}: {max(_EXAMPLES.get(name, 1), least)}", name)
     return int(out)
+
+
+def share(value: Any, name: str, steps_name: str) -> float:
+    """A part of something, 0 or more and less than 1; more would be taken for a count of steps."""
+    out = number(value, name)
+    if not 0 <= out < 1:
+        what = f"{name} {value} is no share, which lies between 0 and 1"
+        raise Refusal(what, f"write for example:   {name}: 0.1   or   {steps_name}: {max(1, int(out))}", name)
+    return out
 
 
 def words(name: str, meanings: Mapping[str, Any]) -> Convert:
@@ -153,15 +208,23 @@ def words(name: str, meanings: Mapping[str, Any]) -> Convert:
         guess = nearest(word, meanings)
         known = ", ".join(meanings)
         hint = f"did you mean {guess}?   " if guess else ""
-        raise Refusal(f"{name} {value} is not known here", f"{hint}known: {known}")
+        raise Refusal(f"{name} {shorten(value)} is not known here", f"{hint}known: {known}", name)
 
     return convert
 
 
-def comma_list(value: Any, asked: Asked) -> Any:
+def comma_list(value: Any, name: str) -> list[str]:
     """`a, b` or `[a, b]` as a list of words."""
-    items = value if isinstance(value, list) else str(value).split(",")
-    return [str(item).strip() for item in items if str(item).strip()]
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, (dict, list, bool, type(None))) for item in items):
+        what = f"{name} must be a name, or a list of names, got {shown(value)}"
+        raise Refusal(what, f"write for example:   {name}: one, two", name)
+    words = items if isinstance(value, list) else str(value).split(",")
+    return [str(item).strip() for item in words if str(item).strip()]
+
+
+def names_of(name: str) -> Convert:
+    return lambda value, asked: comma_list(value, name)
 
 
 def unless_none(value: Any, asked: Asked) -> Any:
@@ -170,7 +233,7 @@ def unless_none(value: Any, asked: Asked) -> Any:
 
 def only_if_on(key: str, value: Any) -> Convert:
     """A switch that means a value of ours when it is on, and nothing when it is off."""
-    return lambda given, asked: Answer({key: value}) if is_true(given) else Answer()
+    return lambda given, asked: Answer({key: value}) if given else Answer()
 
 
 def describe_years(seconds: float) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from duoka.config.paths import given_path, is_file, is_folder, is_there
 from duoka.config.schema import DataSource
 from duoka.data.read.example import SetFormat
 from duoka.data.read.formats import FORMATS
@@ -77,8 +78,8 @@ def first_record(path: Path) -> tuple[Record | None, Fault | None]:
 def read_infos(folder: str | None, base: Path) -> tuple[list[Info], list[Fault]]:
     """The registry files that count, nearest first."""
     if folder is not None:
-        given = Path(folder).expanduser()
-        place = next((place for place in (given, base / given) if place.is_dir()), None)
+        given = given_path(folder)
+        place = next((place for place in (given, base / given) if is_folder(place)), None)
         if place is None:
             return [], [Fault(f"data.folder is {folder!r}, and there is no such folder", key="data.folder")]
         places = [place]
@@ -88,7 +89,7 @@ def read_infos(folder: str | None, base: Path) -> tuple[list[Info], list[Fault]]
     faults: list[Fault] = []
     for place in places:
         path = (place / INFO_FILE).resolve()
-        if path.is_file() and path not in infos:
+        if is_file(path) and path not in infos:
             read = _read_info(path)
             if isinstance(read, Fault):
                 faults.append(read)
@@ -132,7 +133,7 @@ def set_from_info(source: DataSource, info: Info, key: str) -> ResolvedSet | lis
     files: tuple[Path, ...] = ()
     if isinstance(entry.get("file_name"), str):
         path = info.path.parent / entry["file_name"]
-        if not path.exists():
+        if not is_there(path):
             return [fault(f"there is no file {str(path)!r}", "file_name counts from the folder of " + INFO_FILE)]
     else:
         fetched = fetch_set(entry["hf_hub_url"], entry.get("subset"), entry.get("split") or "train")

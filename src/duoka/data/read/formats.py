@@ -51,14 +51,14 @@ def check_order(messages: list[Message], *, ends: str = "assistant") -> None:
             wanted = " or ".join(expected)
             raise BadRecord(
                 f"roles out of order: message {place} is {role}, {before}; {wanted} is expected",
-                "user and assistant take turns, system stands first, tool results follow an assistant's call",
+                "user and assistant take turns, system stands first, tool results follow the assistant",
             )
         if role == "assistant" and not message.content.strip() and message.tool_calls is None:
             raise BadRecord(f"message {place}, the assistant's, is empty", "there is nothing to learn: leave it out")
         if role == "system":
             expected = ("user",)
         elif role == "assistant":
-            expected = ("user", "tool") if message.tool_calls is not None else ("user",)
+            expected = ("user", "tool")  # a call may be written as plain text, as in LLaMA-Factory's own sets
         else:
             expected = ("assistant", "tool") if role == "tool" else ("assistant",)
     last = messages[-1].role if messages else "nothing"

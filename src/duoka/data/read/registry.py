@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from duoka.config.paths import given_path, is_there
 from duoka.config.rules_text import LAST_FILE
 from duoka.config.schema import DataConfig, DataSource, RunConfig
 from duoka.data.read.dataset_info import INFO_FILE, Info, ResolvedSet, files_of, first_record, read_infos, set_from_info
@@ -171,9 +172,9 @@ def _find_one(source: DataSource, infos: list[Info], base: Path, key: str) -> Re
     if re.fullmatch(r"[\w-]+", source.name) and builtin.is_file():
         form = SetFormat("messages", FORMATS.get("messages").columns, FORMATS.get("messages").tags)
         return ResolvedSet(source.name, (builtin,), form, max_samples=source.max_samples)
-    given = Path(source.name).expanduser()
+    given = given_path(source.name)
     places = [given, base / given, *(info.path.parent / given for info in infos)]
-    path = next((place for place in places if place.exists()), None)
+    path = next((place for place in places if is_there(place)), None)
     if path is not None:
         return _from_path(source, path.resolve(), key)
     if is_hub_id(source.name):

@@ -65,8 +65,12 @@ def encode_examples(
         if isinstance(parts, BadRecord):
             out.append(parts)
         else:
-            samples = tuple(_sample(part, next(tokens), tokenizer) for part in parts)
-            out.append(_finish(example, samples, tokenizer))
+            own = [next(tokens) for _ in parts]
+            try:
+                samples = tuple(_sample(part, mine, tokenizer) for part, mine in zip(parts, own, strict=True))
+                out.append(_finish(example, samples, tokenizer))
+            except BadRecord as error:
+                out.append(error)
     return out
 
 
@@ -76,13 +80,15 @@ class _Marked:
 
     text: str
     spans: list[Span] | None
+    cuts: tuple[int, ...] = ()  # inside control tokens that were typed, and are none
 
 
 def _mark(example: AnyExample, tokenizer: ChatTokenizer, targets: Targets) -> list[_Marked]:
     if isinstance(example, Text):
         return [_Marked(example.text, None)]
     if isinstance(example, Prompt):
-        return [_Marked(render_prompt(example.messages, example.tools, tokenizer), [])]
+        text, cuts = render_prompt(example.messages, example.tools, tokenizer)
+        return [_Marked(text, [], cuts)]
     if isinstance(example, Example):
         return [_Marked(*mark_targets(example, tokenizer, targets=targets))]
     answers = (example.chosen, example.rejected) if isinstance(example, Preference) else ()
@@ -94,7 +100,7 @@ def _sample(marked: _Marked, tokens: Tokens, tokenizer: ChatTokenizer) -> Sample
     if marked.spans is None:
         ids = np.asarray(frame_text(tokens.ids.tolist(), tokenizer), np.int32)
         return Sample(ids, np.ones(len(ids), bool))
-    return mark_tokens(marked.text, marked.spans, tokens, tokenizer)
+    return mark_tokens(marked.text, marked.spans, tokens, tokenizer, marked.cuts)
 
 
 def _finish(example: AnyExample, parts: tuple[Sample, ...], tokenizer: ChatTokenizer) -> Encoded:

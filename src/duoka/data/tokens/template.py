@@ -16,6 +16,7 @@ import numpy as np
 
 from duoka.data.read.example import BadRecord, Example, Message
 from duoka.data.tokens.tokenizer import ChatTokenizer, Tokens
+from duoka.data.tokens.typed_control import break_up, without_marks
 
 Targets = Literal["assistant", "last", "all"]
 Span = tuple[int, int]  # characters [start, end)
@@ -36,17 +37,21 @@ class Sample:
 
 def encode(example: Example, tokenizer: ChatTokenizer, *, targets: Targets = "assistant") -> Sample:
     """Ids and target mask. Raises BadRecord when the template cannot express the conversation."""
-    text, spans = mark_targets(example, tokenizer, targets=targets)
+    text, spans, cuts = mark_targets(example, tokenizer, targets=targets)
     (tokens,) = tokenizer.encode_many([text])
-    return mark_tokens(text, spans, tokens, tokenizer)
+    return mark_tokens(text, spans, tokens, tokenizer, cuts)
 
 
-def mark_tokens(text: str, spans: list[Span], tokens: Tokens, tokenizer: ChatTokenizer) -> Sample:
-    """The tokens of a text as a sample that learns `spans`."""
-    cuts = _cuts_inside_tokens(tokens, spans)
+def mark_tokens(
+    text: str, spans: list[Span], tokens: Tokens, tokenizer: ChatTokenizer, cuts: tuple[int, ...] = ()
+) -> Sample:
+    """The tokens of a text as a sample that learns `spans`; at `cuts` a control token was typed that is none."""
     if cuts:
+        tokens = _encode_typed(text, cuts, tokens, tokenizer)
+    inside = _cuts_inside_tokens(tokens, spans)
+    if inside:
         # A token that begins in the prompt and ends in the answer is one that generation could never produce.
-        tokens = _encode_in_parts(text, cuts, tokens, tokenizer)
+        tokens = _encode_in_parts(text, sorted({*cuts, *inside}), tokens, tokenizer)
     is_target = np.zeros(len(tokens.ids), bool)
     for start, end in spans:
         is_target |= (tokens.starts >= start) & (tokens.ends <= end)
@@ -55,25 +60,40 @@ def mark_tokens(text: str, spans: list[Span], tokens: Tokens, tokenizer: ChatTok
 
 def mark_targets(
     example: Example, tokenizer: ChatTokenizer, *, targets: Targets = "assistant"
-) -> tuple[str, list[Span]]:
-    """The conversation as text, and the characters in it that are to be learned."""
-    messages = [_message(message.role, message.content, message.tool_calls) for message in example.messages]
+) -> tuple[str, list[Span], tuple[int, ...]]:
+    """The conversation as text, the characters in it that are to be learned, and where it is to be cut."""
+    messages, mark = _messages(example.messages, tokenizer)
     tools = json.loads(example.tools) if example.tools else None
     text = _render(tokenizer, messages, tools, turn=len(messages))
     if targets == "all":
-        return text, [(0, len(text))]
+        return without_marks(text, [(0, len(text))], mark)
     _check_all_is_there(text, messages, tokenizer)
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     turns = turns[-1:] if targets == "last" else turns
-    return text, [_turn_span(tokenizer, messages, tools, place, text) for place in turns]
+    return without_marks(text, [_turn_span(tokenizer, messages, tools, place, text) for place in turns], mark)
 
 
-def render_prompt(messages: tuple[Message, ...], tools: str | None, tokenizer: ChatTokenizer) -> str:
-    """The conversation as text, up to where the assistant begins to speak."""
+def _messages(messages: tuple[Message, ...], tokenizer: ChatTokenizer) -> tuple[list[dict[str, Any]], str]:
     said = [_message(message.role, message.content, message.tool_calls) for message in messages]
+    return break_up(said, tokenizer.special_texts)
+
+
+def encode_prompt(text: str, cuts: tuple[int, ...], tokenizer: ChatTokenizer) -> list[int]:
+    """The ids of a prompt, for who answers it."""
+    (tokens,) = tokenizer.encode_many([text])
+    ids: list[int] = mark_tokens(text, [], tokens, tokenizer, cuts).input_ids.tolist()
+    return ids
+
+
+def render_prompt(
+    messages: tuple[Message, ...], tools: str | None, tokenizer: ChatTokenizer
+) -> tuple[str, tuple[int, ...]]:
+    """The conversation as text, up to where the assistant begins to speak, and where it is to be cut."""
+    said, mark = _messages(messages, tokenizer)
     text = _render(tokenizer, said, json.loads(tools) if tools else None, turn=len(said), prompt=True)
     _check_all_is_there(text, said, tokenizer)
-    return text
+    text, _, cuts = without_marks(text, [], mark)
+    return text, cuts
 
 
 def _turn_span(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, place: int, text: str) -> Span:
@@ -177,6 +197,18 @@ def _cuts_inside_tokens(tokens: Tokens, spans: list[Span]) -> list[int]:
     """Borders of spans that fall inside a token."""
     borders = sorted({border for span in spans for border in span})
     return [border for border in borders if np.any((tokens.starts < border) & (tokens.ends > border))]
+
+
+def _encode_typed(text: str, cuts: tuple[int, ...], whole: Tokens, tokenizer: ChatTokenizer) -> Tokens:
+    """The tokens of a text in which control tokens were typed: as text, or refused where a tokenizer cannot."""
+    tokens = _encode_in_parts(text, list(cuts), whole, tokenizer)
+    if tokens is whole:
+        near = text[max(0, cuts[0] - 1) : cuts[0] + 30]
+        raise BadRecord(
+            f"a message holds a control token as text ({near!r}), and this tokenizer cannot tell it from a real one",
+            "take it out of the message, or write it otherwise",
+        )
+    return tokens
 
 
 def _encode_in_parts(text: str, cuts: list[int], whole: Tokens, tokenizer: ChatTokenizer) -> Tokens:
