@@ -34,9 +34,12 @@ def train(job: Job) -> str:
         def eval_is_due() -> bool:
             return job.world.is_main and eval_timer.due_by_clock()
 
-        if state.step >= settings.total_steps and job.evaluate:
-            _evaluate(job, is_stopping)  # somebody stopped the run in its last evaluation
-        while state.step < settings.total_steps:
+        state.eval_pending = bool(job.evaluate) and (state.eval_pending or state.step >= settings.total_steps)
+        while state.step < settings.total_steps or state.eval_pending:
+            if state.eval_pending:  # somebody stopped the run in the middle of an evaluation
+                if not _evaluate(job, is_stopping):
+                    return stop.name or "a signal to another rank"
+                continue
             started = time.perf_counter()
             batch = next(batches)
             data_s = time.perf_counter() - started
@@ -102,14 +105,15 @@ def _step(
 def _evaluate(job: Job, is_stopped: Callable[[], bool]) -> bool:
     """False when somebody asked to stop meanwhile: half an evaluation is none."""
     assert job.evaluate is not None
-    started = time.perf_counter()
+    started, state = time.perf_counter(), job.contents.state
     measured = job.evaluate(is_stopped)
+    state.eval_pending = measured is None
     if measured is None:
         return False
     seconds = round(time.perf_counter() - started, 4)
     derived = {"perplexity": measured.perplexity, "bits_per_byte": measured.bits_per_byte}
-    job.record.evaluated(job.contents.state, {**asdict(measured), **derived, "seconds": seconds})
+    job.record.evaluated(state, {**asdict(measured), **derived, "seconds": seconds})
     if job.sample is not None:
-        job.record.sampled(job.contents.state, job.sample())
+        job.record.sampled(state, job.sample())
     job.saver.evaluated(measured.loss)
     return True

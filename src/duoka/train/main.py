@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from duoka.comm.world import World, check_same_everywhere, end_world, start_world
-from duoka.config.load import config_hash, resolved_yaml
+from duoka.config.load import config_hash, resolved_yaml, result_values
 from duoka.config.loaded import Loaded
 from duoka.config.schema import RunConfig
 from duoka.data.build_feed import Feed, build_feed, data_order
@@ -45,6 +45,7 @@ from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.heart import Heart, watch_itself
 from duoka.runs.manifest import list_checkpoints
 from duoka.runs.status import update_status
+from duoka.runs.stop_request import read_stop_request
 from duoka.runs.versions import library_versions
 from duoka.store.checkpoint import CheckpointStore, Facts
 from duoka.store.contents import Contents
@@ -111,7 +112,8 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     """Train in a world that stands already; returns the exit code."""
     config, run = inputs.config, inputs.run
     identity = {"config": config_hash(config), "training data": data_order(inputs.prepared)}
-    check_same_everywhere(world, identity | {"model": model_fingerprint(inputs.folder)} | library_versions())
+    alike = {**result_values(inputs.loaded), "training data": identity["training data"]}
+    check_same_everywhere(world, alike | {"model": model_fingerprint(inputs.folder)} | library_versions())
     notes: list[str] = []
     # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
     resume = "auto" if is_restarted() and list_checkpoints(run.checkpoints) else config.checkpoint.resume
@@ -172,6 +174,7 @@ def _run(
         # Some packages draw when they are imported (the progress line's does, on rank 0): no part of the run.
         set_random_state(random_state, world.device)
         stopped_by = train(job)
+        stopped_by = stopped_by and (read_stop_request(inputs.run) or stopped_by)
         if feed.summary():
             record.say(f"data since this start: {feed.summary()}")
         return _finish(inputs, stopped_by, contents, record, world)
