@@ -72,6 +72,17 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any
 
 def start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
     """Choose a launcher, check, prepare, start, report."""
+    from duoka.cli.asked_to_leave import AskedToLeave
+    from duoka.cluster.verdict import stopped
+
+    try:
+        return _start_here(config, overrides, flags, dry_run=dry_run)
+    except AskedToLeave as asked:
+        how = f"stopped by {asked.signal_name} while model and data were prepared"
+        return _report(stopped(f"{how}; what is finished is kept, and the same command goes on"))
+
+
+def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
     from duoka.cluster.choose import choose_launcher
     from duoka.cluster.launch import count_processes
     from duoka.cluster.run_lock import check_claim, find_run_folder, hold_run
@@ -116,6 +127,7 @@ def _is_finished(loaded: Loaded, run: RunFolder, launcher: Launcher) -> bool:
 
 def _prepare(loaded: Loaded, run: RunFolder, machine: Machine, num_processes: int) -> None:
     """What ranks of this machine find ready; a new run that is refused here has ended."""
+    from duoka.cli.asked_to_leave import leave_when_asked
     from duoka.cluster.run_lock import check_claim
     from duoka.cluster.supervise import write_end
     from duoka.cluster.verdict import verdict_of
@@ -123,7 +135,8 @@ def _prepare(loaded: Loaded, run: RunFolder, machine: Machine, num_processes: in
 
     kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
     try:
-        prepare_run(loaded, run, machine, num_processes)
+        with leave_when_asked():
+            prepare_run(loaded, run, machine, num_processes)
     except DuokaError as error:
         if kind == "new":  # else a run that was there before keeps its own end
             write_end(run, verdict_of(error))
@@ -156,11 +169,13 @@ def _report(verdict: Verdict, run: RunFolder | None = None) -> int:
 
 def _prepare_only(loaded: Loaded) -> int:
     """A file of LLaMA-Factory with tokenized_path and without do_train: tokens are made, nothing is trained."""
+    from duoka.cli.asked_to_leave import leave_when_asked
     from duoka.data.prepare import prepare_data
     from duoka.hub.models import model_folder
 
-    folder = model_folder(loaded.config.model, loaded.base, _Say())
-    prepared = prepare_data(loaded.config, loaded.base, folder, say=_Say())
+    with leave_when_asked():
+        folder = model_folder(loaded.config.model, loaded.base, _Say())
+        prepared = prepare_data(loaded.config, loaded.base, folder, say=_Say())
     click.echo("\n".join(prepared.report.lines()))
     click.echo(f"tokens are ready, and nothing was trained; to train:   duoka train {loaded.path} do_train=true")
     return 0

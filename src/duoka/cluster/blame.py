@@ -15,8 +15,9 @@ from pathlib import Path
 from duoka.cluster.hang import LEFT_EARLY, Hang
 from duoka.cluster.launch import WorldSpec
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
-from duoka.errors import StoppedEarly, WorkerFailed
+from duoka.errors import DoesNotFit, StoppedEarly, WorkerFailed
 from duoka.process.exits import RankExit
+from duoka.process.no_memory import no_memory, says_no_memory
 from duoka.process.rank import START_MARK, log_name
 from duoka.runs.events import global_log
 from duoka.runs.failure import Failure, read_failures
@@ -36,6 +37,8 @@ _HINTS = {
     "SIGSEGV": "a crash in compiled code: logs may show where, and PYTHONFAULTHANDLER=1 shows the Python line",
     "SIGBUS": "often a full /dev/shm or disk under memory-mapped files: see duoka doctor",
 }
+_NO_LAST_WORDS = (-signal.SIGKILL, -signal.SIGTERM)
+_LAST_LINES = 20
 _TAIL_BYTES = 256 * 1024
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
 
@@ -108,6 +111,9 @@ def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[in
         how, what, traceback = _describe(spec, cause, failure)
         lines = [f"{WorkerFailed.title}: {who} {how}{after}"]
         lines += [f"  {_HINTS[what]}"] if failure is None and what in _HINTS else []
+        if failure is None and code == WorkerFailed.exit_code and _had_no_memory(spec.run, cause):
+            code, traceback = DoesNotFit.exit_code, []
+            lines = [*no_memory().lines(), f"  (seen by {who}{after}, which {how})"]
     lines += _others(bad, cause.rank)
     hint = _goes_on(spec, step) if code == WorkerFailed.exit_code else ()
     kind = KIND_OF_CODE.get(code, Kind.LOST_RANK if is_second_hand else Kind.WORKER_DIED)
@@ -133,6 +139,12 @@ def _judge_left_early(spec: WorldSpec, left: RankExit, bad: list[RankExit]) -> V
         Kind.LEFT_EARLY, text, hint, *_others(bad, left.rank), details=details, rank=left.rank, cause="exit code 0",
         step=step,
     )  # fmt: skip
+
+
+def _had_no_memory(run: RunFolder, cause: RankExit) -> bool:
+    """A process without memory cannot always write down why it ends; a library's last line may be all there is."""
+    words = _tail(run.logs / log_name(cause.rank)).rpartition(START_MARK)[2].splitlines()
+    return cause.code not in _NO_LAST_WORDS and says_no_memory("\n".join(words[-_LAST_LINES:]))
 
 
 def _others(bad: list[RankExit], rank: int) -> list[str]:
