@@ -52,21 +52,17 @@ def build() -> tuple[Any, Any]:
 
 def build_store(lm: Any, optimizer: Any, folder: Path, *, asynchronous: bool = True) -> tuple[Any, Any]:
     """duoka's own: the store of a run, and what it saves."""
-    import torch
 
     from duoka.comm.world import World
     from duoka.model.build import LossModel
-    from duoka.parallel.apply import Parallelized
-    from duoka.parallel.precision import build_numerics
+    from duoka.parallel.engine import EngineSpec
+    from duoka.parallel.single import Single
     from duoka.plan.layout import Layout
     from duoka.store.checkpoint import CheckpointStore
     from duoka.store.contents import Contents
     from duoka.store.state import TrainState
 
-    bare = LossModel(lm)
-    contents = Contents(
-        Parallelized(bare, bare), optimizer, build_numerics("fp32", torch.device("cpu")), TrainState(step=1)
-    )
+    contents = Contents(Single(EngineSpec(LossModel(lm))), optimizer, TrainState(step=1))
     folder.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore(folder, World(), Layout(), asynchronous=asynchronous)
     store.get_ready(contents)

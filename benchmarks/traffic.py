@@ -55,7 +55,7 @@ def build_model() -> Any:
     return LossModel(LlamaForCausalLM(config))
 
 
-def take_step(parallel: Any, num_micro_batches: int) -> None:
+def take_step(engine: Any, num_micro_batches: int) -> None:
     import torch
 
     from duoka.optim.clip import clip_gradients
@@ -63,11 +63,11 @@ def take_step(parallel: Any, num_micro_batches: int) -> None:
     ids = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     places = torch.arange(TOKENS)[None]
     for index in range(num_micro_batches):
-        with parallel.exchange(index == num_micro_batches - 1):
-            loss, _ = parallel.model(input_ids=ids, labels=ids, position_ids=places)
+        with engine.exchange(index == num_micro_batches - 1):
+            loss, _ = engine.model(input_ids=ids, labels=ids, position_ids=places)
             loss.backward()
-    clip_gradients(parallel.named_trainable().values(), 1.0)
-    for parameter in parallel.named_trainable().values():
+    clip_gradients(engine.named_trainable().values(), 1.0)
+    for parameter in engine.named_trainable().values():
         parameter.grad = None
 
 
@@ -86,16 +86,16 @@ def measure(strategy: str, world: Any, *, is_honest: bool) -> list[dict[str, Any
     config = ParallelConfig(strategy=strategy)  # type: ignore[arg-type]
     shard = 1 if strategy == "ddp" else world.size
     layout = Layout(dp=world.size, strategy=strategy, shard=shard)  # type: ignore[arg-type]
-    parallel = parallelize(build_model(), layout, config, world)
-    parameters = sum(p.numel() for p in parallel.named_trainable().values())
+    engine = parallelize(build_model(), layout, config, world)
+    parameters = sum(p.numel() for p in engine.named_trainable().values())
     rows = []
     for count in MICRO_BATCHES:
-        take_step(parallel, count)  # DDP settles its buckets, FSDP its order
-        take_step(parallel, count)
+        take_step(engine, count)  # DDP settles its buckets, FSDP its order
+        take_step(engine, count)
         dist.barrier()
         before, started = loopback_bytes(), time.perf_counter()
         LEDGER.take()
-        take_step(parallel, count)
+        take_step(engine, count)
         dist.barrier()
         seconds, wire = time.perf_counter() - started, loopback_bytes() - before
         words, copies = THEORY[strategy]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch is imported: tests run side by side with the worlds they start.
@@ -23,6 +24,11 @@ if "DUOKA_TEST_GPUS" not in os.environ:  # set by `make gpu-check`
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
+# A background job of a script starts with SIGINT ignored, and so would all that it starts: tests of Ctrl-C would wait
+# for ever. Who ignores by a function of its own starts others with the signal as it should be, in any way.
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda number, frame: None)
 sys.path.insert(0, str(Path(__file__).parent))  # `import tiny` in tests and in the scripts that they start
 
 import pytest  # noqa: E402
@@ -59,3 +65,18 @@ def demo_model(duoka_cache: Path) -> Path:
     from duoka.hub.models import model_folder
 
     return model_folder(ModelConfig(name="demo"), Path())
+
+
+@pytest.fixture
+def cpu_computes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Call it with fp32 or bf16: what `auto` takes in this process from then on, whatever CPU the tests run on.
+
+    Processes of their own are given `train.precision`, or what test_either_arithmetic.py sets.
+    """
+
+    def force(precision: str) -> None:
+        flag = {"fp32": "", "bf16": "avx512_bf16"}[precision]
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+        monkeypatch.setattr("duoka.plan.hardware.read_cpu", lambda: ("a CPU of the tests", flag))
+
+    return force

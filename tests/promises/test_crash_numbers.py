@@ -19,12 +19,16 @@ output: {output}
 """
 INJECT = "DUOKA_INJECT"
 SKIP, BACK, FSDP = "faults.nonfinite=skip", "faults.nonfinite=rollback", "parallel.strategy=fsdp"
+EACH_STEP = "parallel.check_replicas=1"
 # name: (overrides, faults, sizes of worlds)
 CASES = {
     "whole": ([], "", (1, 2)),
     "skip": ([SKIP], "nan step=3 rank=LAST", (1, 2)),
     "skip-inf": ([SKIP], "inf step=3", (1,)),
     "skip-fsdp": ([SKIP, FSDP], "nan step=3 rank=LAST", (2,)),
+    # In one rank's copy of the summed gradients: the loss, which is summed too, is finite everywhere.
+    "skip-grad": ([SKIP, EACH_STEP], "nan_grad step=3 rank=LAST", (2,)),
+    "rollback-grad": ([BACK, EACH_STEP], "nan_grad step=6 rank=LAST", (2,)),
     "rollback": ([BACK], "nan step=6 rank=LAST", (1, 2)),
     "rollback-fsdp": ([BACK, FSDP], "inf step=6 rank=0", (2,)),
     "rollback-twice": ([BACK], "nan step=6 times=always", (1,)),
@@ -36,7 +40,10 @@ CASES = {
 
 
 def close(ours, theirs):
-    return max(float((ours[k] - theirs[k]).abs().max() / theirs[k].abs().max()) for k in theirs) < 1e-5
+    """To 1e-5 of each tensor's norm. Of one weight that would be too much to ask: where its gradient is noise (1e-9
+    beside 1e-2), AdamW makes of the noise a part of a step as long as any. Measured with AVX-512, two processes beside
+    one, all losses and norms within 5e-7: one weight of 10,240 off by 1.8e-5 of the largest, its tensor by 7e-7."""
+    return max(float((ours[k] - theirs[k]).norm() / theirs[k].norm()) for k in theirs) < 1e-5
 
 
 def steps_of(folder):
@@ -70,7 +77,7 @@ def runs(tmp_path_factory, tiny_model):
     return folder
 
 
-@pytest.mark.parametrize("name", ["skip-1", "skip-inf-1", "skip-2", "skip-fsdp-2"])
+@pytest.mark.parametrize("name", ["skip-1", "skip-inf-1", "skip-2", "skip-fsdp-2", "skip-grad-2"])
 def test_a_batch_that_is_not_finite_is_left_out_on_every_split(runs, name):
     assert steps_of(runs / name) == [1, 2, 4, 5, 6, 7, 8, 9, 10]
     (note,) = notes_of(runs / name)
@@ -81,13 +88,26 @@ def test_a_batch_that_is_not_finite_is_left_out_on_every_split(runs, name):
     assert not close(weights_of(runs / name), weights_of(runs / "whole-1")), "a step is missing"
 
 
-@pytest.mark.parametrize(("name", "whole"), [("rollback-1", "whole-1"), ("rollback-2", "whole-2"),
-                                             ("rollback-fsdp-2", "whole-fsdp-2")])  # fmt: skip
+BACK_TO = {
+    "rollback-1": "whole-1",
+    "rollback-2": "whole-2",
+    "rollback-fsdp-2": "whole-fsdp-2",
+    "rollback-grad-2": "whole-2",
+}
+
+
+@pytest.mark.parametrize(("name", "whole"), BACK_TO.items())
 def test_a_fault_that_does_not_repeat_leaves_no_trace_after_going_back(runs, name, whole):
     ours, theirs = weights_of(runs / name), weights_of(runs / whole)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert steps_of(runs / name) == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
     assert [note["did"] for note in notes_of(runs / name)] == ["rollback"]
+
+
+@pytest.mark.parametrize("name", ["skip-grad-2", "rollback-grad-2"])
+def test_a_gradient_that_is_not_finite_on_one_rank_only_is_none_of_any_ranks(runs, name):
+    (note,) = notes_of(runs / name)
+    assert note["grad_norm"] == "nan" and note["loss"] != "nan", "rank 0, whose own copy is whole, says so too"
 
 
 def test_a_fault_that_repeats_is_left_out_after_going_back_once(runs):

@@ -215,21 +215,20 @@ def leave_one_out(yaml, folder):
 
     from duoka.comm.world import end_world
     from duoka.errors import ConfigError
-    from duoka.train.step import StepTimes, forward_backward
+    from duoka.parallel.token_loss import TokenLoss
 
     world = None
     for looks in (False, True):
         settings = ["parallel.strategy=ddp", f"parallel.find_unused_parameters={str(looks).lower()}"]
         _, world, _, contents, loader = build(yaml, settings, folder, world)
         batch = next(loader.from_cursor(0, 0, 1.0))
-        last = contents.parallel.bare.core.get_decoder().layers[3]
+        last = contents.engine.bare.core.get_decoder().layers[3]
         last.forward = lambda hidden, *args, **kwargs: hidden
-        arguments = (contents.parallel, batch, contents.numerics, world, StepTimes())
         if looks:
-            forward_backward(*arguments)
+            contents.engine.forward_backward(batch, TokenLoss())
         else:
             with pytest.raises(ConfigError, match=r"parameter model\.layers\.3\..* had no part in the loss"):
-                forward_backward(*arguments)
+                contents.engine.forward_backward(batch, TokenLoss())
     end_world(world)
 
 
@@ -242,32 +241,32 @@ def overflow_once(yaml, folder):
 
     from duoka.comm.world import end_world
     from duoka.parallel.precision import build_numerics
+    from duoka.parallel.token_loss import TokenLoss
     from duoka.train.step import optimizer_step
 
     def values(contents):
-        named = contents.parallel.named_trainable().items()
+        named = contents.engine.named_trainable().items()
         return {name: (p.to_local() if hasattr(p, "to_local") else p).detach().clone() for name, p in named}
 
     world, firsts = None, {}
     for strategy in ("ddp", "zero1", "fsdp"):
         _, world, _, contents, loader = build(yaml, [f"parallel.strategy={strategy}"], folder, world)
         # The plan refuses fp16 on a CPU for its speed; the arithmetic is the GPU's.
-        numerics = build_numerics("fp16", world.device)
+        numerics = contents.engine.numerics = build_numerics("fp16", world.device)
         losses = []
         for step, batch in zip(range(1, 6), loader.from_cursor(0, 0, 1.0), strict=False):
             before = values(contents)
             if step == 3:
                 numerics.scaler._scale.fill_(1e38)
             result = optimizer_step(
-                contents.parallel, contents.optimizer, batch,
-                numerics=numerics, clip=0.5, world=world,
+                contents.engine, contents.optimizer, batch, TokenLoss(), clip=0.5, world=world,
             )  # fmt: skip
             after = values(contents)
             changed = [name for name in before if before[name].numel() and not torch.equal(before[name], after[name])]
             assert len(changed) == (0 if step == 3 else len(before)), f"{strategy}, step {step}: {len(changed)}"
             if step == 3:
                 numerics.scaler._scale.fill_(1024.0)
-            losses.append(result.loss_sum / batch.global_targets)
+            losses.append(result.loss)
         firsts[strategy] = losses
         assert losses[-1] < losses[0] and relative(losses, firsts["ddp"]) < 1e-2
     end_world(world)

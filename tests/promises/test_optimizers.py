@@ -108,9 +108,9 @@ def build(model, config, world, strategy):
     trained = {n for n, p in lm.named_parameters() if p.requires_grad}
     matrices = {n for n in trained if roles[n] == "matrix"} if config.optim.name == "muon" else ()
     smooth = LossModel(lm, Goal(smoothing=config.train.label_smoothing))
-    parallel = parallelize(smooth, layout, config.parallel, world, None, matrices)
-    named = parallel.named_trainable()
-    return parallel, named, build_optimizer(named, config.optim, roles=roles, sharing=parallel.share_matrices)
+    engine = parallelize(smooth, layout, config.parallel, world, None, matrices)
+    named = engine.named_trainable()
+    return engine, named, build_optimizer(named, config.optim, roles=roles, sharing=engine.share_matrices)
 
 
 def learn_one(model, config, world, strategy):
@@ -119,8 +119,8 @@ def learn_one(model, config, world, strategy):
     from duoka.optim.build import optimizer_tensors, set_learning_rate
     from duoka.optim.clip import clip_gradients
 
-    parallel, named, optimizer = build(model, config, world, strategy)
-    parallel.model.train()
+    engine, named, optimizer = build(model, config, world, strategy)
+    engine.model.train()
     longest = 0.0  # gradient before clipping
     for step in range(1, STEPS + 1):
         set_learning_rate(optimizer, config.optim.lr * rate(step))
@@ -129,10 +129,10 @@ def learn_one(model, config, world, strategy):
         for place, rows in enumerate(passes):
             own = rows[world.rank :: world.size]
             positions = torch.arange(16).expand(len(own), 16)
-            with parallel.exchange(place == len(passes) - 1):
-                loss, _ = parallel.model(input_ids=own[:, :-1], labels=own[:, 1:], position_ids=positions)
+            with engine.exchange(place == len(passes) - 1):
+                loss, _ = engine.model(input_ids=own[:, :-1], labels=own[:, 1:], position_ids=positions)
                 (loss / (2 * 12 * 16)).backward()
-        norm = clip_gradients(named.values(), config.optim.clip, parallel.spread_of)
+        norm = clip_gradients(named.values(), config.optim.clip, engine.spread_of)
         longest = max(longest, float(norm))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

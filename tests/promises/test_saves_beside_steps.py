@@ -27,9 +27,9 @@ def train_beside_slow_saves(jobs):
     """Every (yaml, overrides, folder, orders, step whose save meets a SIGTERM) in turn, and once more after a stop."""
     from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
+    from duoka.parallel import inject
     from duoka.runs.folder import RunFolder
     from duoka.store import host_live_copy, snapshot
-    from duoka.train import inject
     from duoka.train.main import read_inputs, run_in_world
 
     snapshot.CHUNK_BYTES = 1 << 16

@@ -66,8 +66,8 @@ def look_at(yaml, strategies, folder):
     from duoka.comm.world import end_world
     from duoka.optim.build import optimizer_tensors
     from duoka.parallel.inputs import model_inputs
+    from duoka.parallel.token_loss import TokenLoss
     from duoka.plan.recipe import static_memory
-    from duoka.train.step import StepTimes, forward_backward
 
     world = None
     for strategy in strategies:
@@ -75,34 +75,33 @@ def look_at(yaml, strategies, folder):
         overrides = [f"parallel.strategy={strategy}", "data.packing=false", "train.micro_batch=1"]
         overrides += [PAIRS] if strategy == "hsdp" else []
         inputs, world, plan, contents, loader = build(yaml, overrides, f"{folder}/{strategy}", world)
-        parallel, numerics = contents.parallel, contents.numerics
-        held = optimizer_tensors(contents.optimizer, parallel.named_trainable())  # as after a first step
+        engine = contents.engine
+        held = optimizer_tensors(contents.optimizer, engine.named_trainable())  # as after a first step
         batch = next(loader.from_cursor(0, 0, 1.0))
         device = world.device
         # Bytes: in the middle of a step, when all that it accumulates is there.
         micro = batch.micro_batches[0]
-        with parallel.exchange(False):
-            loss, _ = parallel.model(**model_inputs(micro, device))
+        with engine.exchange(False):
+            loss, _ = engine.model(**model_inputs(micro, device))
             loss.backward()
         del loss, held
         measured = live_bytes() - before
-        with parallel.exchange(True):
-            parallel.model(**model_inputs(micro, device))[0].backward()
+        with engine.exchange(True):
+            engine.model(**model_inputs(micro, device))[0].backward()
         contents.optimizer.zero_grad()
         # Collectives and gradients: a step of several micro-batches.
         short = replace(batch, micro_batches=batch.micro_batches[:MICRO_BATCHES])
         LEDGER.take()
-        times = StepTimes()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as trace:
-            forward_backward(parallel, short, numerics, world, times)
+            times = engine.forward_backward(short, TokenLoss()).times
         events = [event for event in trace.events() if event.name.startswith("c10d::")]
         names = Counter(event.name for event in events)
         traffic = LEDGER.take()
         contents.optimizer.zero_grad()
-        forward_backward(parallel, batch, numerics, world, StepTimes())
+        engine.forward_backward(batch, TokenLoss())
         whole = {
             name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
-            for name, p in parallel.named_trainable().items()
+            for name, p in engine.named_trainable().items()
         }
         facts = {
             "collectives": names,
@@ -112,13 +111,13 @@ def look_at(yaml, strategies, folder):
             "traced": {name: sum(4 * e.input_shapes[0][0] for e in events if e.name == name) for name in WHOLE},
             "ledger": {kind: asdict(one) for kind, one in traffic.items()},
             "plan_sends": planned_sends(plan, world.size),
-            "num_parameters": sum(p.numel() for p in parallel.named_trainable().values()),
+            "num_parameters": sum(p.numel() for p in engine.named_trainable().values()),
             "times": asdict(times),
         }
         (Path(folder) / f"{strategy}-{world.rank}.json").write_text(json.dumps(facts))
         if world.is_main:
             save_file(whole, f"{folder}/{strategy}.safetensors")
-        del parallel, numerics, contents, loader, batch, short, micro, inputs, trace, whole, facts
+        del engine, contents, loader, batch, short, micro, inputs, trace, whole, facts
     end_world(world)
 
 
@@ -278,7 +277,7 @@ def load_both_ways(yaml, folder):
 
     WeightSource.read = read
     (inputs, world, _, contents, _), sharded = grow(lambda: build(yaml, ["parallel.strategy=fsdp"], folder))
-    num_parameters = sum(p.numel() for p in contents.parallel.bare.lm.parameters())
+    num_parameters = sum(p.numel() for p in contents.engine.bare.lm.parameters())
     total = 4 * num_parameters
     whole, plain = grow(lambda: load_model(inputs.folder, dtype=torch.float32))
     seen = [sharded / total, plain / total, num_read[0] / num_parameters]
@@ -360,7 +359,7 @@ def drift(yaml, folder):
     name = "model.layers.2.mlp.up_proj.weight"
     if world.rank == 3:
         with torch.no_grad():
-            contents.parallel.named_trainable()[name].to_local()[0, 0] += 1e-3
+            contents.engine.named_trainable()[name].to_local()[0, 0] += 1e-3
     with pytest.raises(WorkerFailed, match=rf"(?s)rank 3 has other values than rank 1 in model.{name}"):
         check_replicas(contents, world)
     end_world(world)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import train_all
 
-from duoka.cluster.fault_injection import wait_for_ranks
+from duoka.cluster.fault_injection import strike, wait_for_ranks
 from duoka.runs.folder import RunFolder
 
 YAML = """
@@ -27,9 +27,9 @@ STEPS = 60
 DEADLINE_S = 120
 
 
-def start(yaml, *arguments):
-    """`duoka train` as a user types it, in a session of its own."""
-    command = [sys.executable, "-m", "duoka", "train", str(yaml), "--nproc", "2", *arguments]
+def start(yaml, *arguments, by=()):
+    """`duoka train` as a user types it, in a session of its own; started `by` another command."""
+    command = [*by, sys.executable, "-m", "duoka", "train", str(yaml), "--nproc", "2", *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -90,3 +90,30 @@ def test_a_stopped_launcher_leaves_a_run_that_ends_as_if_never_stopped(tmp_path,
     best = [json.loads((path / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_text())["progress"]
             for path in (run.path, tmp_path / "whole")]  # fmt: skip
     assert best[0]["best_step"] == best[1]["best_step"]
+
+
+# As `nohup duoka train ... &` in a script starts it: without job control, shells start such jobs with SIGINT ignored.
+IN_BACKGROUND = ("sh", "-c", 'trap "" INT QUIT; exec nohup "$@"', "sh")
+
+
+def test_what_a_script_put_into_the_background_stops_by_sigterm_alone(tmp_path, tiny_model):
+    data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
+    run = RunFolder(tmp_path / "run")
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(YAML.format(model=tiny_model, data=data, output=run.path), encoding="utf-8")
+    process = start(yaml, "train.epochs=200", by=IN_BACKGROUND)
+    try:
+        ranks = wait_for_ranks(run, 2, lambda beat: beat.step >= 2, within_s=DEADLINE_S)
+        for name in ("SIGINT", "SIGHUP", "SIGINT"):  # a terminal sends them to all of a session
+            os.killpg(process.pid, getattr(signal, name))
+            strike(ranks.values(), name)
+        later = max(beat.step for beat in ranks.values()) + 5
+        wait_for_ranks(run, 2, lambda beat: beat.step >= later, within_s=DEADLINE_S)
+        assert process.poll() is None and json.loads(run.status.read_text(encoding="utf-8"))["state"] == "running"
+        process.send_signal(signal.SIGTERM)
+        code, output = finish(process)
+    finally:
+        process.kill()
+    assert code == 75 and "stopped by SIGTERM" in output and "Traceback" not in output, output
+    status = json.loads(run.status.read_text(encoding="utf-8"))
+    assert (run.checkpoints / f"step-{status['step']:08d}").is_dir() and status["step"] >= later

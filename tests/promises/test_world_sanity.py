@@ -122,7 +122,7 @@ def flip_one_weight(yaml, folder):
     name = "model.layers.2.mlp.up_proj.weight"
     if world.rank == 1:
         with torch.no_grad():
-            contents.parallel.named_trainable()[name][3, 4] += 1e-3
+            contents.engine.named_trainable()[name][3, 4] += 1e-3
     expect(WorkerFailed, ["replicas differ", "rank 1", name], lambda: check_replicas(contents, world))
     end_world(world)
 

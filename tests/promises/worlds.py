@@ -84,8 +84,8 @@ def train_all(jobs, size):
 def _train_jobs(jobs):
     from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
+    from duoka.parallel import inject
     from duoka.runs.folder import RunFolder
-    from duoka.train import inject
     from duoka.train.main import read_inputs, run_in_world
 
     world = None

@@ -19,8 +19,8 @@ from duoka.config.schema import OptimConfig
 from duoka.errors import StorageError
 from duoka.model.build import LossModel
 from duoka.optim.build import build_optimizer, optimizer_tensors
-from duoka.parallel.apply import Parallelized
-from duoka.parallel.precision import build_numerics
+from duoka.parallel.engine import EngineSpec
+from duoka.parallel.single import Single
 from duoka.plan.layout import Layout
 from duoka.runs.folder import RunFolder
 from duoka.runs.manifest import check_file, list_checkpoints, read_manifest, write_manifest
@@ -35,13 +35,12 @@ from duoka.store.state import TrainState
 def make_contents(seed, learn=True, size=7):
     torch.manual_seed(seed)
     bare = LossModel(torch.nn.Sequential(torch.nn.Linear(5, size), torch.nn.Linear(size, 3 * size)))
-    parallel = Parallelized(bare, bare)
-    optimizer = build_optimizer(parallel.named_trainable(), OptimConfig(lr=0.1))
+    engine = Single(EngineSpec(bare))
+    optimizer = build_optimizer(engine.named_trainable(), OptimConfig(lr=0.1))
     if learn:
         bare.lm(torch.randn(4, 5)).square().sum().backward()
         optimizer.step()
-    numerics = build_numerics("fp32", torch.device("cpu"))
-    return Contents(parallel, optimizer, numerics, TrainState(step=3, epoch=1, index=2))
+    return Contents(engine, optimizer, TrainState(step=3, epoch=1, index=2))
 
 
 @pytest.fixture(params=[True, False], ids=["async", "sync"])
@@ -90,7 +89,7 @@ def test_loading_continues_as_if_never_stopped(store):
     batch = torch.randn(4, 5)
     for each in (contents, other):
         each.optimizer.zero_grad()
-        each.parallel.bare.lm(batch).square().sum().backward()
+        each.engine.bare.lm(batch).square().sum().backward()
         each.optimizer.step()
     for name, tensor in contents.tensors().items():
         assert torch.equal(other.tensors()[name], tensor), name
@@ -225,7 +224,7 @@ def test_what_is_written_is_the_moment_of_the_save(store):
     store.save(contents, Keep())
     store.release()
     with torch.no_grad():
-        for parameter in contents.parallel.bare.parameters():
+        for parameter in contents.engine.bare.parameters():
             parameter.add_(1.0)
     contents.state.step = 6
     store.wait()
@@ -286,11 +285,8 @@ def test_which_checkpoints_stay(keep, stay):
 
 def test_a_frozen_base_is_not_saved(store):
     contents = make_contents(1)
-    contents.parallel.bare.lm[0].requires_grad_(False)
-    contents = Contents(
-        Parallelized(contents.parallel.bare, contents.parallel.bare), contents.optimizer, contents.numerics,
-        contents.state,
-    )  # fmt: skip
+    contents.engine.bare.lm[0].requires_grad_(False)
+    contents = Contents(Single(EngineSpec(contents.engine.bare)), contents.optimizer, contents.state)
     path = save_at(store, contents, 5)
     from safetensors import safe_open
 
@@ -386,5 +382,5 @@ def test_resume_from_a_named_checkpoint_or_never(store):
 
 def test_optimizer_state_is_named_by_parameter():
     contents = make_contents(1)
-    names = set(optimizer_tensors(contents.optimizer, contents.parallel.named_trainable()))
+    names = set(optimizer_tensors(contents.optimizer, contents.engine.named_trainable()))
     assert "exp_avg.0.weight" in names and "exp_avg_sq.1.bias" in names and "step.0.weight" in names

@@ -9,7 +9,8 @@ from test_checkpoint import OLDER, choose, make_contents, save_at, store  # noqa
 from duoka.config.schema import OptimConfig
 from duoka.errors import StorageError
 from duoka.optim.build import build_optimizer
-from duoka.parallel.apply import Parallelized
+from duoka.parallel.engine import EngineSpec
+from duoka.parallel.single import Single
 
 
 def test_what_was_moved_out_of_the_way_before_is_not_overwritten(store):  # noqa: F811
@@ -29,8 +30,8 @@ def test_what_was_moved_out_of_the_way_before_is_not_overwritten(store):  # noqa
 def test_trained_tensors_that_have_no_place_are_refused_and_not_dropped(store):  # noqa: F811
     folder = save_at(store, make_contents(1), 5)
     fewer = make_contents(2)
-    fewer.parallel.bare.lm[1].weight.requires_grad_(False)
-    less = Parallelized(fewer.parallel.bare, fewer.parallel.bare)
+    fewer.engine.bare.lm[1].weight.requires_grad_(False)
+    less = Single(EngineSpec(fewer.engine.bare))
     optimizer = build_optimizer(less.named_trainable(), OptimConfig(lr=0.1))
     with pytest.raises(StorageError, match=r"1 trained tensors that this run does not train: 1\.weight"):
-        store.load(folder, replace(fewer, parallel=less, optimizer=optimizer))
+        store.load(folder, replace(fewer, engine=less, optimizer=optimizer))

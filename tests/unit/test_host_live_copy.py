@@ -55,7 +55,7 @@ def test_weights_that_change_without_a_word_are_never_called_a_checkpoint(tmp_pa
     store = CheckpointStore(tmp_path, World(), Layout())
     store.save(contents, Keep())
     with torch.no_grad():
-        contents.parallel.bare.lm[0].weight.add_(1.0)
+        contents.engine.bare.lm[0].weight.add_(1.0)
     fault = store.wait()
     assert isinstance(fault, SaveFault) and "changed while they were being saved" in fault.where
     assert os.listdir(tmp_path) == []

@@ -52,6 +52,14 @@ def test_native_bf16_is_read_from_the_cpu_flags(tmp_path, flags, found):
     assert read_cpu(tmp_path / "missing")[1] == ""
 
 
+@pytest.mark.parametrize(("highest", "native"), [("avx2", False), ("AVX512_CORE", False), ("AVX512_CORE_AMX", True)])
+def test_a_cpu_kept_from_its_bf16_does_not_compute_it(monkeypatch, highest, native):
+    monkeypatch.setattr("duoka.plan.hardware.read_cpu", lambda: ("A fine CPU", "avx512_bf16"))
+    machine = read_machine(env={"CUDA_VISIBLE_DEVICES": "", "ONEDNN_MAX_CPU_ISA": highest})
+    assert machine.has_native_bf16 == native
+    assert ("ONEDNN_MAX_CPU_ISA=" in machine.bf16_reason) != native
+
+
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

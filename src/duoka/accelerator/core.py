@@ -128,13 +128,13 @@ class Accelerator(Saving, Tracking, Roles):
 
     def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
         for prepared in self.parts.models:
-            if model in (prepared.parallel.model, prepared.bare):
-                return prepared.parallel.model
+            if model in (prepared.engine.model, prepared.bare):
+                return prepared.engine.model
         prepared = prepare_model(model, self.layout, self.parallel, self.world)
         self.parts.models.append(prepared)
         for optimizer in self.parts.optimizers:
             optimizer.repoint(prepared.replaced)
-        return prepared.parallel.model
+        return prepared.engine.model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
@@ -182,7 +182,7 @@ class Accelerator(Saving, Tracking, Roles):
         self.window.begin_micro_batch()
         with contextlib.ExitStack() as stack:
             for model in self.find_models(models):
-                stack.enter_context(model.parallel.exchange(self.window.sync))
+                stack.enter_context(model.engine.exchange(self.window.sync))
             try:
                 yield
             finally:
@@ -195,7 +195,7 @@ class Accelerator(Saving, Tracking, Roles):
         before, self.window.sync = self.window.sync, False
         with contextlib.ExitStack() as stack:
             for model in self.find_models(models):
-                stack.enter_context(model.parallel.exchange(False))
+                stack.enter_context(model.engine.exchange(False))
             try:
                 yield
             finally:
@@ -205,7 +205,7 @@ class Accelerator(Saving, Tracking, Roles):
     def _exchange_again(self, models: tuple[torch.nn.Module, ...]) -> None:
         for model in self.find_models(models):
             if model.layout.is_sharded:
-                with model.parallel.exchange(True):
+                with model.engine.exchange(True):
                     pass
 
     def backward(self, loss: torch.Tensor, *, mean_over: Any = None, sum_over: Any = None) -> None:
@@ -324,7 +324,7 @@ class Accelerator(Saving, Tracking, Roles):
 
         self._is_joining = True
         try:
-            with Join([model.parallel.model for model in models]):  # type: ignore[misc]
+            with Join([model.engine.model for model in models]):  # type: ignore[misc]
                 yield
         finally:
             self._is_joining = False

@@ -17,8 +17,8 @@ from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.model.build import named_part
-from duoka.parallel.apply import Parallelized, parallelize
-from duoka.parallel.ddp import DdpExchange, check_all_used
+from duoka.parallel.apply import parallelize
+from duoka.parallel.engine import Engine
 from duoka.parallel.precision import Numerics, compute_in
 from duoka.plan.layout import Layout
 
@@ -27,7 +27,7 @@ from duoka.plan.layout import Layout
 class PreparedModel:
     """One model and what its gradients went through since the last step."""
 
-    parallel: Parallelized
+    engine: Engine
     layout: Layout
     parameters: dict[str, torch.nn.Parameter]
     touched: bool = False  # a forward pass with gradients since the last backward
@@ -40,19 +40,19 @@ class PreparedModel:
 
     @property
     def bare(self) -> torch.nn.Module:
-        return self.parallel.bare
+        return self.engine.bare
 
     def grads(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def before_backward(self) -> None:
-        """DDP exchanges whole gradients: what was exchanged before must not be added over the ranks once more."""
+        """Where an exchange sends whole gradients (DDP), those exchanged before must not be summed once more."""
         if not self.touched:
             return
         if self.correction != 1.0:
             scale_all(self.grads(), 1.0 / self.correction)
             self.correction = 1.0
-        if self.exchanged and isinstance(self.parallel.exchange, DdpExchange) and not self.kept:
+        if self.exchanged and self.engine.exchanges_whole_gradients and not self.kept:
             self.kept = {n: None if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
             for parameter in self.parameters.values():
                 parameter.grad = None
@@ -63,9 +63,7 @@ class PreparedModel:
         self.touched = False
         if not synced:
             return
-        exchange = self.parallel.exchange
-        if isinstance(exchange, DdpExchange) and not exchange.model.find_unused_parameters:
-            check_all_used(self.bare, 'write:   Accelerator(parallel={"find_unused_parameters": True}), or freeze it')
+        self.engine.check_all_used('write:   Accelerator(parallel={"find_unused_parameters": True}), or freeze it')
         self.merge()
         self.exchanged = True
         if correction != 1.0:
@@ -113,19 +111,17 @@ def prepare_model(model: torch.nn.Module, layout: Layout, parallel: ParallelConf
     if layout.is_sharded and world.size > 1:
         model.to(world.device)
         _share_first_weights(model)
-    parallelized = parallelize(model, layout, parallel, world)
-    if isinstance(parallelized.exchange, DdpExchange):
-        # Gradients may be gone by the end of `accumulate`: prepared models look right after the backward pass.
-        parallelized.exchange.looks_for_unused = True
-    trained = parallelized.named_trainable()
-    prepared = PreparedModel(parallelized, layout, trained)
+    engine = parallelize(model, layout, parallel, world)
+    # Gradients may be gone by the end of `accumulate`: prepared models look right after the backward pass.
+    engine.checks_all_used = False
+    prepared = PreparedModel(engine, layout, engine.named_trainable())
 
     def notice() -> None:
         prepared.touched = True
 
     call = CallIn(layout.precision, world.device, layout.is_sharded, notice)
     # On the instance: FSDP gathers weights inside of this call, DDP around it. A bound method is copied rightly.
-    parallelized.bare._call_impl = types.MethodType(call, parallelized.bare)  # type: ignore[method-assign]
+    engine.bare._call_impl = types.MethodType(call, engine.bare)  # type: ignore[method-assign]
     now = dict(named_part(model).named_parameters())
     prepared.originals = [old for name, old in before.items() if now[name] is not old]
     prepared.replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}

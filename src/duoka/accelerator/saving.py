@@ -37,7 +37,7 @@ class Saving:
 
     def find_models(self, models: tuple[torch.nn.Module, ...]) -> list[PreparedModel]:
         """What was prepared of `models`, or of all when none is named."""
-        wanted = [m for m in self.parts.models if not models or m.parallel.model in models or m.bare in models]
+        wanted = [m for m in self.parts.models if not models or m.engine.model in models or m.bare in models]
         if len(wanted) < len(models):
             raise ConfigError("this model was not prepared", fix="write:   model = accelerator.prepare(model)")
         return wanted
@@ -45,12 +45,12 @@ class Saving:
     def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True) -> torch.nn.Module:
         """The model itself, without what it was wrapped in."""
         model = getattr(model, "_orig_mod", model)
-        return next((m.bare for m in self.parts.models if m.parallel.model is model), getattr(model, "module", model))
+        return next((m.bare for m in self.parts.models if m.engine.model is model), getattr(model, "module", model))
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Whole tensors by name; sharded ones in rank 0's memory alone. Of adapters, only what is trained."""
         (prepared,) = self.find_models((model,))
-        prepared.parallel.settle()
+        prepared.engine.settle()
         keep = self.is_main_process or not prepared.layout.is_sharded
         return gather_state(named_part(prepared.bare), keep=keep)
 

@@ -21,7 +21,6 @@ from duoka.accelerator.prepared import PreparedModel, PreparedOptimizer, Prepare
 from duoka.comm.world import World
 from duoka.errors import ConfigError, StorageError
 from duoka.model.build import named_part
-from duoka.parallel.ddp import DdpExchange
 from duoka.parallel.precision import Numerics
 from duoka.plan.layout import Layout
 from duoka.runs.versions import library_versions
@@ -83,7 +82,7 @@ def save_snapshot(
     if world.is_main:
         target.parent.mkdir(parents=True, exist_ok=True)
     world.barrier()
-    named |= _debts(parts)
+    named |= _extra_tensors(parts)
     snapshot = Snapshot(numerics, state, {name: tensor.detach() for name, tensor in named.items()})
     with _open_store(target, parts, world) as store:
         store.write(target, snapshot)  # type: ignore[arg-type]
@@ -102,7 +101,7 @@ def load_snapshot(folder: Path, parts: Parts, numerics: Numerics, world: World) 
     for kind in ("schedulers", "loaders", "objects"):
         named |= room_for(saved[kind])
     _check_shapes(saved["shapes"], named, folder)
-    named |= _debts(parts)
+    named |= _extra_tensors(parts)
     snapshot = Snapshot(numerics, LoopState(), {name: tensor.detach() for name, tensor in named.items()})
     with _open_store(source, parts, world) as store:
         store.load(source, snapshot)  # type: ignore[arg-type]
@@ -148,7 +147,7 @@ def _model_tensors(parts: Parts) -> dict[str, torch.Tensor]:
     """Weights and persistent buffers by name; of models with adapters, only what is trained."""
     named: dict[str, torch.Tensor] = {}
     for number, model in enumerate(parts.models):
-        model.parallel.settle()
+        model.engine.settle()
         lm = named_part(model.bare)
         prefix = f"model{number or ''}."
         adapters_only = hasattr(lm, "peft_config")
@@ -163,13 +162,11 @@ def _model_tensors(parts: Parts) -> dict[str, torch.Tensor]:
     return named
 
 
-def _debts(parts: Parts) -> dict[str, torch.Tensor]:
+def _extra_tensors(parts: Parts) -> dict[str, torch.Tensor]:
     """What compressed gradients left out so far: each rank's own, and none where gradients travel whole."""
     named: dict[str, torch.Tensor] = {}
     for number, model in enumerate(parts.models):
-        exchange = model.parallel.exchange
-        if isinstance(exchange, DdpExchange) and exchange.power is not None:
-            named |= exchange.power.tensors(f"model{number or ''}.")
+        named |= model.engine.extra_tensors(f"model{number or ''}.")
     return named
 
 

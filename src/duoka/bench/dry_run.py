@@ -31,7 +31,8 @@ from duoka.model.freeze import apply_train_only
 from duoka.model.lora import apply_lora
 from duoka.optim.build import build_optimizer
 from duoka.optim.clip import clip_gradients
-from duoka.parallel.apply import Parallelized, parallelize
+from duoka.parallel.apply import parallelize
+from duoka.parallel.engine import Engine
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
 
@@ -130,27 +131,27 @@ class _Probe:
 
 def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, sizes: Sequence[int]) -> _Probe:
     with _fake_world(layout) as world:
-        parallel = _parallelized(config, facts, layout, world)
+        engine = _engine(config, facts, layout, world)
         with FakeTensorMode(allow_non_fake_inputs=True), StoragePeak() as live:
-            parallel.bare.to_empty(device="cpu")
-            parallel.bare.core.tie_weights()  # type: ignore[operator]  # to_empty gives tied names a tensor each
-            optimizer = build_optimizer(_trainable(parallel), config.optim, on_host=layout.offload == "optimizer")
-            live.hold(parallel.bare)
+            engine.bare.to_empty(device="cpu")
+            engine.bare.core.tie_weights()  # type: ignore[operator]  # to_empty gives tied names a tensor each
+            optimizer = build_optimizer(_trainable(engine), config.optim, on_host=layout.offload == "optimizer")
+            live.hold(engine.bare)
             phases: dict[str, int] = {}
             for _ in range(2):  # the optimizer's state exists from the second step on
-                phases = _step(parallel, optimizer, layout, sizes, config.optim.clip, live)
+                phases = _step(engine, optimizer, layout, sizes, config.optim.clip, live)
             traffic = dict(LEDGER.traffic)
             LEDGER.traffic.clear()
     return _Probe(phases, traffic)
 
 
-def _trainable(parallel: Parallelized) -> dict[str, torch.nn.Parameter]:
-    # Not parallel.named_trainable(), which remembers what it saw: these are other tensors after to_empty.
-    return {name: p for name, p in parallel.bare.lm.named_parameters() if p.requires_grad}
+def _trainable(engine: Engine) -> dict[str, torch.nn.Parameter]:
+    # Not engine.named_trainable(), which remembers what it saw: these are other tensors after to_empty.
+    return {name: p for name, p in engine.bare.lm.named_parameters() if p.requires_grad}
 
 
 def _step(
-    parallel: Parallelized,
+    engine: Engine,
     optimizer: torch.optim.Optimizer,
     layout: Layout,
     sizes: Sequence[int],
@@ -163,14 +164,14 @@ def _step(
     for number, tokens in enumerate(sizes, 1):
         LEDGER.traffic.clear()
         ids = torch.zeros((1, tokens), dtype=torch.long)
-        with parallel.exchange(number == len(sizes)):
+        with engine.exchange(number == len(sizes)):
             with compute_in(layout.precision, device):
-                loss, _ = parallel.model(ids, ids, ids)
+                loss, _ = engine.model(ids, ids, ids)
             phases["forward"] = max(live.start_phase(), phases.get("forward", 0))
             loss.backward()
             del loss
             phases["backward"] = max(live.start_phase(), phases.get("backward", 0))
-    clip_gradients(_trainable(parallel).values(), clip)
+    clip_gradients(_trainable(engine).values(), clip)
     optimizer.step()
     phases["optimizer step"] = live.start_phase()
     # DDP's gradients are its buckets, which stay from step to step.
@@ -178,7 +179,7 @@ def _step(
     return phases
 
 
-def _parallelized(config: RunConfig, facts: dict[str, Any], layout: Layout, world: World) -> Parallelized:
+def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: World) -> Engine:
     """The model on the meta device, through the same code as a run's."""
     from transformers import AutoModelForCausalLM
 

@@ -26,7 +26,7 @@ from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
 from duoka.model.lora import apply_lora, keep_earlier, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
-from duoka.model.quantize import Packing, unpack
+from duoka.model.quantize import Packing, compute_in
 from duoka.model.random_init import DrawnWeights
 
 GATHERED_HEAD = "apply_gathered"
@@ -77,15 +77,15 @@ def load_model(
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=dtype,
+                dtype=dtype if packing is None else packing.dtype_to_pack_from(folder, dtype),
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
                 **({} if packing is None else {"quantization_config": packing.settings(dtype)}),
             )
-            if packing is not None and packing.unpacked:
-                unpack(model, dtype)
+            if packing is not None:
+                compute_in(model, dtype, packing)
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error

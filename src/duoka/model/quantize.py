@@ -1,19 +1,27 @@
-"""A frozen base whose layers' matrices are packed into 4 bits (QLoRA), by bitsandbytes: how it is asked for and undone.
+"""A frozen base whose layers' matrices are packed into 4 bits (QLoRA), by bitsandbytes: asked for, used, and undone.
 
-build.py calls this while it loads a model. Packing is deterministic: a resumed run has the same weights.
+build.py calls this while it loads a model. Packing is deterministic: a resumed run has the same weights, in whatever
+precision it computes.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
+import logging
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError
+from duoka.model.result import base_dtype
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class Packing:
         """What transformers needs to pack while it loads; products are computed in `dtype`."""
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ConfigError(NO_PACKER, fix=GET_PACKER)
+        _import_packer()
         from transformers import BitsAndBytesConfig
 
         return BitsAndBytesConfig(
@@ -44,17 +53,123 @@ class Packing:
             bnb_4bit_compute_dtype=dtype,
         )
 
+    @staticmethod
+    def dtype_to_pack_from(folder: Path, dtype: torch.dtype) -> torch.dtype:
+        """What keeps every bit of the model's files: rounded to bf16 before, other codes would come out in places, and
+        a run's weights would depend on what its machine computes in."""
+        keeps = dtype == torch.float32 or base_dtype(folder) == dtype
+        return dtype if keeps else torch.float32
+
+
+def _import_packer() -> None:
+    """Where the CPU computes bf16, bitsandbytes looks for the package `kernels`, to download code by it, and says so
+    on the terminal if it is not there. Neither is wanted."""
+    if "bitsandbytes" in sys.modules:
+        return
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level, known = logger.level, sys.modules.get("kernels")
+    logger.setLevel(logging.ERROR)
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # Python's own mark of what is not to be found
+    try:
+        import bitsandbytes  # noqa: F401
+    finally:
+        logger.setLevel(level)
+        del sys.modules["kernels"]
+        if known is not None:
+            sys.modules["kernels"] = known
+
 
 @torch.no_grad()
-def unpack(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Plain linear layers in place of packed ones, with the weights that these compute with."""
+def read_weight(packed: torch.Tensor, state: Any) -> torch.Tensor:
+    """The matrix that packed bytes and their state stand for.
+
+    Asked for block by block: bitsandbytes 0.50 on CPUs with AVX-512 takes the scales of other blocks when rows are not
+    whole blocks of 64, and 9 of 10 values are wrong.
+    """
     from bitsandbytes.functional import dequantize_4bit
+
+    size, block = state.shape.numel(), state.blocksize
+    blocks = copy.copy(state)
+    blocks.shape = torch.Size((size // block, block) if size % block == 0 else (1, size))
+    return dequantize_4bit(packed, blocks).reshape(state.shape)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """x W' with a W that lies unpacked only while it is multiplied with, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, state: Any) -> torch.Tensor:
+        ctx.packed, ctx.state = packed, state
+        return F.linear(x, read_weight(packed, state).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return grad @ read_weight(ctx.packed, ctx.state).to(grad.dtype), None, None
+
+
+@functools.cache
+def _exact_linear() -> type:
+    from bitsandbytes.nn import Linear4bit
+
+    class ExactLinear4bit(Linear4bit):  # type: ignore[misc]
+        """On CPUs always the weights that training, evaluating and merging mean.
+
+        Where the CPU computes bf16, bitsandbytes lays weights out anew at the first pass in eval mode: with scales
+        rounded to bf16, for good, and products that know no gradient, so that training after it learns nothing through
+        the base. `decodes`: there are answers to write and nothing to train; they come several times as fast by it.
+        """
+
+        decodes = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.device.type != "cpu" or (self.decodes and self._can_be_laid_out()):
+                return super().forward(x)  # type: ignore[no-any-return]
+            dtype = self.compute_dtype or x.dtype
+            state = getattr(self.weight, "quant_state", None) or self.quant_state  # copies for replicas have the latter
+            product: torch.Tensor = _PackedProduct.apply(x.to(dtype), self.weight.data, state)
+            return (product if self.bias is None else product + self.bias.to(product.dtype)).to(x.dtype)
+
+        def _can_be_laid_out(self) -> bool:
+            """Rows of whole blocks, in strips of 32, for a model that computes in bf16 anyway."""
+            whole = self.in_features % 64 == 0 and self.out_features % 32 == 0
+            return bool(self.support_avx512bf16_for_cpu) and self.compute_dtype == torch.bfloat16 and whole
+
+    return ExactLinear4bit
+
+
+def compute_in(model: torch.nn.Module, dtype: torch.dtype, packing: Packing) -> None:
+    """Make a model that was just packed compute in `dtype`, by the weights that packing left; in place."""
+    from bitsandbytes.nn import Linear4bit
+
+    if packing.unpacked:
+        _unpack(model, dtype)
+    wide = {part for names in ("", "_strict") for part in getattr(model, f"_keep_in_fp32_modules{names}", None) or ()}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not wide & set(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.__class__ = _exact_linear()
+            module.weight.quant_state.dtype = dtype
+    model.config.dtype = dtype  # type: ignore[union-attr]
+
+
+def decode_fast(model: torch.nn.Module) -> None:
+    """For models that write answers: packed layers may be laid out anew, and weights be off by bf16's rounding."""
+    for module in model.modules():
+        if hasattr(module, "decodes"):
+            module.decodes = True
+
+
+@torch.no_grad()
+def _unpack(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Plain linear layers in place of packed ones, with the weights that these compute with."""
     from bitsandbytes.nn import Linear4bit
 
     for name, module in list(model.named_modules()):
         if not isinstance(module, Linear4bit):
             continue
-        weight = dequantize_4bit(module.weight.data, module.weight.quant_state).to(dtype)
+        weight = read_weight(module.weight.data, module.weight.quant_state).to(dtype)
         with torch.device("meta"):
             plain = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
         plain.weight = torch.nn.Parameter(weight, requires_grad=False)

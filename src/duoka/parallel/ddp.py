@@ -18,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from duoka.comm.collectives import start_all_reduce
 from duoka.comm.ledger import LEDGER
-from duoka.comm.world import World
-from duoka.config.schema import ParallelConfig
+from duoka.data.feed.loader import GlobalBatch
 from duoka.errors import ConfigError
-from duoka.model.build import named_part
+from duoka.parallel.engine import NO_OBSERVER, Engine, EngineSpec, PassObserver, RankSums
+from duoka.parallel.objective import Objective, no_loss
+from duoka.parallel.out_of_memory import Shortage, smallest_batch
 from duoka.parallel.powersgd import PowerSGD
+from duoka.parallel.precision import HALF, compute_in
 from duoka.runs.heart import Heart
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -57,57 +57,95 @@ def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Fu
     return work.get_future().then(done)
 
 
-def apply_ddp(
-    model: torch.nn.Module, parallel: ParallelConfig, world: World
-) -> tuple[DistributedDataParallel, PowerSGD | None]:
-    """Wrap the model; rank 0's weights go to all. With it, the compressed exchange where that was asked for."""
-    with warnings.catch_warnings():
-        # Torch's new name for broadcast_buffers has no way yet to leave the first broadcast out.
-        warnings.simplefilter("ignore", FutureWarning)
-        replica = DistributedDataParallel(
-            model,
-            device_ids=[world.device] if world.device.type == "cuda" else None,
-            find_unused_parameters=parallel.find_unused_parameters,
-            gradient_as_bucket_view=parallel.bucket_view,
-            static_graph=parallel.static_graph,
-            bucket_cap_mb=parallel.bucket_mb,
-            # Only statistics gathered in training differ between ranks; tables of a model never do.
-            broadcast_buffers=any(isinstance(m, _NormBase) and m.track_running_stats for m in model.modules()),
-        )
-    power = None
-    if parallel.compress == "powersgd":
-        trained = {name: p for name, p in named_part(model).named_parameters() if p.requires_grad}
-        power = PowerSGD(world.rank, trained)
-    replica.register_comm_hook(Summing(parallel.compress, power, world.heart), sum_gradients)
-    return replica, power
+UNUSED_FIX = "write:   find_unused_parameters: true   under parallel:, or freeze it"
 
 
-@dataclass
-class DdpExchange:
+class Ddp(Engine):
     """Gradients are exchanged once per optimizer step, in the backward pass of its last micro-batch."""
 
-    model: DistributedDataParallel
-    looks_for_unused: bool = False  # by itself, or somebody else calls check_all_used
-    # A static graph is learnt in a first pass that exchanges; DDP breaks when that pass is one without. And its first
-    # pass forms the buckets of all later ones: a run that goes on must have these before its first sum.
-    needs_rehearsal: bool = False
-    power: PowerSGD | None = None
+    exchanges_whole_gradients = True
 
-    def go_on(self) -> None:
-        """Of a run that a checkpoint continues. Where a gradient lies in its bucket says in which order gloo adds more
-        than two of them, and so what the last bit is."""
+    def __init__(self, spec: EngineSpec) -> None:
+        bare, parallel, world = spec.bare, spec.parallel, spec.world
+        bare.to(world.device)
+        with warnings.catch_warnings():
+            # Torch's new name for broadcast_buffers has no way yet to leave the first broadcast out.
+            warnings.simplefilter("ignore", FutureWarning)
+            self.replica = DistributedDataParallel(
+                bare,
+                device_ids=[world.device] if world.device.type == "cuda" else None,
+                find_unused_parameters=parallel.find_unused_parameters,
+                gradient_as_bucket_view=parallel.bucket_view,
+                static_graph=parallel.static_graph,
+                bucket_cap_mb=parallel.bucket_mb,
+                # Only statistics gathered in training differ between ranks; tables of a model never do.
+                broadcast_buffers=any(isinstance(m, _NormBase) and m.track_running_stats for m in bare.modules()),
+            )
+        super().__init__(spec, self.replica)
+        self.power: PowerSGD | None = None
+        if parallel.compress == "powersgd":
+            self.power = PowerSGD(world.rank, self.named_trainable())
+        self.replica.register_comm_hook(Summing(parallel.compress, self.power, world.heart), sum_gradients)
+        # With a static graph DDP has learned by itself which parameters are never used.
+        self.checks_all_used = not (parallel.find_unused_parameters or parallel.static_graph)
+        # A static graph is learned in a first pass that exchanges; DDP breaks when that pass is one without. And its
+        # first pass forms the buckets of all later ones: a run that goes on must have these before its first sum.
+        self.needs_rehearsal = parallel.static_graph
+
+    def resumed(self) -> None:
+        """Where a gradient lies in its bucket says in which order gloo adds more than two of them, and so what the
+        last bit is."""
         self.needs_rehearsal = self.needs_rehearsal or dist.get_world_size() > 2
 
+    def extra_tensors(self, model: str = "") -> dict[str, torch.Tensor]:
+        """What a compressed exchange left out so far (error feedback)."""
+        return {} if self.power is None else self.power.tensors(model)
+
+    def forward_backward(
+        self, batch: GlobalBatch, objective: Objective, observer: PassObserver = NO_OBSERVER
+    ) -> RankSums:
+        if self.needs_rehearsal:
+            self.rehearse(batch.micro_batches[0], objective)
+            LEDGER.take()  # what it sent is no step's
+        return super().forward_backward(batch, objective, observer)
+
     @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Around one pass with an exchange whose sums are thrown away."""
-        with self.without_debts(), self(True):
+    def exchange(self, last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if last else self.replica.no_sync():
+            yield
+        if last and self.checks_all_used:
+            check_all_used(self.bare)
+
+    def check_all_used(self, fix: str) -> None:
+        if not self.replica.find_unused_parameters:
+            check_all_used(self.bare, fix)
+
+    def discard_exchange(self, *, is_short: bool = False) -> None:
+        super().discard_exchange(is_short=is_short)
+        if self.power is not None:
+            self.power.take_back()  # the error feedback is that of before the exchange
+
+    def rejoin(self, shortage: Shortage, batch: GlobalBatch, objective: Objective) -> bool:
+        """By a pass over one token in place of the one that ran out: the others' exchange finds this rank there."""
+        if shortage.is_in_exchange and self.world.size > 1:
+            return False
+        device = self.world.device
+        with self.exchange(True):
+            with compute_in(self.numerics.precision, device):
+                sums = objective.sums(self.model, smallest_batch(batch.micro_batches[0]), device)
+            no_loss(sums.losses).backward()
+        return True
+
+    @contextlib.contextmanager
+    def rehearsing(self, last: bool) -> Iterator[None]:
+        """Always with an exchange, which forms the buckets."""
+        with self.unrecorded(), self.exchange(True):
             yield
         self.needs_rehearsal = False
 
     @contextlib.contextmanager
-    def without_debts(self) -> Iterator[None]:
-        """What is left out of a compressed sum meanwhile is no step's."""
+    def unrecorded(self) -> Iterator[None]:
+        """A compressed exchange leaves nothing out for the next step meanwhile."""
         if self.power is not None:
             self.power.is_rehearsing = True
         try:
@@ -115,21 +153,6 @@ class DdpExchange:
         finally:
             if self.power is not None:
                 self.power.is_rehearsing = False
-
-    def give_up(self) -> None:
-        """The sums of the step just exchanged change nothing: what they left out is owed as before."""
-        if self.power is not None:
-            self.power.take_back()
-
-    @contextlib.contextmanager
-    def __call__(self, last: bool) -> Iterator[None]:
-        with contextlib.nullcontext() if last else self.model.no_sync():
-            yield
-        if last and not self.looks_for_unused:
-            check_all_used(self.model.module)
-
-
-UNUSED_FIX = "write:   find_unused_parameters: true   under parallel:, or freeze it"
 
 
 def check_all_used(model: torch.nn.Module, fix: str = UNUSED_FIX) -> None:

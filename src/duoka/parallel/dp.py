@@ -15,6 +15,7 @@ import torch
 from torch.nn import parallel
 
 from duoka.model.build import LossModel
+from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.precision import compute_in
 
 
@@ -67,7 +68,21 @@ class _Precise(torch.nn.Module):
         return answer
 
 
-def apply_dp(bare: LossModel, precision: str) -> torch.nn.Module:
+class DataParallel(Engine):
     """The model over all GPUs of this machine; itself when there are fewer than two."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Replicas(bare, list(range(count)), precision) if count > 1 else bare
+
+    def __init__(self, spec: EngineSpec) -> None:
+        bare = spec.bare
+        assert isinstance(bare, LossModel)
+        bare.to(spec.world.device)
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        super().__init__(spec, Replicas(bare, list(range(count)), spec.layout.precision) if count > 1 else None)
+
+    @contextlib.contextmanager
+    def evaluate(self) -> Iterator[torch.nn.Module]:
+        """On all GPUs, copied to them once."""
+        if not isinstance(self.model, Replicas):
+            yield self.bare
+            return
+        with self.model.replicated_once():
+            yield self.model

@@ -7,9 +7,7 @@ blended gradient, once there and once back. Both are all-to-alls, so the bytes o
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -164,21 +162,6 @@ class OwnedMatrices:
             for place, values in zip(places, arriving.view(-1, *bucket.shape), strict=True):
                 if not self.holds(self.matrices[place]):
                     self.matrices[place].detach().copy_(values)
-
-
-@dataclass(frozen=True)
-class OwnedExchange:
-    """Another exchange of a micro-batch's passes, and that of owned matrices around it."""
-
-    inner: Callable[[bool], AbstractContextManager[None]]
-    owned: OwnedMatrices
-
-    @contextlib.contextmanager
-    def __call__(self, last: bool) -> Iterator[None]:
-        self.owned.begin(last)
-        with self.inner(last):
-            yield
-        self.owned.finish(last)
 
 
 class RowMatrices:

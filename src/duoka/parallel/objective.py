@@ -7,6 +7,7 @@ known on every rank before the first micro-batch, so no mean of means can arise.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +28,11 @@ class Sums:
 class Objective(Protocol):
     """What an optimizer step minimizes."""
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The keys of `Sums.metrics`: known beforehand, because a rank without memory has sums of none."""
+        ...
+
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:
         """Global counts of the whole optimizer step by name (tokens, sequences, pairs, groups); none is 0."""
         ...
@@ -34,3 +40,14 @@ class Objective(Protocol):
     def sums(self, model: torch.nn.Module, micro: Batch, device: torch.device) -> Sums:
         """The forward pass of one micro-batch, in the engine's precision; called inside its autocast."""
         ...
+
+
+def mean_loss(losses: Mapping[str, torch.Tensor], denominators: Mapping[str, float]) -> torch.Tensor:
+    """A micro-batch's part of the step's loss, for its backward pass."""
+    # Without a zero to begin with: a single sum takes no addition, and its gradients keep their bits.
+    return functools.reduce(torch.add, (loss / denominators[name] for name, loss in losses.items()))
+
+
+def no_loss(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Zero, through all that the losses came from: a backward pass that exchanges and changes nothing."""
+    return functools.reduce(torch.add, losses.values()) * 0.0

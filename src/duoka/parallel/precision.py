@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @contextlib.contextmanager
 def compute_in(precision: str, device: torch.device) -> Iterator[None]:
@@ -15,8 +17,7 @@ def compute_in(precision: str, device: torch.device) -> Iterator[None]:
     if precision == "fp32":
         yield
         return
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    with torch.autocast(device.type, dtype=dtype):
+    with torch.autocast(device.type, dtype=HALF[precision]):
         yield
 
 

@@ -11,9 +11,9 @@ import contextlib
 import itertools
 import types
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -26,16 +26,22 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from duoka.comm.world import World
+from duoka.comm.world import World, keep_group
 from duoka.config.schema import ParallelConfig
+from duoka.data.feed.loader import GlobalBatch
 from duoka.errors import ConfigError
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part
 from duoka.model.head import apply_head
 from duoka.model.shards import Weights
+from duoka.optim.muon import Sharing
+from duoka.optim.spread import Groups
+from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.fsdp_comm import LayerBuffers, count_traffic
+from duoka.parallel.matrices import OwnedMatrices
+from duoka.parallel.objective import Objective
+from duoka.parallel.out_of_memory import Shortage
+from duoka.parallel.precision import HALF
 from duoka.plan.layout import Layout
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_mesh(layout: Layout, world: World) -> DeviceMesh:
@@ -47,36 +53,73 @@ def build_mesh(layout: Layout, world: World) -> DeviceMesh:
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
-@dataclass(frozen=True)
-class ShardedExchange:
+class Sharded(Engine):
     """Says before each micro-batch what its passes exchange."""
 
-    model: FSDPModule
-    strategy: str
+    def __init__(self, spec: EngineSpec) -> None:
+        layout, bare = spec.layout, spec.bare
+        # Muon's matrices have an owner each where weights are whole on every rank.
+        apart = spec.matrices if layout.strategy in ("zero1", "zero2") else ()
+        self.sharded = apply_sharded(bare, layout, spec.parallel, spec.world, apart)
+        self.strategy = layout.strategy
+        if spec.source is not None:
+            home = torch.device("cpu") if layout.offload == "params" else spec.world.device
+            fill_shards(named_part(bare), spec.source, home)
+        super().__init__(spec)
+        self.owned = _share_owned(spec, apart) if apart else None
 
     @contextlib.contextmanager
-    def __call__(self, last: bool) -> Iterator[None]:
-        self.model.set_is_last_backward(last)
+    def exchange(self, last: bool) -> Iterator[None]:
+        if self.owned is not None:
+            self.owned.begin(last)
+        self.sharded.set_is_last_backward(last)
         if self.strategy == "zero1":
-            self.model.set_requires_gradient_sync(last)
+            self.sharded.set_requires_gradient_sync(last)
         if self.strategy in ("zero1", "zero2"):
-            self.model.set_reshard_after_backward(last)
+            self.sharded.set_reshard_after_backward(last)
         if self.strategy == "hsdp":
-            self.model.set_requires_all_reduce(last)
+            self.sharded.set_requires_all_reduce(last)
         yield
+        if self.owned is not None:
+            self.owned.finish(last)
 
     def settle(self) -> None:
         """Give back weights that a pass without a backward (an evaluation) left gathered."""
-        for module in _units(self.model):
+        for module in _units(self.sharded):
             module.reshard()
+
+    def rejoin(self, shortage: Shortage, batch: GlobalBatch, objective: Objective) -> bool:
+        """It stopped between two gathers of layers, and nothing brings it to the others' place."""
+        return False
+
+    def spread_of(self, parameter: torch.Tensor) -> Groups:
+        if self.owned is not None and self.owned.owns(parameter):
+            return (self.owned.group,)
+        return super().spread_of(parameter)
+
+    def share_matrices(self, matrices: list[torch.nn.Parameter]) -> Sharing:
+        return super().share_matrices(matrices) if self.owned is None else self.owned
+
+
+def _share_owned(spec: EngineSpec, apart: Collection[str]) -> OwnedMatrices:
+    named = dict(named_part(spec.bare).named_parameters())
+    return OwnedMatrices(
+        [named[name] for name in named if name in apart],
+        spec.world.size,
+        spec.world.rank,
+        # A group of their own: their gradients travel between those of FSDP's units, in whatever order.
+        keep_group(dist.new_group()),
+        every_pass=spec.layout.strategy == "zero2",
+        wire=HALF.get(spec.parallel.compress, torch.float32),
+    )
 
 
 def apply_sharded(
     bare: torch.nn.Module, layout: Layout, parallel: ParallelConfig, world: World, apart: Collection[str] = ()
-) -> ShardedExchange:
+) -> FSDPModule:
     """Shard in place: each layer, the embedding and an untied head are units; the rest is the root's.
 
-    Parameters named in `apart` stay whole on every rank, and somebody else exchanges their gradients.
+    Parameters named in `apart` stay whole on every rank, and their owners exchange their gradients.
     """
     core = find_core(bare)
     keeps_weights = layout.strategy in ("zero1", "zero2")
@@ -127,7 +170,7 @@ def apply_sharded(
     for first, second in itertools.pairwise(layers):
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
     assert isinstance(bare, FSDPModule)
-    return ShardedExchange(bare, layout.strategy)
+    return bare
 
 
 def _units(model: torch.nn.Module | FSDPModule) -> list[FSDPModule]:

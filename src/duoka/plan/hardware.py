@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 # Instructions that multiply bf16 matrices in hardware. Without them bf16 is emulated, and slower than fp32.
 _CPU_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+# Values of ONEDNN_MAX_CPU_ISA that keep torch from using them.
+_BELOW_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 _BF16_CAPABILITY = 8.0  # Ampere, 2020
 
 
@@ -39,6 +41,7 @@ class Machine:
     cpu_bf16: str = ""  # the instruction set that computes bf16, or empty
     gpus: tuple[Gpu, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    bf16_hindrance: str = ""  # the setting that keeps torch from the CPU's bf16
     threads_per_rank: int = 0  # OMP_NUM_THREADS; 0: not set, so that ranks share all cores
 
     def cores_used(self, num_local_ranks: int) -> int:
@@ -53,7 +56,7 @@ class Machine:
     def has_native_bf16(self) -> bool:
         if self.gpus:
             return all(gpu.capability >= _BF16_CAPABILITY for gpu in self.gpus)
-        return bool(self.cpu_bf16)
+        return bool(self.cpu_bf16) and not self.bf16_hindrance
 
     @property
     def bf16_reason(self) -> str:
@@ -62,6 +65,8 @@ class Machine:
             slowest = min(self.gpus, key=lambda gpu: gpu.capability)
             verb = "computes" if self.has_native_bf16 else "does not compute"
             return f"{slowest.name} (compute capability {slowest.capability:g}) {verb} bf16 natively"
+        if self.bf16_hindrance:
+            return f"{self.bf16_hindrance} keeps torch from the CPU's bf16, so it would be emulated"
         if self.cpu_bf16:
             return f"the CPU has {self.cpu_bf16}"
         return "the CPU has neither amx_bf16 nor avx512_bf16, so bf16 would be emulated"
@@ -107,10 +112,12 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
     if gpus and _torch_has_no_gpu():
         notes = (f"{len(gpus)} GPU found, but the installed torch is built for CPUs only: planned for the CPU",)
         gpus = ()
-    threads = env.get("OMP_NUM_THREADS", "")
+    threads, highest = env.get("OMP_NUM_THREADS", ""), env.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    hindrance = f"ONEDNN_MAX_CPU_ISA={highest}" if cpu_bf16 and highest in _BELOW_BF16 else ""
     return Machine(
-        _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, int(threads) if threads.isdigit() else 0
-    )
+        _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, hindrance,
+        int(threads) if threads.isdigit() else 0,
+    )  # fmt: skip
 
 
 def _usable_cores() -> int:

@@ -210,14 +210,16 @@ def load_trained(
     elif trained.checkpoint is not None:
         assert trained.config is not None
         options["earlier"] = Earlier.of(trained.config.lora, trained.config_base, merged_only=True)
-        lm = _load_checkpoint(trained.base, trained.checkpoint, trained.config, options).to(dtype)
+        lm = _load_checkpoint(trained.base, trained.checkpoint, trained.config, dtype, options)
     else:
         lm = load_model(trained.full or trained.base, dtype=dtype, **options)
     return lm.eval()
 
 
-def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: dict[str, Any]) -> torch.nn.Module:
-    """The base model with the trained tensors of a checkpoint over it, all in fp32 as they were trained."""
+def _load_checkpoint(
+    base: Path, checkpoint: Path, config: RunConfig, dtype: torch.dtype, options: dict[str, Any]
+) -> torch.nn.Module:
+    """The base model with the trained tensors of a checkpoint over it; adapters in fp32, as in training."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -225,12 +227,12 @@ def _load_checkpoint(base: Path, checkpoint: Path, config: RunConfig, options: d
     from duoka.store.reader import CheckpointReader
 
     what: dict[str, Any] = {"lora": config.lora, "train_only": config.train_only, "seed": config.train.seed}
-    lm = load_model(base, dtype=torch.float32, **what, **options)
+    lm = load_model(base, dtype=dtype if config.lora else torch.float32, **what, **options)
     tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
     dcp.load(  # type: ignore[attr-defined]
         tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True
     )
-    return lm
+    return lm if config.lora else lm.to(dtype)
 
 
 def load_for_chat(trained: Trained, *, base_only: bool = False, device: torch.device | None = None) -> torch.nn.Module:
@@ -238,10 +240,13 @@ def load_for_chat(trained: Trained, *, base_only: bool = False, device: torch.de
     import torch
 
     from duoka.comm.world import pick_device
+    from duoka.model.quantize import decode_fast
     from duoka.plan.hardware import read_machine
 
     dtype = torch.bfloat16 if read_machine().has_native_bf16 else torch.float32
-    return load_trained(trained, dtype=dtype, base_only=base_only).to(device or pick_device(0))
+    lm = load_trained(trained, dtype=dtype, base_only=base_only)
+    decode_fast(lm)
+    return lm.to(device or pick_device(0))
 
 
 def load_chat_tokenizer(trained: Trained) -> ChatTokenizer:

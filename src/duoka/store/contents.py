@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from duoka.optim.build import optimizer_tensors
-from duoka.parallel.apply import Parallelized
-from duoka.parallel.ddp import DdpExchange
+from duoka.parallel.engine import Engine
 from duoka.parallel.precision import Numerics
 from duoka.store.state import TrainState
 
@@ -17,16 +16,16 @@ from duoka.store.state import TrainState
 class Contents:
     """What a run saves and restores: live objects, filled in place on loading."""
 
-    parallel: Parallelized
+    engine: Engine
     optimizer: torch.optim.Optimizer
-    numerics: Numerics
     state: TrainState
 
+    @property
+    def numerics(self) -> Numerics:
+        return self.engine.numerics
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        named = self.parallel.named_trainable()
+        named = self.engine.named_trainable()
         tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         tensors |= {f"optim.{name}": value for name, value in optimizer_tensors(self.optimizer, named).items()}
-        exchange = self.parallel.exchange
-        if isinstance(exchange, DdpExchange) and exchange.power is not None:
-            tensors |= exchange.power.tensors()
-        return tensors
+        return tensors | self.engine.extra_tensors()

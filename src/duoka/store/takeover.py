@@ -39,9 +39,7 @@ def take_over_state(config: RunConfig, run: RunFolder, base: Path, world: World,
             "averages are others",
             fix=f"write   name: {before}   or {_AGAIN}",
         )
-    own = {
-        f"optim.{k}": v for k, v in optimizer_tensors(contents.optimizer, contents.parallel.named_trainable()).items()
-    }
+    own = {f"optim.{k}": v for k, v in optimizer_tensors(contents.optimizer, contents.engine.named_trainable()).items()}
     fault = ""
     with opened(folder) as (reader, saved):
         sizes = {name: tuple(one.size) for name, one in saved.items() if hasattr(one, "size")}

@@ -17,7 +17,11 @@ STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
 
 
 class StopSignal:
-    """Remembers that somebody asked this process to stop; a second Ctrl-C leaves at once."""
+    """Remembers that somebody asked this process to stop; a second Ctrl-C leaves at once.
+
+    A Ctrl-C that was ignored before stays ignored: that is how a shell starts what it puts into the background. SIGTERM
+    never is: launchers ask by it.
+    """
 
     def __init__(self) -> None:
         self.name = ""
@@ -26,6 +30,8 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         for name in STOP_SIGNALS:
             number = getattr(signal, name)
+            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from duoka.comm.world import World
 from duoka.data.build_feed import Feed
 from duoka.parallel.measure import Measured
+from duoka.parallel.objective import Objective
 from duoka.store.contents import Contents
 from duoka.train.memory import MemoryWatch
 from duoka.train.nonfinite import NonFinite
@@ -23,6 +24,7 @@ class Job:
 
     settings: RunSettings
     contents: Contents
+    objective: Objective
     feed: Feed
     saver: Saver
     record: Recorder

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from duoka.data.feed.loader import GlobalBatch
 from duoka.optim.build import set_learning_rate
-from duoka.train import inject
+from duoka.parallel import inject
 from duoka.train.hooks import StopSignal, Timer
 from duoka.train.job import Job
 from duoka.train.replicas import check_replicas
@@ -23,7 +23,7 @@ def train(job: Job) -> str:
     """Run from the state's cursor to the last step; returns "", or the signal that asked to stop before."""
     settings, state, saver, heart = job.settings, job.contents.state, job.saver, job.world.heart
     eval_timer = Timer(settings.eval_every if job.evaluate else None, settings.steps_per_epoch)
-    job.contents.parallel.model.train()
+    job.contents.engine.model.train()
     batches = job.feed.batches(state.place, settings.num_epochs)
     heart.tell("start", state.step)
     with StopSignal() as stop:
@@ -44,13 +44,13 @@ def train(job: Job) -> str:
             batch = next(batches)
             data_s = time.perf_counter() - started
             asked = (is_stopping, saver.due_by_clock, saver.has_failed, eval_is_due)
-            wished = _step(job, batch, started, data_s, asked)
+            answers = _step(job, batch, started, data_s, asked)
             heart.warm_up()
             heart.tell("step", state.step)
-            if not wished:  # back at an earlier step
+            if not answers:  # back at an earlier step
                 batches = job.feed.batches(state.place, settings.num_epochs)
                 continue
-            stop_asked, save_due, save_failed, eval_due = wished
+            stop_asked, save_due, save_failed, eval_due = answers
 
             last, measured = state.step >= settings.total_steps, True
             if settings.check_every and state.step % settings.check_every == 0:
@@ -77,29 +77,28 @@ def _step(
     lr = settings.rate_of(state.step + 1)
     set_learning_rate(contents.optimizer, lr)
 
-    def wishes() -> list[float]:
+    def local_flags() -> list[float]:
         return [float(question()) for question in asked]
 
     def attempt(batch: GlobalBatch) -> StepResult:
         return optimizer_step(
-            contents.parallel, contents.optimizer, batch,
-            numerics=contents.numerics, clip=settings.config.optim.clip, world=world, wishes=wishes, watch=job.memory,
+            contents.engine, contents.optimizer, batch, job.objective,
+            clip=settings.config.optim.clip, world=world, local_flags=local_flags, observer=job.memory,
         )  # fmt: skip
 
     result = job.guard.until_it_fits(attempt, batch)
     result.times.data_s = data_s
-    loss = result.loss_sum / batch.global_targets
-    if not result.is_finite and job.nonfinite.goes_back(batch, contents, loss, result.norm):
+    if not result.is_finite and job.nonfinite.goes_back(batch, contents, result.loss, result.norm):
         return []
     state.advance(batch)
-    inject.strike_weights(contents.parallel.named_trainable(), state.step, world.rank)
+    inject.strike_weights(contents.engine.named_trainable(), state.step, world.rank)
     if result.is_finite:
         counts = {"num_targets": batch.global_targets, "num_tokens": batch.num_tokens, "num_samples": batch.num_samples}
-        numbers = {"epoch": round(batch.epochs_done, 4), "loss": loss, "grad_norm": result.norm, "lr": lr, **counts}
-        job.record.step(state, numbers, result, time.perf_counter() - started)
+        numbers = {"epoch": round(batch.epochs_done, 4), "loss": result.loss, "grad_norm": result.norm, "lr": lr}
+        job.record.step(state, numbers | counts, result, time.perf_counter() - started)
         if held := job.memory.report(world):
             job.record.memory(state, held)
-    return [wish > 0 for wish in result.wished]
+    return [count > 0 for count in result.flag_counts]
 
 
 def _evaluate(job: Job, is_stopped: Callable[[], bool]) -> bool:

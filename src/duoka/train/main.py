@@ -29,11 +29,12 @@ from duoka.model.result import write_result
 from duoka.model.shards import build_without_memory
 from duoka.optim.build import build_optimizer, describe_optimizer
 from duoka.optim.roles import Role, assign_roles
-from duoka.parallel.apply import Parallelized, parallelize
+from duoka.parallel.apply import parallelize
+from duoka.parallel.engine import Engine
 from duoka.parallel.gather import gather_state
 from duoka.parallel.measure import Measured, measure_loss
-from duoka.parallel.precision import build_numerics
 from duoka.parallel.sharded import find_layers
+from duoka.parallel.token_loss import TokenLoss
 from duoka.plan.catalogue import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
@@ -131,7 +132,7 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     try:
         if found is not None:
             store.load(found, contents)
-            contents.parallel.go_on()
+            contents.engine.resumed()
         elif config.optim.state is not None:
             take_over_state(config, run, inputs.loaded.base, world, contents, notes.append)
         settings = build_settings(config, feed, contents.state, inputs.prepared.mean_length, plan.horizon)
@@ -162,15 +163,16 @@ def _run(
         record.start(state, world_size=world.size, layout=plan.layout.to_json())
         for note in notes:
             record.event("warning", step=state.step, text=note)
-        evaluate = _build_evaluation(inputs, plan, contents.parallel, world)
+        evaluate = _build_evaluation(inputs, plan, contents.engine, world)
         saver = Saver(store, contents, settings, record, world)
         guard = MemoryGuard(inputs.config, plan, record, feed)
         nonfinite = NonFinite(inputs.config.faults.nonfinite, saver, record)
-        watch = MemoryWatch(contents.parallel, contents.optimizer, plan.layout, world.device)
+        objective = TokenLoss()
+        watch = MemoryWatch(contents.engine, contents.optimizer, plan.layout, world.device)
         if is_asked(inputs.config, world):
-            rehearse_largest(contents.parallel, contents.optimizer, contents.numerics, guard)
-        sample = build_sampler(inputs.prepared, inputs.config, inputs.tokenizer, contents.parallel, plan.layout, world)
-        job = Job(settings, contents, feed, saver, record, world, evaluate, watch, guard, nonfinite, sample)
+            rehearse_largest(contents.engine, contents.optimizer, objective, guard)
+        sample = build_sampler(inputs.prepared, inputs.config, inputs.tokenizer, contents.engine, plan.layout, world)
+        job = Job(settings, contents, objective, feed, saver, record, world, evaluate, watch, guard, nonfinite, sample)
         # Some packages draw when they are imported (the progress line's does, on rank 0): no part of the run.
         set_random_state(random_state, world.device)
         stopped_by = train(job)
@@ -205,17 +207,17 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None) -> Plan:
 def _build_contents(inputs: Inputs, plan: Plan, world: World) -> Contents:
     config = inputs.config
     seed_everything(config.train.seed)
-    parallel, roles = _build_model(inputs, plan, world)
+    engine, roles = _build_model(inputs, plan, world)
     optimizer = build_optimizer(
-        parallel.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
-        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=parallel.share_matrices,
+        engine.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
+        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
     )  # fmt: skip
     # The same initial values everywhere, but each rank draws its own dropout.
     torch.manual_seed(config.train.seed + world.rank)
-    return Contents(parallel, optimizer, build_numerics(plan.layout.precision, world.device), TrainState())
+    return Contents(engine, optimizer, TrainState())
 
 
-def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Parallelized, dict[str, Role]]:
+def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Engine, dict[str, Role]]:
     config = inputs.config
     # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
     frozen_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.layout.precision]
@@ -242,7 +244,7 @@ def _build_model(inputs: Inputs, plan: Plan, world: World) -> tuple[Parallelized
 
 
 def _build_evaluation(
-    inputs: Inputs, plan: Plan, parallel: Parallelized, world: World
+    inputs: Inputs, plan: Plan, engine: Engine, world: World
 ) -> Callable[[Callable[[], bool]], Measured | None] | None:
     store, text_bytes = inputs.prepared.eval, inputs.prepared.text_bytes
     if store is None:
@@ -260,7 +262,7 @@ def _build_evaluation(
 
         # Sharded ranks gather layers together: none may leave a pass before the others.
         ask = all_are_stopped if plan.layout.is_sharded else is_stopped
-        with parallel.for_evaluation() as model:
+        with engine.evaluate() as model:
             return measure_loss(model, batches, world, plan.layout.precision, ask, sizes)
 
     return evaluate
@@ -277,7 +279,7 @@ def _announce(
 ) -> None:
     write_json_atomic(inputs.run.plan, plan.to_json())
     resumed = f"  {describe_rest(found, settings, feed, contents.state)}" if found else ""
-    parameters = count_parameters(contents.parallel.bare.lm)
+    parameters = count_parameters(contents.engine.bare.lm)
     learns = describe_optimizer(contents.optimizer, settings.config.optim, settings.batch_factor)
     lines = banner(settings, plan, inputs.prepared, inputs.run, parameters, learns, resumed)
     print("\n".join([*lines, *(f"  note: {note}" for note in notes), ""]), flush=True)
@@ -296,7 +298,7 @@ def _finish(inputs: Inputs, stopped_by: str, contents: Contents, record: Recorde
             update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=f"stopped by {stopped_by}")
         return StoppedEarly.exit_code
     world.heart.tell("end", step)
-    lm = contents.parallel.bare.lm
+    lm = contents.engine.bare.lm
     whole = gather_state(lm, keep=world.is_main)
     if world.is_main:
         _write_result(inputs, lm, whole)

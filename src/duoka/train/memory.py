@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from duoka.comm.world import World
-from duoka.parallel.apply import Parallelized
+from duoka.parallel.engine import Engine, PassObserver
 from duoka.plan.layout import Layout
 from duoka.units import format_bytes
 
@@ -76,31 +76,16 @@ class _Births(TorchDispatchMode):
         return out
 
 
-class NoWatch:
-    """For who takes steps and wants no report."""
-
-    def forward(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def after_backward(self) -> None:
-        """Nobody looks."""
-
-    def after_step(self) -> None:
-        """Nobody looks."""
-
-
-class MemoryWatch(NoWatch):
+class MemoryWatch(PassObserver):
     """Looks at one rank's storages at the moments of a step that it is told of."""
 
-    def __init__(
-        self, parallel: Parallelized, optimizer: torch.optim.Optimizer, layout: Layout, device: torch.device
-    ) -> None:
-        self._parallel = parallel
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, layout: Layout, device: torch.device) -> None:
+        self._engine = engine
         self._device = device
         self._optimizer = optimizer
         self._layout = layout
         # Before the first pass: this rank's own parts, frozen ones too.
-        self._own = list(parallel.bare.parameters())
+        self._own = list(engine.bare.parameters())
         self._num_steps = 0
         self._held = Holdings()
 
@@ -110,7 +95,6 @@ class MemoryWatch(NoWatch):
 
     @contextlib.contextmanager
     def forward(self, num_tokens: int) -> Iterator[None]:
-        """Around a forward pass whose backward comes after it."""
         if not self.is_on:
             yield
             return
@@ -141,7 +125,6 @@ class MemoryWatch(NoWatch):
             self._look()
 
     def after_step(self) -> None:
-        """The optimizer has stepped and gradients are there still."""
         if self.is_on:
             self._look()
             self._num_steps += 1
@@ -155,7 +138,7 @@ class MemoryWatch(NoWatch):
 
     def _look(self) -> None:
         masters = self._layout.strategy in ("zero1", "zero2")
-        own = _storages(self._parallel.named_trainable().values())
+        own = _storages(self._engine.named_trainable().values())
         if masters:
             weights = {key: size for key, size in _storages(self._all_parameters()).items() if key not in own}
         else:
@@ -163,10 +146,10 @@ class MemoryWatch(NoWatch):
             weights = _storages(self._own)
         state = _storages(v for one in self._optimizer.state.values() for v in one.values())
         state = {**state, **own} if masters else state
-        gradients, buffers = _storages(self._gradients()), _storages(self._parallel.bare.buffers())
+        gradients, buffers = _storages(self._gradients()), _storages(self._engine.bare.buffers())
         on_host = 0
         if self._device.type == "cuda":
-            parts = (self._parallel.named_trainable().values(), self._gradients(), self._optimizer_tensors())
+            parts = (self._engine.named_trainable().values(), self._gradients(), self._optimizer_tensors())
             on_host = sum(
                 sum(_storages(t for t in part if t.device.type == "cpu" and t.numel() > 1).values()) for part in parts
             )
@@ -178,14 +161,14 @@ class MemoryWatch(NoWatch):
 
     def _all_parameters(self) -> Iterator[torch.Tensor]:
         """Those that the optimizer knows, and those that the modules show now (whole while they are gathered)."""
-        yield from self._parallel.named_trainable().values()
-        yield from self._parallel.bare.parameters()
+        yield from self._engine.named_trainable().values()
+        yield from self._engine.bare.parameters()
 
     def _gradients(self) -> Iterator[torch.Tensor]:
         for parameter in self._all_parameters():
             if parameter.grad is not None:
                 yield parameter.grad
-        for module in self._parallel.bare.modules():
+        for module in self._engine.bare.modules():
             if isinstance(module, FSDPModule):
                 # Where half-precision gradients add up in fp32 until they are exchanged; nothing public shows it.
                 for group in module._get_fsdp_state()._fsdp_param_groups:

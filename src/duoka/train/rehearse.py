@@ -14,10 +14,11 @@ from duoka.config.schema import RunConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.errors import DoesNotFit
 from duoka.optim.build import optimizer_tensors
-from duoka.parallel.apply import Parallelized
-from duoka.parallel.precision import Numerics
+from duoka.parallel.engine import Engine
+from duoka.parallel.objective import Objective
+from duoka.parallel.out_of_memory import is_out_of_memory
 from duoka.train.shortage import MemoryGuard
-from duoka.train.step import StepResult, is_out_of_memory, try_rehearsal
+from duoka.train.step import StepResult
 from duoka.units import format_bytes
 
 
@@ -27,7 +28,7 @@ def is_asked(config: RunConfig, world: World) -> bool:
 
 
 def rehearse_largest(
-    parallel: Parallelized, optimizer: torch.optim.Optimizer, numerics: Numerics, guard: MemoryGuard
+    engine: Engine, optimizer: torch.optim.Optimizer, objective: Objective, guard: MemoryGuard
 ) -> None:
     """A forward and a backward pass over as many tokens as any micro-batch will have, beside the optimizer's state.
 
@@ -38,7 +39,7 @@ def rehearse_largest(
     world.heart.tell("rehearsal")
     try:
         # State is made as the first step would make it: it must be there when memory is tried.
-        optimizer_tensors(optimizer, parallel.named_trainable())
+        optimizer_tensors(optimizer, engine.named_trainable())
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -47,10 +48,13 @@ def rehearse_largest(
             where=f"{str(error).splitlines()[0]}; planned: {format_bytes(guard.plan.memory.peak_bytes)} in all",
             fix="write parallel.strategy: fsdp, or lora: {rank: 8}",
         ) from None
-    parallel.model.train()
+    engine.model.train()
 
     def attempt(batch: GlobalBatch) -> StepResult:
-        return try_rehearsal(parallel, batch, numerics, world)
+        shortage = engine.try_rehearsal(batch, objective)
+        if shortage is not None and not shortage.rejoined:
+            return StepResult(is_short=True, shortage=shortage)
+        return StepResult(is_short=world.sum([float(shortage is not None)])[0] > 0, shortage=shortage)
 
     def lay_out() -> GlobalBatch:
         plan = guard.plan

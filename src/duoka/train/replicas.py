@@ -10,7 +10,7 @@ from duoka.store.contents import Contents
 
 def check_replicas(contents: Contents, world: World) -> None:
     """End the run when a rank's weights are not rank 0's; all tensors count, not a sum of one."""
-    num_sharing = contents.parallel.num_sharing
+    num_sharing = contents.engine.num_sharing
     if world.size == num_sharing:
         return  # one copy over all ranks: there is nothing to compare it with
     tensors = {name: tensor for name, tensor in contents.tensors().items() if not is_ranks_own(name)}

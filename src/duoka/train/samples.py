@@ -15,7 +15,7 @@ from duoka.config.schema import RunConfig
 from duoka.data.prepare import PreparedData
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.build import LossModel
-from duoka.parallel.apply import Parallelized
+from duoka.parallel.engine import Engine
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
 
@@ -27,12 +27,12 @@ def build_sampler(
     prepared: PreparedData,
     config: RunConfig,
     read_tokenizer: Callable[[], ChatTokenizer],
-    parallel: Parallelized,
+    engine: Engine,
     layout: Layout,
     world: World,
 ) -> Callable[[], list[tuple[str, str]]] | None:
     """A function that gives (beginning, what follows) on rank 0; None where nothing is asked for."""
-    if not config.log.samples or prepared.eval is None or not isinstance(parallel.bare, LossModel):
+    if not config.log.samples or prepared.eval is None or not isinstance(engine.bare, LossModel):
         return None
     tokenizer = read_tokenizer()
     prompts = _find_prompts(prepared, config, tokenizer)
@@ -40,7 +40,7 @@ def build_sampler(
     def sample() -> list[tuple[str, str]]:
         if not (layout.is_sharded or world.is_main):
             return []
-        with parallel.for_evaluation() as model:
+        with engine.evaluate() as model:
             assert isinstance(model, LossModel)
             found = [_continue(model, prompt, layout.precision, world) for prompt in prompts]
         return [

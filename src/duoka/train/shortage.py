@@ -16,13 +16,14 @@ from duoka.config.schema import RunConfig
 from duoka.data.build_feed import Feed
 from duoka.data.feed.loader import GlobalBatch, Loader
 from duoka.errors import DoesNotFit
+from duoka.parallel.out_of_memory import Shortage
 from duoka.plan.memory import estimate_memory
 from duoka.plan.report import Plan
 from duoka.plan.shortfall import Correction, Shortfall, correct_plan, plan_with_less
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
 from duoka.store.state import read_random_state, set_random_state
 from duoka.train.record import Recorder
-from duoka.train.step import Shortage, StepResult
+from duoka.train.step import StepResult
 from duoka.units import Amount, format_bytes
 
 _PARTS = {
@@ -67,7 +68,7 @@ class MemoryGuard:
         random = read_random_state(self.world.device) if self.may_shrink else {}
         while True:
             result = attempt(batch)
-            if result.shortage and not result.can_try_again:
+            if result.shortage and not result.shortage.rejoined:
                 self._leave(result.shortage)
             if not result.is_short:
                 return result

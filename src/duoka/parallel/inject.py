@@ -1,18 +1,20 @@
 """Faults on order, for `duoka chaos` and tests: DUOKA_INJECT="nan step=7 rank=1; oom step=3". Unset: nothing happens.
 
-Kinds: nan and inf (the loss of a micro-batch), oom (the allocator says no), hang (sleeps for ever before its backward
-pass), drift (one weight changes after the step). Each strikes once per process (`times=always`: every time), on all
-ranks unless one is named, and only in the run's first world unless `world=N` (the restarts before it) says otherwise.
+Kinds: nan and inf (the loss of a micro-batch), nan_grad (one value of this rank's gradients, after their exchange), oom
+(the allocator says no), hang (sleeps for ever before its backward pass), drift (one weight changes after the step).
+Each strikes once per process (`times=always`: every time), on all ranks unless one is named, and only in the run's
+first world unless `world=N` (the restarts before it) says otherwise.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from duoka.optim.host import local_part
 from duoka.process.rank import NUM_RESTARTS
 
 VARIABLE = "DUOKA_INJECT"
@@ -47,6 +49,12 @@ def strike_forward(step: int, rank: int) -> None:
         raise torch.OutOfMemoryError("injected: tried to allocate 2.00 GiB")
     while is_ordered("hang", step, rank):
         time.sleep(3600.0)
+
+
+def strike_gradients(parameters: Iterable[torch.Tensor], step: int, rank: int) -> None:
+    if is_ordered("nan_grad", step, rank):
+        own = next(local for p in parameters if p.grad is not None and (local := local_part(p.grad)).numel())
+        own.view(-1)[0] = torch.nan
 
 
 def strike_weights(named: Mapping[str, torch.Tensor], step: int, rank: int) -> None:

@@ -1,0 +1,291 @@
+"""The engine: one model under one layout, and the verbs of an optimizer step on it.
+
+`Engine` is the plain form: a loop over micro-batches in one process, with nothing exchanged. Each strategy (single.py,
+dp.py, ddp.py, sharded.py) overrides what it does otherwise. Made by apply.py; called by train/step.py, by evaluations,
+by checkpoints (`extra_tensors`) and by the accelerator. A strategy asks for what it needs here, and nobody else
+asks which strategy it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from duoka.comm.ledger import LEDGER
+from duoka.comm.world import World
+from duoka.config.schema import ParallelConfig
+from duoka.data.feed.loader import Batch, GlobalBatch
+from duoka.model.build import named_part
+from duoka.model.shards import Weights
+from duoka.optim.clip import clip_gradients
+from duoka.optim.muon import Sharing, WholeMatrices
+from duoka.optim.spread import Groups, spread_of
+from duoka.parallel import inject
+from duoka.parallel.matrices import RowMatrices
+from duoka.parallel.objective import Objective, mean_loss, no_loss
+from duoka.parallel.out_of_memory import Shortage, describe_shortage, is_out_of_memory
+from duoka.parallel.precision import build_numerics, compute_in
+from duoka.plan.layout import Layout
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is made of. With `source` the model is on the meta device still, and gets its weights from it.
+
+    `matrices` names what the optimizer needs whole.
+    """
+
+    bare: torch.nn.Module
+    layout: Layout = field(default_factory=Layout)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    world: World = field(default_factory=World)
+    source: Weights | None = None
+    matrices: Collection[str] = ()
+
+
+@dataclass
+class StepTimes:
+    """Seconds of this rank's step by what it did; `wait_s` is the exchange that no work of its own hid.
+
+    On the host's clock: with gloo it is all of it, under every strategy. NCCL's waiting lies inside `forward_s` and
+    `backward_s`, because kernels wait there and the host goes on.
+    """
+
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    wait_s: float = 0.0
+    optimizer_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankSums:
+    """What one rank's passes of a step came to: sums by name, all zero where memory ran out."""
+
+    losses: Mapping[str, float]
+    metrics: Mapping[str, float]
+    times: StepTimes
+    shortage: Shortage | None = None
+
+
+class PassObserver:
+    """Told of the moments of a step between which memory is taken; this one does nothing."""
+
+    def forward(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Around a forward pass whose backward comes after it."""
+        return contextlib.nullcontext()
+
+    def after_backward(self) -> None:
+        """No-op."""
+
+    def after_step(self) -> None:
+        """The optimizer has stepped and gradients are there still. No-op."""
+
+
+NO_OBSERVER = PassObserver()
+
+
+class Engine:
+    """`model` is called in training; `bare` is the same model without its wrapper, for names and for saving."""
+
+    # An exchange sends all of a gradient, with what an earlier exchange summed already (see accelerator/prepared.py).
+    exchanges_whole_gradients = False
+    # `exchange` itself looks for trained parameters without a gradient, where that would break the next step.
+    checks_all_used = True
+
+    def __init__(self, spec: EngineSpec, model: torch.nn.Module | None = None) -> None:
+        self.bare = spec.bare
+        self.model = spec.bare if model is None else model
+        self.world = spec.world
+        self.numerics = build_numerics(spec.layout.precision, spec.world.device)
+        self.num_sharing = spec.layout.shard  # ranks that hold one copy of weights and state together
+
+    # --- what is trained, and where it lies ---
+
+    def named_trainable(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimizer changes, by the names that checkpoints use; shards where weights are sharded."""
+        return self._trainable
+
+    @cached_property
+    def _trainable(self) -> dict[str, torch.nn.Parameter]:
+        # Looked up once, before the first pass: FSDP shows gathered weights under the same names while it computes.
+        return {name: p for name, p in named_part(self.bare).named_parameters() if p.requires_grad}
+
+    def spread_of(self, parameter: torch.Tensor) -> Groups:
+        """The groups whose ranks hold different parts of a parameter's gradient."""
+        return spread_of(parameter)
+
+    def share_matrices(self, matrices: list[torch.nn.Parameter]) -> Sharing:
+        """How whole matrices come to the ranks that work on them."""
+        sharded = [matrix for matrix in matrices if isinstance(matrix, DTensor)]
+        return RowMatrices(sharded) if sharded else WholeMatrices(matrices)
+
+    def extra_tensors(self, model: str = "") -> dict[str, torch.Tensor]:
+        """What belongs into checkpoints beside the model and the optimizer; `model` stands before names of several."""
+        return {}
+
+    def resumed(self) -> None:
+        """Weights and state came from a checkpoint: the first step must add as the later ones of that run did."""
+
+    # --- one optimizer step ---
+
+    def forward_backward(
+        self, batch: GlobalBatch, objective: Objective, observer: PassObserver = NO_OBSERVER
+    ) -> RankSums:
+        """Gradients of the global batch's loss, summed over ranks; returns this rank's sums.
+
+        A rank without memory for a micro-batch drops its gradients, and joins the others where it can.
+        """
+        sums = self._run_passes(batch, objective, observer)
+        # Only now are the tensors of a pass that failed gone.
+        if sums.shortage is not None:
+            self._drop_gradients()
+            rejoined = self.rejoin(sums.shortage, batch, objective)
+            return replace(sums, shortage=replace(sums.shortage, rejoined=rejoined))
+        times = sums.times
+        overlapped_s = min(LEDGER.overlapped_s(), times.backward_s)
+        times.wait_s += overlapped_s
+        times.backward_s -= overlapped_s
+        return sums
+
+    def _run_passes(self, batch: GlobalBatch, objective: Objective, observer: PassObserver) -> RankSums:
+        world, device, times = self.world, self.world.device, StepTimes()
+        step, last = world.heart.beat.step + 1, len(batch.micro_batches) - 1
+        denominators = objective.denominators(batch)
+        totals = [
+            {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
+            for names in (denominators, objective.metric_names)
+        ]
+        for place, micro in enumerate(batch.micro_batches):
+            started, waited = time.perf_counter(), LEDGER.waited_s
+            world.heart.tell("forward")
+            try:
+                # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
+                with self.exchange(place == last):
+                    inject.strike_forward(step, world.rank)
+                    with observer.forward(micro.input_ids.numel()), compute_in(self.numerics.precision, device):
+                        sums = objective.sums(self.model, micro, device)
+                    losses = {k: inject.strike_loss(loss, step, world.rank) for k, loss in sums.losses.items()}
+                    middle, waited_forward = time.perf_counter(), LEDGER.waited_s - waited
+                    world.heart.tell("backward")
+                    self.numerics.scaler.scale(mean_loss(losses, denominators)).backward()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                shortage = describe_shortage(micro, error, world, is_last=place == last)
+                nothing = (dict.fromkeys(names, 0.0) for names in totals)
+                return RankSums(*nothing, times, shortage)
+            observer.after_backward()
+            for total, own in zip(totals, (losses, sums.metrics), strict=True):
+                for name, value in own.items():
+                    total[name] += value.detach()
+            waited_backward = LEDGER.waited_s - waited - waited_forward
+            times.forward_s += middle - started - waited_forward
+            times.backward_s += time.perf_counter() - middle - waited_backward
+            times.wait_s += waited_forward + waited_backward
+        numbers = ({name: float(value) for name, value in total.items()} for total in totals)
+        return RankSums(*numbers, times)
+
+    def exchange(self, last: bool) -> AbstractContextManager[None]:
+        """Around the passes of one micro-batch: what they exchange. `last`: of the step."""
+        return contextlib.nullcontext()
+
+    def check_all_used(self, fix: str) -> None:
+        """Refuse a trained parameter without a gradient, where that would break the next exchange."""
+
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> float:
+        """Shorten all gradients together to a global norm of `max_norm` (0: only measure); returns the norm before."""
+        if is_scaled:
+            self.numerics.scaler.unscale_(optimizer)
+        return float(clip_gradients(self.named_trainable().values(), max_norm, self.spread_of))
+
+    def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
+        """Change the weights. `overflowed`: a rank's norm is not finite; with fp16 all leave the update out."""
+        scaler = self.numerics.scaler
+        if overflowed and scaler.is_enabled():
+            # The scaler knows this rank's gradients only.
+            for found in scaler._found_inf_per_device(optimizer).values():
+                found.fill_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    def discard_exchange(self, *, is_short: bool = False) -> None:
+        """The sums of the step just exchanged change nothing, because they are not finite or memory was short."""
+        scaler = self.numerics.scaler
+        scaler.update(scaler.get_scale() if is_short else None)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.named_trainable().values():
+            parameter.grad = None
+
+    # --- passes that are no step ---
+
+    @contextlib.contextmanager
+    def evaluate(self) -> Iterator[torch.nn.Module]:
+        """The model for passes without a backward."""
+        yield self.bare
+        self.settle()
+
+    def settle(self) -> None:
+        """Give back what passes without a backward left gathered."""
+
+    # --- too little memory ---
+
+    def rejoin(self, shortage: Shortage, batch: GlobalBatch, objective: Objective) -> bool:
+        """Come to where the other ranks are, after this one had no memory for its pass; False when it cannot."""
+        return True
+
+    def rehearse(self, micro: Batch, objective: Objective, *, is_last: bool = True) -> None:
+        """A pass with a step's last exchange or one before it; its random numbers are drawn again.
+
+        Gradients of the last one are thrown away, and what was gathered until then.
+        """
+        device = self.world.device
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self.rehearsing(is_last):
+            self.world.heart.tell("forward")
+            with compute_in(self.numerics.precision, device):
+                sums = objective.sums(self.model, micro, device)
+            self.world.heart.tell("backward")
+            no_loss(sums.losses).backward()
+        if is_last:
+            self.model.zero_grad(set_to_none=True)
+
+    def rehearsing(self, last: bool) -> AbstractContextManager[None]:
+        """Around one pass whose gradients are thrown away."""
+        return self.exchange(last)
+
+    def try_rehearsal(self, batch: GlobalBatch, objective: Objective) -> Shortage | None:
+        """`rehearse` with the batch's micro-batches: what this rank had no memory for."""
+        shortage = None
+        for micro in batch.micro_batches:
+            is_last = micro is batch.micro_batches[-1]
+            try:
+                inject.strike_forward(self.world.heart.beat.step + 1, self.world.rank)
+                self.rehearse(micro, objective, is_last=is_last)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                shortage = describe_shortage(micro, error, self.world, is_last=is_last)
+                break
+        if shortage is not None:
+            self._drop_gradients()
+            with self.unrecorded():
+                shortage = replace(shortage, rejoined=self.rejoin(shortage, batch, objective))
+            self._drop_gradients()
+        LEDGER.take()  # what it sent is no step's
+        return shortage
+
+    def unrecorded(self) -> AbstractContextManager[None]:
+        """Around exchanges that are no step's: `extra_tensors` stay as they are."""
+        return contextlib.nullcontext()
