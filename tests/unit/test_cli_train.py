@@ -77,6 +77,7 @@ def test_a_new_run_is_prepared_and_one_world_is_started(home: Path, started: lis
     assert frame.run(["train", "sft.yaml", "--nproc", "2", "optim.lr=2e-3"]) == 75
     (spec,) = started
     assert spec.num_processes == 2 and spec.command[-2:] == ("train", str((home / "runs/sft/config.yaml").resolve()))
+    assert spec.identity["optim.lr"] == "0.002", "another machine that differs is told which keys"
     stored = load_config("runs/sft/config.yaml")
     assert stored.config.optim.lr == 2e-3, "what ranks read is what the command line said"
     assert json.loads((home / "runs/sft/plan.json").read_text())["layout"]
