@@ -228,6 +228,14 @@ dist.destroy_process_group()
 """
 
 
+def test_a_rank_that_leaves_with_exit_code_0_is_named_and_not_the_one_that_lost_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("VICTIM", "1")
+    script = CRASH_ONCE.replace("os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)")
+    code, output = finish(launch(tmp_path, script, "--nproc", "2"))
+    assert code == 5 and "worker failed: rank 1 of 2 left early, with exit code 0" in output, output
+    assert "1 other rank was stopped because of it" in output
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(20))
 def test_twenty_of_twenty_restarts_are_clean(tmp_path, monkeypatch, number):

@@ -1,5 +1,7 @@
 """What DDP can do beside adding: gradients that travel smaller, parameters without a part, layers that are compiled."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -42,12 +44,19 @@ def runs(case):
     for name, settings in HALVES.items():
         jobs.append((str(yaml), ["train.precision=bf16", *settings], str(folder / f"half-{name}")))
     train_all(jobs, 2)
-    train_all([(str(yaml), ["train.precision=bf16"], str(folder / "half-one process"))], 1)
+    alone = [(str(yaml), ["train.precision=bf16"], str(folder / "half-one process"))]
+    train_all([*alone, (str(yaml), ["parallel.strategy=ddp"], str(folder / "ddp-alone"))], 1)
     return folder
 
 
 def losses(folder):
     return [step["loss"] for step in read_run(folder)]
+
+
+def test_ddp_on_one_process_is_one_process(runs):
+    """As an elastic run becomes that shrinks to one rank."""
+    assert relative(losses(runs / "ddp-alone"), losses(runs / "plain")) < TOLERANCE
+    assert json.loads((runs / "ddp-alone" / "plan.json").read_text())["layout"]["name"] == "single"
 
 
 @pytest.mark.parametrize("name", SMALLER)

@@ -22,7 +22,7 @@ def nothing_starts(monkeypatch, tmp_path):
     def refuse(*args, **kwargs):
         raise AssertionError("something was started for a config that is wrong")
 
-    monkeypatch.setattr(restart, "run_with_restarts", refuse)
+    monkeypatch.setattr(restart.LocalLauncher, "start", refuse)
     monkeypatch.setattr("duoka.data.prepare.prepare_data", refuse)
     monkeypatch.setattr("duoka.hub.models.model_folder", refuse)
     monkeypatch.chdir(tmp_path)

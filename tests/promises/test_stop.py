@@ -61,6 +61,10 @@ def stop_in(phase, number, yaml, run, *arguments):
     return output, status["step"]
 
 
+def events_of(folder):
+    return [json.loads(line) for line in (folder / "events" / "run.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.timeout(400)
 def test_a_stopped_launcher_leaves_a_run_that_ends_as_if_never_stopped(tmp_path, tiny_model):
     data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
@@ -68,16 +72,24 @@ def test_a_stopped_launcher_leaves_a_run_that_ends_as_if_never_stopped(tmp_path,
     yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "whole"), encoding="utf-8")
     train_all([(str(yaml), [], str(tmp_path / "whole"))], 2)
     run = RunFolder(tmp_path / "stopped")
-    _, first = stop_in("evaluate", signal.SIGUSR2, yaml, run)
+    output, first = stop_in("evaluate", signal.SIGUSR2, yaml, run)
+    assert "stopped by SIGUSR2 after step" in output
     often = ("checkpoint.every=1", "checkpoint.async=false")  # most of its time goes into saving
     output, second = stop_in("save", signal.SIGINT, yaml, run, *often)
     assert f"going on from step-{first:08d}" in output and second > first
+    assert "stopped by SIGINT after step" in output, "what was asked for, and not what the launcher passes on"
     code, output = finish(start(yaml, f"output={run.path}"))
     assert code == 0 and f"going on from step-{second:08d}" in output, output
     ours, whole = (load_file(path / "final" / "model.safetensors") for path in (run.path, tmp_path / "whole"))
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
-    lines = [json.loads(line) for line in (run.path / "events" / "run.jsonl").read_text().splitlines()]
+    lines, undisturbed = (events_of(path) for path in (run.path, tmp_path / "whole"))
     assert [line["step"] for line in lines if line["type"] == "step"] == list(range(1, STEPS + 1))
+    assert first % 5 == 0, "it was stopped in the middle of an evaluation"
+    ours, theirs = ([(e["step"], e["loss"]) for e in each if e["type"] == "eval"] for each in (lines, undisturbed))
+    assert ours == theirs, "each is made, that one too, and once"
+    best = [json.loads((path / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_text())["progress"]
+            for path in (run.path, tmp_path / "whole")]  # fmt: skip
+    assert best[0]["best_step"] == best[1]["best_step"]
 
 
 # As `nohup duoka train ... &` in a script starts it: without job control, shells start such jobs with SIGINT ignored.

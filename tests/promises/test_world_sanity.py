@@ -78,7 +78,7 @@ def bring_another(yamls, run_folder, change, word):
     end_world(world)
 
 
-@pytest.mark.parametrize("what", ["config", "model", "training data"])
+@pytest.mark.parametrize("what", ["optim.lr", "model", "training data"])
 def test_a_rank_with_another_config_model_or_data_is_refused(tmp_path, what):
     """Two machines with the same paths, and other files behind them."""
     yamls = []
@@ -88,7 +88,7 @@ def test_a_rank_with_another_config_model_or_data_is_refused(tmp_path, what):
         write_conversations(folder / "chats.jsonl", 8, seed=int(is_other and what == "training data"))
         (folder / "run.yaml").write_text("model: ./model\ndata: {train: [./chats.jsonl]}\n", encoding="utf-8")
         yamls.append(str(folder / "run.yaml"))
-    change = ["optim.lr=1.0e-3"] if what == "config" else []
+    change = ["optim.lr=1.0e-3"] if what == "optim.lr" else []
     run_world(2, bring_another, yamls, tmp_path / "out", change, what)
 
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pickle
+import shutil
 import stat
 import time
 from dataclasses import replace
@@ -138,6 +139,14 @@ def name_a_file_outside(manifest):
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": files}))
 
 
+OLDER = "step-00000005"
+
+
+def make_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGE = {
     "a flipped byte in a shard": lambda folder: flip_byte(next(folder.glob("tensors-*"))),
     "a flipped bit in a weight": lambda folder: flip_in_tensor(folder, "model.0.weight"),
@@ -151,6 +160,8 @@ DAMAGE = {
     "a cut manifest": lambda folder: os.truncate(folder / "manifest.json", 50),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "a manifest of something else": lambda folder: (folder / "manifest.json").write_text('{"files": {"x": 3}}'),
+    "a named pipe as manifest": lambda folder: make_pipe(folder / "manifest.json"),
+    "a copy of another step": lambda folder: (shutil.rmtree(folder), shutil.copytree(folder.parent / OLDER, folder)),
     "a name that leaves the folder": lambda folder: name_a_file_outside(folder / "manifest.json"),
 }
 

@@ -17,11 +17,11 @@ from data_kit import write_ten_thousand
 
 from duoka import cli as frame
 from duoka.cli import train as train_command
-from duoka.cluster import restart
-from duoka.cluster.blame import Verdict
 from duoka.cluster.join import RefusedElsewhere, follow, lead
-from duoka.cluster.launch import WorldSpec
+from duoka.cluster.launcher import Spec
+from duoka.cluster.restart import LocalLauncher
 from duoka.cluster.run_lock import check_claim, find_run_folder, hold_run
+from duoka.cluster.verdict import Verdict, stopped
 from duoka.config.load import load_config, resolved_yaml
 from duoka.data.prepare import prepare_data
 from duoka.errors import ConfigError, DuokaError, StorageError, WorkerFailed
@@ -48,15 +48,15 @@ def home(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[WorldSpec]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
     """Worlds that would have been started."""
-    specs: list[WorldSpec] = []
+    specs: list[Spec] = []
 
-    def run_with_restarts(spec: WorldSpec, most: int, say: object) -> Verdict:
+    def start(launcher: LocalLauncher, spec: Spec, say: object) -> Verdict:
         specs.append(spec)
-        return Verdict(75, ("stopped by a test",), (), True)
+        return stopped("stopped by a test")
 
-    monkeypatch.setattr(restart, "run_with_restarts", run_with_restarts)
+    monkeypatch.setattr(LocalLauncher, "start", start)
     return specs
 
 
@@ -73,10 +73,11 @@ def make_run(home: Path, *overrides: str, step: int = 3) -> RunFolder:
     return run
 
 
-def test_a_new_run_is_prepared_and_one_world_is_started(home: Path, started: list[WorldSpec]) -> None:
+def test_a_new_run_is_prepared_and_one_world_is_started(home: Path, started: list[Spec]) -> None:
     assert frame.run(["train", "sft.yaml", "--nproc", "2", "optim.lr=2e-3"]) == 75
     (spec,) = started
     assert spec.num_processes == 2 and spec.command[-2:] == ("train", str((home / "runs/sft/config.yaml").resolve()))
+    assert spec.identity["optim.lr"] == "0.002", "another machine that differs is told which keys"
     stored = load_config("runs/sft/config.yaml")
     assert stored.config.optim.lr == 2e-3, "what ranks read is what the command line said"
     assert json.loads((home / "runs/sft/plan.json").read_text())["layout"]
@@ -84,7 +85,7 @@ def test_a_new_run_is_prepared_and_one_world_is_started(home: Path, started: lis
 
 
 def test_a_dry_run_checks_and_prints_the_plan_and_writes_nothing(
-    home: Path, started: list[WorldSpec], capsys: pytest.CaptureFixture[str]
+    home: Path, started: list[Spec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert frame.run(["train", "sft.yaml", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -93,7 +94,7 @@ def test_a_dry_run_checks_and_prints_the_plan_and_writes_nothing(
 
 
 def test_all_faults_are_told_at_once_and_nothing_starts(
-    home: Path, started: list[WorldSpec], capsys: pytest.CaptureFixture[str]
+    home: Path, started: list[Spec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (home / "sft.yaml").read_text().replace("identity", "identiti")
     (home / "sft.yaml").write_text(text.replace("epochs", "epoks") + "parallel: {strategy: single}\n")
@@ -111,7 +112,7 @@ def ten_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_one_wrong_record_in_10_000_is_refused_before_anything_starts(
-    home: Path, started: list[WorldSpec], capsys: pytest.CaptureFixture[str], ten_thousand: Path, nproc: str
+    home: Path, started: list[Spec], capsys: pytest.CaptureFixture[str], ten_thousand: Path, nproc: str
 ) -> None:
     assert frame.run(["train", "sft.yaml", "--nproc", nproc, f"data.train=[{ten_thousand}]"]) == 2
     err = capsys.readouterr().err
@@ -120,7 +121,7 @@ def test_one_wrong_record_in_10_000_is_refused_before_anything_starts(
 
 
 def test_one_wrong_record_in_10_000_is_skipped_counted_and_listed_the_same_for_any_world(
-    home: Path, started: list[WorldSpec], ten_thousand: Path
+    home: Path, started: list[Spec], ten_thousand: Path
 ) -> None:
     seen = []
     for nproc in ("1", "2"):
@@ -142,7 +143,7 @@ def test_one_wrong_record_in_10_000_is_skipped_counted_and_listed_the_same_for_a
     assert [spec.num_processes for spec in started] == [1, 2] and seen[0] == seen[1]
 
 
-def test_the_same_config_goes_on(home: Path, started: list[WorldSpec]) -> None:
+def test_the_same_config_goes_on(home: Path, started: list[Spec]) -> None:
     run = make_run(home)
     assert check_claim(load_config("sft.yaml"), run) == "resumed"
     assert frame.run(["train", "sft.yaml", "log.every=7"]) == 75, "how it is run may change"
@@ -157,7 +158,7 @@ def test_other_spellings_of_the_folder_are_the_same_run(home: Path, output: str)
 
 
 def test_other_settings_are_refused_with_what_differs(
-    home: Path, started: list[WorldSpec], capsys: pytest.CaptureFixture[str]
+    home: Path, started: list[Spec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(home)
     before = run.config.read_bytes()
@@ -173,7 +174,7 @@ def test_a_run_that_never_made_a_step_may_be_started_with_mended_settings(home: 
 
 
 def test_a_finished_run_is_said_to_be_finished(
-    home: Path, started: list[WorldSpec], capsys: pytest.CaptureFixture[str]
+    home: Path, started: list[Spec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(home)
     run.final.mkdir()
@@ -188,14 +189,14 @@ def test_resume_never_does_not_overwrite(home: Path) -> None:
         check_claim(load_config("sft.yaml", ["checkpoint.resume=never"]), run)
 
 
-def test_a_folder_with_other_files_is_refused(home: Path, started: list[WorldSpec]) -> None:
+def test_a_folder_with_other_files_is_refused(home: Path, started: list[Spec]) -> None:
     (home / "runs/sft").mkdir(parents=True)
     (home / "runs/sft/thesis.tex").write_text("precious")
     assert frame.run(["train", "sft.yaml"]) == 2
     assert [path.name for path in (home / "runs/sft").iterdir()] == ["thesis.tex"] and started == []
 
 
-def test_an_output_that_is_a_file_is_a_storage_error(home: Path, started: list[WorldSpec]) -> None:
+def test_an_output_that_is_a_file_is_a_storage_error(home: Path, started: list[Spec]) -> None:
     (home / "runs").mkdir()
     (home / "runs/sft").write_text("")
     assert frame.run(["train", "sft.yaml"]) == 6

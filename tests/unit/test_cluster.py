@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from duoka.cli import find_known_fault
 from duoka.cluster.blame import judge_world, last_step, read_last_traceback
 from duoka.cluster.elastic import _listen
 from duoka.cluster.launch import (
@@ -25,7 +28,8 @@ from duoka.cluster.launch import (
 from duoka.cluster.meeting import Rules
 from duoka.cluster.passthrough import PlainCopy
 from duoka.cluster.ranks import Place, Ranks, node_environment
-from duoka.errors import ConfigError, DataError
+from duoka.cluster.verdict import Kind, Verdict, failed
+from duoka.errors import ConfigError, DataError, DoesNotFit, StorageError
 from duoka.process.environ import RankEnvironment
 from duoka.process.exits import RankExit
 from duoka.process.interface import choose_interface, interface_towards
@@ -42,8 +46,8 @@ def spec(tmp_path: Path) -> WorldSpec:
     return WorldSpec(("python", "x.py"), 4, run, started=100.0)
 
 
-def judge(spec: WorldSpec, *exits: RankExit, stopped_by: str = "", late: bool = False):
-    return judge_world(spec, exits, stopped_by=stopped_by, left_at_once=False, killed_late=late)
+def judge(spec: WorldSpec, *exits: RankExit, stopped_by: str = "", late_s: float = 0.0):
+    return judge_world(spec, exits, stopped_by=stopped_by, left_at_once=False, killed_late_s=late_s)
 
 
 def fail(spec: WorldSpec, rank: int, error: BaseException, step: int = 0) -> None:
@@ -267,3 +271,82 @@ def test_a_name_that_means_this_machine_only_is_refused(monkeypatch: pytest.Monk
     monkeypatch.delenv("DUOKA_ALLOW_LOOPBACK", raising=False)
     with pytest.raises(ConfigError, match=r"which on this machine is 127\.0\.0\.1: no other one gets there"):
         _listen(Rules(1, 2, "localhost", 29500))
+
+
+def kill(rank: int, number: int, step: int = 7) -> Verdict:
+    return failed(Kind.WORKER_DIED, f"rank {rank}", rank=rank, cause=f"{signal.Signals(number).name}", step=step)
+
+
+def test_the_same_failure_is_known_by_its_kind_and_not_by_our_words() -> None:
+    assert kill(1, 9).is_same_failure(kill(1, 9))
+    assert not kill(1, 9).is_same_failure(kill(0, 9)), "two kills of different ranks are two accidents"
+    assert kill(1, 11).is_same_failure(kill(0, 11)), "a crash in compiled code may show on any rank"
+    assert not kill(1, 9).is_same_failure(kill(1, 9, step=8)) and not kill(1, 9).is_same_failure(None)
+    first, second = (
+        failed(Kind.WORKER_DIED, "x", rank=rank, cause=f"RuntimeError: bad tensor at {address}, port {port}", step=3)
+        for rank, address, port in ((0, "0x7f3ab", 4711), (1, "0x55dead", 81))
+    )
+    assert first.is_same_failure(second), "addresses and ports differ each time"
+    other = failed(Kind.LOST_RANK, "x", rank=0, cause=first.cause, step=3)
+    assert not first.is_same_failure(other)
+
+
+def test_a_verdict_has_a_kind_with_rank_and_cause(spec: WorldSpec) -> None:
+    verdict = judge(spec, RankExit(1, 1, -9, 1.0), RankExit(0, 1, -15, 2.0, by_us=True))
+    assert (verdict.kind, verdict.rank, verdict.cause) == (Kind.WORKER_DIED, 1, "SIGKILL") and verdict.may_go_better
+    assert judge(spec, RankExit(2, 1, 7, 1.0)).cause == "exit code 7"
+    fail(spec, 2, RuntimeError("[gloo] Connection reset by peer"))
+    assert judge(spec, RankExit(2, 1, 1, 1.0)).kind is Kind.LOST_RANK
+    clear_failures(spec.run)
+    kinds = ((DataError, Kind.REFUSED), (StorageError, Kind.STORAGE), (DoesNotFit, Kind.OUT_OF_MEMORY))
+    for error, kind in ((one("x"), kind) for one, kind in kinds):
+        fail(spec, 3, error)
+        verdict = judge(spec, RankExit(3, 1, error.exit_code, 1.0))
+        assert (verdict.kind, verdict.exit_code) == (kind, error.exit_code) and not verdict.may_go_better
+    assert judge(spec, RankExit(0, 1, -9, 1.0), stopped_by="SIGTERM", late_s=61.0).kind is Kind.NOT_STOPPING
+    assert judge(spec).kind is Kind.DONE
+
+
+def test_a_verdict_is_the_same_on_another_machine() -> None:
+    verdict = failed(Kind.HUNG, "the run hangs", "  more", details=("  logs: x",), rank=2, cause="", step=9)
+    assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    with pytest.raises(ValueError):
+        Verdict.from_json({**verdict.to_json(), "kind": "odd"})
+
+
+def test_a_rank_that_left_early_with_exit_code_0_is_named_and_not_who_lost_it(spec: WorldSpec) -> None:
+    fail(spec, 0, RuntimeError("[gloo] Connection closed by peer"))
+    verdict = judge(spec, RankExit(2, 1, 0, 1.0), RankExit(0, 1, 1, 5.0), RankExit(1, 1, -15, 6.0, by_us=True))
+    assert (verdict.kind, verdict.rank, verdict.exit_code) == (Kind.LEFT_EARLY, 2, 5)
+    assert "rank 2 of 4 left early, with exit code 0" in verdict.lines[0] and "gloo" not in "".join(verdict.lines)
+    fail(spec, 0, ValueError("a reason of its own"))
+    assert judge(spec, RankExit(2, 1, 0, 1.0), RankExit(0, 1, 1, 5.0)).rank == 0
+
+
+def test_a_rank_that_was_ended_after_the_others_saved_is_no_failure(spec: WorldSpec) -> None:
+    verdict = judge(spec, RankExit(0, 1, 75, 1.0), RankExit(1, 1, -9, 40.0, by_us=True))
+    assert (verdict.kind, verdict.exit_code, verdict.lines) == (Kind.STOPPED, 75, ())
+
+
+@pytest.mark.parametrize("words", [
+    "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.\n",
+    "Traceback (most recent call last):\nMemoryError\nException ignored in: <object repr() failed>\n",
+])  # fmt: skip
+def test_a_process_that_got_no_memory_ends_with_exit_code_4_though_it_wrote_nothing_down(
+    spec: WorldSpec, words: str
+) -> None:
+    log = spec.run.logs / "rank00001.log"
+    log.write_text(start_mark(1, 1) + words, encoding="utf-8")
+    verdict = judge(spec, RankExit(1, 1, 1, 1.0))
+    assert (verdict.kind, verdict.exit_code) == (Kind.OUT_OF_MEMORY, 4) and "does not fit" in verdict.lines[0]
+    assert not any("Traceback" in line for line in verdict.details)
+    assert judge(spec, RankExit(1, 1, -9, 1.0)).kind is Kind.WORKER_DIED
+    log.write_text(start_mark(1, 1) + words + start_mark(1, 2) + "another start\n", encoding="utf-8")
+    assert judge(spec, RankExit(1, 1, 1, 1.0)).kind is Kind.WORKER_DIED
+
+
+def test_refused_memory_is_known_however_it_is_said() -> None:
+    said = (MemoryError(), OSError(12, "Cannot allocate memory"), ImportError("x.so: failed to map segment from shared "
+            "object"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"))  # fmt: skip
+    assert all(find_known_fault(error).exit_code == 4 for error in said)
+    assert find_known_fault(RuntimeError("memory of a goldfish")) is None

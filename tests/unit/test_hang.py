@@ -139,3 +139,14 @@ def test_a_rank_without_a_supervisor_watches_itself(run, monkeypatch):
     thread.join(10)
     assert len(said) == 1 and "in backward after step 4" in said[0]
     assert "test_hang.py" in heart.stacks_path(run, 0).read_text()
+
+
+def test_a_rank_that_left_with_exit_code_0_is_named_when_the_others_wait_for_it(run, clock):
+    hearts = [warm(run, rank, clock) for rank in range(3)]
+    hearts[0].tell("step", 12)
+    watch = HangWatch(run, None)
+    for _ in range(100):
+        clock[0] += 5.0
+        if found := watch.look(left=[2]):
+            break
+    assert found.rank == 2 and "rank 2 of 3 left early, with exit code 0, and nobody has moved" in found.lines[0]

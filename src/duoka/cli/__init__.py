@@ -211,6 +211,10 @@ def find_known_fault(error: BaseException) -> DuokaError | None:
     """The fault that a user can act on, or None for a bug."""
     if isinstance(error, DuokaError):
         return error
+    from duoka.process.no_memory import is_no_memory, no_memory
+
+    if is_no_memory(error):
+        return no_memory()
     if isinstance(error, OSError) and error.errno in _STORAGE:
         where = f"at {error.filename}" if error.filename else None
         return StorageError(_STORAGE[error.errno], where=where, fix="free some space, or write elsewhere")

@@ -34,8 +34,9 @@ def command(
     arguments: tuple[str, ...],
 ) -> int:
     from duoka.cli.train import print_verdict
-    from duoka.cluster.launch import WorldSpec, check_port, count_processes
-    from duoka.cluster.restart import run_with_restarts
+    from duoka.cluster.launch import check_port, count_processes
+    from duoka.cluster.launcher import Spec
+    from duoka.cluster.restart import LocalLauncher
     from duoka.cluster.run_lock import hold_run
     from duoka.errors import ConfigError
     from duoka.plan.hardware import read_machine
@@ -53,10 +54,15 @@ def command(
     if run.exists():
         raise ConfigError(f"{run.path} holds a training run", fix="write another --output for the script's logs")
     program = ("-m", script) if module else (script,)
-    spec = WorldSpec(
-        (sys.executable, *program, *arguments), num_processes, run, port=port or 0, resumes=False, stop_grace_s=grace
+    spec = Spec(
+        (sys.executable, *program, *arguments),
+        num_processes,
+        run,
+        restarts=restarts,
+        resumes=False,
+        stop_within_s=grace,
     )
     with hold_run(run):
-        verdict = run_with_restarts(spec, restarts, lambda text: click.echo(text, err=True))
+        verdict = LocalLauncher(port or 0).start(spec, lambda text: click.echo(text, err=True))
     print_verdict(verdict)
     return verdict.exit_code

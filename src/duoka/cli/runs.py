@@ -86,9 +86,9 @@ def report(name: str, folder: str, as_json: bool) -> None:
 @command.command(help="Ask the run NAME (a name in runs/, or a folder) to save and leave; end it if it does not.")
 @click.argument("name")
 @click.option("--folder", default="runs", show_default=True, help="Where runs are looked for by name.")
-@click.option("--grace", type=float, default=90.0, show_default=True, help="Seconds that it may take to save.")
+@click.option("--grace", type=float, help="Seconds that it may take to save; default: as faults.stop_within says.")
 @click.option("--now", is_flag=True, help="Do not wait for a save: end it at once.")
-def stop(name: str, folder: str, grace: float, now: bool) -> None:
+def stop(name: str, folder: str, grace: float | None, now: bool) -> None:
     from duoka.cluster.listing import find_run, stop_run
 
     run = find_run(name, Path(folder))

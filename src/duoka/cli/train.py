@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from duoka.cluster.blame import Verdict
-    from duoka.cluster.meeting import Rules
+    from duoka.cluster.launcher import Launcher, Spec
     from duoka.cluster.nodes import Flags
+    from duoka.cluster.verdict import Verdict
     from duoka.config.loaded import Loaded
     from duoka.plan.hardware import Machine
     from duoka.plan.report import Plan
@@ -71,79 +71,111 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any
 
 
 def start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
-    from duoka.cluster.blame import Verdict
-    from duoka.cluster.launch import check_port, count_processes, python_module
-    from duoka.cluster.nodes import read_node_start, run_node
+    """Choose a launcher, check, prepare, start, report."""
+    from duoka.cli.asked_to_leave import AskedToLeave
+    from duoka.cluster.verdict import stopped
+
+    try:
+        return _start_here(config, overrides, flags, dry_run=dry_run)
+    except AskedToLeave as asked:
+        how = f"stopped by {asked.signal_name} while model and data were prepared"
+        return _report(stopped(f"{how}; what is finished is kept, and the same command goes on"))
+
+
+def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
+    from duoka.cluster.choose import choose_launcher
+    from duoka.cluster.launch import count_processes
     from duoka.cluster.run_lock import check_claim, find_run_folder, hold_run
-    from duoka.cluster.supervise import write_end
-    from duoka.errors import DuokaError
     from duoka.plan.hardware import read_machine
 
-    start = read_node_start(flags)
-    for note in start.notes:
+    launcher, restarts = choose_launcher(flags)
+    for note in launcher.notes:
         click.echo(f"note: {note}", err=True)
-    machine, several = read_machine(), start.num_nodes > 1 or start.elastic is not None
-    num_processes = count_processes(start.num_processes, len(machine.gpus))
-    num_ranks = (start.elastic.most if start.elastic else start.num_nodes) * num_processes
-    # Rank 0 says what there is to say about a config that several nodes read; of a dry run the plan says it.
-    quiet = several or dry_run
-    loaded = load_checked(config, overrides, machine, num_ranks, local_size=num_processes, say=not quiet)
-    if several and not dry_run:
-        command = python_module("duoka", "train", config, *overrides)
-        if start.elastic:
-            return _train_elastic(loaded, start.elastic, num_processes, command, start.node)
-        return run_node(start, num_processes, command, _Say())
-    if loaded.task == "prepare":
+    machine = read_machine()
+    num_processes = count_processes(launcher.num_processes, len(machine.gpus))
+    num_ranks = launcher.num_machines * num_processes
+    # Rank 0 says what there is to say about a config that several machines read; of a dry run the plan says it.
+    says = launcher.prepares and not dry_run
+    loaded = load_checked(config, overrides, machine, num_ranks, local_size=num_processes, say=says)
+    if loaded.task == "prepare" and not dry_run:
         return _prepare_only(loaded)
-    if start.master_port and not several:
-        check_port(start.master_port)
+    launcher.check()
     run = find_run_folder(loaded)
-    kind = check_claim(loaded, run)
     if dry_run:
-        return _print_dry_run(config, overrides, run, kind, num_ranks)
-    if kind == "finished":
+        return _print_dry_run(config, overrides, run, check_claim(loaded, run), num_ranks)
+    if _is_finished(loaded, run, launcher):
         click.echo(f"{run.path} is finished; its result is in {run.final}")
-        return finish(run)
+        return finish(run) if launcher.prepares else 0
+    if not launcher.prepares:
+        return _report(launcher.start(_spec(loaded, run, num_processes, restarts, config, overrides), _Say()))
     with hold_run(run):
-        kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
-        try:
-            prepare_run(loaded, run, machine, num_processes)
-        except DuokaError as error:
-            if kind == "new":  # else a run that was there before keeps its own end
-                write_end(run, Verdict(error.exit_code, tuple(error.lines())))
-            raise
-        return _supervise(loaded, run, num_processes, start.master_port, start.restarts)
+        _prepare(loaded, run, machine, num_processes)
+        # Ranks read the config that lies in the run folder now.
+        verdict = launcher.start(_spec(loaded, run, num_processes, restarts, str(run.config.resolve())), _Say())
+        return _report(verdict, run)
 
 
-def _train_elastic(loaded: Loaded, rules: Rules, num_processes: int, command: tuple[str, ...], wish: int) -> int:
-    """This machine's part of a run whose machines come and go. Its ranks find out who is rank 0, which prepares."""
-    from importlib.metadata import version
-
-    from duoka.cluster.elastic import run_elastic
-    from duoka.cluster.run_lock import check_claim, find_run_folder
-    from duoka.config.load import config_hash
+def _is_finished(loaded: Loaded, run: RunFolder, launcher: Launcher) -> bool:
+    """Raises when this start must not be. Where rank 0 prepares, it is rank 0 that looks at a run that goes on."""
+    from duoka.cluster.run_lock import check_claim
     from duoka.runs.status import read_status
 
-    run = find_run_folder(loaded)
     status = read_status(run)
-    if status is not None and status.state == "done" and check_claim(loaded, run) == "finished":
-        click.echo(f"{run.path} is finished; its result is in {run.final}")
-        return 0
-    identity = {name: version(name) for name in ("duoka", "torch", "transformers")}
-    identity |= {"the config's hash": config_hash(loaded.config), "--nproc": str(num_processes)}
-    identity |= {"--nodes": f"{rules.least}:{rules.most}"}
-    verdict = run_elastic(rules, num_processes, command, run, identity, _Say(), wish)
+    is_done = status is not None and status.state == "done"
+    return (launcher.prepares or is_done) and check_claim(loaded, run) == "finished"
+
+
+def _prepare(loaded: Loaded, run: RunFolder, machine: Machine, num_processes: int) -> None:
+    """What ranks of this machine find ready; a new run that is refused here has ended."""
+    from duoka.cli.asked_to_leave import leave_when_asked
+    from duoka.cluster.run_lock import check_claim
+    from duoka.cluster.supervise import write_end
+    from duoka.cluster.verdict import verdict_of
+    from duoka.errors import DuokaError
+
+    kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
+    try:
+        with leave_when_asked():
+            prepare_run(loaded, run, machine, num_processes)
+    except DuokaError as error:
+        if kind == "new":  # else a run that was there before keeps its own end
+            write_end(run, verdict_of(error))
+        raise
+
+
+def _spec(
+    loaded: Loaded, run: RunFolder, num_processes: int, restarts: int, config: str, overrides: tuple[str, ...] = ()
+) -> Spec:
+    from importlib.metadata import version
+
+    from duoka.cluster.launch import python_module
+    from duoka.cluster.launcher import Spec
+    from duoka.config.load import result_values
+
+    faults = loaded.config.faults
+    versions = {name: version(name) for name in ("duoka", "torch", "transformers")}
+    return Spec(
+        python_module("duoka", "train", config, *overrides), num_processes, run, restarts=restarts,
+        stop_within_s=faults.stop_within_s, hang_after_s=faults.patience_s,
+        identity={**versions, **result_values(loaded)},
+    )  # fmt: skip
+
+
+def _report(verdict: Verdict, run: RunFolder | None = None) -> int:
+    """Print what happened; of a run that ended well and that nobody else reports on, the closing report."""
     print_verdict(verdict)
-    return verdict.exit_code
+    return finish(run) if run is not None and verdict.exit_code == 0 else verdict.exit_code
 
 
 def _prepare_only(loaded: Loaded) -> int:
     """A file of LLaMA-Factory with tokenized_path and without do_train: tokens are made, nothing is trained."""
+    from duoka.cli.asked_to_leave import leave_when_asked
     from duoka.data.prepare import prepare_data
     from duoka.hub.models import model_folder
 
-    folder = model_folder(loaded.config.model, loaded.base, _Say())
-    prepared = prepare_data(loaded.config, loaded.base, folder, say=_Say())
+    with leave_when_asked():
+        folder = model_folder(loaded.config.model, loaded.base, _Say())
+        prepared = prepare_data(loaded.config, loaded.base, folder, say=_Say())
     click.echo("\n".join(prepared.report.lines()))
     click.echo(f"tokens are ready, and nothing was trained; to train:   duoka train {loaded.path} do_train=true")
     return 0
@@ -216,17 +248,6 @@ def _refuse_what_does_not_fit(plan: Plan) -> None:
     refusal = plan.refusal()
     if refusal is not None:
         raise refusal
-
-
-def _supervise(loaded: Loaded, run: RunFolder, num_processes: int, port: int, restarts: int) -> int:
-    from duoka.cluster.launch import WorldSpec, python_module
-    from duoka.cluster.restart import run_with_restarts
-
-    command = python_module("duoka", "train", str(run.config.resolve()))
-    spec = WorldSpec(command, num_processes, run, port=port, hang_after_s=loaded.config.faults.patience_s)
-    verdict = run_with_restarts(spec, restarts, _Say())
-    print_verdict(verdict)
-    return finish(run) if verdict.exit_code == 0 else verdict.exit_code
 
 
 def print_verdict(verdict: Verdict) -> None:
@@ -309,6 +330,7 @@ def _join_run(loaded: Loaded, run: RunFolder, machine: Machine, place: RankEnvir
     from duoka.cluster.join import follow, lead
     from duoka.cluster.run_lock import check_claim, hold_run
     from duoka.runs.failure import clear_failures
+    from duoka.runs.stop_request import clear_stop_request
 
     if place.rank != 0:
         follow(run, place.rank)
@@ -318,6 +340,7 @@ def _join_run(loaded: Loaded, run: RunFolder, machine: Machine, place: RankEnvir
         with hold_run(run):
             if kind != "finished":
                 clear_failures(run)
+                clear_stop_request(run)
                 prepare_run(loaded, run, machine, place.size, place.local_size)
             leader.ready()
             code = work(lambda: loaded, run, 0, supervised=False, quiet=quiet)

@@ -7,18 +7,23 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
+
 
 def run_same_command(arguments: Sequence[str], num_processes: int) -> int:
     """`duoka ARGUMENTS` on every rank. Logs go to a temporary folder, which stays only when they explain a failure."""
     from duoka.cli.train import print_verdict
-    from duoka.cluster.launch import WorldSpec, python_module
-    from duoka.cluster.supervise import run_world
+    from duoka.cluster.launch import python_module
+    from duoka.cluster.launcher import Spec
+    from duoka.cluster.restart import LocalLauncher
     from duoka.runs.folder import RunFolder
+    from duoka.runs.heart import STOP_S
 
     folder = Path(tempfile.mkdtemp(prefix=f"duoka-{arguments[0]}-"))
     run = RunFolder(folder)
     run.make()
-    verdict = run_world(WorldSpec(python_module("duoka", *arguments), num_processes, run, resumes=False))
+    spec = Spec(python_module("duoka", *arguments), num_processes, run, resumes=False, stop_within_s=STOP_S)
+    verdict = LocalLauncher().start(spec, lambda text: click.echo(text, err=True))
     if verdict.exit_code == 0:
         shutil.rmtree(folder, ignore_errors=True)
     print_verdict(verdict)

@@ -10,13 +10,14 @@ import json
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from duoka.cluster.hang import Hang
+from duoka.cluster.hang import LEFT_EARLY, Hang
 from duoka.cluster.launch import WorldSpec
-from duoka.errors import StoppedEarly, WorkerFailed
+from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
+from duoka.errors import DoesNotFit, StoppedEarly, WorkerFailed
 from duoka.process.exits import RankExit
+from duoka.process.no_memory import no_memory, says_no_memory
 from duoka.process.rank import START_MARK, log_name
 from duoka.runs.events import global_log
 from duoka.runs.failure import Failure, read_failures
@@ -36,20 +37,10 @@ _HINTS = {
     "SIGSEGV": "a crash in compiled code: logs may show where, and PYTHONFAULTHANDLER=1 shows the Python line",
     "SIGBUS": "often a full /dev/shm or disk under memory-mapped files: see duoka doctor",
 }
+_NO_LAST_WORDS = (-signal.SIGKILL, -signal.SIGTERM)
+_LAST_LINES = 20
 _TAIL_BYTES = 256 * 1024
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a world ended. `lines` is the message, `details` what may follow once (a traceback, where logs are)."""
-
-    exit_code: int
-    lines: tuple[str, ...] = ()
-    details: tuple[str, ...] = ()
-    stopped: bool = False  # on request, or saved and left: no failure
-    step: int = 0  # of a failure: the last optimizer step that was recorded
-    again: bool = False  # the world left only to begin again with less at once
 
 
 def judge_world(
@@ -58,72 +49,107 @@ def judge_world(
     *,
     stopped_by: str,
     left_at_once: bool,
-    killed_late: bool,
+    killed_late_s: float = 0.0,
     hang: Hang | None = None,
 ) -> Verdict:
     failures = {one.rank: one for one in read_failures(spec.run)}
     bad = [one for one in exits if one.code != 0]
     if left_at_once:
-        return Verdict(130, ("left at once, as asked; nothing more was saved",), (), True)
+        return stopped(LEFT_AT_ONCE, INTERRUPTED)
     if hang is not None:
-        lines = (f"{WorkerFailed.title}: {hang.lines[0]}", *hang.lines[1:])
-        return Verdict(
-            WorkerFailed.exit_code, lines, (*_where(spec, hang.rank), *_goes_on(spec, hang.step)), step=hang.step
-        )
-    if killed_late:
+        details = (*_where(spec, hang.rank), *_goes_on(spec, hang.step))
+        return failed(Kind.HUNG, *hang.lines, details=details, rank=hang.rank, step=hang.step)
+    if killed_late_s:
         late = [one for one in bad if one.code == -signal.SIGKILL]
-        text = f"{_ranks(late)} did not stop within {spec.stop_grace_s:g} s of {stopped_by}"
-        return Verdict(WorkerFailed.exit_code, (f"{WorkerFailed.title}: {text}, and were killed",), _where(spec))
+        text = f"{_ranks(late)} did not stop within {killed_late_s:.0f} s of {stopped_by}, and were killed"
+        return failed(Kind.NOT_STOPPING, text, details=_where(spec))
     if not bad:
         return _judge_no_failure(spec, exits, stopped_by)
     ended_by_stop = (StoppedEarly.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)
     if stopped_by and all(one.code in ended_by_stop for one in bad):
         return _judge_stop(spec, bad, stopped_by)
-    if all(one.code == StoppedEarly.exit_code or (one.by_us and one.code == -signal.SIGTERM) for one in bad):
-        return Verdict(StoppedEarly.exit_code, (), (), True)
-    return _judge_failure(spec, bad, failures)
+    has_saved = any(one.code == StoppedEarly.exit_code for one in bad)  # all ranks save before any of them leaves
+    ended_by_us = (-signal.SIGTERM, -signal.SIGKILL) if has_saved else (-signal.SIGTERM,)
+    if all(one.code == StoppedEarly.exit_code or (one.by_us and one.code in ended_by_us) for one in bad):
+        return stopped()
+    return _judge_failure(spec, exits, failures)
 
 
 def _judge_no_failure(spec: WorldSpec, exits: Sequence[RankExit], stopped_by: str) -> Verdict:
     if stopped_by and len(exits) < spec.num_processes:
         return _judge_stop(spec, [], stopped_by)
-    return Verdict(0)
+    return Verdict(Kind.DONE)
 
 
 def _judge_stop(spec: WorldSpec, bad: list[RankExit], stopped_by: str) -> Verdict:
     """Everybody left because somebody asked. Who left with 75 has saved, and said so."""
     if any(one.code == StoppedEarly.exit_code for one in bad):
-        return Verdict(StoppedEarly.exit_code, (), (), True)
+        return stopped()
     if spec.resumes:
-        text = f"stopped by {stopped_by} before anything could be saved; the same command starts again"
-        return Verdict(StoppedEarly.exit_code, (text,), (), True)
-    return Verdict(128 + getattr(signal, stopped_by), (f"stopped by {stopped_by}",), (), True)
+        return stopped(f"stopped by {stopped_by} before anything could be saved; the same command starts again")
+    return stopped(f"stopped by {stopped_by}", 128 + getattr(signal, stopped_by))
 
 
-def _judge_failure(spec: WorldSpec, bad: list[RankExit], failures: dict[int, Failure]) -> Verdict:
+def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[int, Failure]) -> Verdict:
+    bad = [one for one in exits if one.code != 0]
     cause = find_cause(spec.run, bad, failures)
     failure = failures.get(cause.rank)
-    others = len({one.rank for one in bad} - {cause.rank})
+    is_second_hand = _distance(spec.run, cause, failure) == 1
+    if is_second_hand and (left := _left_before(exits, cause, failure)):
+        return _judge_left_early(spec, left, bad)
     who = f"rank {cause.rank} of {spec.num_processes}"
     step = max(last_step(spec.run, spec.started), failure.step if failure else 0)
     after = f" after step {step}" if step else ""
     traceback: list[str] = []
     if failure is not None and not failure.traceback and failure.exit_code != 1:
-        code = failure.exit_code
+        code, what = failure.exit_code, f"{failure.kind}: {failure.lines[0] if failure.lines else ''}"
         lines = list(failure.lines)
         if spec.num_processes > 1:
             lines.append(f"  (seen by {who}{after})")
     else:
         code = cause.code if cause.code in DOCUMENTED else WorkerFailed.exit_code
-        how, traceback = _describe(spec, cause, failure)
+        how, what, traceback = _describe(spec, cause, failure)
         lines = [f"{WorkerFailed.title}: {who} {how}{after}"]
-        name = signal.Signals(-cause.code).name if cause.code < 0 else ""
-        lines += [f"  {_HINTS[name]}"] if failure is None and name in _HINTS else []
-    if others:
-        lines.append(f"  {others} other rank{'s were' if others > 1 else ' was'} stopped because of it")
+        lines += [f"  {_HINTS[what]}"] if failure is None and what in _HINTS else []
+        if failure is None and code == WorkerFailed.exit_code and _had_no_memory(spec.run, cause):
+            code, traceback = DoesNotFit.exit_code, []
+            lines = [*no_memory().lines(), f"  (seen by {who}{after}, which {how})"]
+    lines += _others(bad, cause.rank)
     hint = _goes_on(spec, step) if code == WorkerFailed.exit_code else ()
+    kind = KIND_OF_CODE.get(code, Kind.LOST_RANK if is_second_hand else Kind.WORKER_DIED)
     again = failure is not None and failure.kind == SMALLER
-    return Verdict(code, tuple(lines), (*traceback, *_where(spec, cause.rank), *hint), step=step, again=again)
+    details = (*traceback, *_where(spec, cause.rank), *hint)
+    return Verdict(kind, code, tuple(lines), details, cause.rank, what, step, again)
+
+
+def _left_before(exits: Sequence[RankExit], cause: RankExit, failure: Failure | None) -> RankExit | None:
+    """The first rank that ended as if all were done, when others failed for want of it: an `exit(0)` somewhere."""
+    failed_at = max(cause.time, failure.time if failure else 0.0)
+    left = [one for one in exits if one.code == 0 and one.time <= failed_at]
+    return min(left, key=lambda one: one.time, default=None)
+
+
+def _judge_left_early(spec: WorldSpec, left: RankExit, bad: list[RankExit]) -> Verdict:
+    step = last_step(spec.run, spec.started)
+    after = f" after step {step}" if step else ""
+    text = f"rank {left.rank} of {spec.num_processes} {LEFT_EARLY}{after}, and the others still needed it"
+    hint = "  something in its process called exit(0): a library, a hook, or code of the model or data"
+    details = (*_where(spec, left.rank), *_goes_on(spec, step))
+    return failed(
+        Kind.LEFT_EARLY, text, hint, *_others(bad, left.rank), details=details, rank=left.rank, cause="exit code 0",
+        step=step,
+    )  # fmt: skip
+
+
+def _had_no_memory(run: RunFolder, cause: RankExit) -> bool:
+    """A process without memory cannot always write down why it ends; a library's last line may be all there is."""
+    words = _tail(run.logs / log_name(cause.rank)).rpartition(START_MARK)[2].splitlines()
+    return cause.code not in _NO_LAST_WORDS and says_no_memory("\n".join(words[-_LAST_LINES:]))
+
+
+def _others(bad: list[RankExit], rank: int) -> list[str]:
+    others = len({one.rank for one in bad} - {rank})
+    return [f"  {others} other rank{'s were' if others > 1 else ' was'} stopped because of it"] if others else []
 
 
 def _goes_on(spec: WorldSpec, step: int) -> tuple[str, ...]:
@@ -156,19 +182,19 @@ def _distance(run: RunFolder, one: RankExit, failure: Failure | None) -> int:
     return 1 if any(words in text.lower() for words in SECOND_HAND) else 0
 
 
-def _describe(spec: WorldSpec, cause: RankExit, failure: Failure | None) -> tuple[str, list[str]]:
-    """(what happened in words, the traceback when it was not on the screen before)."""
+def _describe(spec: WorldSpec, cause: RankExit, failure: Failure | None) -> tuple[str, str, list[str]]:
+    """What happened in words, the cause alone, and the traceback when it was not on the screen before."""
     if failure is not None:
-        text = failure.lines[0] if failure.lines else ""
-        return f"raised {failure.kind}: {text}" if text else f"raised {failure.kind}", [
-            f"  {line}" for line in failure.traceback.rstrip().splitlines()
-        ]
+        what = f"{failure.kind}: {failure.lines[0]}" if failure.lines and failure.lines[0] else failure.kind
+        return f"raised {what}", what, [f"  {line}" for line in failure.traceback.rstrip().splitlines()]
     if cause.code < 0:
-        return f"was killed by {_signal_name(-cause.code)}", []
+        name = _signal_name(-cause.code)
+        return f"was killed by {name}", name, []
     traceback = read_last_traceback(spec.run.logs / log_name(cause.rank))
-    raised = f"raised {traceback[-1].strip()}" if traceback else f"ended with exit code {cause.code}"
+    what = traceback[-1].strip() if traceback else f"exit code {cause.code}"
     # Rank 0's output went to the terminal, its traceback too.
-    return raised, [] if cause.rank == 0 else [f"  {line}" for line in traceback]
+    shown = [] if cause.rank == 0 else [f"  {line}" for line in traceback]
+    return f"raised {what}" if traceback else f"ended with {what}", what, shown
 
 
 def _signal_name(number: int) -> str:

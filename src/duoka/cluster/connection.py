@@ -22,7 +22,7 @@ BEAT_EVERY_S = 2.0
 SILENT_S = 10.0  # a machine that has not heard from the meeting for so long ends its ranks
 # The meeting waits a little longer: when it goes on without a machine, the ranks there have ended, link or no link.
 LOST_S = SILENT_S + 2 * BEAT_EVERY_S
-STRANGER_BYTES = 4096  # the longest line of somebody who is not known yet
+STRANGER_BYTES = 1 << 15  # the longest line of somebody who is not known yet: it holds the whole config in short
 _LONGEST_BYTES = 1 << 20
 _GOODBYE_S = 1.0
 SECRET = ".meeting"  # in the run folder: who can read it takes part

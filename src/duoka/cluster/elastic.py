@@ -12,20 +12,21 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from duoka.cluster.blame import Verdict
 from duoka.cluster.connection import SECRET, Wire, is_proven, new_nonce, prove, read_secret, write_secret
 from duoka.cluster.launch import ALLOW_LOOPBACK
+from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Meeting, Rules
+from duoka.cluster.patience import StopPatience
 from duoka.cluster.ranks import Place, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals, write_end
-from duoka.errors import ConfigError, StoppedEarly, StorageError, WorkerFailed
+from duoka.cluster.verdict import INTERRUPTED, LEFT_AT_ONCE, Kind, Verdict, stopped, verdict_of
+from duoka.errors import ConfigError, DuokaError, StorageError, WorkerFailed
 from duoka.process.lifeline import JOINS, QUIET
 from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
-from duoka.runs.folder import RunFolder
 from duoka.units import format_seconds
 
 RETURN_S = 60.0  # for the meeting's machine to come back, once it was there
@@ -33,44 +34,74 @@ STRANGE_S = 90.0  # while who answers is no meeting of this run; a shared disk m
 _LOOK_EVERY_S = 0.1
 _AGAIN_S = 0.5  # from one try to connect to the next
 _CONNECT_S = 2.0
-_GRACE_S = 60.0  # from a request to stop until what is left is killed
 
 
-def run_elastic(
-    rules: Rules, num_processes: int, command: Sequence[str], run: RunFolder, identity: Mapping[str, str],
-    say: Callable[[str], None], wish: int = 0,
-) -> Verdict:  # fmt: skip
-    """See the run to its end, or to this machine's leaving. `identity`: what must be the same on all machines."""
-    run.make()
-    request = Request()
-    with listen_to_signals(request), _hold_meeting(rules, run, num_processes, identity) as meeting:
-        hello = {
-            "name": f"{socket.gethostname()}-{os.getpid()}", "identity": dict(identity), "is_host": meeting is not None,
-            "wish": wish,
-        }  # fmt: skip
-        machine = _Machine(rules, num_processes, tuple(command), run, hello, say, request)
-        if meeting is not None:
-            machine.is_meeting_well = lambda: meeting.is_alive() or meeting.verdict is not None
-        if meeting is None:
-            say(f"the meeting is on another machine: {rules.host}:{rules.port}")
-        else:
-            say(f"this machine holds the meeting at {rules.host}:{rules.port}; when it ends, the run ends")
+class MeetingLost(WorkerFailed):
+    """The launcher that holds all machines together is gone, or never came."""
+
+
+@dataclass(frozen=True)
+class ComingAndGoing:
+    """The launcher of one of several machines that find each other, and may leave and come back."""
+
+    rules: Rules
+    wish: int = 0  # the place among the machines that was asked for
+    num_processes: int | None = None
+    notes: tuple[str, ...] = ()
+    prepares: bool = False
+
+    @property
+    def num_machines(self) -> int:
+        return self.rules.most
+
+    def check(self) -> None:
+        """The meeting finds out."""
+
+    def start(self, spec: Spec, say: Say) -> Verdict:
+        """See the run to its end, or to this machine's leaving."""
         try:
-            while (verdict := machine.look()) is None:
-                time.sleep(_LOOK_EVERY_S)
-        finally:
-            machine.close()
-        if meeting is not None and meeting.verdict is None:  # left at once: the meeting has not said how it ended
-            meeting.leave()
-            write_end(run, verdict)
-        return verdict
+            return self._take_part(spec, say)
+        except MeetingLost as error:
+            return verdict_of(error, Kind.LAUNCHER_LOST)
+        except DuokaError as error:
+            return verdict_of(error)
+
+    def _take_part(self, spec: Spec, say: Say) -> Verdict:
+        run, rules, request = spec.run, self.rules, Request()
+        run.make()
+        with listen_to_signals(request), _hold_meeting(rules, spec) as meeting:
+            hello = {
+                "name": f"{socket.gethostname()}-{os.getpid()}", "identity": _identity(rules, spec),
+                "is_host": meeting is not None, "wish": self.wish,
+            }  # fmt: skip
+            machine = _Machine(rules, spec, hello, say, request)
+            if meeting is not None:
+                machine.is_meeting_well = lambda: meeting.is_alive() or meeting.verdict is not None
+            if meeting is None:
+                say(f"the meeting is on another machine: {rules.host}:{rules.port}")
+            else:
+                say(f"this machine holds the meeting at {rules.host}:{rules.port}; when it ends, the run ends")
+            try:
+                while (verdict := machine.look()) is None:
+                    time.sleep(_LOOK_EVERY_S)
+            finally:
+                machine.close()
+            if meeting is not None and meeting.verdict is None:  # left at once: the meeting has not said how it ended
+                meeting.leave()
+                write_end(run, verdict)
+            return verdict
+
+
+def _identity(rules: Rules, spec: Spec) -> dict[str, str]:
+    """What must be the same on all machines."""
+    ours = {"--nproc": str(spec.num_processes), "--nodes": f"{rules.least}:{rules.most}"}
+    return {**spec.identity, **ours}
 
 
 @contextlib.contextmanager
-def _hold_meeting(
-    rules: Rules, run: RunFolder, num_processes: int, identity: Mapping[str, str]
-) -> Iterator[Meeting | None]:
+def _hold_meeting(rules: Rules, spec: Spec) -> Iterator[Meeting | None]:
     """The meeting, on the machine that has the address; None on all others."""
+    run = spec.run
     listener = _listen(rules)
     if listener is None:
         yield None
@@ -80,7 +111,7 @@ def _hold_meeting(
     except OSError as error:
         listener.close()
         raise StorageError(f"cannot write in {run.path}: {error.strerror or error}") from None
-    meeting = Meeting(listener, rules, run, num_processes, identity, secret)
+    meeting = Meeting(listener, rules, run, spec.num_processes, _identity(rules, spec), secret)
     meeting.start()
     try:
         yield meeting
@@ -122,11 +153,9 @@ class _Machine:
     """This machine's side of the connection, and its ranks."""
 
     rules: Rules
-    num_processes: int
-    command: tuple[str, ...]
-    run: RunFolder
+    spec: Spec
     hello: dict[str, Any]
-    say: Callable[[str], None]
+    say: Say
     request: Request
     wire: Wire | None = None
     ranks: Ranks | None = None
@@ -143,7 +172,7 @@ class _Machine:
     def look(self) -> Verdict | None:
         """One look at everything; the end of this machine's part, once it has come."""
         if self.request.leave_now:
-            return Verdict(130, ("left at once, as asked; nothing more was saved",), (), True)
+            return stopped(LEFT_AT_ONCE, INTERRUPTED)
         if not self.is_meeting_well():
             raise RuntimeError("the meeting of this machine has ended by itself")
         if self.wire is None and (ended := self._connect()):
@@ -192,7 +221,7 @@ class _Machine:
             return
         place = f"{rules.host}:{rules.port}"
         what = f"nobody answers at {place}" if not self.was_there else f"the meeting at {place} did not come back"
-        raise WorkerFailed(
+        raise MeetingLost(
             f"{what} within {format_seconds(limit_s)}",
             where=why,
             fix="start the same command on the machine that has this address (hostname -I prints a machine's own), "
@@ -204,9 +233,9 @@ class _Machine:
         assert self.wire is not None
         if "meeting" in message:
             self.nonces = (str(message["meeting"]), new_nonce())
-            proof = prove(read_secret(self.run.path), "machine", self.nonces)
+            proof = prove(read_secret(self.spec.run.path), "machine", self.nonces)
             self.wire.send(hello=self.hello, nonce=self.nonces[1], proof=proof)
-        elif is_proven(message.get("welcome"), read_secret(self.run.path), "meeting", self.nonces):
+        elif is_proven(message.get("welcome"), read_secret(self.spec.run.path), "meeting", self.nonces):
             self.is_welcome, self.told, self.strange_since = True, False, None
         else:
             known = message.get("unknown") is True
@@ -222,10 +251,10 @@ class _Machine:
             self.strange_since = now
             self.say(f"{place}: {why}; trying again for {format_seconds(STRANGE_S)}")
         elif now - self.strange_since > STRANGE_S:
-            kind = WorkerFailed if self.was_there else ConfigError
+            kind = MeetingLost if self.was_there else ConfigError
             raise kind(
                 f"this machine cannot take part at {place}: {why}",
-                where=f"the meeting's secret is read from {self.run.path / SECRET}",
+                where=f"the meeting's secret is read from {self.spec.run.path / SECRET}",
                 fix="output: must be the same folder for all machines, on a disk that they share; another run needs a "
                 "port of its own",
             )
@@ -257,9 +286,7 @@ class _Machine:
         elif "end" in message and self.ranks is not None and message["end"] == self.world:
             self.ranks.end()
         elif "done" in message:
-            return Verdict(
-                int(message["done"]), tuple(message["lines"]), tuple(message["details"]), bool(message["stopped"])
-            )
+            return Verdict.from_json(message["done"])
         elif "refused" in message:
             raise ConfigError(
                 f"the meeting at {self.rules.host}:{self.rules.port} refused this machine",
@@ -272,13 +299,18 @@ class _Machine:
         self._end_ranks()
         self.world = int(message["go"])
         place = Place(
-            int(message["node"]), int(message["num_nodes"]), self.num_processes, self.rules.host, int(message["port"])
+            int(message["node"]),
+            int(message["num_nodes"]),
+            self.spec.num_processes,
+            self.rules.host,
+            int(message["port"]),
         )
         # Ranks write their failures down for the meeting, which says one cause for all.
-        env = node_environment(self.num_processes) | {
-            LOGS_FOLDER: str(self.run.logs.resolve()), NUM_RESTARTS: str(self.world - 1), JOINS: QUIET,
+        env = node_environment(self.spec.num_processes) | dict(self.spec.env) | {
+            LOGS_FOLDER: str(self.spec.run.logs.resolve()), NUM_RESTARTS: str(self.world - 1), JOINS: QUIET,
         }  # fmt: skip
-        self.ranks = Ranks(place, self.command, env, grace_s=_GRACE_S)
+        patience = StopPatience(self.spec.run, self.spec.stop_within_s)
+        self.ranks = Ranks(place, self.spec.command, env, patience=patience)
         if self.request.stop_by:
             self.ranks.ask()
 
@@ -297,7 +329,7 @@ class _Machine:
 
     def _left(self) -> Verdict:
         text = f"stopped by {self.request.stop_by}: this machine has left; the same command comes back"
-        return Verdict(StoppedEarly.exit_code, (text,), (), True)
+        return stopped(text)
 
     def _end_ranks(self) -> None:
         if self.ranks is not None:

@@ -11,12 +11,14 @@ import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import ASK_FOR_STACKS, Beat, describe_place, patience_s, read_beats, stacks_path
 from duoka.units import format_seconds
 
+LEFT_EARLY = "left early, with exit code 0"
 STOPPED_S = 60.0  # a rank that the system shows as stopped needs no patience beyond that of a person with a debugger
 _LOOK_EVERY_S = 0.5
 _AWAY_S = 10.0  # a pause of our own that says nothing about the ranks
@@ -51,8 +53,8 @@ class HangWatch:
         self._seen: dict[int, _Seen] = {}
         self._looked_at = 0.0
 
-    def look(self) -> Hang | None:
-        """Cheap; looks twice a second, however often it is called."""
+    def look(self, left: Sequence[int] = ()) -> Hang | None:
+        """Cheap; looks twice a second, however often it is called. `left`: ranks that ended with exit code 0."""
         now = time.monotonic()
         away_s = now - self._looked_at
         if self.after_s == math.inf or away_s < _LOOK_EVERY_S:
@@ -65,7 +67,7 @@ class HangWatch:
             for seen in self._seen.values():
                 seen.moved_at, seen.stopped_at = now, None
             return None
-        return self._judge(beats, now)
+        return self._judge(beats, now, left)
 
     def _note(self, rank: int, beat: Beat, now: float) -> None:
         seen = self._seen.get(rank)
@@ -74,7 +76,7 @@ class HangWatch:
         is_stopped = _is_stopped(beat.pid)
         seen.stopped_at = (seen.stopped_at or now) if is_stopped else None
 
-    def _judge(self, beats: dict[int, Beat], now: float) -> Hang | None:
+    def _judge(self, beats: dict[int, Beat], now: float, left: Sequence[int]) -> Hang | None:
         if not beats:
             return None
         allowed_s = max(patience_s(beat, self.after_s) for beat in beats.values())
@@ -84,12 +86,16 @@ class HangWatch:
         silent_s = min(now - self._seen[rank].moved_at for rank in beats)
         if silent_s <= allowed_s and held_s <= min(STOPPED_S, self.after_s or STOPPED_S):
             return None
-        culprits = sorted(stopped) or find_last(beats)
+        gone = [rank for rank in left if rank in beats]
+        culprits = sorted(stopped) or gone or find_last(beats)
         first, step = culprits[0], max(beat.step for beat in beats.values())
-        how = "is stopped (SIGSTOP, a debugger, a frozen container)" if stopped else "has not moved"
-        since_s = held_s if stopped else silent_s
         who = f"rank {first} of {len(beats)}" if len(culprits) < len(beats) else "every rank"
-        lines = [f"the run hangs after step {step}: {who} {how} for {format_seconds(since_s)}"]
+        what = "has not moved"
+        if stopped:
+            what = "is stopped (SIGSTOP, a debugger, a frozen container)"
+        elif gone:
+            what = f"{LEFT_EARLY}, and nobody has moved"
+        lines = [f"the run hangs after step {step}: {who} {what} for {format_seconds(held_s if stopped else silent_s)}"]
         lines += [self._describe(beats[rank], now) for rank in (culprits + sorted(beats))[: 1 + 8] if rank in beats]
         return Hang(first, step, tuple(dict.fromkeys(lines)))
 

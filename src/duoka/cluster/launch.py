@@ -12,24 +12,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from duoka.cluster.launcher import Spec
 from duoka.errors import ConfigError
 from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
-from duoka.runs.folder import RunFolder
 
 ALLOW_LOOPBACK = "DUOKA_ALLOW_LOOPBACK"  # two starts on one machine, to try it out
 
 
 @dataclass(frozen=True)
-class WorldSpec:
-    """One world on this machine: `num_processes` times `command`, working in `run`."""
+class WorldSpec(Spec):
+    """One world of a run on this machine: what is asked for, where its ranks meet, and how many came before it."""
 
-    command: tuple[str, ...]
-    num_processes: int
-    run: RunFolder
     port: int = 0  # 0: a free one
-    stop_grace_s: float = 60.0  # from a request to stop until what is left is killed
-    resumes: bool = True  # the same command goes on where this one was stopped
-    hang_after_s: float | None = None  # the silence that counts as a hang; None: auto, inf: never
     num_restarts: int = 0  # how many worlds of this run have failed before
     started: float = field(default_factory=time.time)
 
@@ -133,7 +127,7 @@ def share_of_machine(num_processes: int, num_cores: int, env: Mapping[str, str])
 
 def build_environment(spec: WorldSpec, num_cores: int, env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What every process of the world gets beside its place."""
-    out = share_of_machine(spec.num_processes, num_cores, env)
+    out = share_of_machine(spec.num_processes, num_cores, {**env, **spec.env})
     out[LOGS_FOLDER] = str(spec.run.logs.resolve())
     out[NUM_RESTARTS] = str(spec.num_restarts)
     if sys.platform == "linux":

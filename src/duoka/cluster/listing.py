@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,13 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from duoka.errors import ConfigError, WorkerFailed
+from duoka.cluster.patience import StopPatience
+from duoka.errors import ConfigError, DuokaError, WorkerFailed
 from duoka.registry import nearest
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import Status, is_alive, read_status, update_status
 
 if TYPE_CHECKING:
     import psutil
+
+_LEADER_S = 30.0  # beside what it allows its ranks: to see them end, and to say so
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,11 @@ def find_run(name: str, folder: Path) -> RunFolder:
     raise ConfigError(f"there is no run {name}", fix=f"{hint}`duoka runs {folder}` lists them")
 
 
-def stop_run(run: RunFolder, *, grace_s: float, at_once: bool, say: Callable[[str], None]) -> None:
-    """End one run's processes and nobody else's: its leader by pid and start time, then what the leader started."""
+def stop_run(run: RunFolder, *, grace_s: float | None, at_once: bool, say: Callable[[str], None]) -> None:
+    """End one run's processes and nobody else's: its leader by pid and start time, then what the leader started.
+
+    `grace_s`: how long it may take to save; None: what its launcher allows its ranks, and a little for itself.
+    """
     import psutil
 
     status = read_status(run)
@@ -101,11 +108,12 @@ def stop_run(run: RunFolder, *, grace_s: float, at_once: bool, say: Callable[[st
         raise ConfigError(f"no process of {run.path} lives on this machine", where=where)
     leader = psutil.Process(status.pid)
     if not at_once:
-        say(f"asked pid {status.pid} to save and leave (at most {grace_s:g} s)")
+        say(f"asked pid {status.pid} to save and leave{'' if grace_s is None else f' (at most {grace_s:g} s)'}")
         os.kill(status.pid, signal.SIGTERM)
-        if _wait(status, grace_s):
+        asked_at = time.monotonic()
+        if _wait(run, status, grace_s):
             return
-        say(f"pid {status.pid} did not leave within {grace_s:g} s; ending its processes")
+        say(f"pid {status.pid} did not leave within {time.monotonic() - asked_at:.0f} s; ending its processes")
     try:
         # psutil compares start times: a pid that became somebody else's is left alone.
         family = [*leader.children(recursive=True), leader]
@@ -134,9 +142,17 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _wait(status: Status, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+def _wait(run: RunFolder, status: Status, grace_s: float | None) -> bool:
+    """Whether the leader has left in its time."""
+    from duoka.config.load import load_config
+
+    asked_at = time.monotonic()
+    patience, margin_s = StopPatience(run, grace_s), 0.0
+    if grace_s is None:
+        margin_s = _LEADER_S
+        with contextlib.suppress(DuokaError):
+            patience = StopPatience(run, load_config(run.config).config.faults.stop_within_s)
+    while not patience.is_over(asked_at + margin_s):
         if not is_alive(status):
             return True
         time.sleep(0.1)

@@ -18,21 +18,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from duoka.cluster.admission import Door
-from duoka.cluster.blame import Verdict, judge_world, last_step
+from duoka.cluster.blame import judge_world, last_step
 from duoka.cluster.connection import Wire
 from duoka.cluster.launch import WorldSpec, hold_free_port
-from duoka.cluster.restart import FIRST_WAIT_S, LONGEST_WAIT_S, failure_kind, note_in_log
+from duoka.cluster.restart import FIRST_WAIT_S, LONGEST_WAIT_S, note_in_log, with_line
 from duoka.cluster.supervise import write_end, write_start
+from duoka.cluster.verdict import INTERRUPTED, Kind, Verdict, failed, stopped
 from duoka.errors import StoppedEarly, StorageError, WorkerFailed
 from duoka.process.exits import RankExit
 from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import clear_beats
+from duoka.runs.stop_request import clear_stop_request, write_stop_request
 from duoka.units import format_seconds
 
 LAST_CALL_S = 5.0  # after the latest arrival, for those that were started at the same time
 _LOOK_EVERY_S = 0.1
-_FINAL = (2, 3, 4, 6)  # what a rank refused will be refused again
 _FAREWELL_S = 5.0
 # What reading a message that is not as ours are may raise: its sender is taken for lost.
 _NONSENSE = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
@@ -86,7 +87,7 @@ class Meeting(threading.Thread):
         self._number = self._num_arrived = self._num_failures = 0
         self._gathers_since = self._changed_at = time.monotonic()
         self._not_before, self._wait_s = 0.0, FIRST_WAIT_S
-        self._before: tuple[str, int] = ("", -1)
+        self._before: Verdict | None = None  # the failure before
         self._stop_by = ""
         self._told_count = -1
 
@@ -111,7 +112,7 @@ class Meeting(threading.Thread):
 
     def leave(self) -> None:
         """Its launcher ends: by then everybody has been told, or the connections that break tell them."""
-        self.verdict = self.verdict or Verdict(130)
+        self.verdict = self.verdict or stopped(exit_code=INTERRUPTED)
         self.join()
 
     def tend(self) -> None:
@@ -200,6 +201,8 @@ class Meeting(threading.Thread):
         wanted = self._stop_by or any(member.leaving for member in here) or self._can_grow(world)
         if wanted and not world.asked and not world.cut:
             world.asked = True
+            if self._stop_by:
+                write_stop_request(self.run_folder, self._stop_by)
             for member in here:
                 member.wire.send(stop=world.number)
         if all(member.exits is not None for member in here):
@@ -216,16 +219,16 @@ class Meeting(threading.Thread):
         self._world, self._gathers_since = None, time.monotonic()
         exits = sorted((one for member in world.members for one in member.exits or ()), key=lambda one: one.time)
         by = self._stop_by or ("SIGTERM" if world.asked else "")
-        verdict = judge_world(world.spec, exits, stopped_by=by, left_at_once=False, killed_late=False)
+        verdict = judge_world(world.spec, exits, stopped_by=by, left_at_once=False)
         if any(one.rank == 0 and one.code == 0 for one in exits):
-            return self._finish(Verdict(0))  # the result is whole; who ended badly after that changes nothing
+            return self._finish(Verdict(Kind.DONE))  # the result is whole; who ended badly after that changes nothing
         if self._stop_by and verdict.stopped:
             text = f"stopped by {self._stop_by}; the same command goes on"
-            return self._finish(Verdict(verdict.exit_code, verdict.lines or (text,), (), True))
+            return self._finish(verdict if verdict.lines else stopped(text))
         if self._stop_by:
             return self._finish(verdict)
         step = last_step(self.run_folder, world.spec.started)
-        if verdict.exit_code in _FINAL and not verdict.again:
+        if not (verdict.may_go_better or verdict.stopped or verdict.again):  # what a rank refused is refused again
             return self._refuse_newcomers(world, verdict, step) if world.newcomers else self._finish(verdict)
         if world.lost:
             return self._next(f"{' and '.join(world.lost)} left after step {step}; the others go on", step)
@@ -247,15 +250,15 @@ class Meeting(threading.Thread):
         self._next("the others go on without it", step)
 
     def _try_again(self, verdict: Verdict) -> None:
-        most, now = self.rules.restarts, (failure_kind(verdict), verdict.step)
-        if now == self._before:
-            return self._finish(_with_line(verdict, "the same failure at the same step twice: not started again"))
+        most, before = self.rules.restarts, self._before
+        if verdict.is_same_failure(before):
+            return self._finish(with_line(verdict, "the same failure at the same step twice: not started again"))
         if self._num_failures == most:
             more = f"all {most} restarts are used up" if most else "--restarts 3 would have gone on by itself"
-            return self._finish(_with_line(verdict, more))
-        if verdict.step > self._before[1] >= 0:
+            return self._finish(with_line(verdict, more))
+        if before is not None and verdict.step > before.step:
             self._wait_s = FIRST_WAIT_S
-        self._before, self._num_failures = now, self._num_failures + 1
+        self._before, self._num_failures = verdict, self._num_failures + 1
         self._not_before = time.monotonic() + self._wait_s
         text = f"restart {self._num_failures} of {most} in {format_seconds(self._wait_s)}"
         self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
@@ -271,9 +274,7 @@ class Meeting(threading.Thread):
         self.verdict = verdict
         write_end(self.run_folder, verdict)
         for member in self._members:
-            member.wire.send(
-                done=verdict.exit_code, lines=verdict.lines, details=verdict.details, stopped=verdict.stopped
-            )
+            member.wire.send(done=verdict.to_json())
 
     # --- between worlds ---
 
@@ -281,7 +282,7 @@ class Meeting(threading.Thread):
         rules, now = self.rules, time.monotonic()
         if self._stop_by:
             text = f"stopped by {self._stop_by} between two worlds; the same command goes on"
-            return self._finish(Verdict(StoppedEarly.exit_code, (text,), (), True))
+            return self._finish(stopped(text))
         here = sorted((member for member in self._members if not member.leaving), key=lambda one: one.order)
         is_last_call = self._number == 0 and now - self._changed_at <= LAST_CALL_S
         if now < self._not_before or (is_last_call and len(here) < rules.most):
@@ -291,7 +292,7 @@ class Meeting(threading.Thread):
         if now - self._gathers_since > rules.wait_s:
             what = f"{len(here)} of at least {rules.least} machines came within {format_seconds(rules.wait_s)}"
             fix = f"  start the same command on the others; they meet at {rules.host}:{rules.port}"
-            return self._finish(Verdict(WorkerFailed.exit_code, (f"{WorkerFailed.title}: {what}", fix)))
+            return self._finish(failed(Kind.LAUNCHER_LOST, what, fix))
         if len(here) != self._told_count:
             self._told_count = len(here)
             self._tell_all(f"{len(here)} of at least {rules.least} machines are here; waiting for the others")
@@ -305,10 +306,11 @@ class Meeting(threading.Thread):
         newcomers = [member for member in members if member.name not in known] if before else []
         try:
             clear_failures(self.run_folder)
+            clear_stop_request(self.run_folder)
             clear_beats(self.run_folder)
         except OSError as error:
             what = f"{StorageError.title}: cannot write in {self.run_folder.logs}: {error.strerror or error}"
-            return self._finish(Verdict(StorageError.exit_code, (what,)))
+            return self._finish(Verdict(Kind.STORAGE, StorageError.exit_code, (what,)))
         port, held = hold_free_port()
         size = len(members) * self.num_processes
         spec = WorldSpec((), size, self.run_folder, num_restarts=before)
@@ -322,10 +324,6 @@ class Meeting(threading.Thread):
 def _has_failed(member: Member, world: _World) -> bool:
     good = (0, StoppedEarly.exit_code, *((-signal.SIGTERM, 128 + signal.SIGTERM) if world.asked else ()))
     return any(one.code not in good for one in member.exits or ())
-
-
-def _with_line(verdict: Verdict, text: str) -> Verdict:
-    return Verdict(verdict.exit_code, (*verdict.lines, f"  {text}"), verdict.details, step=verdict.step)
 
 
 def _count(number: int, what: str) -> str:

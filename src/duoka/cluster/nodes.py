@@ -1,7 +1,7 @@
 """Several machines, each started by hand with the same command and the environment that guides show.
 
 FORCE_TORCHRUN, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NPROC_PER_NODE and their kin are read and checked here,
-before anything starts. `run_node` starts this machine's ranks, each with its fixed place, and sees them to their end.
+before anything starts. `FixedNodes` starts this machine's ranks, each with its fixed place, and sees them to their end.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ import ipaddress
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from duoka.cluster.launch import ALLOW_LOOPBACK, check_port
+from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Rules
+from duoka.cluster.patience import StopPatience
 from duoka.cluster.ranks import START_NAMES, Place, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals
-from duoka.errors import Fault, Faults, WorkerFailed
+from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
+from duoka.errors import Fault, Faults
+from duoka.process.exits import RankExit
+from duoka.runs.stop_request import write_stop_request
 from duoka.units import parse_seconds
 
 _LOOK_EVERY_S = 0.1
@@ -187,28 +192,50 @@ def _is_loopback(address: str) -> bool:
     return found.is_loopback or found.is_unspecified
 
 
-def run_node(start: NodeStart, num_processes: int, command: Sequence[str], say: Callable[[str], None]) -> int:
-    """This machine's ranks, each `command`, until all have ended; the first failure's code ends the rest."""
-    if start.node == 0:
-        check_port(start.master_port)
-    place = Place(start.node, start.num_nodes, num_processes, start.master_addr, start.master_port)
-    say(str(place))
-    request = Request()
-    with listen_to_signals(request):
-        ranks = Ranks(place, command, node_environment(num_processes))
-        try:
-            while ranks.look() and not request.leave_now:
-                if request.stop_by:
-                    ranks.ask()
-                time.sleep(_LOOK_EVERY_S)
-        finally:
-            ranks.close()
-    failed = ranks.watch.first_failure
-    if request.leave_now or failed is None:
-        return 130 if request.leave_now else 0
-    if failed.code < 0:
-        raise WorkerFailed(
-            f"rank {failed.rank} of {place.size} was killed by {signal.Signals(-failed.code).name}",
-            fix="the same command on every node goes on from the newest checkpoint",
-        )
-    return failed.code
+@dataclass(frozen=True)
+class FixedNodes:
+    """The launcher of one of several machines, each started by hand with its fixed place."""
+
+    num_machines: int
+    node: int
+    master_addr: str
+    master_port: int
+    num_processes: int | None = None
+    notes: tuple[str, ...] = ()
+    prepares: bool = False
+
+    def check(self) -> None:
+        if self.node == 0:
+            check_port(self.master_port)
+
+    def start(self, spec: Spec, say: Say) -> Verdict:
+        """This machine's ranks, until all have ended; the first failure ends the rest. Each says itself what it was."""
+        place = Place(self.node, self.num_machines, spec.num_processes, self.master_addr, self.master_port)
+        say(str(place))
+        request, patience = Request(), StopPatience(spec.run, spec.stop_within_s)
+        with listen_to_signals(request):
+            env = node_environment(spec.num_processes) | dict(spec.env)
+            ranks = Ranks(place, spec.command, env, patience=patience)
+            try:
+                while ranks.look() and not request.leave_now:
+                    if request.stop_by and not ranks.is_asked:
+                        write_stop_request(spec.run, request.stop_by)
+                        ranks.ask()
+                    time.sleep(_LOOK_EVERY_S)
+            finally:
+                ranks.close()
+        if request.leave_now:
+            return stopped(LEFT_AT_ONCE, INTERRUPTED)
+        return _judge(place, ranks.watch.first_failure)
+
+
+def _judge(place: Place, end: RankExit | None) -> Verdict:
+    if end is None:
+        return Verdict(Kind.DONE)
+    if end.code < 0:
+        name = signal.Signals(-end.code).name
+        fix = "  the same command on every node goes on from the newest checkpoint"
+        text = f"rank {end.rank} of {place.size} was killed by {name}"
+        return failed(Kind.WORKER_DIED, text, fix, rank=end.rank, cause=name)
+    kind = KIND_OF_CODE.get(end.code, Kind.WORKER_DIED)
+    return Verdict(kind, end.code, rank=end.rank, cause=f"exit code {end.code}")

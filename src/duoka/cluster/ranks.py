@@ -7,7 +7,6 @@ sees them end, passes a request to stop on, and leaves nobody behind. It judges 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 import psutil
 
 from duoka.cluster.launch import python_module, share_of_machine
+from duoka.cluster.patience import StopPatience
 from duoka.cluster.probe import count_usable_cores
 from duoka.process.exits import DRAIN_KILLED_S, DRAIN_S, DRAIN_SAVED_S, RESUME_ME, SIGTERM_S, ExitWatch
 from duoka.process.lifeline import JOINS, PARENT_PID
@@ -67,16 +67,15 @@ class Ranks:
         command: Sequence[str],
         env: Mapping[str, str],
         *,
-        grace_s: float = math.inf,
+        patience: StopPatience | None = None,
         streams: tuple[int | None, int | None] = (None, None),
     ) -> None:
         self.place = place
-        self.grace_s = grace_s  # from a request to stop until what is left is killed
+        self.patience = patience  # with ranks that were asked to stop; None: whoever asked has it
         self._failed_at = self._asked_at = self._ended_at = 0.0
         self._token = uuid.uuid4().hex
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         _adopt_orphans()
-        env = {**env, TOKEN: self._token}
         try:
             for local in range(place.num_processes):
                 self._processes[place.first + local] = _start(
@@ -107,10 +106,14 @@ class Ranks:
             elif over_s > 0:
                 self.ask()
         if (self._ended_at and now - self._ended_at > DRAIN_S) or (
-            self._asked_at and now - self._asked_at > self.grace_s
+            self.patience and self._asked_at and self.patience.is_over(self._asked_at)
         ):
             self.watch.send(signal.SIGKILL)
         return True
+
+    @property
+    def is_asked(self) -> bool:
+        return bool(self._asked_at)
 
     def ask(self) -> None:
         """SIGTERM, once: they save if they can, and leave."""

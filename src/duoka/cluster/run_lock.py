@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from duoka.cluster.connection import SECRET
-from duoka.config.changes import LENGTH_KEYS, allowed_changes, how_to_allow, refused_changes
+from duoka.config.changes import LENGTH_KEYS, allowed_changes, how_to_go_on, refused_changes
 from duoka.config.load import load_config
 from duoka.config.loaded import Loaded
 from duoka.config.paths import given_path
@@ -22,7 +22,7 @@ from duoka.errors import ConfigError, DuokaError, StorageError
 from duoka.process.lifeline import parent_pid
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
-from duoka.runs.manifest import CONFIG, find_requested, list_checkpoints
+from duoka.runs.manifest import CONFIG, find_requested, has_whole, list_checkpoints
 from duoka.runs.status import is_alive, read_status
 
 ClaimKind = Literal["new", "resumed", "finished"]
@@ -121,16 +121,18 @@ def _check_same_settings(loaded: Loaded, run: RunFolder) -> RunConfig:
         raise ConfigError(
             f"{run.path} holds a run with other settings, and one run never mixes two",
             where="\n".join(f"{one.key}: {one.old} there, {one.new} now" for one in differences),
-            fix=f"go on with the old values, start anew:   output={run.path}-2\n"
-            f"or change this run's course from its newest checkpoint on:   {how_to_allow(differences)}",
+            fix=how_to_go_on(differences, old.config, str(run.path)),
         )
     return old.config
 
 
 def _settings_of(run: RunFolder) -> Path:
-    """What the newest checkpoint was written under; run.config may tell of a start that was refused after all."""
-    newest = next(iter(list_checkpoints(run.checkpoints)), None)
-    return newest / CONFIG if newest is not None and (newest / CONFIG).is_file() else run.config
+    """What the newest checkpoint was written under; run.config may tell of a start that was refused after all.
+
+    A damaged one is passed over here as it is when the run goes on.
+    """
+    found = (folder / CONFIG for folder in list_checkpoints(run.checkpoints) if has_whole(folder, CONFIG))
+    return next(found, run.config)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """See one world of processes from its start to its end: pass its output on, pass signals down, leave nobody behind.
 
-`run_world` is called by `duoka train` and `duoka launch` in the process that a user started. It ends only processes
-that it started itself, and returns what happened; blame.py finds the cause.
+`run_once` is called by restart.py in the process that a user started. It ends only processes that it started itself,
+and returns what happened; blame.py finds the cause.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from duoka.cluster.blame import Verdict, judge_world
+from duoka.cluster.blame import judge_world
 from duoka.cluster.hang import Hang, HangWatch
 from duoka.cluster.launch import WorldSpec, build_environment, hold_free_port
 from duoka.cluster.passthrough import Channel, PlainCopy, open_channels
+from duoka.cluster.patience import StopPatience
 from duoka.cluster.probe import count_usable_cores
 from duoka.cluster.ranks import Place, Ranks
+from duoka.cluster.verdict import Verdict
 from duoka.errors import WorkerFailed
 from duoka.process.environ import LOOPBACK
 from duoka.process.rank import log_name, start_mark
@@ -29,6 +31,7 @@ from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import clear_beats
 from duoka.runs.status import State, leader_identity, update_status
+from duoka.runs.stop_request import clear_stop_request, write_stop_request
 
 _LOOK_EVERY_S = 0.1
 _DRAIN_S = 0.3  # output that is still in a pipe that somebody else keeps open
@@ -44,16 +47,13 @@ class Request:
     resized: bool = False
 
 
-def run_world(spec: WorldSpec) -> Verdict:
-    """Start the world, wait for its end, and say how it ended. Writes the run's status."""
-    request = Request()
-    with listen_to_signals(request):
-        return run_once(spec, request)
-
-
 def run_once(spec: WorldSpec, request: Request) -> Verdict:
-    """`run_world` for a caller that listens to signals itself, as restarts do between two worlds."""
+    """Start the world, wait for its end, and say how it ended. Writes the run's status.
+
+    The caller listens to signals, also between two worlds.
+    """
     clear_failures(spec.run)
+    clear_stop_request(spec.run)
     clear_beats(spec.run)
     write_start(spec.run, world_size=spec.num_processes)
     world = _World(spec, request)
@@ -63,7 +63,7 @@ def run_once(spec: WorldSpec, request: Request) -> Verdict:
         world.end_everything()
     verdict = judge_world(
         spec, world.ranks.watch.exits, stopped_by=request.stop_by, left_at_once=request.leave_now,
-        killed_late=world.killed_late, hang=world.hang,
+        killed_late_s=world.killed_late_s, hang=world.hang,
     )  # fmt: skip
     clear_beats(spec.run)
     write_end(spec.run, verdict)
@@ -76,9 +76,10 @@ class _World:
     def __init__(self, spec: WorldSpec, request: Request) -> None:
         self.spec = spec
         self.request = request
-        self.killed_late = False
+        self.killed_late_s = 0.0  # after the request to stop
         self.hang: Hang | None = None
         self._watch = HangWatch(spec.run, spec.hang_after_s)
+        self._patience = StopPatience(spec.run, spec.stop_within_s)
         self._is_over = False
         self._channels = open_channels(_descriptor(sys.stdout, 1), _descriptor(sys.stderr, 2))
         path = spec.run.logs / log_name(0)
@@ -139,18 +140,20 @@ class _World:
                 channel.copy_size()
         if self._is_over:
             return
-        if request.stop_by:
+        if request.stop_by and not self.ranks.is_asked:
+            write_stop_request(self.spec.run, request.stop_by)
             self.ranks.ask()
         if request.leave_now:
             self.ranks.kill()
-        elif request.stop_by and time.monotonic() - request.at > self.spec.stop_grace_s and not self.killed_late:
-            self.killed_late = True
+        elif request.stop_by and not self.killed_late_s and self._patience.is_over(request.at):
+            self.killed_late_s = time.monotonic() - request.at
             self.ranks.kill()
 
     def _look_for_hang(self) -> None:
         if self._is_over or self.request.stop_by or self.hang:
             return
-        hang = self._watch.look()
+        left = [one.rank for one in self.ranks.watch.exits if one.code == 0]
+        hang = self._watch.look(left)
         if hang is not None:
             where = self._watch.write_stacks()
             self.hang = replace(hang, lines=(*hang.lines, f"  {where}"))

@@ -255,16 +255,19 @@ def close_side_world(world: World) -> None:
 def check_same_everywhere(world: World, facts: Mapping[str, str]) -> None:
     """Refuse a world whose ranks differ in code, config, model or data; name the ranks and what differs."""
     everyone = world.gather(dict(facts))
+    where = []
     for name in facts:
         seen = [str(other.get(name)) for other in everyone]
-        strangers = [rank for rank, value in enumerate(seen) if value != seen[0]]
-        if strangers:
-            shown = ", ".join(f"rank {rank}: {seen[rank]}" for rank in [0, *strangers[:3]])
-            raise ConfigError(
-                f"{name} is not the same on all ranks",
-                where=shown,
-                fix="make the machines alike and start again",
-            )
+        others = [rank for rank, value in enumerate(seen) if value != seen[0]]
+        if others:
+            shown = ", ".join(f"rank {rank}: {seen[rank]}" for rank in [0, *others[:3]])
+            where.append((name, shown))
+    if where:
+        raise ConfigError(
+            f"{' and '.join(name for name, _ in where)} {'is' if len(where) == 1 else 'are'} not the same on all ranks",
+            where="\n".join(shown if len(where) == 1 else f"{name}: {shown}" for name, shown in where),
+            fix="make the machines alike and start again",
+        )
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> str:

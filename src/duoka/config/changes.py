@@ -13,6 +13,17 @@ LENGTH_KEYS = ("train.epochs", "train.max_steps", "train.tokens")
 # The order of samples depends on these, and on what the samples are.
 ORDER_KEYS = ("train.global_batch", "train.seed")
 SAMPLE_KEYS = ("data.", "model.", "train.seed")
+# What a run is: which weights are trained, from which base, by which optimizer. Its checkpoints hold these tensors and
+# no others, so that no allowance can change them; a new run may begin with what this one has made.
+FIXED_KEYS = (
+    "model.name", "model.depth", "model.width", "model.head_dim", "model.kv_heads", "model.mlp_width", "model.revision",
+    "model.quantization", "model.double_quantization", "stage", "data.stream", "data.streams", "lora", "lora.rank",
+    "lora.targets", "lora.init", "lora.pissa_iterations", "lora.adapter", "lora.merge", "train_only",
+    "train_only.layers", "train_only.spread", "train_only.modules", "train_only.extra", "optim.name", "optim.state",
+)  # fmt: skip
+# The frozen base is computed from these too: what PiSSA takes out of it, or its random weights.
+_KEYS_OF_PISSA = ("lora.alpha", "train.seed")
+_KEYS_OF_RANDOM_BASE = ("train.seed",)
 _NOT_SHOWN = ("output", "checkpoint.resume", "checkpoint.allow_changes")
 
 
@@ -44,7 +55,20 @@ def harmless_changes(old: RunConfig, new: RunConfig) -> list[str]:
     return [f"{key} {before[key]} -> {after[key]}" for key in keys if before[key] != after[key]]
 
 
+def is_fixed(key: str, config: RunConfig) -> bool:
+    """Whether a run of `config` has this key for good."""
+    is_adapted = config.lora is not None or config.train_only is not None
+    is_pissa = config.lora is not None and config.lora.init == "pissa"
+    return (
+        key in FIXED_KEYS
+        or (is_pissa and key in _KEYS_OF_PISSA)
+        or (is_adapted and config.model.depth is not None and key in _KEYS_OF_RANDOM_BASE)
+    )
+
+
 def _is_allowed(key: str, old: RunConfig, new: RunConfig) -> bool:
+    if is_fixed(key, old):
+        return False
     allowed = new.checkpoint.allow_changes
     if key in allowed or key.split(".")[0] in allowed:
         return True
@@ -54,5 +78,15 @@ def _is_allowed(key: str, old: RunConfig, new: RunConfig) -> bool:
     return key in LENGTH_KEYS and endless and old.optim == new.optim
 
 
-def how_to_allow(differences: list[Difference]) -> str:
-    return f"checkpoint.allow_changes=[{', '.join(one.key for one in differences)}]"
+def how_to_go_on(differences: list[Difference], old: RunConfig, run: str) -> str:
+    """What to do about changes that are refused: `run` is the run's folder."""
+    fixed = [one.key for one in differences if is_fixed(one.key, old)]
+    if fixed:
+        changed = f"{', '.join(fixed)} {'is' if len(fixed) == 1 else 'are'} fixed for a run, whatever is allowed:"
+        begin = f"model={run} output={run}-2" if old.lora is None else f"output={run}-2"
+        return f"go on with the old values; {changed} start anew:   {begin}"
+    names = ", ".join(one.key for one in differences)
+    return (
+        f"go on with the old values, start anew:   output={run}-2\n"
+        f"or change this run's course from its newest checkpoint on:   checkpoint.allow_changes=[{names}]"
+    )

@@ -38,6 +38,7 @@ _STARTER: dict[str, str] = {
     "checkpoint.keep": "2",
     "checkpoint.resume": "auto",
     "faults.hang_after": "auto",
+    "faults.stop_within": "auto",
     "faults.nonfinite": "stop",
     "log.every": "10",
     "log.to": "[tensorboard]",

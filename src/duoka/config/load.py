@@ -1,7 +1,7 @@
 """Load a run's config: one YAML, what it extends, and overrides become a `Loaded`, or every fault at once.
 
 The command line and the worker call `load_config`. It opens only config files; rooms that know data and models
-pass in `checks`. Also offered from here: `resolved_yaml`, `config_hash`, `result_differences`.
+pass in `checks`. Also offered from here: `resolved_yaml`, `config_hash`, `result_differences`, `result_values`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from duoka.config.rules import Rule, check_rules
 from duoka.config.schema import RunConfig
 from duoka.config.unknown import take_known_keys
 from duoka.config.values import build_config
-from duoka.config.write import Difference, config_hash, resolved_yaml, result_differences
+from duoka.config.write import Difference, config_hash, resolved_yaml, result_differences, result_values
 from duoka.config.yaml_lines import Place, Tree, printable
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import Fault, Faults
@@ -45,6 +45,7 @@ __all__ = [
     "load_config",
     "resolved_yaml",
     "result_differences",
+    "result_values",
 ]
 
 Check = Callable[[RunConfig, Path], "list[Fault]"]

@@ -93,6 +93,11 @@ class FaultsConfig(Section):
     hang_after: Patience = Field(
         "auto", description="Silence of all ranks that ends a run as hanging; auto: 5min, or 10 times the slowest step."
     )
+    stop_within: Patience = Field(
+        "auto",
+        description="Time from a request to stop (SIGTERM, Ctrl-C) until ranks are killed; auto: as long as they move, "
+        "and 1min of silence, or 3 times the slowest part of a step or save.",
+    )
     nonfinite: Literal["stop", "skip", "rollback"] = Field(
         "stop",
         description="NaN or Inf in loss or gradients: stop, leave the batch out, or go back to the newest checkpoint, "
@@ -102,9 +107,18 @@ class FaultsConfig(Section):
     @property
     def patience_s(self) -> float | None:
         """`hang_after` in seconds; None: auto."""
-        if self.hang_after == "auto":
-            return None
-        return math.inf if self.hang_after == "never" else parse_seconds(self.hang_after)
+        return _patience_s(self.hang_after)
+
+    @property
+    def stop_within_s(self) -> float | None:
+        """`stop_within` in seconds; None: auto."""
+        return _patience_s(self.stop_within)
+
+
+def _patience_s(value: float | str) -> float | None:
+    if value == "auto":
+        return None
+    return math.inf if value == "never" else parse_seconds(value)
 
 
 class LogConfig(Section):

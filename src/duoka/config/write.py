@@ -19,6 +19,7 @@ from duoka.config.yaml_text import EnvText, yaml_text
 from duoka.units import parse_amount, parse_seconds
 
 _COMMENT_COLUMN = 44
+_SHOWN_LETTERS = 60
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,16 @@ def config_hash(config: RunConfig) -> str:
     """16 hex digits that change when, and only when, a key changes that results depend on."""
     text = json.dumps(_result_leaves(config), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def result_values(loaded: Loaded) -> dict[str, str]:
+    """Every key that results depend on with its value in short, secrets as they were written: for comparisons."""
+    shown = {}
+    for key, value in _result_leaves(loaded.config).items():
+        text = yaml_text(compact(with_secrets(value, key, loaded.secrets)))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        shown[key] = text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}... ({digest})"
+    return shown
 
 
 def result_differences(old: RunConfig, new: RunConfig) -> list[Difference]:

@@ -155,6 +155,9 @@ def _with_strategy(
 ) -> Layout:
     """`layout` is single or ddp; sharding costs traffic, so `auto` takes it only when memory asks for it."""
     asked, size = config.parallel.strategy, layout.dp
+    if asked == "ddp" and size == 1:  # as an elastic run may become: there is nobody to exchange gradients with
+        reasons["parallel.strategy"] = "single: one process, and ddp is for several"
+        return layout
     if asked != "auto":
         strategy: Strategy = "fsdp" if asked == "zero3" else asked
         if strategy == "hsdp":

@@ -123,6 +123,8 @@ def write_json_atomic(path: Path, value: Mapping[str, Any], *, durable: bool = T
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a small JSON file, or None when it is missing or damaged."""
     try:
+        if not path.is_file():  # opening a named pipe would wait for ever
+            return None
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

@@ -24,6 +24,8 @@ ASK_FOR_STACKS = "SIGUSR1"
 AUTO_S = 300.0  # and not less than ten times what a step's slowest part has taken so far
 AUTO_FACTOR = 10.0
 SLOW_S = 1800.0
+STOP_S = 60.0  # and not less than three times what a part of a step, or a save, has taken so far
+STOP_FACTOR = 3.0
 _LOOK_EVERY_S = 1.0
 _LINE_BYTES = 512
 # Nothing beats on the way through these, and a large model or a slow disk takes what it takes.
@@ -45,6 +47,7 @@ class Beat:
     count: int = 0
     time: float = 0.0  # wall clock, for people: who watches uses a clock of his own
     slowest_s: float = 0.0  # the longest silence outside of slow phases
+    slowest_save_s: float = 0.0  # the longest save, or silence in one
 
 
 class Heart:
@@ -67,6 +70,8 @@ class Heart:
         beat = self.beat
         if not beat.is_slow:
             beat.slowest_s = round(max(beat.slowest_s, now - self._at), 3)
+        elif beat.phase == "save":
+            self.note_save(now - self._at)
         self._at = now
         if step is not None:
             beat.step = step
@@ -75,6 +80,10 @@ class Heart:
         beat.is_slow = phase in _SLOW_PHASES or not self._is_warm
         beat.count += 1
         self._write()
+
+    def note_save(self, seconds: float) -> None:
+        """A save took so long, beside training or not; the next line that is written says so."""
+        self.beat.slowest_save_s = round(max(self.beat.slowest_save_s, seconds), 3)
 
     def warm_up(self) -> None:
         """What is slow only once is done."""
@@ -116,6 +125,13 @@ def patience_s(beat: Beat, after_s: float | None) -> float:
     """The silence after this beat that means a hang; `after_s` as configured, None for auto."""
     steady_s = max(AUTO_S, AUTO_FACTOR * beat.slowest_s) if after_s is None else after_s
     return max(SLOW_S, steady_s) if beat.is_slow else steady_s
+
+
+def stop_patience_s(beat: Beat) -> float:
+    """The silence after this beat that means that a request to stop is not followed."""
+    if beat.is_slow and not (beat.phase == "save" and beat.slowest_save_s):  # nobody knows yet what this takes
+        return SLOW_S
+    return max(STOP_S, STOP_FACTOR * max(beat.slowest_s, beat.slowest_save_s))
 
 
 def describe_place(beat: Beat) -> str:

@@ -53,8 +53,8 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(folder.name.split("-")[1])
+    """The step in a checkpoint's name, also of one that was moved out of the way (step-00000004.damaged-2)."""
+    return int(folder.name.partition(".")[0].split("-")[1])
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
@@ -155,6 +155,23 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
         if fault:
             wrong.append(f"{name}: {fault}")
     return wrong
+
+
+def has_whole(folder: Path, name: str) -> bool:
+    """Whether a checkpoint holds this file as it was written."""
+    try:
+        manifest = read_manifest(folder)
+    except StorageError:
+        return False
+    return name in manifest.files and not check_files(folder, manifest, [name])
+
+
+def find_misnaming(folder: Path, manifest: Manifest) -> str:
+    """What is wrong with a checkpoint's name: a copy under another step's name would pass for the newest."""
+    name = folder.name if _FOLDER.match(folder.name) else folder.resolve().name
+    if _FOLDER.match(name) and name != folder_name(manifest.step):
+        return f"{MANIFEST} is that of step {manifest.step}: somebody renamed or copied {folder_name(manifest.step)}"
+    return ""
 
 
 def _file_fault(folder: Path, name: str, wanted: FileRecord) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from duoka.parallel.powersgd import inherit
 from duoka.store.reader import opened
 from duoka.store.resume import STATE
 from duoka.store.state import set_random_state
+
+TRAINED = "model."  # before the names of trained tensors
 
 if TYPE_CHECKING:
     from duoka.store.contents import Contents
@@ -49,9 +52,17 @@ def fill_contents(folder: Path, contents: Contents, world: World) -> None:
 
 def _fill_tensors(folder: Path, contents: Contents, world: World) -> None:
     with opened(folder) as (reader, saved):
+        _check_all_are_trained(saved, contents.tensors())
         inheritance = inherit(contents.tensors(), saved, world.rank, world.size)
         dcp.load(inheritance.named, storage_reader=reader, no_dist=world.size == 1)
         inheritance.settle()
+
+
+def _check_all_are_trained(saved: Collection[str], own: Collection[str]) -> None:
+    """What was trained and has no place here would be lost without a word."""
+    dropped = sorted(name.removeprefix(TRAINED) for name in saved if name.startswith(TRAINED) and name not in own)
+    if dropped:
+        raise ValueError(f"it holds {len(dropped):,} trained tensors that this run does not train: {dropped[0]} ...")
 
 
 def random_name(rank: int) -> str:

@@ -7,7 +7,7 @@ train/main.py before the model is filled, and by serve for one process. Nothing 
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from duoka.config.changes import (
     allows_other_samples,
     changes_order,
     harmless_changes,
-    how_to_allow,
+    how_to_go_on,
     refused_changes,
 )
 from duoka.config.load import load_config
@@ -32,6 +32,7 @@ from duoka.runs.manifest import (
     CONFIG,
     Manifest,
     check_files,
+    find_misnaming,
     find_requested,
     is_checkpoint,
     list_checkpoints,
@@ -50,7 +51,8 @@ def find_damage(folder: Path, world: World) -> str:
     try:
         manifest = read_manifest(folder)
         names = sorted(manifest.files)[world.rank :: world.size]
-        wrong = check_files(folder, manifest, names)
+        wrong = [fault for fault in [find_misnaming(folder, manifest)] if fault]
+        wrong += check_files(folder, manifest, names)
     except StorageError as error:
         wrong = [error.what]
     return "; ".join(dict.fromkeys(fault for faults in world.gather(wrong) for fault in faults))
@@ -105,8 +107,11 @@ def newest_valid(checkpoints: Path, world: World, say: Say, *, set_aside: bool =
 
 
 def _rename(folder: Path, ending: str) -> Path:
-    target = folder.with_name(folder.name + ending)
-    shutil.rmtree(target, ignore_errors=True)
+    """Out of the way, under a name that is free: what was moved there before stays."""
+    target, count = folder.with_name(folder.name + ending), 1
+    while os.path.lexists(target):
+        count += 1
+        target = folder.with_name(f"{folder.name}{ending}-{count}")
     return folder.rename(target)
 
 
@@ -192,7 +197,7 @@ def _compare(folder: Path, new: RunConfig, data: str, layout: Layout) -> Changes
         raise ConfigError(
             f"{folder.name} was written under other settings, and one run never mixes two",
             where="\n".join(f"{one.key}: {one.old} then, {one.new} now" for one in refused),
-            fix=f"go on with the old values, or allow the change by name:   {how_to_allow(refused)}",
+            fix=how_to_go_on(refused, old, str(folder.parent.parent)),
         )
     allowed = [f"{one.key} {one.old} -> {one.new}" for one in allowed_changes(old, new)]
     if manifest.data != data:
@@ -232,8 +237,10 @@ def _refuse_within_epoch(folder: Path, allowed: list[str]) -> None:
 
 def _changed_debts(old: RunConfig, new: RunConfig, manifest: Manifest, layout: Layout) -> list[str]:
     """What PowerSGD left out belongs to one number of processes."""
-    if old.parallel.compress != "powersgd" or new.parallel.compress != "powersgd":
+    if old.parallel.compress != "powersgd":
         return []
+    if new.parallel.compress != "powersgd":
+        return ["what powersgd left out so far is dropped"]
     before = manifest.layout.get("dp")
     if before == layout.dp:
         return []
@@ -244,5 +251,6 @@ def _changed_debts(old: RunConfig, new: RunConfig, manifest: Manifest, layout: L
 
 def _layout_changes(manifest: Manifest, layout: Layout) -> list[str]:
     before, now = manifest.layout, layout.to_json()
-    keys = [key for key in now if key != "name" and before.get(key) != now[key]]
+    # Another precision gives other results; its key was allowed by name, and stands among those.
+    keys = [key for key in now if key not in ("name", "precision") and before.get(key) != now[key]]
     return [f"{_SHOWN.get(key, key)} {before.get(key)} -> {now[key]}" for key in keys]

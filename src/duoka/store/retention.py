@@ -39,9 +39,9 @@ def remove_old(checkpoints: Path, keep: Keep) -> None:
             continue  # it stays, and is tried again after the next save
         shutil.rmtree(doomed, ignore_errors=True)
     newest = max(by_step, default=0)
-    for damaged in checkpoints.glob(f"step-*{DAMAGED}"):
+    for damaged in checkpoints.glob(f"step-*{DAMAGED}*"):
         # Kept until the run has passed its step, in case somebody wants to look at it.
-        if step_of(damaged.with_suffix("")) <= newest:
+        if step_of(damaged) <= newest:
             shutil.rmtree(damaged, ignore_errors=True)
 
 

@@ -25,6 +25,7 @@ class TrainState:
     num_targets: int = 0
     best_loss: float | None = None  # of the evaluations so far
     best_step: int | None = None
+    eval_pending: bool = False  # an evaluation was due after this step, and somebody asked to stop in the middle of it
 
     @property
     def place(self) -> Place:

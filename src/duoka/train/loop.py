@@ -34,9 +34,12 @@ def train(run: Run) -> str:
         def eval_is_due() -> bool:
             return run.world.is_main and eval_timer.due_by_clock()
 
-        if state.step >= settings.total_steps and run.evaluate:
-            _evaluate(run, is_stopping)  # somebody stopped the run in its last evaluation
-        while state.step < settings.total_steps:
+        state.eval_pending = bool(run.evaluate) and (state.eval_pending or state.step >= settings.total_steps)
+        while state.step < settings.total_steps or state.eval_pending:
+            if state.eval_pending:  # the run was stopped in the middle of an evaluation
+                if not _evaluate(run, is_stopping):
+                    return stop.name or "a signal to another rank"
+                continue
             started = time.perf_counter()
             batch = next(batches)
             data_s = time.perf_counter() - started
@@ -101,14 +104,15 @@ def _step(
 def _evaluate(run: Run, is_stopped: Callable[[], bool]) -> bool:
     """False when somebody asked to stop meanwhile: half an evaluation is none."""
     assert run.evaluate is not None
-    started = time.perf_counter()
+    started, state = time.perf_counter(), run.contents.state
     measured = run.evaluate(is_stopped)
+    state.eval_pending = measured is None
     if measured is None:
         return False
     seconds = round(time.perf_counter() - started, 4)
     derived = {"perplexity": measured.perplexity, "bits_per_byte": measured.bits_per_byte}
-    run.record.evaluated(run.contents.state, {**asdict(measured), **derived, "seconds": seconds})
+    run.record.evaluated(state, {**asdict(measured), **derived, "seconds": seconds})
     if run.sample is not None:
-        run.record.sampled(run.contents.state, run.sample())
+        run.record.sampled(state, run.sample())
     run.saver.evaluated(measured.loss)
     return True

@@ -21,6 +21,7 @@ from duoka.process.lifeline import launcher_speaks
 from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.heart import Heart, watch_itself
 from duoka.runs.status import update_status
+from duoka.runs.stop_request import read_stop_request
 from duoka.store.state import read_random_state, set_random_state
 from duoka.train.loop import train
 from duoka.train.run import Inputs, Run, build_run
@@ -76,6 +77,7 @@ def _train(run: Run) -> int:
         # Some packages draw when they are imported (the progress line's does, on rank 0): no part of the run.
         set_random_state(random_state, run.world.device)
         stopped_by = train(run)
+        stopped_by = stopped_by and (read_stop_request(run.inputs.run) or stopped_by)
         if run.feed.summary():
             record.say(f"data since this start: {run.feed.summary()}")
         return _finish(run, stopped_by)

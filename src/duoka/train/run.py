@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from duoka.comm.world import World, check_same_everywhere
-from duoka.config.load import config_hash, resolved_yaml
+from duoka.config.load import config_hash, resolved_yaml, result_values
 from duoka.config.loaded import Loaded
 from duoka.config.schema import RunConfig
 from duoka.data.build_feed import Feed, build_feed, data_order
@@ -154,8 +154,8 @@ def build_run(inputs: Inputs, world: World) -> Run:
 def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
     """The checkpoint to go on from."""
     config, run = inputs.config, inputs.run
-    identity = {"config": config_hash(config), "training data": data_order(inputs.prepared)}
-    check_same_everywhere(world, identity | {"model": model_fingerprint(inputs.folder)} | library_versions())
+    alike = {**result_values(inputs.loaded), "training data": data_order(inputs.prepared)}
+    check_same_everywhere(world, alike | {"model": model_fingerprint(inputs.folder)} | library_versions())
     # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
     resume = "auto" if is_restarted() and list_checkpoints(run.checkpoints) else config.checkpoint.resume
     return choose_checkpoint(run, resume, inputs.loaded.base, world, notes.append)

@@ -60,7 +60,9 @@ class Saver:
         if failed:
             self._note(self.store.wait())
             self._answer(stopping, must=False)
-        due = due or self._timer.due_at(self.contents.state.step) or self._is_best
+        # An evaluation that was made up for is that of a step that was saved before the run stopped.
+        is_best_now = self._is_best and self.contents.state.best_step == self.contents.state.step
+        due = due or self._timer.due_at(self.contents.state.step) or is_best_now
         if due or last or stop:
             self._is_best = False
             self._save(stopping, must=last or stop, stop=stop)
@@ -94,6 +96,7 @@ class Saver:
         if isinstance(ended, SaveFault):
             self._fault = ended
         elif ended is not None:
+            self.world.heart.note_save(ended.write_s)
             self.record.saved(ended.step, ended.path.name, ended.size_bytes, ended.blocked_s, ended.write_s)
 
     def _say_slow(self) -> None:

@@ -30,6 +30,7 @@ from duoka.data.tokens.template import Targets
 from duoka.data.tokens.token_store import ARRAYS, Arrays, pack_arrays
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import Fault, WorkerFailed
+from duoka.process.lifeline import die_with_parent
 from duoka.runs.folder import read_json, write_json_atomic
 
 OnLong = Literal["truncate", "split", "drop", "error"]
@@ -258,10 +259,11 @@ def _start_worker(draft: Path) -> subprocess.Popen[str]:
     # One thread each: processes are the parallelism, and more threads than cores only wait for one another.
     env = {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "duoka.data.tokens.tokenize", str(draft)]
+    command = [sys.executable, "-m", "duoka.data.tokens.tokenize", str(draft), str(os.getpid())]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True, encoding="utf-8"
-    )
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True, encoding="utf-8",
+        start_new_session=True,  # a Ctrl-C in the terminal is for whoever started us, who ends its workers
+    )  # fmt: skip
 
 
 def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Any], finished: queue.SimpleQueue[Any]) -> None:
@@ -301,4 +303,5 @@ def main(draft: Path) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
     main(Path(sys.argv[1]))

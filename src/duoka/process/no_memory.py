@@ -1,0 +1,47 @@
+"""When the system gives a process no more memory: how that shows, and what to say. Known to the command line and to
+cluster/blame.py, which may find no more than a dying rank's last words. Memory of a GPU is train/shortage.py's.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from duoka.errors import DoesNotFit
+from duoka.units import format_bytes
+
+_WORDS = (
+    "memoryerror", "std::bad_alloc", "cannot allocate memory", "can't allocate memory", "not enough memory",
+    "unable to allocate", "memory allocation still failed", "failed to map segment from shared object", "os error 12",
+)  # fmt: skip
+
+
+def is_no_memory(error: BaseException) -> bool:
+    """Whether an allocation or a mapping was refused: to Python, NumPy, a library's loading, or a file's reader."""
+    is_refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    says_so = isinstance(error, (OSError, ImportError, RuntimeError)) and says_no_memory(str(error))
+    return is_refused or says_so or isinstance(error, MemoryError)
+
+
+def says_no_memory(text: str) -> bool:
+    return any(words in text.lower() for words in _WORDS)
+
+
+def no_memory() -> DoesNotFit:
+    """The fault, with the limit of this process where it has one: those of its ranks are the same."""
+    limit = _address_limit()
+    if limit is None:
+        return DoesNotFit(
+            "the system gave a process no more memory",
+            fix="end other programs, start fewer processes (--nproc), or see what a run needs:   duoka plan CONFIG",
+        )
+    return DoesNotFit(
+        f"a process got no more memory: its address space is limited to {format_bytes(limit)} (ulimit -v)",
+        fix="lift the limit:   ulimit -v unlimited   (libraries map several times of what they use)",
+    )
+
+
+def _address_limit() -> int | None:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
