@@ -52,6 +52,7 @@ def stop_and_go_on(yaml, folder):
     from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
     from duoka.runs.folder import RunFolder
+    from duoka.runs.status import read_status
     from duoka.train.main import read_inputs, run_in_world
 
     world = None
@@ -65,7 +66,7 @@ def stop_and_go_on(yaml, folder):
         code = run_in_world(inputs, world)
         del world.heart.tell
         assert code == 75 and (bool(sent) == (world.rank in ranks)), f"{name}: {code}, {sent}"
-        ended_at = world.gather(json.loads(run.status.read_text())["step"] if world.is_main else None)[0]
+        ended_at = world.gather(read_status(run).step if world.is_main else None)[0]
         saved = sorted(path.name for path in run.checkpoints.iterdir())[-1]
         assert saved == f"step-{ended_at:08d}" and step <= ended_at <= step + 1, f"{name}: {saved}, {ended_at}"
         assert run_in_world(inputs, world) == 0, name

@@ -14,6 +14,7 @@ from worlds import train_all
 
 from duoka.cluster.fault_injection import strike, wait_for_ranks
 from duoka.runs.folder import RunFolder
+from duoka.runs.status import read_status
 
 YAML = """
 model: {model}
@@ -55,10 +56,10 @@ def stop_in(phase, number, yaml, run, *arguments):
     finally:
         process.kill()
     assert code == 75 and "Traceback" not in output, output
-    status = json.loads(run.status.read_text(encoding="utf-8"))
-    assert status["state"] == "stopped" and status["exit_code"] == 75
-    assert (run.checkpoints / f"step-{status['step']:08d}").is_dir() and 5 <= status["step"] < STEPS
-    return output, status["step"]
+    status = read_status(run)
+    assert status.state == "stopped" and status.exit_code == 75
+    assert (run.checkpoints / f"step-{status.step:08d}").is_dir() and 5 <= status.step < STEPS
+    return output, status.step
 
 
 def events_of(folder):
@@ -109,11 +110,11 @@ def test_what_a_script_put_into_the_background_stops_by_sigterm_alone(tmp_path, 
             strike(ranks.values(), name)
         later = max(beat.step for beat in ranks.values()) + 5
         wait_for_ranks(run, 2, lambda beat: beat.step >= later, within_s=DEADLINE_S)
-        assert process.poll() is None and json.loads(run.status.read_text(encoding="utf-8"))["state"] == "running"
+        assert process.poll() is None and read_status(run).state == "running"
         process.send_signal(signal.SIGTERM)
         code, output = finish(process)
     finally:
         process.kill()
     assert code == 75 and "stopped by SIGTERM" in output and "Traceback" not in output, output
-    status = json.loads(run.status.read_text(encoding="utf-8"))
-    assert (run.checkpoints / f"step-{status['step']:08d}").is_dir() and status["step"] >= later
+    step = read_status(run).step
+    assert (run.checkpoints / f"step-{step:08d}").is_dir() and step >= later

@@ -151,6 +151,7 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("resume_from_checkpoint", False, {}, "checkpoint.resume", "never"),
     ("logging_steps", 3, {}, "log.every", 3),
     ("report_to", "none", {}, "log.to", ()),
+    ("report_to", "wandb", {}, "log.to", ("wandb",)),
     ("output_dir", "saves/x", {}, "output", "saves/x"),
     ("ddp_timeout", 1800, {}, "parallel.timeout", "1800s"),
     ("ddp_backend", "gloo", {}, "parallel.backend", "gloo"),

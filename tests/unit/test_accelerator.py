@@ -1,5 +1,6 @@
 """The verbs in one process: what they refuse, what they keep, and forms that need no second process."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -169,8 +170,10 @@ def test_trackers(tmp_path, monkeypatch):
     stand_in = types.ModuleType("wandb")
     stand_in.init = lambda **settings: Run(**settings)
     stand_in.__spec__ = types.SimpleNamespace(name="wandb")
-    with pytest.raises(ConfigError, match="not installed"):
-        Accelerator(log_with="wandb")
+    with monkeypatch.context() as nothing_installed:
+        nothing_installed.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"not installed\n.*duoka.wandb"):
+            Accelerator(log_with="wandb")
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     own = Run()
     accelerator = Accelerator(log_with=["all", own], project_dir=tmp_path)
@@ -178,9 +181,11 @@ def test_trackers(tmp_path, monkeypatch):
     accelerator.log({"loss": torch.tensor(1.5), "both": {"a": 1, "b": 2}, "note": "text"}, step=3)
     assert accelerator.get_tracker("tensorboard", unwrap=True).log_dir == str(tmp_path / "project")
     assert runs[1].settings["project"] == "project" and runs[1].settings["config"] == {"lr": 0.1}
+    assert accelerator.get_tracker("wandb", unwrap=True) is runs[1]
     assert own.logged[0][1] == 3
     accelerator.end_training()
     assert own.ended and runs[1].ended
+    assert runs[1].logged == [({"loss": 1.5, "both": {"a": 1, "b": 2}, "note": "text"}, 3)]
     with pytest.raises(ConfigError, match="there is no tracker"):
         accelerator.get_tracker("tensorboard")
 

@@ -1,21 +1,23 @@
-"""Where a loop's numbers go: TensorBoard, Weights & Biases when it is installed, or a tracker of one's own.
+"""Where a loop's numbers go: the trackers that a run's `log.to` knows too, through the same sinks, or one of your own.
 
-Written by rank 0 alone, and flushed at once: a killed process has lost nothing that it logged.
+Written by rank 0 alone. Trouble of a tracker is raised when it is opened; after that it is said once, and the loop
+goes on.
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib.util
-import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from duoka.errors import ConfigError
+import torch
 
-Config = Mapping[str, Any] | None
-KNOWN = ("tensorboard", "wandb")
+from duoka.config.trackers import TRACKERS, installed_trackers
+from duoka.errors import ConfigError
+from duoka.sinks.fan_out import Sinks, build_sink
+from duoka.sinks.sink import RunFacts
 
 
 class Tracking:
@@ -57,59 +59,35 @@ class Tracking:
             self.trackers.pop().finish()
 
 
-class TensorBoardTracker:
-    name = "tensorboard"
+class SinkTracker:
+    """A sink with the verbs that loops know of trackers."""
 
-    def __init__(
-        self, project: str, folder: Path, config: Mapping[str, Any] | None, options: Mapping[str, Any]
-    ) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.folder = folder / project
-        self.writer = SummaryWriter(str(self.folder), **options)
-        if config:
-            shown = json.dumps(dict(config), indent=2, default=str, ensure_ascii=False)
-            self.writer.add_text("config", "".join(f"    {line}\n" for line in shown.splitlines()))
-            self.writer.flush()
+    def __init__(self, name: str, facts: RunFacts) -> None:
+        self.name = name
+        self._sink = build_sink(name)
+        self._sinks = Sinks([self._sink], tell=_say)
+        self._sinks.open_now(facts)
 
     @property
     def tracker(self) -> Any:
-        return self.writer
+        return self._sink.handle
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        for name, value in values.items():
-            if isinstance(value, str):
-                self.writer.add_text(name, value, global_step=step, **options)
-            elif isinstance(value, Mapping):
-                self.writer.add_scalars(name, {key: float(one) for key, one in value.items()}, step, **options)
-            else:
-                self.writer.add_scalar(name, float(value), step, **options)
-        self.writer.flush()
+        self._sinks.scalars({name: _plain(value) for name, value in values.items()}, step, options)
 
     def finish(self) -> None:
-        self.writer.close()
+        self._sinks.close()
 
 
-class WandbTracker:
-    name = "wandb"
+def _plain(value: Any) -> Any:
+    """A number as it is now: the tensor that holds it may change before a tracker's thread looks."""
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
-    def __init__(
-        self, project: str, folder: Path, config: Mapping[str, Any] | None, options: Mapping[str, Any]
-    ) -> None:
-        import wandb  # type: ignore[import-not-found, unused-ignore]
 
-        settings = {"dir": str(folder), "config": dict(config or {}), **options}
-        self.run = wandb.init(project=project, **settings)
-
-    @property
-    def tracker(self) -> Any:
-        return self.run
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        self.run.log(dict(values), step=step, **options)
-
-    def finish(self) -> None:
-        self.run.finish()
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class NoTracker:
@@ -132,21 +110,17 @@ def choose_trackers(log_with: Any) -> list[Any]:
         if not name:
             chosen.append(one)
         elif name == "all":
-            chosen += [known for known in KNOWN if known == "tensorboard" or _has_wandb()]
-        elif name not in KNOWN:
+            chosen += installed_trackers()
+        elif name not in TRACKERS:
             raise ConfigError(
-                f"log_with names {name}; duoka writes to tensorboard and wandb",
+                f"log_with names {name}; duoka writes to {' and '.join(TRACKERS)}",
                 fix="write log_with='tensorboard', or give an object with log(values, step=...) and finish()",
             )
-        elif name == "wandb" and not _has_wandb():
-            raise ConfigError("log_with names wandb, which is not installed", fix="pip install wandb")
+        elif not TRACKERS[name].is_installed:
+            raise ConfigError(f"log_with names {name}, which is not installed", fix=TRACKERS[name].install)
         else:
             chosen.append(name)
     return list(dict.fromkeys(chosen))
-
-
-def _has_wandb() -> bool:
-    return importlib.util.find_spec("wandb") is not None
 
 
 def open_tracker(
@@ -159,5 +133,7 @@ def open_tracker(
             "TensorBoard needs a folder to write to",
             fix="write Accelerator(log_with='tensorboard', project_dir='runs')",
         )
-    kind = TensorBoardTracker if one == "tensorboard" else WandbTracker
-    return kind(project, Path(folder or "."), config, options.get(one, {}))
+    facts = RunFacts(
+        project, Path(folder or "."), config=config or {}, project=project, options=options.get(one, {})
+    )  # fmt: skip
+    return SinkTracker(one, facts)

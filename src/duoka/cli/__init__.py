@@ -145,9 +145,10 @@ def cli(ctx: click.Context) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
     from duoka.process.environ import has_peers
+    from duoka.process.lifeline import leaves_thread_behind
 
     code = run(arguments)
-    if has_peers():
+    if has_peers() or leaves_thread_behind():
         # A rank whose work is done leaves at once: while Python takes itself apart, a communication thread that still
         # lives now and then aborts the process (seen as SIGABRT after a finished evaluation).
         with contextlib.suppress(OSError, ValueError):

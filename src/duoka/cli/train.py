@@ -52,6 +52,7 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any
     from duoka.cluster.nodes import Flags
     from duoka.errors import ConfigError
     from duoka.process.environ import read_rank_environment
+    from duoka.process.lifeline import is_supervised
 
     place = read_rank_environment()
     if place is None:
@@ -62,7 +63,7 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any
             where="RANK and WORLD_SIZE are set in the environment",
             fix="leave the flags to the launcher, or unset these variables",
         )
-    if _is_supervised():
+    if is_supervised():
         return work_for_supervisor(config, place.rank)
     return join_world(config, overrides, place)
 
@@ -280,13 +281,6 @@ def _print_dry_run(config: str, overrides: tuple[str, ...], run: RunFolder, kind
 
 
 # --- the processes that train ---
-
-
-def _is_supervised() -> bool:
-    """True for a rank whose parent is duoka's supervisor, not for what such a rank starts."""
-    from duoka.process.lifeline import JOINS, parent_pid
-
-    return parent_pid() == os.getppid() and JOINS not in os.environ
 
 
 def work_for_supervisor(config: str, rank: int) -> int:

@@ -26,7 +26,7 @@ _LEADER_S = 30.0  # beside what it allows its ranks: to see them end, and to say
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run in the list. `state` is status.json's, or "dead" when its process is gone without a word."""
+    """One run in the list. `state` is the status's, or "dead" when its process is gone without a word."""
 
     name: str
     path: str

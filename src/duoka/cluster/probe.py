@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from duoka import __version__
 from duoka.plan.hardware import read_machine
+from duoka.process.secrets import mask_secrets
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "peft", "accelerate", "numpy", "pyarrow", "pydantic",
@@ -30,11 +30,6 @@ _ENV_PREFIXES = (
     "TOKENIZERS_", "SLURM_", "PYTHON", "RANK", "LOCAL_", "WORLD_", "MASTER_", "GROUP_", "XDG_CACHE", "LANG", "LC_",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "VIRTUAL_ENV", "CONDA_DEFAULT",
 )  # fmt: skip
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH", re.IGNORECASE)
-# Not secrets, for all their names.
-_HARMLESS = ("TOKENIZERS_PARALLELISM",)
-_MASK = "***"
-_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def read_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
@@ -68,15 +63,6 @@ def _read_cpu_quota(cgroup: Path) -> float | None:
         return int(limit) / int(period) if int(limit) > 0 else None
     except ValueError:  # "max"
         return None
-
-
-def mask_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """Values that look secret by name, or hold a login in a URL, replaced; everything else as it is."""
-    out = {}
-    for name, value in sorted(env.items()):
-        is_secret = bool(_SECRET_NAME.search(name)) and name not in _HARMLESS
-        out[name] = _MASK if is_secret and value else _URL_LOGIN.sub(_MASK, value)
-    return out
 
 
 def read_git_commit(folder: Path) -> dict[str, Any] | None:

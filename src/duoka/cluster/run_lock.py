@@ -28,8 +28,8 @@ from duoka.runs.status import is_alive, read_status
 ClaimKind = Literal["new", "resumed", "finished"]
 JOIN_FOLDER = ".join"
 _OUR_NAMES = {
-    "config.yaml", "plan.json", "env.json", "status.json", "events", "checkpoints", "tensorboard", "logs", "final",
-    ".lock", JOIN_FOLDER, SECRET,
+    "config.yaml", "plan.json", "env.json", "status.json", "progress.json", "events", "checkpoints", "tensorboard",
+    "wandb", "logs", "final", ".lock", JOIN_FOLDER, SECRET,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, create_model
 
 from duoka.config.fields import Number, Often, Patience, SampleChoice, Seconds, Section, Whole, step_as_text
+from duoka.config.trackers import TrackerName
 from duoka.units import parse_seconds
 
 # Each is an engine of parallel/apply.py; a layout has one of them.
@@ -130,4 +131,7 @@ class LogConfig(Section):
         description="Texts that the model continues after each evaluation, by the likeliest tokens: beginnings, or how "
         "many of the evaluation data's (stage pretrain).",
     )
-    to: tuple[Literal["tensorboard"], ...] = Field(("tensorboard",), description="Trackers beside the event log.")
+    to: tuple[TrackerName, ...] = Field(
+        ("tensorboard",),
+        description="Trackers beside the event log; wandb reads its own WANDB_ variables (project, mode, key).",
+    )

@@ -76,17 +76,14 @@ class RankSums:
 
 
 class PassObserver:
-    """Told of the moments of a step between which memory is taken; this one does nothing."""
+    """Told of the passes over micro-batches; this one does nothing."""
 
     def forward(self, num_tokens: int) -> AbstractContextManager[None]:
         """Around a forward pass whose backward comes after it."""
         return contextlib.nullcontext()
 
     def after_backward(self) -> None:
-        """No-op."""
-
-    def after_step(self) -> None:
-        """The optimizer has stepped and gradients are there still. No-op."""
+        """A micro-batch's gradients are there. No-op."""
 
 
 NO_OBSERVER = PassObserver()

@@ -14,6 +14,7 @@ from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES, WHOLE_WEIGHT_OPTIMIZERS
 from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import RunConfig
+from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import SHARDED, Layout, Precision, Recompute, Strategy
@@ -67,9 +68,14 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
 
 def check_packages(config: RunConfig) -> list[Fault]:
     """Packages beside duoka's own that the config needs, and that are not installed here."""
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        return []
     faults = []
+    for name in dict.fromkeys(config.log.to):
+        tracker = TRACKERS[name]
+        if not tracker.is_installed:
+            what = f"log.to names {name}, and the package {tracker.package} is not installed here"
+            faults.append(Fault(what, key="log.to", fix=f"type:   {tracker.install}"))
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        return faults
     if config.optim.name == "adamw8bit":
         faults.append(Fault(NO_BITSANDBYTES, key="optim.name", fix=GET_BITSANDBYTES))
     if config.model.quantization != "none":

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 PARENT_PID = "DUOKA_PARENT_PID"  # who started this process; set by who starts ranks
 JOINS = "DUOKA_JOINS"  # set for a rank that nobody prepares: it joins its world as one that torchrun started
 QUIET = "quiet"  # a value of it: whoever started the rank says what was the matter, once for all machines
+MAY_BE_LEFT = "duoka-sink"  # threads whose names begin so may wait for a network for ever; no process waits for them
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 1.0
 
@@ -29,6 +30,16 @@ def parent_pid(env: Mapping[str, str] = os.environ) -> int | None:
 def launcher_speaks(env: Mapping[str, str] = os.environ) -> bool:
     """True in a rank of an elastic world: one launcher says for all machines how it ended."""
     return env.get(JOINS) == QUIET
+
+
+def is_supervised(env: Mapping[str, str] = os.environ) -> bool:
+    """True for a rank whose parent is duoka's supervisor, not for what such a rank starts."""
+    return parent_pid(env) == os.getppid() and JOINS not in env
+
+
+def leaves_thread_behind() -> bool:
+    """True when a thread that nobody waits for is still at work, whose package would wait for it at Python's end."""
+    return any(thread.name.startswith(MAY_BE_LEFT) for thread in threading.enumerate())
 
 
 def die_with_parent(pid: int) -> None:

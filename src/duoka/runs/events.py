@@ -14,11 +14,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from duoka.runs.folder import RunFolder
 
 SCHEMA = 1
+_HEAD_BYTES = 256
 
 
 def global_log(run: RunFolder) -> Path:
@@ -77,12 +78,61 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         return
     with file:
         for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
+            event = _parse(line)
+            if event is not None:
                 yield event
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+class EventTail:
+    """Reads a log that grows: each `read` gives the events that came since the one before.
+
+    A last line that is not whole yet stays for the next time. `offset` is where the next read begins: whoever keeps it
+    may go on from there in another process. When the file was replaced or cut, `read` begins anew at its first line,
+    and `replaced` says so: what was read before belongs to a log that is gone.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+        self.replaced = False
+        self._inode: int | None = None
+        self._head = b""  # the file's first bytes: a log that was cut and has grown again keeps its inode
+
+    def read(self) -> list[dict[str, Any]]:
+        self.replaced = False
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            return []  # not there yet, or between two files
+        with file:
+            if not self._is_same(file):
+                self.replaced, self.offset, self._head = True, 0, b""
+            self._inode = os.fstat(file.fileno()).st_ino
+            if len(self._head) < _HEAD_BYTES:
+                file.seek(0)
+                self._head = file.read(_HEAD_BYTES)
+            file.seek(self.offset)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return [event for line in whole.split(b"\n") if (event := _parse(line)) is not None]
+
+    def _is_same(self, file: BinaryIO) -> bool:
+        """Whether this is the file that `offset` was counted in, as far as can be told."""
+        if self._inode not in (None, os.fstat(file.fileno()).st_ino) or file.read(len(self._head)) != self._head:
+            return False
+        if self.offset == 0:
+            return True
+        file.seek(self.offset - 1)
+        return file.read(1) == b"\n"  # nothing, when the file is shorter
 
 
 def read_steps(run: RunFolder) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ knows paths and small JSON files only.
     config.yaml   the resolved config          events/run.jsonl        global numbers, one line per step
     plan.json     what was expected            events/rank00000.jsonl  each rank's own times and memory
     env.json      versions and machine         checkpoints/            step-00000050/ ...
-    status.json   heartbeat (see status.py)    tensorboard/  logs/  final/
+    status.json, progress.json   where it stands: the launcher's word and rank 0's (see status.py)
+    tensorboard/  wandb/  logs/  final/
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class RunFolder:
     @property
     def status(self) -> Path:
         return self.path / "status.json"
+
+    @property
+    def progress(self) -> Path:
+        return self.path / "progress.json"
 
     @property
     def events(self) -> Path:

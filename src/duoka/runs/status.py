@@ -1,6 +1,7 @@
-"""The heartbeat of a run: status.json, replaced in one step by whoever leads the run.
+"""Where a run stands: status.json is its leader's file, progress.json rank 0's; `read_status` puts the two together.
 
-The launcher writes the state of processes (starting, failed, stopped), rank 0 the progress (running, done).
+The leader is the launcher, or rank 0 where no launcher of ours started it. Each file has one writer, so that nothing
+one of them says is lost to the other's reading, changing and writing. Readers never open the files themselves.
 """
 
 from __future__ import annotations
@@ -8,12 +9,19 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
 
 State = Literal["starting", "running", "done", "failed", "stopped"]
+
+# What rank 0 counts. Runs from before there was a progress.json have these in status.json.
+_NUMBERS = ("step", "total_steps", "loss", "tokens_per_s")
+# How often the leader has written. Progress notes the number it found when it began, so that a reader knows which of
+# the two spoke last about the run's state: clocks of two machines could not tell.
+_VERSION = "version"
 
 
 @dataclass(frozen=True)
@@ -35,34 +43,73 @@ class Status:
 
 
 def read_status(run: RunFolder) -> Status | None:
-    raw = read_json(run.status)
-    if raw is None:
+    """Both files as one; None for a run that has written neither."""
+    leader, progress = read_json(run.status), read_json(run.progress)
+    if leader is None and progress is None:
         return None
     known = {field.name for field in fields(Status)}
+    merged = _merge(leader or {}, progress or {})
     try:
-        return Status(**{key: value for key, value in raw.items() if key in known})
+        return Status(**{"state": "starting"} | {key: value for key, value in merged.items() if key in known})
     except TypeError:
         return None
 
 
+def _merge(leader: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers are rank 0's; the state is that of who spoke last: a leader's "stopped" outlasts a late "running"."""
+    merged = {**leader, **{key: progress[key] for key in _NUMBERS if key in progress}}
+    merged["updated"] = max(_number(leader, "updated"), _number(progress, "updated"))
+    if progress and _number(progress, "after") >= _number(leader, _VERSION):
+        return {**merged, **progress, "updated": merged["updated"]}
+    merged.setdefault("world_size", progress.get("world_size", 1))
+    if not leader.get("cause") and leader.get("state") == progress.get("state"):
+        merged["cause"] = progress.get("cause", "")  # rank 0 knows which signal it was
+    return merged
+
+
+def _number(values: Mapping[str, Any], key: str) -> float:
+    value = values.get(key, 0)
+    return value if isinstance(value, (int, float)) else 0
+
+
 def write_status(run: RunFolder, status: Status) -> None:
-    stamped = replace(status, updated=time.time(), host=status.host or socket.gethostname())
-    # Once a second, beside a checkpoint that is being written: waiting for the disk would hold training up.
-    write_json_atomic(run.status, asdict(stamped), durable=False)
+    """The leader's file, anew."""
+    _write_leader(run, asdict(status))
 
 
 def update_status(run: RunFolder, **changes: Any) -> None:
-    """Change some fields and keep the others; the first call makes the file."""
-    now = read_status(run) or Status(state="starting")
-    write_status(run, replace(now, **changes))
+    """The leader's word: some fields change, the others stay; of an earlier start only rank 0's numbers do."""
+    before = read_json(run.status) or {}
+    if changes.get("state") in ("starting", "running"):
+        before = {key: before[key] for key in (*_NUMBERS, _VERSION) if key in before}
+    _write_leader(run, {**before, **changes})
+
+
+def _write_leader(run: RunFolder, values: Mapping[str, Any]) -> None:
+    version = int(_number(read_json(run.status) or {}, _VERSION)) + 1
+    stamp = {"host": values.get("host") or socket.gethostname(), "updated": time.time()}
+    # Beside a checkpoint that is being written: waiting for the disk would hold training up.
+    write_json_atomic(run.status, {**values, **stamp, _VERSION: version}, durable=False)
+
+
+class ProgressFile:
+    """progress.json: rank 0 makes one at its start and writes it from then on; nobody else does."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._path = run.progress
+        self._values: dict[str, Any] = {"after": int(_number(read_json(run.status) or {}, _VERSION))}
+
+    def update(self, **changes: Any) -> None:
+        self._values |= changes
+        write_json_atomic(self._path, {**self._values, "updated": time.time()}, durable=False)
 
 
 def leader_identity(pid: int | None = None) -> dict[str, Any]:
-    """The fields that name a process for good: its pid and when it started."""
+    """The fields that name a process for good: its pid, when it started and where."""
     import psutil
 
     pid = os.getpid() if pid is None else pid
-    return {"pid": pid, "pid_started": psutil.Process(pid).create_time()}
+    return {"pid": pid, "pid_started": psutil.Process(pid).create_time(), "host": socket.gethostname()}
 
 
 def is_alive(status: Status) -> bool:

@@ -14,7 +14,7 @@ from duoka.data.feed.loader import GlobalBatch
 from duoka.optim.build import set_learning_rate
 from duoka.parallel import inject
 from duoka.train.hooks import StopSignal, Timer
-from duoka.train.replicas import check_replicas
+from duoka.train.moments import StepEnd
 from duoka.train.run import Run
 from duoka.train.step import StepResult, optimizer_step
 
@@ -39,12 +39,13 @@ def train(run: Run) -> str:
             if state.eval_pending:  # the run was stopped in the middle of an evaluation
                 if not _evaluate(run, is_stopping):
                     return stop.name or "a signal to another rank"
+                run.moments.after_step(StepEnd(state.step, has_learned=False, is_evaluated=True))
                 continue
             started = time.perf_counter()
             batch = next(batches)
             data_s = time.perf_counter() - started
             asked = (is_stopping, saver.due_by_clock, saver.has_failed, eval_is_due)
-            answers = _step(run, batch, started, data_s, asked)
+            answers, has_learned = _step(run, batch, started, data_s, asked)
             heart.warm_up()
             heart.tell("step", state.step)
             if not answers:  # back at an earlier step
@@ -53,11 +54,11 @@ def train(run: Run) -> str:
             stop_asked, save_due, save_failed, eval_due = answers
 
             last, measured = state.step >= settings.total_steps, True
-            if settings.check_every and state.step % settings.check_every == 0:
-                check_replicas(run.contents, run.world)
-            if eval_due or eval_timer.due_at(state.step) or (last and run.evaluate):
+            evaluates = eval_due or eval_timer.due_at(state.step) or (last and run.evaluate is not None)
+            if evaluates:
                 measured = _evaluate(run, is_stopping)
                 eval_timer.restart()
+            run.moments.after_step(StepEnd(state.step, has_learned, is_evaluated=evaluates and measured))
             stop_asked = stop_asked or not measured
             saver.after_step(due=save_due, failed=save_failed, last=last, stop=stop_asked, stopping=is_stopping)
             if (stop_asked and not last) or not measured:
@@ -67,8 +68,10 @@ def train(run: Run) -> str:
 
 def _step(
     run: Run, batch: GlobalBatch, started: float, data_s: float, asked: tuple[Callable[[], bool], ...]
-) -> list[bool]:
-    """One optimizer step, recorded; returns for each question whether any rank answers yes, [] when it went back.
+) -> tuple[list[bool], bool]:
+    """One optimizer step, recorded; returns for each question whether any rank answers yes, and whether it learned.
+
+    No answers: it went back to an earlier step.
 
     A batch whose numbers are not finite is left out, or undone, as `faults.nonfinite` says.
     """
@@ -83,22 +86,20 @@ def _step(
     def attempt(batch: GlobalBatch) -> StepResult:
         return optimizer_step(
             contents.engine, contents.optimizer, batch, run.objective,
-            clip=settings.config.optim.clip, local_flags=local_flags, observer=run.memory,
+            clip=settings.config.optim.clip, local_flags=local_flags, observer=run.moments,
         )  # fmt: skip
 
     result = run.guard.until_it_fits(attempt, batch)
     result.times.data_s = data_s
     if not result.is_finite and run.nonfinite.goes_back(batch, contents, result.loss, result.norm):
-        return []
+        return [], False
     state.advance(batch)
     inject.strike_weights(contents.engine.named_trainable(), state.step, world.rank)
     if result.is_finite:
         counts = {"num_targets": batch.global_targets, "num_tokens": batch.num_tokens, "num_samples": batch.num_samples}
         numbers = {"epoch": round(batch.epochs_done, 4), "loss": result.loss, "grad_norm": result.norm, "lr": lr}
         run.record.step(state, numbers | counts, result, time.perf_counter() - started)
-        if held := run.memory.report(world):
-            run.record.memory(state, held)
-    return [count > 0 for count in result.flag_counts]
+    return [count > 0 for count in result.flag_counts], result.is_finite
 
 
 def _evaluate(run: Run, is_stopped: Callable[[], bool]) -> bool:
@@ -112,7 +113,5 @@ def _evaluate(run: Run, is_stopped: Callable[[], bool]) -> bool:
     seconds = round(time.perf_counter() - started, 4)
     derived = {"perplexity": measured.perplexity, "bits_per_byte": measured.bits_per_byte}
     run.record.evaluated(state, {**asdict(measured), **derived, "seconds": seconds})
-    if run.sample is not None:
-        run.record.sampled(state, run.sample())
     run.saver.evaluated(measured.loss)
     return True

@@ -17,10 +17,8 @@ from duoka.model.result import write_result
 from duoka.optim.build import describe_optimizer
 from duoka.parallel.gather import gather_state
 from duoka.process.environ import read_rank_environment
-from duoka.process.lifeline import launcher_speaks
 from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.heart import Heart, watch_itself
-from duoka.runs.status import update_status
 from duoka.runs.stop_request import read_stop_request
 from duoka.store.state import read_random_state, set_random_state
 from duoka.train.loop import train
@@ -76,7 +74,8 @@ def _train(run: Run) -> int:
         run.start()
         # Some packages draw when they are imported (the progress line's does, on rank 0): no part of the run.
         set_random_state(random_state, run.world.device)
-        stopped_by = train(run)
+        with run.moments.until_end():
+            stopped_by = train(run)
         stopped_by = stopped_by and (read_stop_request(run.inputs.run) or stopped_by)
         if run.feed.summary():
             record.say(f"data since this start: {run.feed.summary()}")
@@ -99,14 +98,7 @@ def _finish(run: Run, stopped_by: str) -> int:
     inputs, contents, record, world = run.inputs, run.contents, run.record, run.world
     step = contents.state.step
     if stopped_by:
-        record.event("end", step=step, reason=stopped_by)
-        # In an elastic world it may be only the world that ends, not the run: its launcher says which.
-        goes_on = "" if launcher_speaks() else ". The same command goes on."
-        record.say(f"stopped by {stopped_by} after step {step}; saved{goes_on}")
-        if world.is_main and launcher_speaks():
-            update_status(inputs.run, step=step)
-        elif world.is_main:
-            update_status(inputs.run, state="stopped", step=step, exit_code=75, cause=f"stopped by {stopped_by}")
+        record.stopped(step, stopped_by, StoppedEarly.exit_code)
         return StoppedEarly.exit_code
     world.heart.tell("end", step)
     lm = contents.engine.bare.lm
@@ -114,9 +106,7 @@ def _finish(run: Run, stopped_by: str) -> int:
     if world.is_main:
         _write_result(inputs, lm, whole)
     world.barrier()
-    record.event("end", step=step, reason="done")
-    if world.is_main:
-        update_status(inputs.run, state="done", step=step, exit_code=0)
+    record.done(step)
     return 0
 
 

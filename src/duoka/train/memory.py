@@ -1,6 +1,6 @@
 """What each rank really holds, by part, from the storages themselves; measured in a run's first steps, then no more.
 
-The loop owns a `MemoryWatch`; a step tells it where it is. Parts are the largest seen of each, in the plan's terms:
+Parts are the largest seen of each, in the plan's terms:
 whole weights that ZeRO-1 and ZeRO-2 gathered are weights, the shards they came from are optimizer state.
 """
 
@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from duoka.comm.world import World
-from duoka.parallel.engine import Engine, PassObserver
+from duoka.parallel.engine import Engine
 from duoka.plan.layout import Layout
+from duoka.train.moments import Concern, StepEnd
+from duoka.train.record import Recorder
 from duoka.units import format_bytes
 
 # The optimizer's state exists after the first step; the second has every part, unless a scaler left one out.
@@ -76,12 +77,13 @@ class _Births(TorchDispatchMode):
         return out
 
 
-class MemoryWatch(PassObserver):
-    """Looks at one rank's storages at the moments of a step that it is told of."""
+class MemoryWatch(Concern):
+    """Looks at one rank's storages in the passes of the first steps and after them."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, layout: Layout, device: torch.device) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, layout: Layout, record: Recorder) -> None:
         self._engine = engine
-        self._device = device
+        self._world, self._device = engine.world, engine.world.device
+        self._record = record
         self._optimizer = optimizer
         self._layout = layout
         # Before the first pass: this rank's own parts, frozen ones too.
@@ -124,17 +126,19 @@ class MemoryWatch(PassObserver):
         if self.is_on:
             self._look()
 
-    def after_step(self) -> None:
-        if self.is_on:
-            self._look()
-            self._num_steps += 1
+    def after_step(self, end: StepEnd) -> None:
+        """After the last step that is watched, every rank's holdings: who holds how much, and who more than its share.
 
-    def report(self, world: World) -> list[Holdings] | None:
-        """Every rank's holdings, once, after the last step that was watched; all ranks call it after each step."""
-        if self._num_steps != NUM_STEPS:
-            return None
+        Nothing that counts is gone when a step has ended: gradients were seen after the last backward pass.
+        """
+        if not (self.is_on and end.has_learned):
+            return
+        self._look()
         self._num_steps += 1
-        return [Holdings(**one) for one in world.gather(asdict(self._held))]
+        if not self.is_on:
+            ranks = [Holdings(**one) for one in self._world.gather(asdict(self._held))]
+            held = [asdict(one) for one in ranks]
+            self._record.event("memory", step=end.step, ranks=held, imbalance=explain_imbalance(ranks))
 
     def _look(self) -> None:
         masters = self._layout.strategy in ("zero1", "zero2")

@@ -6,6 +6,18 @@ from duoka.comm.world import World, checksum
 from duoka.errors import WorkerFailed
 from duoka.parallel.powersgd import is_ranks_own
 from duoka.store.contents import Contents
+from duoka.train.moments import Concern, StepEnd
+
+
+class ReplicaCheck(Concern):
+    """`parallel.check_replicas`: every so many steps; 0: never."""
+
+    def __init__(self, contents: Contents, world: World, every: int) -> None:
+        self._contents, self._world, self._every = contents, world, every
+
+    def after_step(self, end: StepEnd) -> None:
+        if self._every and end.step % self._every == 0:
+            check_replicas(self._contents, self._world)
 
 
 def check_replicas(contents: Contents, world: World) -> None:

@@ -51,11 +51,14 @@ from duoka.store.retention import clean_drafts
 from duoka.store.state import TrainState, seed_everything
 from duoka.store.takeover import take_over_state
 from duoka.train.evaluation import build_evaluation
+from duoka.train.garbage import GarbageCollection
 from duoka.train.memory import MemoryWatch
+from duoka.train.moments import Moments
 from duoka.train.nonfinite import NonFinite
 from duoka.train.record import Recorder
 from duoka.train.rehearse import is_asked, rehearse_largest
-from duoka.train.samples import build_sampler
+from duoka.train.replicas import ReplicaCheck
+from duoka.train.samples import Sampler, read_prompts
 from duoka.train.saving import Saver
 from duoka.train.setup import RunSettings, build_settings, keep_choices
 from duoka.train.shortage import MemoryGuard, read_shortage
@@ -99,8 +102,7 @@ class Run:
     saver: Saver = field(init=False)
     guard: MemoryGuard = field(init=False)
     nonfinite: NonFinite = field(init=False)
-    memory: MemoryWatch = field(init=False)
-    sample: Callable[[], list[tuple[str, str]]] | None = field(init=False)  # what the model makes of a few beginnings
+    moments: Moments = field(init=False)  # what it sees to beside learning
 
     @property
     def world(self) -> World:
@@ -109,8 +111,8 @@ class Run:
     def open_record(self) -> Recorder:
         """Open the log; whoever does closes it, whatever happens."""
         settings, state = self.settings, self.contents.state
-        log = self.inputs.config.log
-        self.record = Recorder(self.inputs.run, self.world, settings.total_steps, log, state.step, self.plan.yardstick)
+        config, yardstick = self.inputs.config, self.plan.yardstick
+        self.record = Recorder(self.inputs.run, self.world, config, settings.total_steps, state.step, yardstick)
         return self.record
 
     def start(self) -> None:
@@ -124,10 +126,15 @@ class Run:
         self.saver = Saver(self.store, contents, self.settings, record, self.world)
         self.guard = MemoryGuard(config, plan, record, self.feed)
         self.nonfinite = NonFinite(config.faults.nonfinite, self.saver, record)
-        self.memory = MemoryWatch(engine, contents.optimizer, plan.layout, self.world.device)
+        prompts = read_prompts(inputs.prepared, config, inputs.tokenizer)
+        self.moments = Moments((
+            MemoryWatch(engine, contents.optimizer, plan.layout, record),
+            ReplicaCheck(contents, self.world, self.settings.check_every),
+            Sampler(engine, plan.layout, record, prompts),
+            GarbageCollection(),
+        ))  # fmt: skip
         if is_asked(config, self.world):
             rehearse_largest(engine, contents.optimizer, self.objective, self.guard)
-        self.sample = build_sampler(inputs.prepared, config, inputs.tokenizer, engine, plan.layout, self.world)
 
 
 def build_run(inputs: Inputs, world: World) -> Run:

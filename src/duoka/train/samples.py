@@ -6,6 +6,7 @@ Under a layout that shards weights all ranks compute every token together; other
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,37 +19,53 @@ from duoka.model.build import LossModel
 from duoka.parallel.engine import Engine
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
+from duoka.train.moments import Concern, StepEnd
+from duoka.train.record import Recorder
 
 NUM_NEW = 24
 _BEGINNING = 12  # tokens of the evaluation data
 
 
-def build_sampler(
-    prepared: PreparedData,
-    config: RunConfig,
-    read_tokenizer: Callable[[], ChatTokenizer],
-    engine: Engine,
-    layout: Layout,
-    world: World,
-) -> Callable[[], list[tuple[str, str]]] | None:
-    """A function that gives (beginning, what follows) on rank 0; None where nothing is asked for."""
-    if not config.log.samples or prepared.eval is None or not isinstance(engine.bare, LossModel):
+class Sampler(Concern):
+    """`log.samples`: after each evaluation, on rank 0's screen and in every sink. Without prompts it does nothing."""
+
+    def __init__(self, engine: Engine, layout: Layout, record: Recorder, prompts: Prompts | None) -> None:
+        self._engine, self._layout, self._record, self._prompts = engine, layout, record, prompts
+
+    def after_step(self, end: StepEnd) -> None:
+        if self._prompts is not None and end.is_evaluated:
+            self._record.sampled(end.step, self._sample(self._prompts))
+
+    def _sample(self, prompts: Prompts) -> list[tuple[str, str]]:
+        """(beginning, what follows) on ranks that compute it."""
+        world, text = self._engine.world, prompts.text
+        if not (self._layout.is_sharded or world.is_main):
+            return []
+        with self._engine.evaluate() as model:
+            assert isinstance(model, LossModel)
+            found = [_continue(model, prompt, self._layout.precision, world) for prompt in prompts.ids]
+        return [(text(prompt), text(new)) for prompt, new in zip(prompts.ids, found, strict=True)]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The beginnings, as tokens."""
+
+    ids: list[list[int]]
+    tokenizer: ChatTokenizer
+
+    def text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(_text(ids, self.tokenizer))
+
+
+def read_prompts(
+    prepared: PreparedData, config: RunConfig, read_tokenizer: Callable[[], ChatTokenizer]
+) -> Prompts | None:
+    """None where nothing is asked for."""
+    if not config.log.samples or prepared.eval is None:
         return None
     tokenizer = read_tokenizer()
-    prompts = _find_prompts(prepared, config, tokenizer)
-
-    def sample() -> list[tuple[str, str]]:
-        if not (layout.is_sharded or world.is_main):
-            return []
-        with engine.evaluate() as model:
-            assert isinstance(model, LossModel)
-            found = [_continue(model, prompt, layout.precision, world) for prompt in prompts]
-        return [
-            (tokenizer.decode(_text(prompt, tokenizer)), tokenizer.decode(_text(new, tokenizer)))
-            for prompt, new in zip(prompts, found, strict=True)
-        ]
-
-    return sample
+    return Prompts(_find_prompts(prepared, config, tokenizer), tokenizer)
 
 
 def _find_prompts(prepared: PreparedData, config: RunConfig, tokenizer: ChatTokenizer) -> list[list[int]]:

@@ -162,8 +162,10 @@ def banner(
     kind = _describe_lora(config.lora) if config.lora else "full fine-tuning"
     kind = "some layers only" if config.train_only else kind
     kind = "from nothing" if config.model.depth else kind
+    others = [name for name in config.log.to if name != "tensorboard"]
     board = "tensorboard" in config.log.to
     watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
+    watch += f"; {', '.join(others)}" if others else ""
     recompute = f"; recompute {plan.reasons.get('train.recompute', layout.recompute)}"
     per_epoch = f" ({settings.steps_per_epoch:,} an epoch)" if settings.steps_per_epoch else ""
     rates = f"{optimizer}, {config.optim.schedule}, {settings.warmup_sentence()}"

@@ -74,7 +74,6 @@ def optimizer_step(
     result.is_finite = math.isfinite(result.loss) and (not overflowed or engine.numerics.scaler.is_enabled())
     if result.is_finite and not result.is_short:
         engine.step(optimizer, overflowed=overflowed)
-        observer.after_step()
     else:
         engine.discard_exchange(is_short=result.is_short)
     engine.zero_grad(optimizer)

@@ -1,10 +1,11 @@
-"""What a run's event log says, read once and made safe to show: nulls stay nulls, cut lines and thrown-away steps go.
+"""What a run's event log says, made safe to show: nulls stay nulls, cut lines and thrown-away steps go.
 
 Reads files only; a run may be writing them at the same time.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 from collections import deque
@@ -50,7 +51,7 @@ class RankTail:
 
 @dataclass
 class History:
-    """A run as its log tells it, after every resume."""
+    """A run as its log tells it, after every resume. Who watches a run that goes on applies events as they come."""
 
     run: RunFolder
     steps: list[Step] = field(default_factory=list)
@@ -67,6 +68,42 @@ class History:
     plan: dict[str, Any] = field(default_factory=dict)
     env: dict[str, Any] = field(default_factory=dict)
     status: Status | None = None
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take in the log's next event, as it was read or as it comes."""
+        kind, step = event.get("type"), whole(event.get("step"))
+        if kind == "step" and step is not None:
+            self._put(_step(step, event))
+        elif kind in ("run", "resume"):
+            self.facts.update({key: value for key, value in event.items() if key not in ("v", "type", "t")})
+            self.end_reason = ""
+            if kind == "resume":
+                self._drop_after(step or 0)
+        elif kind == "eval":
+            self.evals.append(dict(event))
+        elif kind == "checkpoint":
+            self.checkpoints.append(dict(event))
+        elif kind == "traffic":
+            self.traffic = dict(event)
+        elif kind == "memory":
+            self.held, self.imbalance = _held(event), str(event.get("imbalance") or "")
+        elif kind == "warning":
+            self.warnings.append(_warning(event))
+        elif kind == "end":
+            self.end_reason = str(event.get("reason") or "")
+
+    def _put(self, step: Step) -> None:
+        """Steps rise, each once: one that comes again, without a resume in between, counts as the later."""
+        place = bisect.bisect_left(self.steps, step.step, key=lambda one: one.step)
+        is_known = place < len(self.steps) and self.steps[place].step == step.step
+        self.steps[place : place + is_known] = [step]
+
+    def _drop_after(self, step: int) -> None:
+        """A resume goes on from `step`: what a crash had done beyond it does not count."""
+        self.resumes.append(step)
+        self.steps[:] = [one for one in self.steps if one.step <= step]
+        for events in (self.evals, self.checkpoints):
+            events[:] = [event for event in events if (whole(event.get("step")) or 0) <= step]
 
     @property
     def nonfinite(self) -> list[int]:
@@ -158,40 +195,10 @@ def whole(value: Any) -> int | None:
 def read_history(run: RunFolder) -> History:
     """Everything that a report needs; an empty or unfinished run gives an empty or unfinished history."""
     history = History(run, plan=read_json(run.plan) or {}, env=read_json(run.env) or {}, status=read_status(run))
-    by_step: dict[int, Step] = {}
     for event in read_events(global_log(run)):
-        kind, step = event.get("type"), whole(event.get("step"))
-        if kind == "step" and step is not None:
-            by_step[step] = _step(step, event)
-        elif kind in ("run", "resume"):
-            history.facts.update({key: value for key, value in event.items() if key not in ("v", "type", "t")})
-            history.end_reason = ""
-            if kind == "resume":
-                _drop_after(history, by_step, step or 0)
-        elif kind == "eval":
-            history.evals.append(event)
-        elif kind == "checkpoint":
-            history.checkpoints.append(event)
-        elif kind == "traffic":
-            history.traffic = event
-        elif kind == "memory":
-            history.held, history.imbalance = _held(event), str(event.get("imbalance") or "")
-        elif kind == "warning":
-            history.warnings.append(_warning(event))
-        elif kind == "end":
-            history.end_reason = str(event.get("reason") or "")
-    history.steps = [by_step[step] for step in sorted(by_step)]
+        history.apply(event)
     history.ranks = _read_ranks(run)
     return history
-
-
-def _drop_after(history: History, by_step: dict[int, Step], step: int) -> None:
-    """A resume goes on from `step`: what a crash had done beyond it does not count."""
-    history.resumes.append(step)
-    for later in [number for number in by_step if number > step]:
-        del by_step[later]
-    for events in (history.evals, history.checkpoints):
-        events[:] = [event for event in events if (whole(event.get("step")) or 0) <= step]
 
 
 def _step(step: int, event: Mapping[str, Any]) -> Step:

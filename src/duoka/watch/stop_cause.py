@@ -1,6 +1,6 @@
 """Why a run is not whole: the cause that its launcher wrote down, or that it left none.
 
-For the closing report (report.py). Reads status.json's content only; who is to blame was judged by cluster/.
+For the closing report (report.py). Reads a run's status only; who is to blame was judged by cluster/.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from duoka.config.dialects.rows import (
     whole,
     words,
 )
+from duoka.config.trackers import TRACKERS, installed_trackers
 from duoka.registry import nearest
 
 
@@ -187,8 +188,8 @@ def log_every(value: Any, asked: Asked) -> Any:
 
 def trackers(value: Any, asked: Asked) -> Any:
     names = [] if value is False else [name.lower() for name in comma_list(value or "none", "report_to")]
-    others = [name for name in names if name not in ("none", "all", "tensorboard")]
-    ours = ["tensorboard"] if "tensorboard" in names or "all" in names else []
+    others = [name for name in names if name not in ("none", "all", *TRACKERS)]
+    ours = installed_trackers() if "all" in names else [name for name in TRACKERS if name in names]
     note = f"{', '.join(others)} not there yet; the event log and the report have all numbers" if others else ""
     return Answer({"log.to": ours}, note)
 

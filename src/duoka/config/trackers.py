@@ -1,0 +1,35 @@
+"""Who else gets a run's numbers: the names that `log.to` and an Accelerator's `log_with` know, one row each.
+
+A tracker is a sink (duoka/sinks/) and a row here; the row is enough to refuse a missing package before training.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+TrackerName = Literal["tensorboard", "wandb"]
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """`sink`: the class in duoka/sinks/ that writes to it; `package`: what it needs; `install`: what brings that."""
+
+    sink: str
+    package: str
+    install: str
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
+
+
+TRACKERS: dict[str, Tracker] = {
+    "tensorboard": Tracker("duoka.sinks.tensorboard:TensorBoardSink", "tensorboard", "pip install tensorboard"),
+    "wandb": Tracker("duoka.sinks.wandb:WandbSink", "wandb", 'pip install "duoka[wandb]"   or   pip install wandb'),
+}
+
+
+def installed_trackers() -> list[str]:
+    return [name for name, tracker in TRACKERS.items() if tracker.is_installed]

@@ -1,0 +1,34 @@
+"""What must never be written down: values of the environment that are secret by their names, logins inside URLs.
+
+Used where the environment is recorded (cluster/probe.py) and where other people's errors are repeated (sinks/).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH", re.IGNORECASE)
+# Not secrets, for all their names.
+_HARMLESS = ("TOKENIZERS_PARALLELISM",)
+_MASK = "***"
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_LEAST_LETTERS = 6  # a shorter value may stand in a text by chance
+
+
+def mask_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """Values that look secret by name, or hold a login in a URL, replaced; everything else as it is."""
+    out = {}
+    for name, value in sorted(env.items()):
+        is_secret = bool(_SECRET_NAME.search(name)) and name not in _HARMLESS
+        out[name] = _MASK if is_secret and value else _URL_LOGIN.sub(_MASK, value)
+    return out
+
+
+def hide_secrets(text: str, env: Mapping[str, str] = os.environ) -> str:
+    """A text of somebody else's (an error, say) without this environment's secrets in it."""
+    for name, value in env.items():
+        if _SECRET_NAME.search(name) and name not in _HARMLESS and len(value) >= _LEAST_LETTERS:
+            text = text.replace(value, _MASK)
+    return _URL_LOGIN.sub(_MASK, text)

@@ -1,0 +1,56 @@
+"""TensorBoard's files: curves of a run, or of a user's own loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from duoka.sinks.sink import RunFacts, Sink, StepNumbers, eval_scalars, step_scalars
+
+
+class TensorBoardSink(Sink):
+    name = "tensorboard"
+    trouble = "TensorBoard's file cannot be written"
+
+    def open(self, facts: RunFacts, say: Callable[[str], None]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Steps after the checkpoint that we go on from were thrown away: readers drop them at purge_step.
+        purge = {"purge_step": facts.kept_steps + 1} if facts.kept_steps else {}
+        folder = facts.folder / "tensorboard" if facts.goes_on else facts.folder / facts.name
+        self._writer = SummaryWriter(str(folder), **{**purge, **facts.options})
+        if facts.config:
+            shown = json.dumps(dict(facts.config), indent=2, default=str, ensure_ascii=False)
+            self._writer.add_text("config", "".join(f"    {line}\n" for line in shown.splitlines()), facts.kept_steps)
+            self._writer.flush()
+
+    def step(self, now: StepNumbers) -> None:
+        self._draw(step_scalars(now), now.step)
+
+    def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
+        self._draw(eval_scalars(values), step)
+
+    def _draw(self, scalars: Mapping[str, float], step: int) -> None:
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def samples(self, step: int, pairs: Sequence[tuple[str, str]]) -> None:
+        self._writer.add_text("samples", "\n".join(f"    {one}|{text}" for one, text in pairs), step)
+
+    def scalars(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(name, value, global_step=step, **options)
+            elif isinstance(value, Mapping):
+                self._writer.add_scalars(name, {key: float(one) for key, one in value.items()}, step, **options)
+            else:
+                self._writer.add_scalar(name, float(value), step, **options)
+        self._writer.flush()  # a loop of somebody's own may be killed at any time, and has no event log beside
+
+    def close(self) -> None:
+        self._writer.close()
+
+    @property
+    def handle(self) -> Any:
+        return self._writer

@@ -1,0 +1,111 @@
+"""A log that grows is read piece by piece: any split gives what reading it at once gives, and nothing comes twice."""
+
+import itertools
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from duoka.runs.events import EventTail, EventWriter, read_events
+from duoka.runs.folder import RunFolder
+from duoka.watch.history import History, read_history
+
+LINES = st.one_of(
+    st.builds(lambda n, x: {"type": "step", "step": n, "loss": x}, st.integers(0, 12), st.floats(0, 9)),
+    st.builds(lambda n: {"type": "resume", "step": n}, st.integers(0, 12)),
+    st.builds(lambda n: {"type": "eval", "step": n, "loss": 1.0}, st.integers(0, 12)),
+    st.builds(lambda text: {"type": "warning", "text": text}, st.text(max_size=5)),
+    st.sampled_from(["", '{"type": "st', "[1, 2]", "null", "多卡"]),  # what a killed writer and a bad disk leave
+)
+
+
+def as_bytes(lines):
+    return b"".join(
+        (line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)).encode() + b"\n" for line in lines
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(lines=st.lists(LINES, max_size=12), cuts=st.lists(st.integers(0, 600), max_size=8), again=st.booleans())
+def test_any_split_of_the_bytes_gives_the_same_events_and_history(lines, cuts, again):
+    """`again`: each piece is read by another process, which knows the offset of the one before."""
+    whole = as_bytes(lines)
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder))
+        run.events.mkdir()
+        path = run.events / "run.jsonl"
+        edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+        tail, seen, history = EventTail(path), [], History(run)
+        assert tail.read() == []
+        for start, end in itertools.pairwise(edges):
+            with path.open("ab") as file:
+                file.write(whole[start:end])
+            new = tail.read()
+            assert not tail.replaced
+            seen += new
+            for event in new:
+                history.apply(event)
+            tail = EventTail(path, tail.offset) if again else tail
+        assert tail.offset == len(whole)
+        expected = [line for line in lines if isinstance(line, dict)]
+        assert seen == expected == list(read_events(path))
+        at_once = read_history(run)
+        assert (history.steps, history.evals, history.warnings) == (at_once.steps, at_once.evals, at_once.warnings)
+        assert history.resumes == at_once.resumes
+
+
+def test_steps_are_those_that_count_after_every_resume(tmp_path):
+    history = History(RunFolder(tmp_path))
+    for step in (1, 2, 3, 4):
+        history.apply({"type": "step", "step": step, "loss": float(step)})
+    history.apply({"type": "resume", "step": 2})
+    assert [one.step for one in history.steps] == [1, 2]
+    for step, loss in ((3, 30.0), (4, 40.0), (3, 31.0)):
+        history.apply({"type": "step", "step": step, "loss": loss})
+    assert [(one.step, one.loss) for one in history.steps] == [(1, 1.0), (2, 2.0), (3, 31.0), (4, 40.0)]
+
+
+def replace_file(path):
+    other = path.with_suffix(".new")
+    EventWriter(other).write("run", number=2)
+    os.replace(other, path)
+
+
+def cut_file(path):
+    path.write_bytes(b"")
+    EventWriter(path).write("run", number=2)
+
+
+def cut_and_grow(path):
+    size = path.stat().st_size
+    path.write_bytes(b"")
+    log = EventWriter(path)
+    log.write("run", number=2)
+    log.write("x", text="x" * size)
+
+
+@pytest.mark.parametrize("change", [replace_file, cut_file, cut_and_grow])
+def test_another_file_in_its_place_is_noticed_and_read_from_its_start(tmp_path, change):
+    path = tmp_path / "run.jsonl"
+    log = EventWriter(path)
+    for _ in range(3):
+        log.write("run", number=1)
+    tail = EventTail(path)
+    assert [event["number"] for event in tail.read()] == [1, 1, 1] and not tail.replaced
+    change(path)
+    first, *_ = tail.read()
+    assert first["number"] == 2 and tail.replaced
+    assert tail.read() == [] and not tail.replaced
+
+
+def test_an_offset_that_is_beyond_the_file_begins_anew(tmp_path):
+    path = tmp_path / "run.jsonl"
+    EventWriter(path).write("run")
+    tail = EventTail(path, 10_000)
+    assert len(tail.read()) == 1 and tail.replaced
+    path.unlink()
+    assert tail.read() == [], "between two files"

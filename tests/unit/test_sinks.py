@@ -1,0 +1,196 @@
+"""Who gets a run's numbers: each what it asks for, in order; trouble of one stops neither the run nor the others."""
+
+import re
+import threading
+
+import pytest
+import torch
+
+from duoka.config.load import load_config
+from duoka.config.trackers import TRACKERS, TrackerName, installed_trackers
+from duoka.errors import Faults
+from duoka.plan import choose
+from duoka.runs.events import read_events
+from duoka.sinks import background
+from duoka.sinks.event_log import EventLog
+from duoka.sinks.fan_out import Sinks, build_sink
+from duoka.sinks.sink import RunFacts, Sink, StepNumbers
+
+NUMBERS = {"epoch": 0.5, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "num_tokens": 10}
+
+
+def step_of(number):
+    return StepNumbers(number, NUMBERS, {"mfu": 0.1}, 5.0, 2.0, 1000, 4.0, None, 60.0)
+
+
+class Listener(Sink):
+    """Writes down what it hears; raises, or waits, where it is told to."""
+
+    def __init__(self, *, remote=False, raises=(), gate=None):
+        self.name, self.is_remote, self.heard = "listener", remote, []
+        self._raises, self._gate = raises, gate
+
+    def _hear(self, what, *more):
+        if self._gate is not None:
+            self._gate.wait()
+        self.heard.append((what, *more))
+        if what in self._raises:
+            raise ValueError(f"no {what}")
+
+    def open(self, facts, say):
+        self._hear("open")
+
+    def step(self, now):
+        self._hear("step", now.step)
+
+    def scalars(self, values, step, options):
+        self._hear("scalars", values, step)
+
+    def close(self):
+        self._hear("close")
+
+
+def run_through(sinks, tmp_path, num_steps=3):
+    sinks.open(RunFacts("run", tmp_path))
+    for step in range(1, num_steps + 1):
+        sinks.step(step_of(step))
+    sinks.close()
+
+
+HEARD = [("open",), ("step", 1), ("step", 2), ("step", 3), ("close",)]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_sink_hears_everything_in_order(tmp_path, remote):
+    sink = Listener(remote=remote)
+    run_through(Sinks([sink]), tmp_path)
+    assert sink.heard == HEARD
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_a_sink_raises_is_said_once_and_the_others_hear_all(tmp_path, remote, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    said, other = [], Listener()
+    sink = Listener(remote=remote, raises=("step", "close"))
+    run_through(Sinks([sink, other], warn=said.append), tmp_path)
+    assert sink.heard == HEARD == other.heard
+    assert said == ["warning: listener has a fault: no step", "warning: listener has a fault: no close"]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_sink_that_cannot_be_opened_hears_no_more(tmp_path, remote):
+    said, sink = [], Listener(remote=remote, raises=("open",))
+    run_through(Sinks([sink], warn=said.append), tmp_path)
+    assert sink.heard == [("open",)] and said == ["warning: listener has a fault: no open"]
+
+
+def test_secrets_are_not_in_what_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+
+    class Tells(Sink):
+        name = "tells"
+
+        def open(self, facts, say):
+            raise ValueError("key 0123456789abcdef at https://me:pass@host refused")
+
+    said = []
+    Sinks([Tells()], warn=said.append).open(RunFacts("run", tmp_path))
+    assert said == ["warning: tells has a fault: key *** at https://***@host refused"]
+
+
+def test_a_sink_that_waits_for_ever_drops_what_comes_and_the_run_leaves_without_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "MOST_WAITING", 4)
+    monkeypatch.setattr(background, "CLOSE_S", 0.2)
+    said, gate = [], threading.Event()
+    sinks = Sinks([Listener(remote=True, gate=gate)], warn=said.append)
+    steps = threading.Thread(target=run_through, args=(sinks, tmp_path, 50), daemon=True)
+    steps.start()
+    steps.join(60)
+    assert not steps.is_alive(), "steps waited for the sink"
+    first, last = said
+    assert "4 calls wait for it; what comes until it has room is left out" in first
+    assert re.search("takes nothing any more, and the run ends without it; 4[67] calls were left out", last), last
+    gate.set()
+
+
+def test_a_sink_that_takes_long_gets_what_waited_when_the_run_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "MOST_WAITING", 3)
+    said, gate = [], threading.Event()
+    sink = Listener(remote=True, gate=gate)
+    sinks = Sinks([sink], warn=said.append)
+    sinks.open(RunFacts("run", tmp_path))
+    for step in range(1, 10):
+        sinks.step(step_of(step))
+    gate.set()
+    sinks.close()
+    assert sink.heard[0] == ("open",) and sink.heard[-1] == ("close",)
+    num_left_out = 9 - (len(sink.heard) - 2)
+    assert 5 <= num_left_out <= 7 and f"{num_left_out} calls were left out in all" in said[-1]
+
+
+def test_numbers_are_those_of_the_call_although_the_loop_fills_the_mapping_again(tmp_path):
+    gate = threading.Event()
+    sink = Listener(remote=True, gate=gate)
+    sinks, values = Sinks([sink]), {"loss": 1.0}
+    sinks.open(RunFacts("run", tmp_path))
+    sinks.scalars(values, 1, {})
+    values["loss"] = 2.0
+    gate.set()
+    sinks.close()
+    assert ("scalars", {"loss": 1.0}, 1) in sink.heard
+
+
+def test_the_event_logs_line_of_a_step_has_every_number(tmp_path):
+    run_through(Sinks([EventLog()]), tmp_path, 1)
+    (event,) = read_events(tmp_path / "events" / "run.jsonl")
+    assert event["type"] == "step" and event["step"] == 1
+    assert {key: event[key] for key in NUMBERS} == NUMBERS
+    assert (event["tokens_per_s"], event["step_s"], event["mfu"], event["memory_bytes"]) == (5.0, 2.0, 0.1, 1000)
+
+
+def test_every_name_of_the_config_has_a_row_and_every_row_a_sink():
+    assert set(TrackerName.__args__) == set(TRACKERS)
+    for name in TRACKERS:
+        assert build_sink(name).name == name
+
+
+YAML = "model: demo\ndata: {train: [identity]}\nlog: {to: [tensorboard, wandb]}\n"
+
+
+def test_a_tracker_whose_package_is_missing_is_refused_with_how_to_install_it(tmp_path, monkeypatch):
+    (tmp_path / "a.yaml").write_text(YAML, encoding="utf-8")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else object())
+    assert "tensorboard" in installed_trackers() and "wandb" not in installed_trackers()
+    with pytest.raises(Faults) as refused:
+        load_config(tmp_path / "a.yaml", checks=(lambda config, base: choose.check_packages(config),))
+    said = "\n".join(refused.value.lines())
+    assert "log.to names wandb, and the package wandb is not installed here" in said and "a.yaml, line 3" in said
+    assert 'pip install "duoka[wandb]"' in said and refused.value.exit_code == 2
+
+
+def test_an_unknown_tracker_is_refused_with_those_that_are_known(tmp_path):
+    (tmp_path / "a.yaml").write_text(YAML.replace("wandb", "weights"), encoding="utf-8")
+    with pytest.raises(Faults) as refused:
+        load_config(tmp_path / "a.yaml")
+    said = "\n".join(refused.value.lines())
+    assert "log.to[1] must be" in said and "tensorboard, wandb" in said and "weights" in said
+
+
+def test_tensorboard_shows_steps_evaluations_and_texts(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sinks = Sinks([build_sink("tensorboard")])
+    sinks.open(RunFacts("run", tmp_path, config={"lr": 0.1}, goes_on=True))
+    sinks.step(step_of(1))
+    sinks.evaluated(1, {"loss": 3.0, "perplexity": 20.0, "accuracy": 0.5, "bits_per_byte": None})
+    sinks.samples(1, [("Once", " upon")])
+    sinks.scalars({"mine": torch.tensor(7.0), "note": "text"}, 2, {})
+    sinks.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert {tag: board.Scalars(tag)[0].value for tag in ("train/loss", "eval/loss", "mine")} == {
+        "train/loss": 2.0, "eval/loss": 3.0, "mine": 7.0,
+    }  # fmt: skip
+    assert "eval/bits_per_byte" not in board.Tags()["scalars"]
+    texts = {tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"]}
+    assert "Once| upon" in texts["samples/text_summary"] and '"lr": 0.1' in texts["config/text_summary"]

@@ -1,0 +1,123 @@
+"""Where a run stands: two files with one writer each, put together by one function, old runs' single file included."""
+
+import json
+import multiprocessing
+import os
+import time
+from dataclasses import asdict
+
+import pytest
+
+from duoka.runs.folder import RunFolder
+from duoka.runs.status import ProgressFile, Status, leader_identity, read_status, update_status
+
+NUM_WRITES = 300
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    return folder
+
+
+def start(run, **more):
+    """A launcher that begins, and rank 0 which has made three steps."""
+    update_status(run, state="starting", world_size=2, exit_code=None, cause="", **leader_identity())
+    progress = ProgressFile(run)
+    progress.update(state="running", step=3, total_steps=9, loss=1.5, tokens_per_s=10.0, **more)
+    return progress
+
+
+def test_a_running_world_shows_the_launchers_process_and_rank_0s_numbers(run):
+    start(run)
+    seen = read_status(run)
+    assert (seen.state, seen.step, seen.total_steps, seen.loss, seen.world_size) == ("running", 3, 9, 1.5, 2)
+    assert seen.pid == os.getpid() and seen.host and time.time() - seen.updated < 60
+
+
+def test_the_launchers_verdict_outlasts_whatever_rank_0_still_writes(run):
+    progress = start(run)
+    update_status(run, state="stopped", cause="ended by duoka runs stop")
+    progress.update(step=4, loss=1.25)  # it was in its last step
+    seen = read_status(run)
+    assert (seen.state, seen.cause, seen.step, seen.loss) == ("stopped", "ended by duoka runs stop", 4, 1.25)
+
+
+def test_rank_0_says_which_signal_it_was_when_the_launcher_gives_no_cause(run):
+    progress = start(run)
+    progress.update(state="stopped", step=5, exit_code=75, cause="stopped by SIGTERM")
+    assert read_status(run).cause == "stopped by SIGTERM" and read_status(run).exit_code == 75
+    update_status(run, state="stopped", exit_code=75)
+    assert read_status(run).cause == "stopped by SIGTERM"
+    update_status(run, state="starting", exit_code=None, cause="")
+    seen = read_status(run)
+    assert (seen.state, seen.cause, seen.exit_code, seen.step) == ("starting", "", None, 5), "a new start"
+
+
+def test_rank_0_may_name_who_leads_when_the_leader_has_not_written_yet(run):
+    update_status(run, state="failed", exit_code=5, cause="of last week")
+    progress = ProgressFile(run)
+    progress.update(state="running", step=0, world_size=3, exit_code=None, cause="", **leader_identity())
+    seen = read_status(run)
+    assert (seen.state, seen.world_size, seen.pid, seen.cause) == ("running", 3, os.getpid(), "")
+
+
+def test_a_run_of_an_older_duoka_is_read_and_gone_on_with(run):
+    old = Status("stopped", 7, 9, loss=2.0, world_size=4, pid=1, host="there", exit_code=75, cause="SIGTERM")
+    run.status.write_text(json.dumps(asdict(old)))
+    seen = read_status(run)
+    assert (seen.state, seen.step, seen.loss, seen.cause, seen.world_size) == ("stopped", 7, 2.0, "SIGTERM", 4)
+    update_status(run, state="starting", exit_code=None, cause="", **leader_identity())
+    seen = read_status(run)
+    assert (seen.state, seen.step, seen.cause, seen.host) == ("starting", 7, "", leader_identity()["host"])
+
+
+def test_no_file_no_status_and_a_damaged_one_does_not_matter(run):
+    assert read_status(run) is None
+    start(run)
+    run.status.write_text('{"state": "runn')
+    assert read_status(run).step == 3
+    run.progress.write_text("[]")
+    assert read_status(run) is None
+    run.status.write_text(json.dumps({"state": "done", "version": "x", "updated": None, "exit_code": 0}))
+    assert read_status(run).state == "done"
+
+
+def _lead(folder, go):
+    go.wait()
+    for number in range(NUM_WRITES):
+        update_status(RunFolder(folder), state="failed", exit_code=number, cause=f"cause {number}")
+
+
+def _progress(folder, progress, go):
+    go.wait()
+    for number in range(NUM_WRITES):
+        progress.update(state="running", step=number, loss=float(number))
+
+
+def test_two_writers_that_race_lose_nothing(run):
+    """What read-modify-write of one file did: the number of one writer or the word of the other went back."""
+    progress = start(run)
+    update_status(run, state="failed", exit_code=-1, cause="cause -1")
+    context = multiprocessing.get_context("fork")
+    go = context.Event()
+    writers = [
+        context.Process(target=_lead, args=(run.path, go)),
+        context.Process(target=_progress, args=(run.path, progress, go)),
+    ]
+    for writer in writers:
+        writer.start()
+    go.set()
+    last = (-2, -1)
+    while any(writer.is_alive() for writer in writers):
+        seen = read_status(run)
+        assert seen.state == "failed" and seen.cause == f"cause {seen.exit_code}" and seen.pid == os.getpid()
+        now = (seen.exit_code, seen.step if seen.loss != 1.5 else -1)
+        assert now[0] >= last[0] and now[1] >= last[1], f"{now} after {last}: something was lost"
+        last = now
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    seen = read_status(run)
+    assert (seen.exit_code, seen.step, seen.total_steps) == (NUM_WRITES - 1, NUM_WRITES - 1, 9)
