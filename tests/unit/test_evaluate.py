@@ -10,6 +10,7 @@ import torch
 from tiny import write_conversations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from duoka.cli import run as duoka
 from duoka.comm.world import World
 from duoka.config.schema import DataConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
@@ -119,3 +120,16 @@ def test_neither_run_nor_model_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="neither a run nor a model") as refusal:
         find_trained("./no/such/folder", say=quiet)
     assert "cats" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("precision", "difference"), [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_the_precision_that_was_asked_for_computes(
+    tiny_model: Path, conversations: Path, capsys: pytest.CaptureFixture[str], precision: str, difference: float
+) -> None:
+    wanted, _, count = oracle(tiny_model, conversations)
+    command = ["eval", str(tiny_model), "--data", str(conversations), "--precision", precision, "--json", "--nproc=1"]
+    assert duoka(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["precision"] == precision and found["num_targets"] == count
+    assert found["loss"] == pytest.approx(wanted, rel=difference)
+    assert (abs(found["loss"] / wanted - 1) < 1e-6) == (precision == "fp32"), "bf16 rounds, fp32 does not"

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
 
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.hub.models import check_model, find_model, model_fingerprint, model_folder
+from duoka.hub.base import model_fingerprint
+from duoka.hub.models import check_model, find_model, model_folder
 
 
 def config_of(name, **more):
@@ -124,5 +126,18 @@ def test_another_model_of_the_same_shape_has_another_fingerprint(tmp_path, tiny_
     assert model_fingerprint(copied) == model_fingerprint(tiny_model)
     trained = write_tiny_model(tmp_path / "trained", seed=5)
     assert model_fingerprint(trained) != model_fingerprint(tiny_model)
-    (copied / "config.json").write_text((copied / "config.json").read_text() + " ")
+    facts = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(facts | {"transformers_version": "9.9", "_name_or_path": "x"}))
+    assert model_fingerprint(copied) == model_fingerprint(tiny_model), "the same model, written by another version"
+    (copied / "config.json").write_text(json.dumps(facts | {"rms_norm_eps": 1e-3}))
     assert model_fingerprint(copied) != model_fingerprint(tiny_model)
+
+
+def test_one_changed_matrix_gives_another_fingerprint(tmp_path, tiny_model):
+    copied = tmp_path / "copied"
+    shutil.copytree(tiny_model, copied)
+    (weights,) = copied.glob("*.safetensors")
+    tensors = load_file(weights)
+    for name in tensors:
+        save_file(tensors | {name: tensors[name] + 1}, weights, metadata={"format": "pt"})
+        assert model_fingerprint(copied) != model_fingerprint(tiny_model), name

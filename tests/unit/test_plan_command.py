@@ -50,6 +50,7 @@ def test_a_plan_is_printed_with_steps_and_nothing_is_started(config, tmp_path):
         "134,515,008",
         "ddp2",
         "16 samples per step = 2 ranks x 8 samples",
+        "tokens per step",
         "optimizer steps",
         "fits in 4 GiB",
     ):

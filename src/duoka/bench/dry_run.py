@@ -27,6 +27,7 @@ from duoka.comm.world import World
 from duoka.config.schema import RunConfig
 from duoka.model.attention import register_attention
 from duoka.model.build import LossModel, quiet_loading
+from duoka.model.dtypes import BY_PRECISION
 from duoka.model.freeze import apply_train_only
 from duoka.model.lora import apply_lora
 from duoka.optim.build import build_optimizer
@@ -185,7 +186,7 @@ def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: Wor
     from transformers import AutoModelForCausalLM
 
     register_attention()
-    half = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.precision]
+    half = BY_PRECISION[layout.precision]
     with quiet_loading(), torch.device("meta"):
         core = AutoModelForCausalLM.from_config(
             _model_config(facts), dtype=half if config.lora else torch.float32, attn_implementation="duoka"

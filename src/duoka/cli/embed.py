@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from duoka.cli import options
+
 
 @click.command("embed")
 @click.argument("target", metavar="RUN|MODEL")
@@ -13,8 +15,11 @@ import click
 @click.option("-o", "output", type=click.Path(path_type=Path), help="Where to write; default: FILE.npy.")
 @click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Processes; default: one, or one per GPU.")
 @click.option("--base", is_flag=True, help="The model as it was before training.")
+@options.precision
 @click.option("--max-length", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of a text.")
-def command(target: str, file: Path, output: Path | None, nproc: int | None, base: bool, max_length: int) -> int:
+def command(
+    target: str, file: Path, output: Path | None, nproc: int | None, base: bool, precision: str, max_length: int
+) -> int:
     """Write a vector for each line of FILE (one text per line) as a NumPy file: float32, length 1, in the same order.
 
     A vector is the mean of the model's last hidden states over the text's tokens. Each process holds the model once.
@@ -37,9 +42,10 @@ def command(target: str, file: Path, output: Path | None, nproc: int | None, bas
     texts = read_texts(file)
     trained = find_trained(target, say=say if place is None else lambda text: None)
     if place is None and (num_processes := count_processes(nproc, len(read_machine().gpus))) > 1:
-        options = ["-o", str(path), f"--max-length={max_length}", *(["--base"] if base else [])]
-        return run_same_command(["embed", target, str(file), *options], num_processes)
-    done = embed(trained, texts, path, max_length=max_length, base_only=base)
+        given = ["-o", str(path), f"--max-length={max_length}", f"--precision={precision}"]
+        given += ["--base"] if base else []
+        return run_same_command(["embed", target, str(file), *given], num_processes)
+    done = embed(trained, texts, path, max_length=max_length, precision=precision, base_only=base)
     if done is not None:
         click.echo("\n".join(done.lines()))
     return 0

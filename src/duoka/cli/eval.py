@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from duoka.cli import options
+
 if TYPE_CHECKING:
     from duoka.config.foreign_task import AskedFile
     from duoka.config.schema import DataConfig
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Processes; default: one, or one per GPU.")
 @click.option("--base", is_flag=True, help="Measure the model as it was before training.")
 @click.option("--checkpoint", type=int, metavar="STEP", help="Measure the run as it was after this step.")
+@options.precision
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def command(
     target: str,
@@ -32,11 +35,13 @@ def command(
     nproc: int | None,
     base: bool,
     checkpoint: int | None,
+    precision: str,
     as_json: bool,
 ) -> int:
     """Measure a run on the data that it kept aside, or on any data.
 
-    The loss is the mean over all target tokens, each sample counted once, whatever the number of processes.
+    The loss is the mean over all target tokens, each sample counted once, whatever the number of processes. It is
+    computed as training here would compute it, unless --precision says otherwise.
     FILE is a config: its run, or what a LLaMA-Factory file predicts. With predict_with_generate the answers are written
     to its output_dir too.
     """
@@ -50,16 +55,17 @@ def command(
     quiet = as_json or (place is not None and (place.rank > 0 or parent_pid() is not None))
     speak = _silence if quiet else say
     trained, asked = find_target(target, overrides, "eval", checkpoint, speak)
-    read = _DataOf(trained, names, None if names else asked, speak)
+    read = _DataOf(trained, names, None if names else asked, precision, speak)
     if place is None:
         num_processes = _count_processes(nproc)
         if num_processes > 1:
             from duoka.cli.worlds import run_same_command
 
             read()  # once, before there are ranks that would wait for it
-            options = [*overrides, *(f"--data={name}" for name in names), *(["--base"] if base else [])]
-            options += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
-            return run_same_command(["eval", target, *options, *(["--json"] if as_json else [])], num_processes)
+            given = [*overrides, *(f"--data={name}" for name in names), *(["--base"] if base else [])]
+            given += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
+            given += [f"--precision={precision}", *(["--json"] if as_json else [])]
+            return run_same_command(["eval", target, *given], num_processes)
     if asked is not None and not names and asked.is_on("predict_with_generate"):
         return _predict(trained, asked, read, base, as_json)
     from duoka.serve.evaluate import evaluate
@@ -113,6 +119,7 @@ class _DataOf:
     trained: Trained
     names: tuple[str, ...]
     asked: AskedFile | None
+    precision: str
     speak: Callable[[str], None]
 
     @property
@@ -137,9 +144,10 @@ class _DataOf:
         from duoka.serve.evaluate import read_eval_data
 
         if self.asked is None:
-            return read_eval_data(self.trained, self.names, say=self.speak)
+            return read_eval_data(self.trained, self.names, precision=self.precision, say=self.speak)
         data = self.data
-        return read_eval_data(self.trained, [one.name for one in data.train], say=self.speak, asked=data)
+        names = [one.name for one in data.train]
+        return read_eval_data(self.trained, names, precision=self.precision, say=self.speak, asked=data)
 
 
 def _silence(text: str) -> None:

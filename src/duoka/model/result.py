@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from duoka.hub.base import write_base
 from duoka.hub.new_model import TOKENIZER_FILES
 from duoka.model.lora import save_adapter
 from duoka.runs.folder import apply_umask
@@ -33,6 +34,7 @@ def write_result(
     try:
         if hasattr(lm, "peft_config"):
             save_adapter(lm, draft, state)
+            write_base(base_folder, draft)
         else:
             _write_full(lm, lm.state_dict() if state is None else state, base_folder, draft)
         copy_tokenizer(tokenizer_folder or base_folder, draft, chat_template)

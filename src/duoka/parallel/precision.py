@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from duoka.model.dtypes import BY_PRECISION
+
+HALF = {name: BY_PRECISION[name] for name in ("bf16", "fp16")}
 
 
 @contextlib.contextmanager

@@ -55,12 +55,24 @@ def layout_lines(plan: Plan) -> list[str]:
     ]
     out = [f"layout   {layout.name}, {layout.precision}, recompute {layout.recompute}, micro-batch {layout.micro}"]
     out += [f"         auto: {key} -> {plan.reasons[key]}" for key, _ in rows if key in plan.reasons]
-    out.append(f"batch    {plan.batch.sentence()}")
+    out.append(f"batch    {plan.batch.sentence()}{_tokens_per_step(plan)}")
     if plan.steps is not None:
         out.append(f"steps    {plan.steps.sentence(plan.epochs)}")
     if plan.horizon is not None:
         out.append(f"tokens   {plan.horizon.sentence()}")
     return out
+
+
+def _tokens_per_step(plan: Plan) -> str:
+    """A batch of samples in tokens, as papers and guides give it."""
+    if plan.batch.global_batch.unit == "tokens":
+        return ""
+    tokens, lengths = round(plan.speed.tokens_per_step), plan.lengths
+    if lengths is None:
+        kind = "up to "  # rows as long as they may be
+    else:
+        kind = "" if tokens == plan.batch.global_batch.count * lengths.longest else "about "
+    return f"; {kind}{tokens:,} tokens per step"
 
 
 def static_lines(plan: Plan) -> list[str]:

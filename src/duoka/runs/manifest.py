@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`layout` and `world_size` say how it was written; any layout can read it. `data`: the samples' fingerprint."""
+    """`layout` and `world_size` say how it was written; any layout can read it. `data`: the samples' fingerprint.
+
+    `base`: which model training began with (hub/base.py); empty in checkpoints of older versions and of own loops.
+    """
 
     step: int
     layout: dict[str, Any]
@@ -45,6 +48,7 @@ class Manifest:
     data: str
     versions: dict[str, str]
     files: dict[str, FileRecord]
+    base: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
 

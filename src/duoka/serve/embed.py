@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duoka.errors import ConfigError, DataError
-from duoka.serve.load_run import Trained, load_chat_tokenizer, load_trained
+from duoka.serve.load_run import Trained, choose_dtype, load_chat_tokenizer, load_trained
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,21 +57,24 @@ def read_texts(path: Path) -> list[str]:
 
 
 def embed(
-    trained: Trained, texts: Sequence[str], target: Path, *, max_length: int, base_only: bool = False
+    trained: Trained,
+    texts: Sequence[str],
+    target: Path,
+    *,
+    max_length: int,
+    precision: str = "auto",
+    base_only: bool = False,
 ) -> Embedded | None:
     """Write `target` (.npy, float32) together with the other processes; the summary on rank 0, None on others."""
     import numpy as np
-    import torch
 
     from duoka.comm.world import end_world, start_world
     from duoka.config.schema import ParallelConfig
-    from duoka.plan.hardware import read_machine
 
     world = start_world(ParallelConfig())
     try:
         tokenizer = load_chat_tokenizer(trained)
-        half = torch.bfloat16 if read_machine().has_native_bf16 else torch.float32
-        lm = load_trained(trained, dtype=half, base_only=base_only).to(world.device)
+        lm = load_trained(trained, dtype=choose_dtype(precision), base_only=base_only).to(world.device)
         num_dims = int(lm.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
         if world.is_main:
             np.lib.format.open_memmap(target, mode="w+", dtype=np.float32, shape=(len(texts), num_dims)).flush()

@@ -72,10 +72,13 @@ class Evaluation:
         ]
 
 
-def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say, asked: DataConfig | None = None) -> EvalData:
+def read_eval_data(
+    trained: Trained, names: Sequence[str], *, precision: str = "auto", say: Say, asked: DataConfig | None = None
+) -> EvalData:
     """The named data sets, or without names the part that the run kept aside.
 
-    `asked` says how a file of another tool wants its sets read; then `names` is its list.
+    `asked` says how a file of another tool wants its sets read; then `names` is its list. `precision` is the type that
+    will compute; with auto, the run's.
     """
     from duoka.data.dataset_lengths import lengths_of
     from duoka.data.feed.stream_source import StreamSource
@@ -98,6 +101,8 @@ def read_eval_data(trained: Trained, names: Sequence[str], *, say: Say, asked: D
         )
     # How the run was spread over ranks says nothing about how it is measured.
     config = config.model_copy(update={"parallel": ParallelConfig(timeout=config.parallel.timeout)})
+    if precision != "auto":
+        config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
     prepared = prepare_data(config, trained.config_base, trained.base, say=say)
     pad_id = read_tokenizer(config, trained.config_base, trained.base).pad_id
     lengths = lengths_of(prepared, config)
@@ -144,10 +149,10 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
 
     from duoka.data.feed.loader import eval_batches
     from duoka.model.build import LossModel
+    from duoka.model.dtypes import BY_PRECISION
     from duoka.parallel.measure import measure_loss
 
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.precision]
-    lm = load_trained(trained, dtype=dtype, attention="duoka", base_only=base_only)
+    lm = load_trained(trained, dtype=BY_PRECISION[layout.precision], attention="duoka", base_only=base_only)
     batches = eval_batches(
         data.store, rank=world.rank, num_ranks=world.size, micro=layout.micro, packing=layout.packing,
         max_length=data.config.data.max_length, pad_id=data.pad_id,

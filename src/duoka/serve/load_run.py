@@ -17,6 +17,7 @@ from duoka.config.adapters import check_counted_once, read_adapter
 from duoka.config.load import load_config
 from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError, Faults
+from duoka.hub.base import other_base, read_base, read_identity, refuse_other_base
 from duoka.hub.models import find_model, model_folder
 from duoka.runs.folder import RunFolder, read_json
 
@@ -82,7 +83,9 @@ def find_trained(name: str, *, step: int | None = None, say: Say) -> Trained:
     if (folder / "adapter_config.json").is_file():
         facts = read_json(folder / "adapter_config.json") or {}
         base_name = str(facts.get("base_model_name_or_path") or "")
-        return Trained(name, model_folder(ModelConfig(name=base_name), folder, say), base_name, adapter=folder)
+        base = model_folder(ModelConfig(name=base_name), folder, say)
+        refuse_other_base(name, read_base(folder), base)
+        return Trained(name, base, base_name, adapter=folder)
     try:
         base = model_folder(ModelConfig(name=name), Path(), say)
         return Trained(name, base, str(base))
@@ -114,6 +117,8 @@ def _find_adapted(model: str, adapter: str, say: Say) -> Trained:
     below = find_trained(model, say=say)
     base = below.full or below.base
     if run is None:
+        if differs := other_base(read_base(Path(adapter)), base):
+            say(f"{adapter} was trained on another model than {model}, which the file names\n{differs}")
         return Trained(adapter, base, model, adapter=Path(adapter))
     found = find_trained(adapter, say=say)
     if not found.is_adapted:
@@ -137,14 +142,26 @@ def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Train
     base_name = find_model(config.model, loaded.base).hub_id or str(base)
     of_run: dict[str, Any] = {"run": run, "config": config, "config_base": loaded.base}
     if step is not None:
-        return Trained(name, base, base_name, checkpoint=_checkpoint_of(run, step), **of_run)
+        return _on_its_base(Trained(name, base, base_name, checkpoint=_checkpoint_of(run, step), **of_run))
     if (run.final / "adapter_config.json").is_file():
-        return Trained(name, base, base_name, adapter=run.final, **of_run)
+        return _on_its_base(Trained(name, base, base_name, adapter=run.final, **of_run))
     if (run.final / "config.json").is_file():
         return Trained(name, base, base_name, full=run.final, **of_run)
     newest = _newest_checkpoint(run, say)
     say(f"{run.path} is not finished: reading {newest.name}")
-    return Trained(name, base, base_name, checkpoint=newest, **of_run)
+    return _on_its_base(Trained(name, base, base_name, checkpoint=newest, **of_run))
+
+
+def _on_its_base(trained: Trained) -> Trained:
+    """Refuse a base that is no longer the one that these weights were trained beside."""
+    config = trained.config
+    if trained.adapter is not None:
+        refuse_other_base(trained.name, read_base(trained.adapter), trained.base)
+    elif trained.checkpoint is not None and config is not None and (config.lora or config.train_only):
+        from duoka.runs.manifest import read_manifest
+
+        refuse_other_base(trained.name, read_identity(read_manifest(trained.checkpoint).base), trained.base)
+    return trained
 
 
 def _checkpoint_of(run: RunFolder, step: int) -> Path:
@@ -235,16 +252,21 @@ def _load_checkpoint(
     return lm if config.lora else lm.to(dtype)
 
 
-def load_for_chat(trained: Trained, *, base_only: bool = False, device: torch.device | None = None) -> torch.nn.Module:
-    """The model on `device`, by default this machine's fastest, in the type that it computes natively."""
-    import torch
-
-    from duoka.comm.world import pick_device
-    from duoka.model.quantize import decode_fast
+def choose_dtype(precision: str = "auto") -> torch.dtype:
+    """The type that computes; auto: the one that this machine computes natively."""
+    from duoka.model.dtypes import BY_PRECISION
     from duoka.plan.hardware import read_machine
 
-    dtype = torch.bfloat16 if read_machine().has_native_bf16 else torch.float32
-    lm = load_trained(trained, dtype=dtype, base_only=base_only)
+    native = "bf16" if read_machine().has_native_bf16 else "fp32"
+    return BY_PRECISION[native if precision == "auto" else precision]
+
+
+def load_for_chat(trained: Trained, *, base_only: bool = False, device: torch.device | None = None) -> torch.nn.Module:
+    """The model on `device`, by default this machine's fastest, in the type that it computes natively."""
+    from duoka.comm.world import pick_device
+    from duoka.model.quantize import decode_fast
+
+    lm = load_trained(trained, dtype=choose_dtype(), base_only=base_only)
     decode_fast(lm)
     return lm.to(device or pick_device(0))
 

@@ -55,6 +55,7 @@ class Facts:
     config_text: str = ""
     data: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    base: dict[str, str] = field(default_factory=dict)  # which model training began with
 
 
 @dataclass(frozen=True)
@@ -314,10 +315,10 @@ class CheckpointStore:
         try:
             if not errors:
                 layout, size = self.layout.to_json(), self.world.size
-                write_manifest(
-                    draft,
-                    Manifest(target.step, layout, size, facts.config_hash, facts.data, facts.versions, files),
+                manifest = Manifest(
+                    target.step, layout, size, facts.config_hash, facts.data, facts.versions, files, facts.base
                 )
+                write_manifest(draft, manifest)
                 with make_way(final):
                     draft.rename(final)
                 sync_folder(final.parent)

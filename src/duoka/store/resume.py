@@ -26,6 +26,7 @@ from duoka.config.load import load_config
 from duoka.config.loaded import Loaded
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DuokaError, StorageError
+from duoka.hub.base import BaseIdentity, other_base, read_identity
 from duoka.plan.layout import Layout
 from duoka.runs.folder import RunFolder
 from duoka.runs.manifest import (
@@ -174,12 +175,12 @@ class Changes:
         return [*notes, *self.others]
 
 
-def check_changes(folder: Path, loaded: Loaded, data: str, layout: Layout, world: World) -> Changes:
-    """Compare the checkpoint's config, data and layout with this start's; raises on all ranks alike."""
+def check_changes(folder: Path, loaded: Loaded, data: str, base: Path, layout: Layout, world: World) -> Changes:
+    """Compare the checkpoint's config, data, base model and layout with this start's; raises on all ranks alike."""
     answer: Changes | DuokaError | None = None
     if world.is_main:
         try:
-            answer = _compare(folder, loaded.config, data, layout)
+            answer = _compare(folder, loaded.config, data, base, layout)
         except DuokaError as error:
             answer = error
     answer = world.agree(answer)
@@ -189,7 +190,7 @@ def check_changes(folder: Path, loaded: Loaded, data: str, layout: Layout, world
     return answer
 
 
-def _compare(folder: Path, new: RunConfig, data: str, layout: Layout) -> Changes:
+def _compare(folder: Path, new: RunConfig, data: str, base: Path, layout: Layout) -> Changes:
     manifest = read_manifest(folder)
     old = config_of(folder)
     refused = refused_changes(old, new)
@@ -211,7 +212,23 @@ def _compare(folder: Path, new: RunConfig, data: str, layout: Layout) -> Changes
     if manifest.data != data or changes_order(old, new):
         _refuse_within_epoch(folder, allowed)
     harmless = (*_layout_changes(manifest, layout), *harmless_changes(old, new))
-    return Changes(tuple(allowed), harmless, tuple(_changed_debts(old, new, manifest, layout)))
+    others = [*_check_base(folder, manifest, new, base), *_changed_debts(old, new, manifest, layout)]
+    return Changes(tuple(allowed), harmless, tuple(others))
+
+
+def _check_base(folder: Path, manifest: Manifest, config: RunConfig, base: Path) -> list[str]:
+    """Refuse another base model where results depend on it; a note where the checkpoint holds every weight itself."""
+    before = read_identity(manifest.base)
+    differs = other_base(before, base)
+    if not differs or before is None:
+        return []
+    if config.lora is None and config.train_only is None and before.config == BaseIdentity.of(base).config:
+        return [f"the weights in {base} have changed; this run goes on with its own, all of them in {folder.name}"]
+    raise ConfigError(
+        f"the base model is not what it was when {folder.name} was written, and the frozen weights come from it",
+        where=differs,
+        fix=f"bring that model back to its place, or start anew:   output={folder.parent.parent}-2",
+    )
 
 
 def config_of(folder: Path) -> RunConfig:

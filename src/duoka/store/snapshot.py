@@ -27,15 +27,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from duoka.comm.world import World
+from duoka.model.dtypes import SAFETENSORS
 from duoka.runs.manifest import FileRecord
 
 PAGE_BYTES = 4096  # what writing past the page cache wants addresses, offsets and lengths to be multiples of
 CHUNK_BYTES = 8 * 2**20  # what the C library takes from its heap, where passes have left as much room
 _CUT_BYTES = 4 * 2**20  # large enough for memcpy to write past the caches, small enough to share out
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -92,7 +89,7 @@ def _header(items: list[WriteItem], starts: list[int], sizes: list[int]) -> byte
         chunk = item.tensor_data.chunk
         name = item.index.fqn
         entries[name] = {
-            "dtype": _DTYPES[_dtype(item)], "shape": list(chunk.sizes), "data_offsets": [start, start + size],
+            "dtype": SAFETENSORS[_dtype(item)], "shape": list(chunk.sizes), "data_offsets": [start, start + size],
         }  # fmt: skip
         offsets[name] = {"saved_offsets": list(chunk.offsets)}
     notes = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"}

@@ -7,7 +7,7 @@ of a run is made anywhere else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from duoka.data.build_feed import Feed, build_feed, data_order
 from duoka.data.dataset_lengths import lengths_of
 from duoka.data.prepare import PreparedData, read_tokenizer
 from duoka.data.tokens.tokenizer import ChatTokenizer
-from duoka.hub.models import model_fingerprint
+from duoka.hub.adapter_files import note_other_bases
+from duoka.hub.base import BaseIdentity, model_fingerprint
 from duoka.model.adapters import Earlier
 from duoka.model.build import LossModel, find_core, load_model
+from duoka.model.dtypes import BY_PRECISION
 from duoka.model.loss import Goal
 from duoka.model.quantize import Packing
 from duoka.model.shards import build_without_memory
@@ -187,8 +189,10 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, notes: list
         raise refusal
     plan = keep_choices(plan, inputs.config, found, world.agree(read_shortage(inputs.run)))
     notes += plan.warnings
+    notes += note_other_bases(inputs.config.lora, inputs.loaded.base, inputs.folder)
     if found is not None:
-        notes += check_changes(found, inputs.loaded, data_order(inputs.prepared), plan.layout, world).notes()
+        data = data_order(inputs.prepared)
+        notes += check_changes(found, inputs.loaded, data, inputs.folder, plan.layout, world).notes()
     if world.is_main:
         drafts = clean_drafts(inputs.run.checkpoints)
         notes += [f"removed {name}, which a killed process left half-written" for name in drafts]
@@ -200,9 +204,8 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh) -> tuple[Engine, dict[s
     config = inputs.config
     seed_everything(config.train.seed)
     # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
-    frozen_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.layout.precision]
     options: dict[str, Any] = {
-        "dtype": frozen_type if config.lora else torch.float32,
+        "dtype": BY_PRECISION[plan.layout.precision] if config.lora else torch.float32,
         "lora": config.lora,
         "train_only": config.train_only,
         "seed": config.train.seed,
@@ -235,7 +238,8 @@ def _build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[s
 
 def _open_store(inputs: Inputs, plan: Plan, world: World) -> CheckpointStore:
     config, data = inputs.config, data_order(inputs.prepared)
-    facts = Facts(config_hash(config), resolved_yaml(inputs.loaded), data, library_versions())
+    base = asdict(BaseIdentity.of(inputs.folder))
+    facts = Facts(config_hash(config), resolved_yaml(inputs.loaded), data, library_versions(), base)
     return CheckpointStore(
         inputs.run.checkpoints, world, plan.layout, facts, asynchronous=config.checkpoint.is_async
     )  # fmt: skip
