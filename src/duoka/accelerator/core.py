@@ -36,6 +36,7 @@ from duoka.optim.clip import clip_gradients
 from duoka.optim.host import local_part
 from duoka.parallel.mesh import build_mesh
 from duoka.parallel.precision import build_numerics, compute_in
+from duoka.torch_private import found_inf
 
 
 class Accelerator(Saving, Tracking, Roles):
@@ -290,7 +291,7 @@ class Accelerator(Saving, Tracking, Roles):
             answer = optimizer.inner.step(closure) if closure is not None else optimizer.inner.step()
         else:
             optimizer.unscale(self.numerics)
-            overflows = scaler._found_inf_per_device(optimizer.inner).values()
+            overflows = found_inf(scaler, optimizer.inner)
             self.optimizer_step_was_skipped = optimizer.was_skipped = any(one.item() for one in overflows)
             answer = scaler.step(optimizer.inner)
             self._scale_is_due = True

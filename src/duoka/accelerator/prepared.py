@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from duoka.parallel.engine import Engine
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.precision import Numerics, compute_in
 from duoka.plan.layout import Layout
+from duoka.torch_private import plain_call, set_call
 
 
 @dataclass
@@ -83,7 +83,7 @@ class PreparedModel:
 
 
 class CallIn:
-    """How a prepared model is called: in its precision, answers in fp32. Bound to the model as its `_call_impl`."""
+    """How a prepared model is called: in its precision, answers in fp32."""
 
     def __init__(self, precision: str, device: torch.device, is_sharded: bool, notice: Callable[[], None]) -> None:
         self.precision = precision
@@ -98,7 +98,7 @@ class CallIn:
         # Weights gathered in inference mode would be of no use to a later backward pass: torch.no_grad does as well.
         leave = torch.inference_mode(False) if self.is_sharded and torch.is_inference_mode_enabled() else plain
         with leave, torch.no_grad() if leave is not plain else plain, compute_in(self.precision, self.device):
-            answer = type(model)._call_impl(model, *args, **kwargs)
+            answer = plain_call(model, *args, **kwargs)
         return answer if self.precision == "fp32" else map_tensors(answer, _in_fp32)
 
 
@@ -123,7 +123,7 @@ def prepare_model(model: torch.nn.Module, layout: Layout, parallel: ParallelConf
 
     call = CallIn(layout.precision, device, layout.is_sharded, notice)
     # On the instance: FSDP gathers weights inside of this call, DDP around it. A bound method is copied rightly.
-    engine.bare._call_impl = types.MethodType(call, engine.bare)  # type: ignore[method-assign]
+    set_call(engine.bare, call)
     now = dict(named_part(model).named_parameters())
     prepared.originals = [old for name, old in before.items() if now[name] is not old]
     prepared.replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}

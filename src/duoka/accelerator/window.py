@@ -15,6 +15,7 @@ import torch
 from duoka.accelerator.loaders import Current, PreparedLoader
 from duoka.comm.world import World
 from duoka.optim.host import local_part
+from duoka.torch_private import foreach_mul_
 
 
 @dataclass
@@ -135,4 +136,4 @@ def scale_all(grads: Iterable[torch.Tensor], factor: Any) -> None:
     if local:
         wide = torch.float64 if local[0].dtype == torch.float64 else torch.float32
         number = factor.to(local[0].device, wide) if isinstance(factor, torch.Tensor) else factor
-        torch._foreach_mul_(local, number)
+        foreach_mul_(local, number)

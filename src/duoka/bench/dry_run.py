@@ -17,10 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from duoka.comm.ledger import LEDGER, Traffic
 from duoka.comm.world import World
@@ -37,6 +33,7 @@ from duoka.parallel.engine import Engine
 from duoka.parallel.mesh import build_mesh
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
+from duoka.torch_private import FakeTensorMode, TorchDispatchMode, fake_store, innermost, tree_map_only
 
 # With prefetching and recompute, 2 layers are not yet a steady state; from 4 on everything is a straight line.
 PROBED_LAYERS = (4, 8)
@@ -215,12 +212,10 @@ def _model_config(facts: dict[str, Any]) -> Any:
 @contextlib.contextmanager
 def _fake_world(layout: Layout) -> Iterator[World]:
     """Rank 0 of the layout's world; its collectives return at once and carry nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own, and there is one already")
     size = layout.dp if layout.is_sharded else 1
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=size, store=fake_store())
     try:
         yield World(rank=0, size=size, local_size=min(8, size), backend="fake")
     finally:
@@ -249,9 +244,7 @@ class StoragePeak(TorchDispatchMode):
         return peak
 
     def _add(self, tensor: torch.Tensor) -> None:
-        local: Any = tensor
-        while isinstance(local, DTensor) or hasattr(local, "_local_tensor"):
-            local = local._local_tensor
+        local = innermost(tensor)
         if local.device.type == "meta":
             return
         storage = local.untyped_storage()

@@ -8,6 +8,7 @@ import torch
 
 from duoka.optim.host import local_part
 from duoka.optim.spread import Groups, Spread, add_over, device_type, spread_of
+from duoka.torch_private import foreach_mul_, foreach_norm
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, spread: Spread = spread_of) -> torch.Tensor:
@@ -21,7 +22,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, sprea
     if limit > 0 and grads:
         # As torch.nn.utils.clip_grads_with_norm_, on each rank's own part: the norm is a plain number everywhere.
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
+        foreach_mul_(grads, factor.to(grads[0].device))
     return norm
 
 
@@ -39,6 +40,6 @@ def global_norm(parameters: list[torch.nn.Parameter], spread: Spread = spread_of
         return torch.nn.utils.get_total_norm(whole)
     total = torch.nn.utils.get_total_norm(whole).square() if whole else torch.zeros(())
     for groups, local in parts.items():
-        square = torch.stack(torch._foreach_norm(local)).square().sum() if local else torch.zeros(())
+        square = torch.stack(foreach_norm(local)).square().sum() if local else torch.zeros(())
         total = total.to(kind) + add_over(square, groups, kind)
     return total.sqrt()

@@ -12,6 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from duoka.torch_private import like_sharded
+
 HOST = torch.device("cpu")
 
 
@@ -48,8 +50,7 @@ def host_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """AdamW's state before its first step, in host memory, sharded as the parameter is."""
     moments = [torch.zeros_like(local_part(parameter), device=HOST) for _ in range(2)]
     if isinstance(parameter, DTensor):
-        # As FSDP2 makes its own offloaded shards: from_local would move them to the mesh's device.
-        moments = [DTensor(moment, parameter._spec, requires_grad=False) for moment in moments]  # type: ignore[call-arg]
+        moments = [like_sharded(parameter, moment) for moment in moments]
     return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
 

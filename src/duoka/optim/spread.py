@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from duoka.comm.collectives import all_reduce
 from duoka.optim.host import local_part
+from duoka.torch_private import foreach_norm
 
 Groups = tuple[dist.ProcessGroup, ...]
 Spread = Callable[[torch.Tensor], Groups]
@@ -46,7 +47,7 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         by_groups.setdefault(spread_of(tensor), []).append(place)
     for groups, places in by_groups.items():
         local = [local_part(tensors[place]) for place in places]
-        own = torch.stack(torch._foreach_norm(local)).float().square()
+        own = torch.stack(foreach_norm(local)).float().square()
         squares = squares.to(own.device)
         squares[places] = add_over(own, groups, device_type([tensors[places[0]]])).to(own.device)
     return squares.sqrt()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from duoka.comm.collectives import start_all_reduce
@@ -26,6 +25,7 @@ from duoka.parallel.out_of_memory import Shortage, smallest_batch
 from duoka.parallel.powersgd import PowerSGD
 from duoka.parallel.precision import HALF, compute_in
 from duoka.runs.heart import Heart
+from duoka.torch_private import NormBase
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Ddp(Engine):
                 static_graph=parallel.static_graph,
                 bucket_cap_mb=parallel.bucket_mb,
                 # Only statistics gathered in training differ between ranks; tables of a model never do.
-                broadcast_buffers=any(isinstance(m, _NormBase) and m.track_running_stats for m in bare.modules()),
+                broadcast_buffers=any(isinstance(m, NormBase) and m.track_running_stats for m in bare.modules()),
             )
         super().__init__(spec, self.replica)
         self.power: PowerSGD | None = None

@@ -33,6 +33,7 @@ from duoka.parallel.objective import Objective, mean_loss, no_loss
 from duoka.parallel.out_of_memory import Shortage, describe_shortage, is_out_of_memory
 from duoka.parallel.precision import build_numerics, compute_in
 from duoka.plan.layout import Layout
+from duoka.torch_private import found_inf
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class Engine:
         scaler = self.numerics.scaler
         if overflowed and scaler.is_enabled():
             # The scaler knows this rank's gradients only.
-            for found in scaler._found_inf_per_device(optimizer).values():
+            for found in found_inf(scaler, optimizer):
                 found.fill_(1.0)
         scaler.step(optimizer)
         scaler.update()

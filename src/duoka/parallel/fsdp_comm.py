@@ -17,13 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from duoka.comm.collectives import bytes_of, is_gloo, reduce_scatter, start_all_gather
 from duoka.comm.ledger import LEDGER
 from duoka.plan.layout import Layout
 from duoka.runs.heart import Heart
+from duoka.torch_private import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 
 
 @dataclass

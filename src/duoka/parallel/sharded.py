@@ -22,7 +22,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
@@ -40,6 +39,7 @@ from duoka.parallel.objective import Objective
 from duoka.parallel.out_of_memory import Shortage
 from duoka.parallel.precision import HALF
 from duoka.plan.layout import Layout
+from duoka.torch_private import compute_local_shape_and_global_offset
 
 
 class Sharded(Engine):

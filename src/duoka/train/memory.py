@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from duoka.parallel.engine import Engine
 from duoka.plan.layout import Layout
+from duoka.torch_private import StorageWeakRef, TorchDispatchMode, gradients_not_exchanged, living_bytes, storage_key
 from duoka.train.moments import Concern, StepEnd
 from duoka.train.record import Recorder
 from duoka.units import format_bytes
@@ -62,18 +61,18 @@ class _Births(TorchDispatchMode):
             if type(tensor) is torch.Tensor:
                 storage = tensor.untyped_storage()
                 # A dead storage's address may be given out again.
-                known = self.seen.get(storage._cdata)
+                known = self.seen.get(storage_key(storage))
                 if known is None or known.expired():
-                    self.seen[storage._cdata] = StorageWeakRef(storage)
+                    self.seen[storage_key(storage)] = StorageWeakRef(storage)
         return answer
 
     def alive(self) -> dict[int, int]:
         """Bytes by storage, of those that somebody still holds."""
         out = {}
         for key, reference in self.seen.items():
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is not None:
-                out[key] = storage.nbytes()
+            size = living_bytes(reference)
+            if size is not None:
+                out[key] = size
         return out
 
 
@@ -174,11 +173,7 @@ class MemoryWatch(Concern):
                 yield parameter.grad
         for module in self._engine.bare.modules():
             if isinstance(module, FSDPModule):
-                # Where half-precision gradients add up in fp32 until they are exchanged; nothing public shows it.
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    for one in group.fsdp_params:
-                        if one.unsharded_accumulated_grad is not None:
-                            yield one.unsharded_accumulated_grad
+                yield from gradients_not_exchanged(module)
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
@@ -188,7 +183,7 @@ def _storages(tensors: Iterable[Any]) -> dict[int, int]:
         if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            found[storage_key(storage)] = storage.nbytes()
     return found
 
 

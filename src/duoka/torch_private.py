@@ -1,0 +1,104 @@
+"""Everything that duoka uses of torch and that torch does not promise to keep. Nothing else reaches behind its API.
+
+tests/unit/test_torch_private.py tries each of these on the installed torch, so that another version says here what it
+lacks, and pyproject.toml admits no version that was not tried.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+__all__ = [
+    "AllGather",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "FakeTensorMode",
+    "NormBase",
+    "ReduceScatter",
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "compute_local_shape_and_global_offset",
+    "fake_store",
+    "foreach_mul_",
+    "foreach_norm",
+    "found_inf",
+    "gradients_not_exchanged",
+    "innermost",
+    "like_sharded",
+    "living_bytes",
+    "plain_call",
+    "set_call",
+    "storage_key",
+    "tree_map_only",
+]
+
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+
+
+def like_sharded(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """This rank's part of a tensor that is sharded as `parameter` is; from_local would move it to the mesh's device."""
+    return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """By device, 1.0 where the scaler saw gradients of this rank that are not finite; written to, it believes it."""
+    return list(scaler._found_inf_per_device(optimizer).values())
+
+
+def gradients_not_exchanged(module: FSDPModule) -> Iterator[torch.Tensor]:
+    """Where FSDP adds up half-precision gradients in fp32 until they are exchanged."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for one in group.fsdp_params:
+            if one.unsharded_accumulated_grad is not None:
+                yield one.unsharded_accumulated_grad
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Which memory it is: equal for tensors that share it."""
+    return int(storage._cdata)
+
+
+def living_bytes(reference: StorageWeakRef) -> int | None:
+    """The size of a storage that somebody still holds."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return None if storage is None else int(storage.nbytes())
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """What holds the memory of a wrapper such as DTensor; to_local would be seen by dispatch modes."""
+    inner: Any = tensor
+    while hasattr(inner, "_local_tensor"):
+        inner = inner._local_tensor
+    return inner
+
+
+def plain_call(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The call of a module, with its hooks, as its class defines it."""
+    return type(model)._call_impl(model, *args, **kwargs)
+
+
+def set_call(model: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Have `call(model, ...)` take the place of this one module's call; a bound method is copied rightly."""
+    model._call_impl = types.MethodType(call, model)  # type: ignore[method-assign]
+
+
+def fake_store() -> Any:
+    """The store of a process group "fake", whose collectives return at once and carry nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
