@@ -97,6 +97,14 @@ def _find_varlen() -> Any:
     return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(known) else None
 
 
+def kernel_packets() -> tuple[Any, ...]:
+    """The operators that the kernel shows to whoever watches a pass; none where this torch has no such kernel."""
+    if _find_varlen() is None:
+        return ()
+    packet = getattr(torch.ops.torch_attn, "_varlen_attn", None)
+    return () if packet is None else (packet,)
+
+
 def _has_kernel_for(query: torch.Tensor, dropout: float, softcap: float | None) -> bool:
     if not query.is_cuda or query.shape[0] != 1 or dropout or softcap is not None or _find_varlen() is None:
         return False
