@@ -1,4 +1,4 @@
-"""The final folder is written by all ranks, each its own part: the same files as one process writes, nothing gathered."""
+"""The final folder is written by all ranks, each its own part: the files that one process writes, nothing gathered."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ def write_all(folder, models, strategies, split):
     for model in models:
         for strategy in strategies:
             overrides = [f"model={folder / model}", f"parallel.strategy={strategy}"]
-            overrides += ["parallel.replicas=2"] if strategy == "hsdp" else []
+            overrides += ["parallel.shard_ranks=2"] if strategy == "hsdp" else []
             loaded = load_config(folder / "run.yaml", overrides)
             run = RunFolder(folder / f"{model}-{strategy}-{os.environ['WORLD_SIZE']}")
             run.make()

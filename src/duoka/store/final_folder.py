@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from duoka.comm.world import World, close_side_world, open_side_world
-from duoka.errors import DuokaError, StorageError
+from duoka.errors import StorageError
 from duoka.model.result import base_dtype, copy_tokenizer, name_dtype, put_in_place, write_result
 from duoka.parallel.gather import gather_state
 from duoka.parallel.mesh import Mesh
@@ -102,25 +102,24 @@ def _write_final(
             if told is not None:
                 copy_tokenizer(told.tokenizer, Path(draft.folder), told.chat_template)
                 put_in_place(Path(draft.folder), final)
+                for left in final.parent.glob(f".{final.name}.*"):  # by a process that was killed in here
+                    shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _shared_fault(side: World, final: Path) -> Iterator[None]:
-    """What went wrong on one rank ends all of them here: none waits for one that has left."""
-    fault: Exception | None = None
+    """What one rank's disk refuses ends all of them here: none waits for one that has left."""
+    fault: OSError | None = None
     try:
         yield
-    except Exception as error:
+    except OSError as error:
         fault = error
-    told = None if fault is None else str(getattr(fault, "strerror", None) or fault)
-    told_by_all = side.gather(told)
-    if isinstance(fault, DuokaError) or (fault is not None and not isinstance(fault, OSError)):
-        raise fault
-    reasons = list(dict.fromkeys(one for one in told_by_all if one is not None))
+    told = side.gather(None if fault is None else fault.strerror or str(fault))
+    reasons = list(dict.fromkeys(one for one in told if one is not None))
     if reasons:
         raise StorageError(
             f"the result could not be written to {final}: {'; '.join(reasons)}",
-            where="the last checkpoint is whole, and nothing that was there before was changed",
+            where="the last checkpoint is whole, and a result that was there before is unchanged",
             fix="free some space there, then start the same command again: it trains no step anew",
         ) from fault
 
@@ -144,7 +143,8 @@ def _begin(lm: torch.nn.Module, mesh: Mesh, base: Path, final: Path) -> _Draft |
     draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
     try:
         files = _plan_files(lm, draft, state)
-        if any(id(tensor) not in name_of for tensors, _ in files.values() for tensor in tensors.values()):
+        planned = [tensor for tensors, _ in files.values() for tensor in tensors.values()]
+        if not planned or any(id(tensor) not in name_of for tensor in planned):
             shutil.rmtree(draft)
             return None
         name_dtype(draft, dtype)
@@ -154,9 +154,8 @@ def _begin(lm: torch.nn.Module, mesh: Mesh, base: Path, final: Path) -> _Draft |
             with (draft / file).open("wb") as out:
                 out.write(header)
                 out.truncate(size)
-            slots |= {
-                name_of[id(tensors[name])]: _Slot(file, start, tensors[name].dtype) for name, start in starts.items()
-            }
+            for name, start in starts.items():
+                slots[name_of[id(tensors[name])]] = _Slot(file, start, tensors[name].dtype)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
