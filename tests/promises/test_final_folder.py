@@ -13,7 +13,7 @@ from duoka.errors import StorageError
 
 SPLIT = "100KB"  # several files for a model of 0.7 MB
 LAYOUTS = {
-    1: ["single", "fsdp"],
+    1: ["fsdp", "single"],  # the group that one needs does no harm to the other
     2: ["ddp", "fsdp", "zero2"],
     4: ["fsdp", "ddp", "hsdp"],
 }
