@@ -8,7 +8,8 @@ import torch
 from tiny import write_conversations, write_tiny_model
 from worlds import free_port, run_world
 
-from duoka.comm.world import check_same_everywhere, checksum, end_world, start_world
+from duoka.comm.checksum import checksum
+from duoka.comm.world import check_same_everywhere, end_world, start_world
 from duoka.config.load import load_config
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError, DuokaError, WorkerFailed
@@ -118,8 +119,8 @@ def flip_one_weight(yaml, folder):
     check_replicas(contents, world)
     name = "model.layers.2.mlp.up_proj.weight"
     if world.rank == 1:
-        with torch.no_grad():
-            contents.engine.named_trainable()[name][3, 4] += 1e-3
+        weight = contents.engine.named_trainable()[name].detach()
+        weight.view(torch.int32)[3, 4] ^= 1  # the lowest bit of one weight
     expect(WorkerFailed, ["replicas differ", "rank 1", name], lambda: check_replicas(contents, world))
     end_world(world)
 
@@ -139,6 +140,51 @@ def test_the_checksum_sees_every_bit_and_every_name():
     seen.add(checksum({"c": tensors["a"], "b": tensors["b"]}))
     seen.add(checksum({"a": tensors["a"].to(torch.bfloat16), "b": tensors["b"]}))
     assert len(seen) == 5
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_checksum_sees_one_flipped_bit_and_two_swapped_elements(dtype, monkeypatch):
+    import duoka.comm.checksum as room
+
+    monkeypatch.setattr(room, "_CHUNK", 16)  # places in several chunks
+    torch.manual_seed(0)
+    bits = torch.randint(0, 2 if dtype is torch.bool else 256, (41 * dtype.itemsize,), dtype=torch.uint8)
+    tensor = bits.view(dtype)
+
+    def number():
+        return checksum({"a": tensor})
+
+    whole, flipped = number(), set()
+    for place in range(len(bits)):
+        for bit in range(1 if dtype is torch.bool else 8):
+            bits[place] ^= 1 << bit
+            flipped.add(number())
+            bits[place] ^= 1 << bit
+    assert whole not in flipped
+    for one in range(0, 41, 5):
+        for other in range(one + 1, 41):
+            if not torch.equal(tensor[one : one + 1], tensor[other : other + 1]):
+                order = list(range(41))
+                order[one], order[other] = other, one
+                assert checksum({"a": tensor[order]}) != whole, f"{one} and {other} changed places"
+    assert number() == whole
+
+
+def test_the_checksum_compares_bits_and_takes_any_layout(monkeypatch):
+    zeros = torch.zeros(4)
+    signed = torch.tensor([0.0, -0.0, 0.0, 0.0])
+    assert torch.equal(zeros, signed)
+    swapped = signed[[1, 0, 2, 3]]
+    assert len({checksum({"a": one}) for one in (zeros, signed, swapped)}) == 3
+    nan = torch.full((3,), float("nan"))
+    assert checksum({"a": nan}) == checksum({"a": nan.clone()})
+    grid = torch.randn(6, 5)
+    assert checksum({"a": grid.t()}) == checksum({"a": grid.t().contiguous()})
+    assert checksum({"a": grid[1:][:, 2]}) == checksum({"a": grid[1:, 2].clone()})
+    assert checksum({"a": torch.randn(5)[1:1]}) == checksum({"a": torch.empty(0)})
 
 
 ENVIRONMENTS = {

@@ -116,3 +116,28 @@ def test_one_launch_for_all_documents_is_asked_for_the_same(monkeypatch, window)
     ours, _ = attend(torch.nn.Module(), *inputs, None, **options)
     assert ours.shape == want.shape
     assert torch.allclose(ours, want, atol=1e-6)
+
+
+def test_documents_are_measured_once_per_micro_batch(tiny_model, monkeypatch):
+    """Not in every layer, where a GPU would be asked and waited for."""
+    import duoka.model.attention as room
+    from duoka.data.feed.loader import Batch
+    from duoka.parallel.inputs import model_inputs
+
+    given = []
+
+    def kernel(query, key, value, documents, *how):
+        given.append(documents)
+        return torch.zeros_like(query).transpose(1, 2)
+
+    monkeypatch.setattr(room, "_has_kernel_for", lambda *_: True)
+    monkeypatch.setattr(room, "_attend_all_documents", kernel)
+    model, docs = LossModel(load_model(tiny_model, dtype=torch.float32)), documents(256)
+    batch = packed(docs)
+    micro = Batch(**batch, attention_mask=None, num_targets=1, num_tokens=1, num_samples=1)
+    inputs = model_inputs(micro, torch.device("cpu"))
+    model(**inputs)
+    assert len(given) == model.lm.config.num_hidden_layers > 1
+    assert all(one is inputs["boundaries"] for one in given)
+    assert (given[0].lengths, given[0].longest) == (LENGTHS, 96)
+    assert torch.equal(given[0].edges, batch["boundaries"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_loader import MAX_LENGTH, PAD, loader_of, pairs_learned, store_of
 
+from duoka.data.feed.ahead import Walk, prefetched
 from duoka.data.feed.epoch_plan import EpochPlan
-from duoka.data.feed.loader import IGNORED, GlobalBatch, Loader
+from duoka.data.feed.loader import IGNORED, GlobalBatch, Loader, Place
 from duoka.data.feed.map_loader import ExactLoader, ExactStream
-from duoka.data.feed.prefetch import EpochLoader, prefetched
+from duoka.data.feed.prefetch import EpochLoader
 from duoka.data.feed.text_rows import TextRows
 from duoka.data.tokens.template import Sample
 from duoka.data.tokens.token_store import TokenPart, TokenStore, pack_arrays, write_part
@@ -45,7 +47,7 @@ def test_state_in_the_middle_of_an_epoch_goes_on_at_another_world_size(store: To
     walk = iter(first)
     seen = places(itertools.islice(walk, 3))
     state = first.state_dict()
-    walk.close()  # type: ignore[attr-defined]
+    walk.close()
     assert state["index"] == 3, "what was built ahead but not handed over is still to come"
     second = EpochLoader(loader_of(store, 2, 3), prefetch=prefetch)
     second.load_state_dict(state)
@@ -84,7 +86,7 @@ def test_prefetching_ends_its_thread_and_passes_errors_on() -> None:
     before = threading.active_count()
     walk = prefetched(itertools.count(), 2)
     assert [next(walk) for _ in range(3)] == [0, 1, 2]
-    walk.close()  # type: ignore[attr-defined]
+    walk.close()
     assert threading.active_count() == before
 
     def broken() -> Iterator[int]:
@@ -93,6 +95,64 @@ def test_prefetching_ends_its_thread_and_passes_errors_on() -> None:
 
     with pytest.raises(ValueError, match="from the data"):
         list(prefetched(broken(), 2))
+    assert threading.active_count() == before
+
+
+def _ids(batches: list[GlobalBatch]) -> list[list[list[int]]]:
+    return [[micro.input_ids.flatten().tolist() for micro in batch.micro_batches] for batch in batches]
+
+
+def test_a_runs_walk_is_built_ahead_in_the_same_order_from_any_place(store: TokenStore) -> None:
+    before = threading.active_count()
+    loader = loader_of(store, 1, 2)
+    built: list[tuple[int, int]] = []
+    global_batch = loader.global_batch
+    loader.global_batch = lambda *at: (built.append(at), global_batch(*at))[1]  # type: ignore[method-assign]
+    every = list(loader.from_cursor(0, 0, 2.0))
+    built.clear()
+    with Walk[Place, GlobalBatch](lambda place: loader.batches(place, 2.0)) as walk:
+        walk.go_to(Place())
+        seen = [next(walk), next(walk)]
+        while len(built) < 3:  # the thread's work; a time limit ends this where nothing is built ahead
+            time.sleep(0.001)
+        walk.go_to(seen[0].after)  # back, as a rollback goes: what was built ahead is not handed over
+        again = [next(walk), next(walk)]
+        assert threading.active_count() == before + 1
+    assert _ids(seen) == _ids(every[:2])
+    assert _ids(again) == _ids(every[1:3])
+    assert threading.active_count() == before, "the thread outlives its walk"
+    assert _ids(list(loader.batches(every[3].after, 2.0))) == _ids(every[4:])
+
+
+def test_what_lies_ahead_is_cut_anew_after_memory_was_short(store: TokenStore) -> None:
+    loader, small = loader_of(store), loader_of(store, micro=Amount(MAX_LENGTH, "tokens"))
+    walk = loader.batches(Place(), 1.0)
+    first, expected = next(walk), list(small.from_cursor(0, 0, 1.0))
+    loader.micro = small.micro
+    rest = list(walk)
+    assert _ids([first]) != _ids(expected[:1]), "both sizes cut alike: this test shows nothing"
+    assert _ids(rest) == _ids(expected[1:])
+
+
+def test_a_fault_of_the_data_reaches_the_loop_as_itself_and_ends_the_thread(store: TokenStore) -> None:
+    before, loader = threading.active_count(), loader_of(store)
+    fault = OSError("the disk is gone")
+    global_batch = loader.global_batch
+
+    def broken(epoch: int, index: int) -> GlobalBatch:
+        if index == 2:
+            raise fault
+        return global_batch(epoch, index)
+
+    loader.global_batch = broken  # type: ignore[method-assign]
+    with (
+        pytest.raises(OSError, match="the disk is gone") as caught,
+        Walk[Place, GlobalBatch](lambda place: loader.batches(place, 1.0)) as walk,
+    ):
+        walk.go_to(Place())
+        assert [next(walk).index, next(walk).index] == [0, 1]
+        next(walk)
+    assert caught.value is fault
     assert threading.active_count() == before
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka.data.feed.epoch_plan import EpochPlan, cost_of, row_cost, share_batch, share_rows, shuffled
+from duoka.data.feed.epoch_plan import EpochPlan, _fill_bins, cost_of, row_cost, share_batch, share_rows, shuffled
 from duoka.units import Amount
 
 MAX_LENGTH = 512
@@ -183,6 +183,48 @@ def test_packed_micro_batches_are_nearly_full() -> None:
     (share,) = share_batch(np.arange(512), lengths, 1, Amount(4096, "tokens"), packing=True, max_length=2048)
     fewest = -(-int(lengths.sum()) // 4096)
     assert len(share) <= fewest + 1
+
+
+class CountedLength(int):
+    """A length that counts how often it is held against what room there is."""
+
+    comparisons = 0
+
+    def __gt__(self, room: int) -> bool:
+        CountedLength.comparisons += 1
+        return int(self) > int(room)
+
+    def __le__(self, room: int) -> bool:
+        return not self > room
+
+
+def _comparisons_of_packing(count: int) -> int:
+    lengths = np.sort(np.random.default_rng(7).integers(1, 1 << 20, count))[::-1]
+    CountedLength.comparisons = 0
+    _fill_bins([(place, CountedLength(length)) for place, length in enumerate(lengths.tolist())], 1 << 20)
+    return CountedLength.comparisons
+
+
+def test_packing_compares_n_log_n_lengths() -> None:
+    few, many = _comparisons_of_packing(1 << 9), _comparisons_of_packing(1 << 13)
+    assert few >= 1 << 9, "nothing was counted"
+    assert many <= 16 * few * 13 / 9 * 1.5, f"{few} comparisons for 512 samples, {many} for 16 times as many"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=80), st.integers(10, 40))
+def test_each_sample_goes_to_the_first_of_the_fullest_bins_with_room(lengths: list[int], size: int) -> None:
+    """Best fit as its definition says it, looking at every bin; samples longer than a bin get one of their own."""
+    pairs = list(enumerate(sorted(lengths, reverse=True)))
+    bins: list[list[tuple[int, int]]] = []
+    for pair in pairs:
+        free = [(size - sum(length for _, length in one), place) for place, one in enumerate(bins)]
+        fitting = sorted(one for one in free if one[0] >= pair[1])
+        if fitting:
+            bins[fitting[0][1]].append(pair)
+        else:
+            bins.append([pair])
+    assert _fill_bins(pairs, size) == bins
 
 
 def test_a_sample_longer_than_max_length_is_a_bug_of_ours() -> None:

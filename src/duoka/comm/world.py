@@ -7,7 +7,6 @@ code, config or data differ are named before the first step. Everyone else asks 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import socket
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from duoka.comm.collectives import all_reduce
 from duoka.config.schema import ParallelConfig
@@ -268,14 +266,3 @@ def check_same_everywhere(world: World, facts: Mapping[str, str]) -> None:
             where="\n".join(shown if len(where) == 1 else f"{name}: {shown}" for name, shown in where),
             fix="make the machines alike and start again",
         )
-
-
-def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
-    """One digest over names, shapes and bits of tensors; of sharded ones, this rank's part."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in tensors.items():
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        # Through a byte view: NumPy has no bf16.
-        digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Protocol
 
 from duoka.config.schema import RunConfig
@@ -31,8 +31,11 @@ class Feed(Protocol):
         """Samples, or rows, of the steps [start, end) counted from the first epoch."""
         ...
 
-    def batches(self, place: Place, num_epochs: float) -> Iterator[GlobalBatch]:
-        """Global batches from a place on. All ranks walk together: streams exchange a few numbers at each."""
+    def batches(self, place: Place, num_epochs: float) -> Generator[GlobalBatch]:
+        """Global batches from a place on, built ahead by a thread that ends when this is closed.
+
+        All ranks walk together: streams exchange a few numbers at each.
+        """
         ...
 
     def summary(self) -> str:
@@ -46,18 +49,20 @@ def build_feed(
     layout: Layout,
     rank: int,
     sum_over_ranks: Callable[[list[float]], list[float]],
+    *,
+    pin_memory: bool = False,
 ) -> Feed:
     """This rank's feed of a prepared config."""
     train = prepared.train
     if isinstance(train, StreamSource):
         return StreamFeed(
             train, rank=rank, num_ranks=layout.dp, micro=layout.micro, pad_id=prepared.pad_id,
-            sum_over_ranks=sum_over_ranks,
+            sum_over_ranks=sum_over_ranks, pin_memory=pin_memory,
         )  # fmt: skip
     return Loader(
         train, plan_epochs(train, config.train), rank=rank, num_ranks=layout.dp, micro=layout.micro,
         packing=layout.packing, max_length=config.data.max_length, pad_id=prepared.pad_id,
-        fixed_rows=config.data.fixed_rows,
+        fixed_rows=config.data.fixed_rows, pin_memory=pin_memory,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Our attention, registered into transformers under the name `duoka`: exact, causal, documents isolated, no dense mask.
 
-Packed rows carry their document boundaries through the model's keyword arguments (`cu_seq_lens_q`); each document
+Packed rows carry their `Documents` through the model's keyword arguments, measured once per micro-batch; each document
 attends to itself alone. Padded rows need no mask: padding stands to the right, where causal attention never looks.
 On CUDA in half precision all documents go in one launch. For training only: it knows no key-value cache.
 """
@@ -10,12 +10,30 @@ from __future__ import annotations
 import functools
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 NAME = "duoka"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a packed row lie. Layers read it as it is: each question to the device would stop it."""
+
+    lengths: tuple[int, ...]
+    longest: int
+    edges: torch.Tensor  # (documents + 1,) int32, on the device
+
+    @classmethod
+    def of(cls, boundaries: torch.Tensor | Documents, device: torch.device) -> Documents:
+        """From where documents start and the row's end; what was measured before stays as it is."""
+        if isinstance(boundaries, Documents):
+            return boundaries
+        lengths = tuple(boundaries.diff().tolist())
+        return cls(lengths, max(lengths), boundaries.to(device, torch.int32, non_blocking=True))
 
 
 def register_attention() -> str:
@@ -41,40 +59,44 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    documents: Documents | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each document; returns (rows, tokens, heads, head_dim)."""
+    """Causal attention inside each document; returns (rows, tokens, heads, head_dim).
+
+    Of a row whose `documents` nobody measured, they are told by `cu_seq_lens_q`, as other attentions take them.
+    """
     if query.shape[2] != key.shape[2]:
         raise RuntimeError("duoka's attention is for training; load the model with attention='sdpa' to generate")
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks are not supported by duoka's attention")
 
     how = (scaling, dropout, sliding_window, softcap)
-    if cu_seq_lens_q is None:
+    if documents is None and cu_seq_lens_q is not None:
+        documents = Documents.of(cu_seq_lens_q, query.device)
+    if documents is None:
         return _attend_document(query, key, value, *how).transpose(1, 2), None
     if _has_kernel_for(query, dropout, softcap):
-        return _attend_all_documents(query, key, value, cu_seq_lens_q, scaling, sliding_window), None
+        return _attend_all_documents(query, key, value, documents, scaling, sliding_window), None
     # One call per document: a quadratic cost of each document's length instead of the whole row's. Split, not sliced:
     # the gradient of a slice is as large as the row.
-    lengths = cu_seq_lens_q.diff().tolist()
-    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([_attend_document(*one, *how).transpose(1, 2) for one in documents], dim=1), None
+    apart = zip(*(tensor.split(documents.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([_attend_document(*one, *how).transpose(1, 2) for one in apart], dim=1), None
 
 
 def _attend_all_documents(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    edges: torch.Tensor,  # (documents + 1,) on the host
+    documents: Documents,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
     """One packed row in one launch: (1, heads, tokens, head_dim) in, (1, tokens, heads, head_dim) out."""
     varlen: Any = _find_varlen()
-    longest = int(edges.diff().max())
-    places = edges.to(query.device, torch.int32, non_blocking=True)
+    places, longest = documents.edges, documents.longest
     dtype = _dtype_of(query)
     flat = [tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]  # (tokens, heads, dim)
     # A window counts the token itself; the kernel counts what lies before it.
@@ -95,6 +117,14 @@ def _find_varlen() -> Any:
         return None
     known = inspect.signature(varlen_attn).parameters
     return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(known) else None
+
+
+def kernel_packets() -> tuple[Any, ...]:
+    """The operators that the kernel shows to whoever watches a pass; none where this torch has no such kernel."""
+    if _find_varlen() is None:
+        return ()
+    packet = getattr(torch.ops.torch_attn, "_varlen_attn", None)
+    return () if packet is None else (packet,)
 
 
 def _has_kernel_for(query: torch.Tensor, dropout: float, softcap: float | None) -> bool:
@@ -127,7 +157,8 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     parts = [tensor.split([7, 17], dim=2) for tensor in inputs]
     try:
         with torch.enable_grad():
-            ours = _attend_all_documents(*inputs, torch.tensor([0, 7, 24], dtype=torch.int32), None, None)
+            documents = Documents.of(torch.tensor([0, 7, 24]), device)
+            ours = _attend_all_documents(*inputs, documents, None, None)
             alone = [_attend_document(*one, None, 0.0, None, None).transpose(1, 2) for one in zip(*parts, strict=True)]
             want = torch.cat(alone, dim=1)
             pairs = [(ours, want)]

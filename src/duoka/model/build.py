@@ -21,7 +21,7 @@ from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.errors import ConfigError
 from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier
-from duoka.model.attention import register_attention
+from duoka.model.attention import Documents, register_attention
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
 from duoka.model.lora import apply_lora, keep_earlier, without_packer
@@ -155,15 +155,15 @@ class LossModel(torch.nn.Module):
         input_ids: torch.Tensor,  # (rows, tokens)
         labels: torch.Tensor,  # (rows, tokens), already shifted
         position_ids: torch.Tensor,  # (rows, tokens)
-        boundaries: torch.Tensor | None = None,
+        boundaries: torch.Tensor | Documents | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(summed loss, correct target tokens); the second is counted in eval mode only."""
         core: Any = self.core
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids}
         if boundaries is not None:
-            # DDP and FSDP bring all tensors to the GPU; attention cuts by them on the host, in every layer.
-            boundaries = boundaries.cpu()
-            options.update(cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries)
+            documents = Documents.of(boundaries, input_ids.device)
+            # By the names of transformers too: layers that are no attention read where documents begin.
+            options.update(documents=documents, cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges)
         if not self.has_plain_head:
             logits = core(input_ids=input_ids, **options).logits
             return loss_from_logits(logits, labels, self.goal, self.training)
@@ -183,10 +183,11 @@ class LossModel(torch.nn.Module):
         positions = torch.arange(length, device=input_ids.device)[None]
         if not self.has_plain_head:
             return int(core(input_ids=input_ids, position_ids=positions, use_cache=False).logits[0, -1].argmax())
-        ends = torch.tensor([0, length], dtype=torch.int32)
+        documents = Documents((length,), length, torch.tensor([0, length], dtype=torch.int32, device=input_ids.device))
         hidden = core.get_decoder()(
-            input_ids=input_ids, position_ids=positions, use_cache=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends
-        ).last_hidden_state
+            input_ids=input_ids, position_ids=positions, use_cache=False, documents=documents,
+            cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges,
+        ).last_hidden_state  # fmt: skip
         return int(core.get_output_embeddings()(hidden[:, -1:])[0, -1].argmax())  # (1, 1, vocab)
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-_ATEN = torch.ops.aten
+from duoka.model.attention import kernel_packets
+
 # Matrix products and attention make up nearly all of a layer's work; norms, rotations and activations nearly all of
 # its memory.
 _KEPT_NAMES = (
@@ -16,12 +18,13 @@ _KEPT_NAMES = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
 )  # fmt: skip
-_KEPT = frozenset(
-    overload
-    for name in _KEPT_NAMES
-    if (packet := getattr(_ATEN, name, None)) is not None
-    for overload in (getattr(packet, kind) for kind in packet.overloads())
-)
+
+
+@functools.cache
+def _kept_operators() -> frozenset[Any]:
+    """Every overload of them, and of the kernel that takes packed rows: it is no operator of aten."""
+    packets = [packet for name in _KEPT_NAMES if (packet := getattr(torch.ops.aten, name, None)) is not None]
+    return frozenset(getattr(packet, kind) for packet in (*packets, *kernel_packets()) for kind in packet.overloads())
 
 
 def apply_recompute(lm: torch.nn.Module, how: str) -> None:
@@ -37,4 +40,4 @@ def _selective_contexts() -> Any:
 
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in _kept_operators() else CheckpointPolicy.PREFER_RECOMPUTE

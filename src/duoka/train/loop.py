@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from duoka.data.feed.loader import GlobalBatch
+from duoka.data.feed.ahead import Walk
+from duoka.data.feed.loader import GlobalBatch, Place
 from duoka.optim.build import set_learning_rate
 from duoka.parallel import inject
 from duoka.train.hooks import StopSignal, Timer
@@ -24,9 +25,10 @@ def train(run: Run) -> str:
     settings, state, saver, heart = run.settings, run.contents.state, run.saver, run.world.heart
     eval_timer = Timer(settings.eval_every if run.evaluate else None, settings.steps_per_epoch)
     run.contents.engine.model.train()
-    batches = run.feed.batches(state.place, settings.num_epochs)
     heart.tell("start", state.step)
-    with StopSignal() as stop:
+    walk = Walk[Place, GlobalBatch](lambda place: run.feed.batches(place, settings.num_epochs))
+    with StopSignal() as stop, walk as batches:
+        batches.go_to(state.place)
 
         def is_stopping() -> bool:
             return stop.asked
@@ -49,7 +51,7 @@ def train(run: Run) -> str:
             heart.warm_up()
             heart.tell("step", state.step)
             if not answers:  # back at an earlier step
-                batches = run.feed.batches(state.place, settings.num_epochs)
+                batches.go_to(state.place)
                 continue
             stop_asked, save_due, save_failed, eval_due = answers
 

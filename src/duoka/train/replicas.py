@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from duoka.comm.world import World, checksum
+from duoka.comm.checksum import checksum, checksums
+from duoka.comm.world import World
 from duoka.errors import WorkerFailed
 from duoka.parallel.powersgd import is_ranks_own
 from duoka.store.contents import Contents
@@ -27,12 +28,13 @@ def check_replicas(contents: Contents, world: World) -> None:
         return  # one copy over all ranks: there is nothing to compare it with
     tensors = {name: tensor for name, tensor in contents.tensors().items() if not is_ranks_own(name)}
     # Each rank is compared with the first that holds the same part; all ranks learn of all, and decide alike.
-    sums = world.gather((mesh.first_copy, checksum(tensors)))
+    numbers = checksums(tensors)
+    sums = world.gather((mesh.first_copy, checksum(tensors, numbers)))
     mismatched = [rank for rank, (first, value) in enumerate(sums) if value != sums[first][1]]
     if not mismatched:
         return
     # Only now, when it matters, find out which tensor it is.
-    each = world.gather({name: checksum({name: tensor}) for name, tensor in tensors.items()})
+    each = world.gather({name: checksum({name: tensor}, numbers) for name, tensor in tensors.items()})
     rank = mismatched[0]
     first = sums[rank][0]
     names = [name for name in tensors if each[rank][name] != each[first][name]]

@@ -148,7 +148,8 @@ def build_run(inputs: Inputs, world: World) -> Run:
     objective: Objective = TokenLoss()  # what an optimizer step minimizes: the stage's
     engine, roles = build_engine(inputs, plan, mesh)  # the model under its layout; each rank reads its own shards
     contents = _build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
-    feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum)
+    on_gpu = world.device.type == "cuda"
+    feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
     store = _open_store(inputs, plan, world)
     try:
         _go_on(inputs, found, store, contents, notes)  # or begin with an earlier stage's averages

@@ -6,6 +6,7 @@ who computes which of them, in what rows; it changes speed and memory, never res
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import heapq
 from collections.abc import Sequence
@@ -39,9 +40,7 @@ class EpochPlan:
         self.seed = seed
         self.global_batch = global_batch
         self._num_tokens = int(lengths.sum(dtype=np.int64))
-        self._known_epoch = -1
-        self._order = np.zeros(0, np.uint32)
-        self._starts = np.zeros(1, np.int64)
+        self._known: tuple[int, np.ndarray, np.ndarray] = (-1, np.zeros(0, np.uint32), np.zeros(1, np.int64))
 
     @property
     def num_samples(self) -> int:
@@ -66,34 +65,40 @@ class EpochPlan:
             if (start, end) == (0, per_epoch):
                 count += self.num_samples
             else:
-                self._plan(epoch)
-                count += int(self._starts[end] - self._starts[start])
+                _, starts = self._plan(epoch)
+                count += int(starts[end] - starts[start])
         return count
 
     def batch(self, epoch: int, index: int) -> np.ndarray:
         """The ids of the samples in one global batch."""
-        self._plan(epoch)
+        order, starts = self._plan(epoch)
         if not 0 <= index < self.num_batches(epoch):
             raise IndexError(f"batch {index} of {self.num_batches(epoch)} in epoch {epoch}")
-        return self._order[self._starts[index] : self._starts[index + 1]].astype(np.int64)
+        return order[starts[index] : starts[index + 1]].astype(np.int64)
 
     def batch_tokens(self, epoch: int) -> np.ndarray:
         """How many tokens each global batch of an epoch holds."""
-        self._plan(epoch)
-        tokens: np.ndarray = np.add.reduceat(self.lengths[self._order].astype(np.int64), self._starts[:-1])
+        order, starts = self._plan(epoch)
+        tokens: np.ndarray = np.add.reduceat(self.lengths[order].astype(np.int64), starts[:-1])
         return tokens
 
     def global_targets(self, epoch: int, index: int) -> int:
         """Target tokens of one global batch, over all ranks."""
         return int(self.num_targets[self.batch(epoch, index)].sum(dtype=np.int64))
 
-    def _plan(self, epoch: int) -> None:
-        if epoch != self._known_epoch:
-            self._order = shuffled(self.num_samples, f"{self.fingerprint}/{self.seed}/{epoch}")
-            self._starts = self._cut()
-            self._known_epoch = epoch
+    def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """An epoch's order, and where each batch starts in it; that of the last epoch asked for is kept.
 
-    def _cut(self) -> np.ndarray:
+        As one value: the thread that builds batches ahead may be in another epoch than the one that trains.
+        """
+        known, order, starts = self._known
+        if epoch != known:
+            order = shuffled(self.num_samples, f"{self.fingerprint}/{self.seed}/{epoch}")
+            starts = self._cut(order)
+            self._known = (epoch, order, starts)
+        return order, starts
+
+    def _cut(self, order: np.ndarray) -> np.ndarray:
         """Where each batch starts in the order, and where the last one ends."""
         num_batches = self.num_batches()
         if self.global_batch.unit == "samples":
@@ -101,7 +106,7 @@ class EpochPlan:
             return np.append(starts, self.num_samples)
         # Windows of equal token counts; a sample belongs to the window that holds its middle. Twice the middle, so
         # that it is a whole number: floats would cut in other places on other machines.
-        lengths = self.lengths[self._order].astype(np.int64)
+        lengths = self.lengths[order].astype(np.int64)
         middles = np.cumsum(lengths)
         middles *= 2
         middles -= lengths
@@ -193,7 +198,7 @@ def share_batch(
         raise ValueError(f"a sample of {int(own_lengths.max())} tokens, and max_length is {max_length}")
     # Longest first, and by id among equals: the same on every rank, whatever order the ids came in.
     longest_first = np.lexsort((sample_ids, -own_lengths.astype(np.int64)))
-    pairs = [(int(sample_ids[place]), int(own_lengths[place])) for place in longest_first]
+    pairs = list(zip(sample_ids[longest_first].tolist(), own_lengths[longest_first].tolist(), strict=True))
     shares = _share_by_cost(pairs, num_ranks)
     plans = [_cut_share(share, micro, packing) for share in shares]
     most = max(1, max(len(plan) for plan in plans))
@@ -212,7 +217,7 @@ def share_rows(
     if len(own_lengths) and int(own_lengths.max()) > max_length:
         raise ValueError(f"a sample of {int(own_lengths.max())} tokens, and max_length is {max_length}")
     longest_first = np.lexsort((sample_ids, -own_lengths.astype(np.int64)))
-    pairs = [(int(sample_ids[place]), int(own_lengths[place])) for place in longest_first]
+    pairs = list(zip(sample_ids[longest_first].tolist(), own_lengths[longest_first].tolist(), strict=True))
     rows = _fill_bins(pairs, max_length)
     costs = [row_cost([length for _, length in row], max_length) for row in rows]
     most = max(1, -(-len(rows) // (num_ranks * rows_per_micro)))
@@ -272,18 +277,27 @@ def _cut_share(share: Sequence[tuple[int, int]], micro: Amount, packing: bool) -
 
 
 def _fill_bins(share: Sequence[tuple[int, int]], num_tokens: int) -> list[list[tuple[int, int]]]:
-    """Best fit: each sample, longest first, to the fullest bin that still has room for it."""
+    """Best fit: each sample, longest first, to the fullest bin that has room for it, the first of equally full ones."""
     bins: list[list[tuple[int, int]]] = []
-    room: list[int] = []
+    # Every rank packs the whole global batch at every step, so no sample may look at all bins.
+    rooms: list[int] = []  # how much room bins have, in order, each number once
+    bins_with: dict[int, list[int]] = {}  # a heap of the bins that have so much
     for pair in share:
-        fitting = [place for place, free in enumerate(room) if free >= pair[1]]
-        if fitting:
-            place = min(fitting, key=lambda place: (room[place], place))
+        at = bisect.bisect_left(rooms, pair[1])
+        if at < len(rooms):
+            room = rooms[at]
+            place = heapq.heappop(bins_with[room])
+            if not bins_with[room]:
+                del bins_with[room], rooms[at]
             bins[place].append(pair)
-            room[place] -= pair[1]
         else:
+            room, place = num_tokens, len(bins)
             bins.append([pair])
-            room.append(num_tokens - pair[1])
+        left = room - pair[1]
+        if left not in bins_with:
+            bisect.insort(rooms, left)
+            bins_with[left] = []
+        heapq.heappush(bins_with[left], place)
     return bins
 
 

@@ -6,14 +6,16 @@ once: position t holds the id of token t + 1 of the same sample, so that no loss
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from duoka.data.feed.ahead import prefetched
 from duoka.data.feed.epoch_plan import EpochPlan, MicroPlan, share_batch, share_rows
 from duoka.data.tokens.template import Sample
 from duoka.units import Amount
@@ -46,6 +48,13 @@ class Batch:
     num_targets: int
     num_tokens: int  # real ones
     num_samples: int
+
+    def pinned(self) -> Batch:
+        """The same in pinned memory."""
+        tensors: dict[str, Any] = {
+            name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,12 @@ class Loader:
         max_length: int,
         pad_id: int,
         fixed_rows: bool = False,
+        pin_memory: bool = False,
     ) -> None:
-        """`fixed_rows`: every micro-batch is whole rows of `max_length`, end to end, so that shapes never change."""
+        """`fixed_rows`: every micro-batch is whole rows of `max_length`, end to end, so that shapes never change.
+
+        `pin_memory`: batches lie where a GPU copies them from while the host goes on.
+        """
         if fixed_rows and not packing:
             raise ValueError("fixed rows are packed: packing=False contradicts them")
         self.store = store
@@ -99,6 +112,7 @@ class Loader:
         self.packing = packing
         self.max_length = max_length
         self.pad_id = pad_id
+        self.pin_memory = pin_memory
         rows = micro.count // max_length if micro.unit == "tokens" else micro.count
         self.rows_per_micro = max(1, rows) if fixed_rows else 0
 
@@ -115,8 +129,19 @@ class Loader:
     def summary(self) -> str:
         return ""
 
-    def batches(self, place: Place, num_epochs: float) -> Iterator[GlobalBatch]:
-        return self.from_cursor(place.epoch, place.index, num_epochs)
+    def batches(self, place: Place, num_epochs: float) -> Generator[GlobalBatch]:
+        """`from_cursor`, with the next batch built by a thread while one is learned from."""
+        while True:
+            micro = self.micro
+            with contextlib.closing(prefetched(self.from_cursor(place.epoch, place.index, num_epochs), 1)) as ahead:
+                for batch in ahead:
+                    yield batch
+                    if self.micro != micro:
+                        break
+                else:
+                    return
+            # Memory was short: what lay ahead was cut for the size that did not fit.
+            place = batch.after
 
     def from_cursor(self, epoch: int, index: int, num_epochs: float) -> Iterator[GlobalBatch]:
         """Every global batch from batch `index` of `epoch` to the end of `num_epochs`."""
@@ -151,8 +176,10 @@ class Loader:
         own = self.shares(sample_ids)[self.rank]
         if self.rows_per_micro:
             shape = (self.rows_per_micro, self.max_length)
-            return [build_rows(self.store, micro, shape, self.pad_id) for micro in own]
-        return [build_batch(self.store, micro, self.packing, self.pad_id) for micro in own]
+            micro_batches = [build_rows(self.store, micro, shape, self.pad_id) for micro in own]
+        else:
+            micro_batches = [build_batch(self.store, micro, self.packing, self.pad_id) for micro in own]
+        return [micro.pinned() for micro in micro_batches] if self.pin_memory else micro_batches
 
 
 def eval_batches(

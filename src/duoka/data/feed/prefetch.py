@@ -6,19 +6,13 @@ data sets that are no token store, see map_loader.py.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
-from torch import Tensor
-
-from duoka.data.feed.loader import Batch, GlobalBatch, Loader
+from duoka.data.feed.ahead import prefetched
+from duoka.data.feed.loader import GlobalBatch, Loader
 from duoka.errors import ConfigError
-
-T = TypeVar("T")
-_POLL_S = 0.05
 
 
 class EpochLoader:
@@ -28,7 +22,7 @@ class EpochLoader:
         """`prefetch`: global batches that a thread builds ahead; 0 builds each when it is asked for."""
         self.loader = loader
         self.prefetch = prefetch
-        self.pin_memory = pin_memory
+        loader.pin_memory = loader.pin_memory or pin_memory
         self.epoch = 0
         self.index = 0
 
@@ -40,13 +34,12 @@ class EpochLoader:
         if self.index >= len(self):
             self.set_epoch(self.epoch + 1)
         epoch = self.epoch
-        batches: Iterator[GlobalBatch] = map(
-            self._pinned, (self.loader.global_batch(epoch, index) for index in range(self.index, len(self)))
-        )
-        for batch in prefetched(batches, self.prefetch) if self.prefetch else batches:
-            # Counted when it is handed over, not when it was built: what is ahead in the queue was not seen yet.
-            self.index = batch.index + 1
-            yield batch
+        batches = (self.loader.global_batch(epoch, index) for index in range(self.index, len(self)))
+        with contextlib.closing(prefetched(batches, self.prefetch) if self.prefetch else batches) as ahead:
+            for batch in ahead:
+                # Counted when it is handed over, not when it was built: what is ahead in the queue was not seen yet.
+                self.index = batch.index + 1
+                yield batch
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
@@ -65,56 +58,3 @@ class EpochLoader:
                 what = f"the saved place belongs to another order: its {name} is {state[name]}, here it is {value}"
                 raise ConfigError(what, fix="use the data, seed and global batch of the run that saved it")
         self.epoch, self.index = int(state["epoch"]), int(state["index"])
-
-    def _pinned(self, batch: GlobalBatch) -> GlobalBatch:
-        if not self.pin_memory:
-            return batch
-        return replace(batch, micro_batches=[_pin(micro) for micro in batch.micro_batches])
-
-
-def _pin(batch: Batch) -> Batch:
-    tensors: dict[str, Any] = {
-        name: value.pin_memory() for name, value in vars(batch).items() if isinstance(value, Tensor)
-    }
-    return replace(batch, **tensors)
-
-
-def prefetched(items: Iterable[T], count: int) -> Iterator[T]:
-    """The same items, up to `count` of them made ahead by a thread, which ends when this iterator does."""
-    ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=count)
-    stop = threading.Event()
-
-    def put(item: tuple[str, Any]) -> None:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=_POLL_S)
-                return
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for item in items:
-                put(("item", item))
-                if stop.is_set():
-                    return
-            put(("end", None))
-        except BaseException as error:
-            # It belongs to whoever asks for the next item; a thread that dies silently would leave them waiting.
-            put(("error", error))
-            if not isinstance(error, Exception):
-                raise
-
-    thread = threading.Thread(target=work, name="duoka-prefetch", daemon=True)
-    thread.start()
-    try:
-        while True:
-            what, item = ready.get()
-            if what == "end":
-                return
-            if what == "error":
-                raise item
-            yield item
-    finally:
-        stop.set()
-        thread.join()

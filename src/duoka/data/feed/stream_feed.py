@@ -5,13 +5,14 @@ feed.py makes a `StreamFeed`, and the training loop walks through it. stream.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
+from duoka.data.feed.ahead import prefetched
 from duoka.data.feed.loader import Batch, GlobalBatch, Place, empty_batch, pack_segments
-from duoka.data.feed.prefetch import prefetched
 from duoka.data.feed.row_packer import Cursor, StreamRows, Usage
 from duoka.data.feed.stream_source import StreamSource, rows_per_batch
 from duoka.data.tokens.template import Sample
@@ -45,11 +46,13 @@ class StreamFeed:
         micro: Amount,
         pad_id: int,
         sum_over_ranks: Callable[[list[float]], list[float]],
+        pin_memory: bool = False,
     ) -> None:
         self.source = source
         self.rank = rank
         self.num_ranks = num_ranks
         self.pad_id = pad_id
+        self.pin_memory = pin_memory
         self.sum_over_ranks = sum_over_ranks
         self.rows_per_micro = rows_per_batch(micro, source.packing.row_tokens)
         self.usage = Usage()
@@ -63,10 +66,11 @@ class StreamFeed:
     def summary(self) -> str:
         return self.usage.line()
 
-    def batches(self, place: Place, num_epochs: float) -> Iterator[GlobalBatch]:
+    def batches(self, place: Place, num_epochs: float) -> Generator[GlobalBatch]:
         """Without an end: streams flow from epoch to epoch, and train.max_steps ends the run."""
-        for step, ahead in enumerate(prefetched(self._walk(place), _STEPS_AHEAD), start=place.index):
-            yield self._global_batch(step, ahead)
+        with contextlib.closing(prefetched(self._walk(place), _STEPS_AHEAD)) as walk:
+            for step, ahead in enumerate(walk, start=place.index):
+                yield self._global_batch(step, ahead)
 
     def _walk(self, place: Place) -> Iterator[_Ahead]:
         source = self.source
@@ -85,7 +89,8 @@ class StreamFeed:
 
     def _micro_batch(self, rows: Sequence[Sequence[Sample]]) -> Batch:
         segments = [segment for row in rows for segment in row]
-        return pack_segments(segments, sum(map(bool, rows))) if segments else empty_batch(self.pad_id, packing=True)
+        packed = pack_segments(segments, sum(map(bool, rows))) if segments else empty_batch(self.pad_id, packing=True)
+        return packed.pinned() if self.pin_memory else packed
 
     def _global_batch(self, step: int, ahead: _Ahead) -> GlobalBatch:
         num_streams = self.source.plan.num_streams
