@@ -134,7 +134,7 @@ def test_a_loader_left_in_the_middle_begins_again_and_workers_change_nothing():
     before = torch.get_rng_state()
     assert torch.equal(torch.cat(list(with_workers)), torch.cat(list(loader)))
     assert torch.equal(torch.get_rng_state(), before), "making loaders must not draw from dropout's generator"
-    assert not accelerator.window.active
+    assert not accelerator.readings.active
 
 
 def test_what_people_keep_is_packed_without_pickles(tmp_path):

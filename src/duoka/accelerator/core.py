@@ -15,19 +15,23 @@ from typing import Any
 import torch
 
 from duoka.accelerator import profiling
+from duoka.accelerator.graph import find_reach, scaled_leaves
 from duoka.accelerator.loaders import LoaderSettings, PreparedLoader, SkippedLoader, prepare_loader
+from duoka.accelerator.nested import tensors_in
 from duoka.accelerator.prepared import (
+    Counting,
     PreparedOptimizer,
     PreparedScheduler,
     check_all_prepared,
     prepare_model,
 )
+from duoka.accelerator.readings import Readings
 from duoka.accelerator.roles import Roles
 from duoka.accelerator.saving import Saving
 from duoka.accelerator.settings import choose_layout, read_parallel, read_precision, read_steps, refuse_others
 from duoka.accelerator.snapshot import Parts
 from duoka.accelerator.trackers import Tracking
-from duoka.accelerator.window import Window
+from duoka.accelerator.window import Weighed, Window
 from duoka.comm.world import end_world, join_world
 from duoka.data.feed.prefetch import EpochLoader
 from duoka.errors import ConfigError
@@ -54,12 +58,16 @@ class Accelerator(Saving, Tracking, Roles):
         dispatch_batches: bool = False,
         seed: int = 0,
         debug: bool = False,
+        step_scheduler_with_optimizer: bool = True,
+        adjust_scheduler: bool = False,
         **others: Any,
     ) -> None:
         """`strategy`: single, ddp, zero1, zero2, zero3 (fsdp) or hsdp; `parallel`: further keys of the YAML's block.
 
         `seed` orders shuffled loaders; `split_batches`: a loader's batch size is that of all ranks together;
         `dispatch_batches`: rank 0 reads iterable data for all; `debug`: compare shapes before each collective.
+        `adjust_scheduler`: a scheduler steps once for each process at an optimizer step, as Accelerate's do; without
+        `step_scheduler_with_optimizer` it steps whenever it is told.
         `others` are refused by name, with what to write instead of Accelerate's.
         """
         refuse_others(others)
@@ -79,8 +87,11 @@ class Accelerator(Saving, Tracking, Roles):
         self.settings = LoaderSettings(seed, split_batches, dispatch_batches)
         self.parts = Parts()
         self.numerics = build_numerics(precision, world.device)
-        self.window = Window(self.mesh.loss, read_steps(gradient_accumulation_steps))
+        self.readings = Readings(world.device)
+        self.window = Window(self.mesh.loss, self.readings, read_steps(gradient_accumulation_steps))
         self.optimizer_step_was_skipped = False
+        self._said_how_schedules_count = False
+        self.counting = self._choose_counting(step_scheduler_with_optimizer, adjust_scheduler)
         self._scale_is_due = False
         self._is_joining = False
 
@@ -108,6 +119,9 @@ class Accelerator(Saving, Tracking, Roles):
         self.settle_scale()
         return self.numerics.scaler
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        return self  # the process group and what was prepared are there once
+
     # ------------------------------------------------------------------------------------------ prepare
 
     def prepare(self, *things: Any) -> Any:
@@ -132,7 +146,7 @@ class Accelerator(Saving, Tracking, Roles):
         for prepared in self.parts.models:
             if model in (prepared.engine.model, prepared.bare):
                 return prepared.engine.model
-        prepared = prepare_model(model, self.layout, self.parallel, self.mesh)
+        prepared = prepare_model(model, self.layout, self.parallel, self.mesh, self.readings)
         self.parts.models.append(prepared)
         for optimizer in self.parts.optimizers:
             optimizer.repoint(prepared.replaced)
@@ -151,13 +165,27 @@ class Accelerator(Saving, Tracking, Roles):
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         self.parts.schedulers.append(PreparedScheduler(scheduler, self))
+        if self.counting.is_unsaid and not self._said_how_schedules_count:
+            self._said_how_schedules_count = True
+            self.print(
+                "a prepared scheduler steps once for each optimizer step, on any number of processes. A schedule whose "
+                f"length was counted for Accelerate (times {self.num_processes}, or in batches before prepare) would "
+                "end too early in it: for such a one write   Accelerator(adjust_scheduler=True)"
+            )
         return self.parts.schedulers[-1]
+
+    def _choose_counting(self, with_optimizer: bool, adjust: bool) -> Counting:
+        if adjust and not with_optimizer:
+            raise ConfigError("adjust_scheduler has no meaning without step_scheduler_with_optimizer")
+        several = self.world.size > 1 and not self.settings.split_batches
+        times = self.world.size if adjust and several else 1
+        return Counting(times, with_optimizer, is_unsaid=several and with_optimizer and not adjust)
 
     def prepare_data_loader(self, loader: Any, *, own_items: bool = False) -> PreparedLoader:
         """`own_items`: an iterable data set that gives this rank items which no other rank gets."""
         if isinstance(loader, PreparedLoader):
             return loader
-        self.parts.loaders.append(prepare_loader(loader, self.mesh.data, self.window.active, self.settings, own_items))
+        self.parts.loaders.append(prepare_loader(loader, self.mesh.data, self.readings, self.settings, own_items))
         return self.parts.loaders[-1]
 
     def skip_first_batches(self, loader: Any, num_batches: int = 0) -> SkippedLoader:
@@ -169,7 +197,7 @@ class Accelerator(Saving, Tracking, Roles):
         for model in self.parts.models:
             model.forget()
         self.parts = Parts()
-        self.window.active.clear()
+        self.readings.clear()
         self.window.close()
         profiling.empty_caches()
         return tuple(None for _ in things)
@@ -210,32 +238,36 @@ class Accelerator(Saving, Tracking, Roles):
                 with model.engine.exchange(True):
                     pass
 
-    def backward(self, loss: torch.Tensor, *, mean_over: Any = None, sum_over: Any = None) -> None:
+    def backward(self, loss: torch.Tensor, *, mean_over: Any = None, sum_over: Any = None, **options: Any) -> None:
         """Add the gradient of `loss`, as its part of the window's mean over all micro-batches and ranks.
 
         A plain loss is a mean over its samples. When target tokens count, say how many this one is the mean of
-        (`mean_over`) or the sum of (`sum_over`): the step is then exact whatever the counts are.
+        (`mean_over`) or the sum of (`sum_over`): the step is then exact whatever the counts are. `options` are those
+        of torch's own backward (retain_graph, ...). Tensors outside of prepared models get this rank's own gradient,
+        divided by the steps of a window.
         """
-        if mean_over is not None and sum_over is not None:
-            raise ConfigError("backward: a loss is a mean over targets or a sum over them, not both")
-        if mean_over is None and sum_over is None:
-            if self.window.scale is not None:
-                raise ConfigError(
-                    "backward: this window's losses were counted (mean_over, sum_over); count this one too"
-                )
-            loss = self.window.divide(loss)
-        else:
-            self._check_countable()
-            count, is_mean = (mean_over, True) if sum_over is None else (sum_over, False)
-            loss = self.window.divide_counted(loss, count, is_mean)
-        touched = [model for model in self.parts.models if model.touched]
-        for model in touched:
-            model.before_backward()
-        self.scaler.scale(loss).backward()
-        for model in touched:
+        weighed = self._weigh(loss, mean_over, sum_over)
+        reach = find_reach(loss, self._known())
+        reached = [m for m in self.parts.models if m in reach.models or (m.is_opaque and m.was_called)]
+        for model in reached:
+            model.before_backward(weighed.is_nothing)
+        with scaled_leaves(reach.leaves, weighed.outside):
+            self.scaler.scale(weighed.loss).backward(**options)
+        for model in reached:
             model.after_backward(self.window.sync, self.window.correction)
         if self.window.sync:
-            self.window.settle_counted(grad for model in touched for grad in model.grads())
+            self.window.settle_counted(grad for model in reached for grad in model.grads())
+
+    def _weigh(self, loss: torch.Tensor, mean_over: Any, sum_over: Any) -> Weighed:
+        if mean_over is not None and sum_over is not None:
+            raise ConfigError("backward: a loss is a mean over targets or a sum over them, not both")
+        if mean_over is not None or sum_over is not None:
+            self._check_countable()
+            count, is_mean = (mean_over, True) if sum_over is None else (sum_over, False)
+            return self.window.weigh_counted(loss, count, is_mean)
+        if self.window.scale is not None:
+            raise ConfigError("backward: this window's losses were counted (mean_over, sum_over); count this one too")
+        return self.window.weigh(loss)
 
     def _check_countable(self) -> None:
         if self._is_joining:
@@ -305,9 +337,12 @@ class Accelerator(Saving, Tracking, Roles):
             self._scale_is_due = False
             self.numerics.scaler.update()
 
-    def gradients_are_gone(self) -> None:
+    def gradients_are_gone(self, optimizer: PreparedOptimizer | None = None) -> None:
+        """All of them, or those of one optimizer: of several, each drops its own."""
+        gone = None if optimizer is None else {id(p) for p in optimizer.parameters()}
         for model in self.parts.models:
-            model.forget()
+            if gone is None or all(p.grad is None or id(p) in gone for p in model.parameters.values()):
+                model.forget()
         self.window.close()
 
     @contextlib.contextmanager
@@ -348,8 +383,10 @@ class Accelerator(Saving, Tracking, Roles):
 
         Tensors end to end, in the order of the data set; other things in lists; nested as they were given.
         """
-        current = self.window.current
+        current, loader = self.window.current_of(tensors_in(value))
         drop = bool(current and not current.num_own)
         if use_gather_object:
             return self.collect.gather_objects([] if drop else list(value))
+        if current and loader and not drop:
+            value = loader.cut_rows(value, current)
         return self.collect.gather(value, drop=drop)

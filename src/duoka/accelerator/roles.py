@@ -114,7 +114,7 @@ class Roles:
     def gather_object(self, things: list[Any]) -> list[Any]:
         return self.collect.gather_objects(list(things))
 
-    def reduce(self, value: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum, mean or max over ranks, as copies."""
         return self.collect.reduce(value, reduction, scale)
 

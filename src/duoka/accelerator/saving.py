@@ -10,7 +10,7 @@ import torch
 
 from duoka.accelerator import files
 from duoka.accelerator.prepared import PreparedModel
-from duoka.accelerator.snapshot import FOLDER, Parts, load_snapshot, newest, save_snapshot
+from duoka.accelerator.snapshot import FOLDER, Opened, Parts, load_snapshot, newest, save_snapshot
 from duoka.accelerator.window import Window
 from duoka.comm.world import World
 from duoka.errors import ConfigError
@@ -80,7 +80,7 @@ class Saving:
         Without a folder: project_dir/checkpoints/step-N. In an open window, its micro-batches are done again later.
         """
         target = self._checkpoints() / folder_name(self.step) if output_dir is None else Path(output_dir) / FOLDER
-        opened = self.window.opened if self.window.is_open else {}
+        opened = Opened(self.window.opened, self.window.at) if self.window.is_open and self.window.opened else None
         self.settle_scale()
         save_snapshot(target, self.parts, self.numerics, self.world, self.step, opened)
         return str(target if output_dir is None else output_dir)
@@ -94,6 +94,9 @@ class Saving:
         self.settle_scale()
         self.step = load_snapshot(folder, self.parts, self.numerics, self.world)
         self.window.at = 0
+        for model in self.parts.models:
+            for parameter in model.parameters.values():
+                parameter.grad = None  # of a window that is done again
         self.gradients_are_gone()
 
     def _checkpoints(self) -> Path:

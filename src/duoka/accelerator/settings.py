@@ -20,7 +20,6 @@ SAID_OTHERWISE = {
     "cpu": "delete it: a machine without a GPU computes on its CPU; to leave GPUs alone, set CUDA_VISIBLE_DEVICES=",
     "device_placement": "delete it: what was prepared is on the right device",
     "even_batches": "delete it: every sample is seen once, and all ranks make equally many steps",
-    "step_scheduler_with_optimizer": "delete it: a prepared scheduler steps once for each optimizer step",
     "dataloader_config": "write what it says as arguments:   split_batches=..., dispatch_batches=...",
     "kwargs_handlers": 'write what they say, for example:   parallel={"find_unused_parameters": True}',
     "fsdp_plugin": 'write:   strategy="fsdp"   (more in parallel={...})',
