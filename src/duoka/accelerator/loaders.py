@@ -37,8 +37,14 @@ from duoka.parallel.inputs import model_inputs
 # What goes on to the loader that reads; batching, order and collation are taken over.
 _PASSED_ON = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "persistent_workers")
 
+# What people ask a loader for.
+_FACTS = (
+    "dataset", "batch_size", "collate_fn", "sampler", "batch_sampler", "drop_last", "generator", "prefetch_factor",
+    *(name for name in _PASSED_ON if name != "multiprocessing_context"),
+)  # fmt: skip
 
-class PreparedLoader:
+
+class PreparedLoader(DataLoader[Any]):
     """What `prepare` makes of a loader. Iterating gives an epoch, or after a resume what was left of one."""
 
     def __init__(self, source: Any, device: torch.device, readings: Readings, **facts: Any) -> None:
@@ -254,7 +260,7 @@ def prepare_loader(
         return PreparedEpochs(loader, world.device, readings, dataset=loader.loader.store, batch_size=None)
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"a loader must be a torch DataLoader or a duoka EpochLoader, not {type(loader).__name__}")
-    facts = {"dataset": loader.dataset, "batch_size": loader.batch_size, "collate_fn": loader.collate_fn}
+    facts = {name: getattr(loader, name) for name in _FACTS}
     if isinstance(loader.dataset, IterableDataset):
         source: Any = _stream(loader, world, settings, own_items)
     else:

@@ -205,6 +205,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         return (p for group in self.inner.param_groups for p in group["params"])
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.inner
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """fp16's gradients overflowed at the last step, which changed nothing."""
+        return self.was_skipped
+
     def train(self) -> None:
         self._say_mode("train")
 
@@ -253,7 +262,7 @@ class Counting:
     is_unsaid: bool = False  # nobody said that schedules are counted in optimizer steps, and it makes a difference
 
 
-class PreparedScheduler:
+class PreparedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """The same scheduler, which counts optimizer steps: one for each, on any number of ranks."""
 
     def __init__(self, inner: Any, owner: Any) -> None:
@@ -268,6 +277,24 @@ class PreparedScheduler:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.inner.__reduce_ex__(protocol)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.inner
+
+    # What its base class defines is the inner one's too.
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.inner.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def get_last_lr(self) -> Any:
+        return self.inner.get_last_lr()
+
+    def get_lr(self) -> Any:
+        return self.inner.get_lr()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         counting: Counting = self.owner.counting

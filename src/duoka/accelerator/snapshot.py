@@ -149,6 +149,14 @@ def newest(folder: Path, world: World, say: Callable[[str], None]) -> Path:
     return found
 
 
+def newest_of(folders: list[Path], parent: Path, world: World) -> Path:
+    """The last of `folders` that is whole."""
+    for folder in reversed(world.agree(folders)):
+        if not find_damage(folder / FOLDER, world):
+            return folder
+    raise StorageError(f"there is no whole checkpoint in {parent}", fix="name the folder that save_state was given")
+
+
 @contextmanager
 def _open_store(target: Path, parts: Parts, world: World) -> Iterator[CheckpointStore]:
     """For one save or load, after which the script goes on at once: nothing is written behind its back."""

@@ -39,6 +39,7 @@ class Window:
     opened: Reading | None = None  # the batch that it began with
     expected: float = 0.0  # samples (or micro-batches) of a full window: what plain losses are divided by
     total: float = 0.0  # what there truly are, so far
+    is_local: bool = False  # this rank steps by itself (LocalSGD)
     is_inside: bool = False  # of a micro-batch that `accumulate` announced
     taken: Reading | None = None  # that micro-batch's
     scale: torch.Tensor | float | None = None  # what counted losses were divided by so far
@@ -89,7 +90,9 @@ class Window:
         num_own, num_global = (current.num_own, current.num_global) if current else (1, self.world.size)
         if not num_own:
             return Weighed(nothing_of(loss), 0.0, is_nothing=True)
-        if self.is_inside:
+        if self.is_local:
+            divisor = float(self.num_steps)
+        elif self.is_inside:
             divisor = self.expected / num_own
         elif self.num_steps > 1:
             divisor = self.num_steps * self.world.size
@@ -100,7 +103,7 @@ class Window:
     @property
     def correction(self) -> float:
         """By how much a plain window's gradients are too small: a short last one, or batches of several sizes."""
-        if not self.is_inside or not self.total or self.scale is not None:
+        if self.is_local or not self.is_inside or not self.total or self.scale is not None:
             return 1.0
         return self.expected / self.total
 
