@@ -20,7 +20,20 @@ _WHERE = {
     "compute_init": "duoka.comm.world",
     "get_dist_info": "duoka.process.environ",
     "print0": "duoka.process.environ",
-}
+    # The names that loops import beside the Accelerator; more of them are in duoka.accelerator.utils.
+    **dict.fromkeys(
+        (
+            "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration", "DeepSpeedPlugin",
+            "DistributedDataParallelKwargs", "DistributedType", "FullyShardedDataParallelPlugin", "GradScalerKwargs",
+            "InitProcessGroupKwargs", "ParallelismConfig", "PartialState", "ProfileKwargs", "cpu_offload",
+            "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model", "find_executable_batch_size",
+            "infer_auto_device_map", "init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch",
+            "load_checkpoint_in_model", "notebook_launcher", "prepare_pippy", "skip_first_batches",
+            "synchronize_rng_states",
+        ),
+        "duoka.accelerator",
+    ),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,6 @@ lacks, and pyproject.toml admits no version that was not tried.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 __all__ = [
+    "PLAIN_CALL",
     "AllGather",
     "DefaultAllGather",
     "DefaultReduceScatter",
@@ -31,6 +31,7 @@ __all__ = [
     "ReduceScatter",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "call_of",
     "compute_local_shape_and_global_offset",
     "fake_store",
     "foreach_mul_",
@@ -92,9 +93,17 @@ def plain_call(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(model)._call_impl(model, *args, **kwargs)
 
 
+PLAIN_CALL = torch.nn.Module._call_impl  # to be pickled by name, and found where duoka is not installed
+
+
 def set_call(model: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Have `call(model, ...)` take the place of this one module's call; a bound method is copied rightly."""
-    model._call_impl = types.MethodType(call, model)  # type: ignore[method-assign]
+    """Have `call(...)` take the place of this one module's call."""
+    model._call_impl = call  # type: ignore[method-assign]
+
+
+def call_of(model: torch.nn.Module) -> Any:
+    """What `set_call` set."""
+    return model._call_impl
 
 
 def fake_store() -> Any:

@@ -99,7 +99,7 @@ def test_another_world_size_goes_on_within_the_promise(runs):
 
 
 def test_three_worlds_after_each_other_end_where_one_process_does(tmp_path, tiny_model):
-    """All weights under AdamW, the hard case. A single weight whose gradient is noise may be further off (decisions.md)."""
+    """All weights under AdamW. A single one whose gradient is noise may be further off (decisions.md)."""
     data = write_conversations(tmp_path / "chats.jsonl", 50, seed=5)
     text = YAML.format(model=tiny_model, data=data, dropout=0, output=tmp_path / "out")
     (tmp_path / "full.yaml").write_text(text.replace("lora: {rank: 4, dropout: 0}\n", ""), encoding="utf-8")

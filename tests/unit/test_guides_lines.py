@@ -225,6 +225,8 @@ def test_a_line_is_said_and_done(line: str, meaning: str, capsys: pytest.Capture
         ("llamafactory-cli webchat x.yaml", "webchat is not there yet", "duoka chat FILE"),
         ("llamafactory-cli trian x.yaml", "no command 'trian' here", "did you mean train"),
         ("accelerate config", "duoka needs no accelerate config", "duoka accelerate launch --config_file"),
+        ("accelerate estimate-memory gpt2", "what gpt2 needs depends on how it is trained", "duoka plan x.yaml"),
+        ("accelerate merge-weights a b", "there is nothing to merge", "duoka export RUN"),
         ("accelerate launch --num_processes=2 --main_port=29501", "names no program", "train.py --config x.yaml"),
         (
             "deepspeed --num_gpus=2 src/train.py --config x.yaml",

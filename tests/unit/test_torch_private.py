@@ -98,8 +98,8 @@ def test_a_module_is_called_otherwise():
     model = torch.nn.Linear(2, 2)
     seen = []
     model.register_forward_hook(lambda *_: seen.append("hook"))
-    torch_private.set_call(model, lambda model, x: torch_private.plain_call(model, x) * 0)
-    assert not model(torch.ones(1, 2)).any() and seen == ["hook"]
+    torch_private.set_call(model, call := lambda x: torch_private.plain_call(model, x) * 0)
+    assert not model(torch.ones(1, 2)).any() and seen == ["hook"] and torch_private.call_of(model) is call
 
 
 def test_small_ones():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +23,10 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    default_convert,
 )
 
-from duoka.accelerator.nested import map_tensors
+from duoka.accelerator.nested import map_tensors, tensors_in
+from duoka.accelerator.readings import Current, Reading, Readings
 from duoka.accelerator.streams import DispatchedStream, OwnStream
 from duoka.comm.world import World
 from duoka.data.feed.map_loader import ExactLoader, ExactStream
@@ -36,28 +37,26 @@ from duoka.parallel.inputs import model_inputs
 # What goes on to the loader that reads; batching, order and collation are taken over.
 _PASSED_ON = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "persistent_workers")
 
-
-@dataclass(frozen=True)
-class Current:
-    """The micro-batch that the loop works on: what it weighs here and over all ranks, in samples (or targets)."""
-
-    num_own: int
-    num_global: int
-    is_last: bool  # of the epoch
-    window_total: int | None = None  # of loaders that know it: all that one optimizer step learns from
-    ends_window: bool = False
+# What people ask a loader for.
+_FACTS = (
+    "dataset", "batch_size", "collate_fn", "sampler", "batch_sampler", "drop_last", "generator", "prefetch_factor",
+    *(name for name in _PASSED_ON if name != "multiprocessing_context"),
+)  # fmt: skip
 
 
-class PreparedLoader:
+class PreparedLoader(DataLoader[Any]):
     """What `prepare` makes of a loader. Iterating gives an epoch, or after a resume what was left of one."""
 
-    def __init__(self, source: Any, device: torch.device, active: list[Any], **facts: Any) -> None:
+    def __init__(self, source: Any, device: torch.device, readings: Readings, **facts: Any) -> None:
         self.source = source
         self.device = device
         self.facts = facts  # of the original loader: dataset, batch_size, ...
         self.current: Current | None = None
         self.is_restored = False
-        self._active = active
+        self._readings = readings
+        self.num_open = 0  # of a restored place: batches before it that were read and are to be done again
+        self._num_gathered = 0  # calls of gather_for_metrics with the current batch
+        self._rows_of_full: dict[tuple[int, int], int] = {}  # by call and tensor: rows that a full batch gave
         self._place = source.state_dict()
         self.place_before = self._place  # before the batch that the loop works on
 
@@ -118,20 +117,45 @@ class PreparedLoader:
             # Left in the middle, an epoch begins again, as any loader's does.
             self._go_to({**self._place, **self._beginning()})
         self.is_restored = False
-        self._active.append(self)
+        self._readings.begin(self)
         steps = self._steps()
         try:
-            for batch, current, place in steps:
+            while True:
+                random_before = self._readings.random_state()
+                step = next(steps, None)
+                if step is None:
+                    break
+                batch, current, place = step
                 self.current, self.place_before, self._place = current, self._place, place
-                yield map_tensors(batch, self._send)
+                self._num_gathered = 0
+                batch = map_tensors(batch, self._send)
+                held = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+                self._readings.add(Reading(current, self, self.place_before, random_before, held))
+                yield batch
         finally:
             steps.close()
-            # Not `remove`: an inner loop over the same loader has an entry of its own.
-            for at in reversed(range(len(self._active))):
-                if self._active[at] is self:
-                    del self._active[at]
-                    break
+            self._readings.end(self)
             self.current = None
+
+    def cut_rows(self, value: Any, current: Current) -> Any:
+        """`value` with a row for each sample, where the loop made it of as many rows as full batches have
+        (`loss.repeat(batch_size)`): a short batch would count more than it holds."""
+        full = getattr(self.source, "global_batch", 0) // max(1, getattr(self.source, "num_ranks", 1))
+        call, self._num_gathered = self._num_gathered, self._num_gathered + 1
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal leaf
+            leaf += 1
+            rows = tensor.shape[0] if tensor.ndim else 1
+            if current.num_own >= full:
+                self._rows_of_full[call, leaf] = rows
+                return tensor
+            # What has several rows for a sample in full batches has so in short ones: it is no repetition.
+            is_repeated = rows == full > 1 and self._rows_of_full.get((call, leaf), full) == full
+            return tensor[: current.num_own] if is_repeated else tensor
+
+        leaf = -1
+        return map_tensors(value, cut)
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -202,7 +226,14 @@ class SkippedLoader:
         loader = self.loader
         if loader.is_restored:
             # load_state knows the place by sample; a count of batches is right at one world size only.
-            if loader.state_dict() != loader.place_after(self.num_batches):
+            place, num_open = loader.state_dict(), loader.num_open
+            if num_open and place == loader.place_after(self.num_batches - num_open):
+                self._say(
+                    f"skip_first_batches({self.num_batches}): the checkpoint was saved inside of a window, after "
+                    f"{num_open} of its micro-batches, which are done again: going on after "
+                    f"{self.num_batches - num_open} batches"
+                )
+            elif place != loader.place_after(self.num_batches):
                 self._say(
                     f"skip_first_batches({self.num_batches}) would lead elsewhere than where the checkpoint was saved "
                     "(another batch size or number of processes?): going on from the checkpoint's place"
@@ -222,19 +253,19 @@ class LoaderSettings:
 
 
 def prepare_loader(
-    loader: Any, world: World, active: list[Any], settings: LoaderSettings, own_items: bool = False
+    loader: Any, world: World, readings: Readings, settings: LoaderSettings, own_items: bool = False
 ) -> PreparedLoader:
     """`own_items`: an iterable data set that gives this rank items which no other rank gets."""
     if isinstance(loader, EpochLoader):
-        return PreparedEpochs(loader, world.device, active, dataset=loader.loader.store, batch_size=None)
+        return PreparedEpochs(loader, world.device, readings, dataset=loader.loader.store, batch_size=None)
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"a loader must be a torch DataLoader or a duoka EpochLoader, not {type(loader).__name__}")
-    facts = {"dataset": loader.dataset, "batch_size": loader.batch_size, "collate_fn": loader.collate_fn}
+    facts = {name: getattr(loader, name) for name in _FACTS}
     if isinstance(loader.dataset, IterableDataset):
         source: Any = _stream(loader, world, settings, own_items)
     else:
         source = _by_number(loader, world, settings)
-    return PreparedLoader(source, world.device, active, **facts)
+    return PreparedLoader(source, world.device, readings, **facts)
 
 
 def _global_batch(loader: DataLoader[Any], world: World, settings: LoaderSettings) -> int:
@@ -246,7 +277,7 @@ def _global_batch(loader: DataLoader[Any], world: World, settings: LoaderSetting
 
 def _by_number(loader: DataLoader[Any], world: World, settings: LoaderSettings) -> ExactLoader:
     sampler, seed, shuffle, order, drop_last = loader.sampler, settings.seed, False, None, False
-    collate = loader.collate_fn if loader.batch_sampler is not None else _the_one
+    collate = loader.collate_fn if loader.batch_sampler is not None else _TheOne(loader.collate_fn)
     members = _global_batch(loader, world, settings)
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         order, members = partial(_replay, loader.batch_sampler, seed), world.size
@@ -266,6 +297,7 @@ def _by_number(loader: DataLoader[Any], world: World, settings: LoaderSettings) 
         loader.dataset, global_batch=members, rank=world.rank, num_ranks=world.size, seed=seed, shuffle=shuffle,
         collate=collate, num_workers=loader.num_workers, pin_memory=loader.pin_memory and world.device.type == "cuda",
         order=order, fill=True, drop_last=drop_last, options=options,
+        whole_units=loader.batch_sampler is None,
     )  # fmt: skip
 
 
@@ -277,18 +309,24 @@ def _stream(loader: DataLoader[Any], world: World, settings: LoaderSettings, own
         generator = torch.Generator().manual_seed(settings.seed)
         items = DataLoader(items, batch_size=None, collate_fn=_as_it_is, generator=generator, **options)
     members = _global_batch(loader, world, settings)
+    collate = _TheOne(loader.collate_fn) if loader.batch_size is None else loader.collate_fn
     stream = kind(
-        items, global_batch=members, rank=world.rank, num_ranks=world.size, fill=True,
-        collate=_the_one if loader.batch_size is None else loader.collate_fn, drop_last=loader.drop_last,
+        items, global_batch=members, rank=world.rank, num_ranks=world.size, fill=True, collate=collate,
+        drop_last=loader.drop_last,
     )  # fmt: skip
     if isinstance(stream, (DispatchedStream, OwnStream)):
         stream.world = world
     return stream
 
 
-def _the_one(items: list[Any]) -> Any:
+@dataclass(frozen=True)
+class _TheOne:
     """The data set gives whole batches: a step's list holds one."""
-    return default_convert(items[0])
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, items: list[Any]) -> Any:
+        return self.collate(items[0])
 
 
 def _as_it_is(item: Any) -> Any:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import copy
+import functools
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from duoka.accelerator.nested import map_tensors
+from duoka.accelerator.graph import mark_call
+from duoka.accelerator.nested import map_tensors, tensors_in
+from duoka.accelerator.readings import Readings
 from duoka.accelerator.window import scale_all
 from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
@@ -21,17 +26,21 @@ from duoka.parallel.engine import Engine
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.precision import Numerics, compute_in
 from duoka.plan.layout import Layout
-from duoka.torch_private import plain_call, set_call
+from duoka.torch_private import PLAIN_CALL, plain_call, set_call
 
 
-@dataclass
+@dataclass(eq=False)
 class PreparedModel:
     """One model and what its gradients went through since the last step."""
 
     engine: Engine
     layout: Layout
     parameters: dict[str, torch.nn.Parameter]
-    touched: bool = False  # a forward pass with gradients since the last backward
+    readings: Readings
+    was_called: bool = False  # a forward pass with gradients since the last backward that reached it
+    is_opaque: bool = False  # its last answer held no tensor to be marked: any loss may have come from it
+    will_exchange: bool = True  # False where the last forward pass was inside of the wrapper's own `no_sync`
+    is_nothing: bool = False  # gradients of this backward pass count for nothing
     exchanged: bool = False
     correction: float = 1.0  # what exchanged gradients were multiplied with (see Window.correction)
     kept: dict[str, torch.Tensor | None] = field(default_factory=dict)
@@ -46,10 +55,22 @@ class PreparedModel:
     def grads(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
-    def before_backward(self) -> None:
+    def note_call(self, inputs: Any) -> None:
+        """A forward pass with gradients begins."""
+        self.was_called = True
+        # DDP decides in the forward pass whether the backward pass exchanges.
+        self.will_exchange = getattr(self.engine.model, "require_backward_grad_sync", True)
+        self.readings.note_call(tensors_in(inputs))
+
+    def before_gradients(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        """Zeros for what counts for nothing: a loss that was divided by no targets sends 0/0."""
+        if not self.is_nothing:
+            return None
+        return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
+
+    def before_backward(self, is_nothing: bool) -> None:
         """Where an exchange sends whole gradients (DDP), those exchanged before must not be summed once more."""
-        if not self.touched:
-            return
+        self.is_nothing = is_nothing
         if self.correction != 1.0:
             scale_all(self.grads(), 1.0 / self.correction)
             self.correction = 1.0
@@ -59,10 +80,8 @@ class PreparedModel:
                 parameter.grad = None
 
     def after_backward(self, synced: bool, correction: float) -> None:
-        if not self.touched:
-            return
-        self.touched = False
-        if not synced:
+        self.was_called = self.is_nothing = False
+        if not (synced and self.will_exchange):
             return
         self.engine.check_all_used('write:   Accelerator(parallel={"find_unused_parameters": True}), or freeze it')
         self.merge()
@@ -83,30 +102,48 @@ class PreparedModel:
 
 
 class CallIn:
-    """How a prepared model is called: in its precision, answers in fp32."""
+    """How a prepared model is called: in its precision, answers in fp32. Set by `set_call`.
 
-    def __init__(self, precision: str, device: torch.device, is_sharded: bool, notice: Callable[[], None]) -> None:
+    A copy of the model computes in the same way. A pickle of it holds the plain model, which needs no duoka.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, precision: str, device: torch.device, is_sharded: bool, prepared: Any = None
+    ) -> None:
+        self.model = model
         self.precision = precision
         self.device = device
         self.is_sharded = is_sharded
-        self.notice = notice
+        self.prepared: PreparedModel | None = prepared
 
-    def __call__(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self.notice()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watched = self.prepared if torch.is_grad_enabled() else None
+        if watched is not None:
+            watched.note_call((args, kwargs))
         plain = contextlib.nullcontext()
         # Weights gathered in inference mode would be of no use to a later backward pass: torch.no_grad does as well.
         leave = torch.inference_mode(False) if self.is_sharded and torch.is_inference_mode_enabled() else plain
         with leave, torch.no_grad() if leave is not plain else plain, compute_in(self.precision, self.device):
-            answer = plain_call(model, *args, **kwargs)
-        return answer if self.precision == "fp32" else map_tensors(answer, _in_fp32)
+            answer = plain_call(self.model, *args, **kwargs)
+        answer = answer if self.precision == "fp32" else map_tensors(answer, _in_fp32)
+        if watched is not None:
+            mark_call(watched, (args, kwargs), answer)
+        return answer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallIn:
+        return CallIn(copy.deepcopy(self.model, memo), self.precision, self.device, self.is_sharded)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (PLAIN_CALL, self.model)
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def prepare_model(model: torch.nn.Module, layout: Layout, parallel: ParallelConfig, mesh: Mesh) -> PreparedModel:
+def prepare_model(
+    model: torch.nn.Module, layout: Layout, parallel: ParallelConfig, mesh: Mesh, readings: Readings
+) -> PreparedModel:
     """Rank 0's weights on every rank, spread as the layout says."""
     device = mesh.everyone.device
     before = dict(named_part(model).named_parameters())
@@ -116,14 +153,9 @@ def prepare_model(model: torch.nn.Module, layout: Layout, parallel: ParallelConf
     engine = parallelize(model, layout, parallel, mesh)
     # Gradients may be gone by the end of `accumulate`: prepared models look right after the backward pass.
     engine.checks_all_used = False
-    prepared = PreparedModel(engine, layout, engine.named_trainable())
-
-    def notice() -> None:
-        prepared.touched = True
-
-    call = CallIn(layout.precision, device, layout.is_sharded, notice)
-    # On the instance: FSDP gathers weights inside of this call, DDP around it. A bound method is copied rightly.
-    set_call(engine.bare, call)
+    prepared = PreparedModel(engine, layout, engine.named_trainable(), readings)
+    # On the instance: FSDP gathers weights inside of this call, DDP around it.
+    set_call(engine.bare, CallIn(engine.bare, layout.precision, device, layout.is_sharded, prepared))
     now = dict(named_part(model).named_parameters())
     prepared.originals = [old for name, old in before.items() if now[name] is not old]
     prepared.replaced = {id(old): now[name] for name, old in before.items() if now[name] is not old}
@@ -149,7 +181,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.is_unscaled = False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
+        return getattr(inner_of(self, name), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedOptimizer:
+        return PreparedOptimizer(copy.deepcopy(self.inner, memo), self.owner)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle of it holds the optimizer as it was given, and needs no duoka."""
+        return self.inner.__reduce_ex__(protocol)
 
     state = property(lambda self: self.inner.state)
     param_groups = property(lambda self: self.inner.param_groups)
@@ -167,6 +206,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         return (p for group in self.inner.param_groups for p in group["params"])
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.inner
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """fp16's gradients overflowed at the last step, which changed nothing."""
+        return self.was_skipped
+
     def train(self) -> None:
         self._say_mode("train")
 
@@ -180,7 +228,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.owner.sync_gradients:
             self.inner.zero_grad(set_to_none)
-            self.owner.gradients_are_gone()
+            self.owner.gradients_are_gone(self)
 
     def unscale(self, numerics: Numerics) -> None:
         if numerics.scaler.is_enabled() and not self.is_unscaled:
@@ -206,7 +254,16 @@ class PreparedOptimizer(torch.optim.Optimizer):
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 
 
-class PreparedScheduler:
+@dataclass(frozen=True)
+class Counting:
+    """How often schedulers step: `times` for each optimizer step, or whenever they are told."""
+
+    times: int = 1
+    with_optimizer: bool = True
+    is_unsaid: bool = False  # nobody said that schedules are counted in optimizer steps, and it makes a difference
+
+
+class PreparedScheduler(torch.optim.lr_scheduler.LRScheduler):
     """The same scheduler, which counts optimizer steps: one for each, on any number of ranks."""
 
     def __init__(self, inner: Any, owner: Any) -> None:
@@ -214,11 +271,48 @@ class PreparedScheduler:
         self.owner = owner
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
+        return getattr(inner_of(self, name), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedScheduler:
+        return PreparedScheduler(copy.deepcopy(self.inner, memo), self.owner)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.inner.__reduce_ex__(protocol)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.inner
+
+    # What its base class defines is the inner one's too.
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.inner.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def get_last_lr(self) -> Any:
+        return self.inner.get_last_lr()
+
+    def get_lr(self) -> Any:
+        return self.inner.get_lr()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if self.owner.sync_gradients and not self.owner.optimizer_step_was_skipped:
+        counting: Counting = self.owner.counting
+        if not counting.with_optimizer:
             self.inner.step(*args, **kwargs)
+        elif self.owner.sync_gradients and not self.owner.optimizer_step_was_skipped:
+            for _ in range(counting.times):
+                # One that knows its end refuses to go beyond it; the last step of an epoch may be short.
+                if getattr(self.inner, "last_epoch", 0) < getattr(self.inner, "total_steps", math.inf):
+                    self.inner.step(*args, **kwargs)
+
+
+def inner_of(wrapper: Any, name: str) -> Any:
+    """What is wrapped; while a copy is being made there is nothing yet."""
+    if "inner" not in wrapper.__dict__:
+        raise AttributeError(name)
+    return wrapper.__dict__["inner"]
 
 
 def check_all_prepared(parameters: Iterable[torch.nn.Parameter], known: set[int], who: str) -> None:

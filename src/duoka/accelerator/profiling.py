@@ -27,6 +27,20 @@ def profile(folder: str | None, world: World, options: Mapping[str, Any]) -> Ite
         profiler.export_chrome_trace(str(target / f"rank{world.rank:05d}.json"))
 
 
+def read_settings(settings: Any) -> dict[str, Any]:
+    """A ProfileKwargs as arguments of torch's profiler; `folder` is where traces go."""
+    said = settings.to_kwargs()
+    names = {"schedule_option": "schedule", "output_trace_dir": "folder"}
+    asked = {names.get(name, name): value for name, value in said.items()}
+    if "activities" in asked:
+        asked["activities"] = [
+            getattr(torch.profiler.ProfilerActivity, str(one).upper()) for one in asked["activities"]
+        ]
+    if "schedule" in asked:
+        asked["schedule"] = torch.profiler.schedule(**asked["schedule"])
+    return asked
+
+
 def empty_caches() -> None:
     gc.collect()
     if torch.cuda.is_available():

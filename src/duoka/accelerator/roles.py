@@ -41,11 +41,11 @@ class Roles:
     def wait_for_everyone(self) -> None:
         self.world.barrier()
 
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """A decorator: rank 0 runs it, the others return None."""
         return self.on_process(function, process_index=0)
 
-    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         return self.on_local_process(function, local_process_index=0)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,16 +107,16 @@ class Roles:
             return torch.cat([mine, inputs[-1:].expand(most - len(mine), *inputs.shape[1:])])
         return mine + inputs[-1:] * (most - len(mine))
 
-    def gather(self, value: Any) -> Any:
+    def gather(self, tensor: Any) -> Any:
         """Every rank's tensors end to end, in the order of ranks; ranks may hold different numbers of rows."""
-        return self.collect.gather(value)
+        return self.collect.gather(tensor)
 
     def gather_object(self, things: list[Any]) -> list[Any]:
         return self.collect.gather_objects(list(things))
 
-    def reduce(self, value: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum, mean or max over ranks, as copies."""
-        return self.collect.reduce(value, reduction, scale)
+        return self.collect.reduce(tensor, reduction, scale)
 
     def broadcast(self, value: Any, from_process: int = 0) -> Any:
         return self.collect.broadcast(value, from_process)
@@ -124,9 +124,9 @@ class Roles:
     def broadcast_object_list(self, things: list[Any], from_process: int = 0) -> list[Any]:
         return self.collect.broadcast_objects(things, from_process)
 
-    def pad_across_processes(self, value: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors made as long as the longest of all ranks along `dim`."""
-        return self.collect.pad(value, dim, pad_index, pad_first)
+        return self.collect.pad(tensor, dim, pad_index, pad_first)
 
 
 def _only_if(function: Callable[..., Any] | None, here: bool) -> Any:

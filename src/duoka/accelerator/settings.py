@@ -15,27 +15,6 @@ from duoka.plan.layout import SHARDED, Layout, Precision, Strategy
 
 PRECISIONS: dict[str, Precision] = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-# What Accelerate's own class also takes, and how the same is said here.
-SAID_OTHERWISE = {
-    "cpu": "delete it: a machine without a GPU computes on its CPU; to leave GPUs alone, set CUDA_VISIBLE_DEVICES=",
-    "device_placement": "delete it: what was prepared is on the right device",
-    "even_batches": "delete it: every sample is seen once, and all ranks make equally many steps",
-    "step_scheduler_with_optimizer": "delete it: a prepared scheduler steps once for each optimizer step",
-    "dataloader_config": "write what it says as arguments:   split_batches=..., dispatch_batches=...",
-    "kwargs_handlers": 'write what they say, for example:   parallel={"find_unused_parameters": True}',
-    "fsdp_plugin": 'write:   strategy="fsdp"   (more in parallel={...})',
-    "deepspeed_plugin": 'write:   strategy="zero2"   (or zero1, zero3)',
-    "gradient_accumulation_plugin": "write:   gradient_accumulation_steps=N",
-    "project_config": 'write:   project_dir="FOLDER"',
-    "rng_types": "delete it: the order of data is a function of seed and epoch",
-}
-
-
-def refuse_others(others: Mapping[str, Any]) -> None:
-    """Arguments that the Accelerator does not know, by name and with what to write."""
-    for name in others:
-        fix = SAID_OTHERWISE.get(name, "docs/accelerator.md names its arguments")
-        raise ConfigError(f"Accelerator has no argument {name}", fix=fix)
 
 
 def read_parallel(

@@ -7,7 +7,7 @@ them), and adds what people's own loops bring: any optimizer, schedulers, loader
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from duoka.accelerator.json_state import pack, room_for, unpack
 from duoka.accelerator.loaders import PreparedLoader
 from duoka.accelerator.prepared import PreparedModel, PreparedOptimizer, PreparedScheduler
+from duoka.accelerator.readings import Reading
 from duoka.comm.world import World
 from duoka.errors import ConfigError, StorageError
 from duoka.model.build import named_part
@@ -26,6 +27,7 @@ from duoka.plan.layout import Layout
 from duoka.runs.versions import library_versions
 from duoka.store.checkpoint import CheckpointStore, Facts
 from duoka.store.resume import STATE, find_damage, newest_valid
+from duoka.store.state import read_random_state, set_random_state
 
 FOLDER = "state"  # inside the folder that people name, beside whatever else they write there
 
@@ -40,6 +42,15 @@ class LoopState:
     schedulers: list[Any] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
+    num_open: int = 0  # micro-batches of a window that the save came into; they are done again
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A window that a save comes into: the batch that it began with, and how many micro-batches are done."""
+
+    reading: Reading
+    num_done: int
 
 
 @dataclass
@@ -66,17 +77,19 @@ class Snapshot:
 
 
 def save_snapshot(
-    target: Path, parts: Parts, numerics: Numerics, world: World, step: int, opened: Mapping[int, dict[str, Any]]
+    target: Path, parts: Parts, numerics: Numerics, world: World, step: int, opened: Opened | None
 ) -> None:
-    """`opened`: where loaders stood when a window began that is still open; its micro-batches are done again."""
-    state, named = LoopState(step), _model_tensors(parts)
+    """With a window `opened`, its loader's place and the generators are those of its beginning."""
+    state, named = LoopState(step, num_open=opened.num_done if opened else 0), _model_tensors(parts)
     for number, optimizer in enumerate(parts.optimizers):
         names = {id(p): name for name, p in named.items()}
         state.optimizers.append(_pack_optimizer(optimizer.inner, number, names, named))
     state.schedulers = [pack(s.inner.state_dict(), named, f"scheduler{i}") for i, s in enumerate(parts.schedulers)]
-    state.loaders = [
-        pack(opened.get(id(loader), loader.state_dict()), named, f"loader{i}") for i, loader in enumerate(parts.loaders)
+    places = [
+        opened.reading.place_before if opened and opened.reading.loader is loader else loader.state_dict()
+        for loader in parts.loaders
     ]
+    state.loaders = [pack(place, named, f"loader{i}") for i, place in enumerate(places)]
     state.objects = [pack(one.state_dict(), named, f"object{i}") for i, one in enumerate(parts.objects)]
     state.shapes = {name: list(tensor.shape) for name, tensor in named.items()}
     if world.is_main:
@@ -84,7 +97,7 @@ def save_snapshot(
     world.barrier()
     named |= _extra_tensors(parts)
     snapshot = Snapshot(numerics, state, {name: tensor.detach() for name, tensor in named.items()})
-    with _open_store(target, parts, world) as store:
+    with _open_store(target, parts, world) as store, _generators_of(opened, world):
         store.write(target, snapshot)  # type: ignore[arg-type]
 
 
@@ -111,7 +124,21 @@ def load_snapshot(folder: Path, parts: Parts, numerics: Numerics, world: World) 
                        ("objects", parts.objects)):  # fmt: skip
         for one, packed in zip(each, saved[kind], strict=True):
             one.load_state_dict(unpack(packed, named))
+    for loader in parts.loaders:
+        loader.num_open = int(saved.get("num_open", 0))
     return int(saved["step"])
+
+
+@contextmanager
+def _generators_of(opened: Opened | None, world: World) -> Iterator[None]:
+    """Inside, random generators are where they were when the window began."""
+    now = read_random_state(world.device)
+    if opened is not None:
+        set_random_state(opened.reading.random_before.tensors(), world.device)
+    try:
+        yield
+    finally:
+        set_random_state(now, world.device)
 
 
 def newest(folder: Path, world: World, say: Callable[[str], None]) -> Path:
@@ -120,6 +147,14 @@ def newest(folder: Path, world: World, say: Callable[[str], None]) -> Path:
     if found is None:
         raise StorageError(f"there is no checkpoint in {folder}", fix="name the folder that save_state was given")
     return found
+
+
+def newest_of(folders: list[Path], parent: Path, world: World) -> Path:
+    """The last of `folders` that is whole."""
+    for folder in reversed(world.agree(folders)):
+        if not find_damage(folder / FOLDER, world):
+            return folder
+    raise StorageError(f"there is no whole checkpoint in {parent}", fix="name the folder that save_state was given")
 
 
 @contextmanager

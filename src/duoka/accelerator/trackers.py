@@ -24,7 +24,7 @@ class Tracking:
     """The verbs of trackers: a part of the Accelerator."""
 
     is_main_process: bool
-    project_dir: str | None
+    logging_dir: str | None
 
     def __init__(self, log_with: Any) -> None:
         self._trackers_asked = choose_trackers(log_with)
@@ -35,7 +35,7 @@ class Tracking:
     ) -> None:
         if self.is_main_process:
             for asked in self._trackers_asked:
-                self.trackers.append(open_tracker(asked, project_name, self.project_dir, config, init_kwargs or {}))
+                self.trackers.append(open_tracker(asked, project_name, self.logging_dir, config, init_kwargs or {}))
         if self.trackers:
             atexit.register(self.end_training)
 
@@ -59,6 +59,36 @@ class Tracking:
             self.trackers.pop().finish()
 
 
+class GeneralTracker:
+    """The base of trackers of one's own, for `log_with`: with `name`, `store_init_configuration` and `log`."""
+
+    main_process_only = True
+    name = ""
+    requires_logging_directory = False
+
+    def __init__(self, _blank: bool = False) -> None:
+        """Nothing to do."""
+
+    def start(self) -> None:
+        """Called by init_trackers, on rank 0."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Called by init_trackers with its config."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        raise ConfigError(
+            f"{type(self).__name__} has no log(values, step)", fix="write that method: it is called with each log"
+        )
+
+    def finish(self) -> None:
+        """Called by end_training."""
+
+
+def on_main_process(function: Any) -> Any:
+    """A decorator of a tracker's methods. Trackers are called on rank 0 alone: nothing is left to do."""
+    return function
+
+
 class SinkTracker:
     """A sink with the verbs that loops know of trackers."""
 
@@ -71,6 +101,23 @@ class SinkTracker:
     @property
     def tracker(self) -> Any:
         return self._sink.handle
+
+    writer = run = tracker
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """It is stored when the tracker is opened: init_trackers(name, config)."""
+        raise ConfigError("a tracker stores its config when it is opened", fix="write init_trackers(name, config)")
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Batches of images by name: arrays, or what the tracker itself takes."""
+        if self.name == "wandb":
+            from wandb import Image
+
+            images = {name: [Image(one) for one in batch] for name, batch in values.items()}
+            self.tracker.log(images, step=step, **options)
+        else:
+            for name, batch in values.items():
+                self.tracker.add_images(name, batch, global_step=step, **options)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         self._sinks.scalars({name: _plain(value) for name, value in values.items()}, step, options)
@@ -127,6 +174,10 @@ def open_tracker(
     one: Any, project: str, folder: str | None, config: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> Any:
     if not isinstance(one, str):
+        if hasattr(one, "start"):
+            one.start()
+        if config is not None and hasattr(one, "store_init_configuration"):
+            one.store_init_configuration(dict(config))
         return one
     if one == "tensorboard" and folder is None:
         raise ConfigError(

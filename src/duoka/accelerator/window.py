@@ -7,15 +7,25 @@ mean over the whole global batch: over its samples, or over its targets when `ba
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from duoka.accelerator.loaders import Current, PreparedLoader
+from duoka.accelerator.readings import Current, Reading, Readings
 from duoka.comm.world import World
 from duoka.optim.host import local_part
 from duoka.torch_private import foreach_mul_
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A loss as its part of the window's mean. `outside`: what gradients outside of prepared models are multiplied
+    with, so that they are those of this rank's own loss, divided by the steps of a window."""
+
+    loss: torch.Tensor
+    outside: Any
+    is_nothing: bool = False  # a filling, or no targets: it takes part, and adds nothing
 
 
 @dataclass
@@ -23,33 +33,38 @@ class Window:
     """The open window. `sync`: this micro-batch is its last, or there is no accumulation."""
 
     world: World  # the ranks whose losses make the mean
+    readings: Readings
     num_steps: int = 1
-    active: list[PreparedLoader] = field(default_factory=list)
     sync: bool = True
     at: int = 0  # micro-batches begun
-    opened: dict[int, dict[str, Any]] = field(default_factory=dict)  # places of loaders where it began, by id
+    opened: Reading | None = None  # the batch that it began with
     expected: float = 0.0  # samples (or micro-batches) of a full window: what plain losses are divided by
     total: float = 0.0  # what there truly are, so far
+    is_local: bool = False  # this rank steps by itself (LocalSGD)
     is_inside: bool = False  # of a micro-batch that `accumulate` announced
+    taken: Reading | None = None  # that micro-batch's
     scale: torch.Tensor | float | None = None  # what counted losses were divided by so far
     num_targets: Any = 0
     usual_targets: float = 0.0
 
     @property
-    def loader(self) -> PreparedLoader | None:
-        return self.active[-1] if self.active else None
-
-    @property
     def current(self) -> Current | None:
-        """The micro-batch of the innermost loop over a prepared loader."""
-        return None if self.loader is None else self.loader.current
+        """The micro-batch that the loop works on."""
+        reading = self.taken if self.is_inside else self.readings.in_hand or self.readings.newest
+        return None if reading is None else reading.current
+
+    def current_of(self, values: Iterable[torch.Tensor]) -> tuple[Current | None, Any]:
+        """The micro-batch that these tensors belong to (or else the loop), and its loader."""
+        reading = self.readings.find(values) or (self.taken if self.is_inside else self.readings.newest)
+        return (None, None) if reading is None else (reading.current, reading.loader)
 
     def begin_micro_batch(self) -> None:
         """Called by `accumulate`: is this the last one, and what does it weigh?"""
-        loader, current = self.loader, self.current
+        self.taken = self.readings.take()
+        current = None if self.taken is None else self.taken.current
         if self.at == 0:
             self.expected = self.total = 0.0
-            self.opened = {} if loader is None else {id(loader): loader.place_before}
+            self.opened = self.taken
         self.at += 1
         self.is_inside = True
         if current and current.window_total is not None:
@@ -66,22 +81,34 @@ class Window:
     def end_micro_batch(self) -> None:
         self.is_inside = False
 
-    def divide(self, loss: torch.Tensor) -> torch.Tensor:
-        """A plain loss (the mean over its micro-batch), as its part of the window's mean."""
+    def weigh(self, loss: torch.Tensor) -> Weighed:
+        """A plain loss (the mean over its micro-batch), as its part of the window's mean.
+
+        Where a loop divides its windows by itself (outside of `accumulate`, with more than one step), ranks weigh the
+        same: such a loop may have counted its samples or tokens already.
+        """
         current = self.current
         num_own, num_global = (current.num_own, current.num_global) if current else (1, self.world.size)
         if not num_own:
-            return nothing_of(loss)
-        return loss / ((self.expected if self.is_inside else num_global) / num_own)
+            return Weighed(nothing_of(loss), 0.0, is_nothing=True)
+        if self.is_local:
+            divisor = float(self.num_steps)
+        elif self.is_inside:
+            divisor = self.expected / num_own
+        elif self.num_steps > 1:
+            divisor = self.num_steps * self.world.size
+        else:
+            divisor = num_global / num_own
+        return Weighed(loss / divisor, divisor / self.num_steps)
 
     @property
     def correction(self) -> float:
         """By how much a plain window's gradients are too small: a short last one, or batches of several sizes."""
-        if not self.is_inside or not self.total or self.scale is not None:
+        if self.is_local or not self.is_inside or not self.total or self.scale is not None:
             return 1.0
         return self.expected / self.total
 
-    def divide_counted(self, loss: torch.Tensor, count: Any, is_mean: bool) -> torch.Tensor:
+    def weigh_counted(self, loss: torch.Tensor, count: Any, is_mean: bool) -> Weighed:
         """A loss over `count` targets; filling counts for nothing."""
         current = self.current
         if current and not current.num_own:
@@ -93,12 +120,12 @@ class Window:
             self.scale = self._guess(number) if self.scale is None else self.scale
             self.num_targets = self.num_targets + number
             divisor = self.scale
-        if not isinstance(count, torch.Tensor) and not count:
-            return nothing_of(loss)
+        # The mean over no targets is 0/0. A sum over none is 0, and its count may stay on the device.
+        if (is_mean or not isinstance(count, torch.Tensor)) and not bool(count):
+            return Weighed(nothing_of(loss), 0.0, is_nothing=True)
         if is_mean:
-            # The mean over no targets is 0/0.
-            loss = torch.where(number > 0, loss * number.to(loss.dtype), nothing_of(loss))
-        return loss / divisor
+            loss = loss * number.to(loss.dtype)
+        return Weighed(loss / divisor, divisor / (self.num_steps * number.clamp(min=1.0)))
 
     def _guess(self, number: torch.Tensor) -> float:
         """About what the window's targets will be: a power of two, which divides without rounding."""

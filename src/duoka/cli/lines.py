@@ -146,6 +146,15 @@ def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
             "duoka needs no accelerate config: it finds this machine's devices by itself, and the rest is in the YAML",
             fix="leave it out; a file of it is read by   duoka accelerate launch --config_file FILE train.py x.yaml",
         )
+    if words and words[0] in ("env", "test"):
+        return Meaning(("doctor",))
+    if words and words[0] == "estimate-memory":
+        names = [word for word in words[1:] if not word.startswith("-")]
+        fix = "write a YAML with   model: NAME   and ask:   duoka plan x.yaml   (or   duoka plan --params 7B)"
+        raise ConfigError(f"what {names[0] if names else 'a model'} needs depends on how it is trained", fix=fix)
+    if words and words[0] == "merge-weights":
+        fix = "name the folder that save_model wrote; a run's adapter is merged by   duoka export RUN"
+        raise ConfigError("there is nothing to merge: duoka writes whole weights under every strategy", fix=fix)
     if not words or words[0] != "launch":
         raise ConfigError(
             f"duoka accelerate {words[0] if words else ''} is not there: accelerate launch is",

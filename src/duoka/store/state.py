@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,20 +48,37 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+@dataclass(frozen=True)
+class Generators:
+    """This rank's random generators as they are at one moment: cheap to take, before each batch if need be."""
+
+    cpu: torch.Tensor
+    python: tuple[Any, ...]
+    numpy: Any
+    cuda: torch.Tensor | None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        version, numbers, spare = self.python
+        _, keys, place, has_spare, other = self.numpy
+        states = {
+            "cpu": self.cpu,
+            "python": torch.tensor([version, *numbers], dtype=torch.int64),
+            "python_spare": torch.tensor([math.nan if spare is None else spare], dtype=torch.float64),
+            "numpy": torch.tensor([*keys.tolist(), place, has_spare], dtype=torch.int64),
+            "numpy_spare": torch.tensor([other], dtype=torch.float64),
+        }
+        return states if self.cuda is None else {**states, "cuda": self.cuda}
+
+
+def take_generators(device: torch.device) -> Generators:
+    """The generators that training draws from (dropout, and what people's data does to samples)."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return Generators(torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=True), cuda)
+
+
 def read_random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The generators that training draws from (dropout, and what people's data does to samples): this rank's."""
-    version, numbers, spare = random.getstate()
-    _, keys, place, has_spare, other = np.random.get_state(legacy=True)
-    states = {
-        "cpu": torch.get_rng_state(),
-        "python": torch.tensor([version, *numbers], dtype=torch.int64),
-        "python_spare": torch.tensor([math.nan if spare is None else spare], dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), place, has_spare], dtype=torch.int64),
-        "numpy_spare": torch.tensor([other], dtype=torch.float64),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
+    """This rank's generators as tensors, as checkpoints hold them."""
+    return take_generators(device).tensors()
 
 
 def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> None:

@@ -73,15 +73,18 @@ class ExactLoader(_Exact):
         fill: bool = False,
         drop_last: bool = False,
         options: Mapping[str, Any] | None = None,
+        whole_units: bool = False,
     ) -> None:
         """`order`: of each epoch, instead of a shuffle; its members are sample numbers, or batches of them, of which
-        `global_batch` make a step. `options`: further settings of torch's DataLoader."""
+        `global_batch` make a step. `whole_units`: the data set is asked for such a batch at once, by its list.
+        `options`: further settings of torch's DataLoader."""
         super().__init__(dataset, global_batch=global_batch, rank=rank, num_ranks=num_ranks, collate=collate)
         self.seed = seed
         self.shuffle = shuffle
         self.order = order
         self.fill = fill
         self.drop_last = drop_last
+        self.whole_units = whole_units
         self.options = {"num_workers": num_workers, "pin_memory": pin_memory, **(options or {})}
         self.num_seen = 0  # of the epoch's samples, or batches: the place does not depend on the world size
         self._units: tuple[int, Sequence[Any]] | None = None
@@ -124,10 +127,8 @@ class ExactLoader(_Exact):
             self.set_epoch(self.epoch + 1)
         units, end = self._read_order(self.epoch), self._count()
         groups = [units[at : min(at + self.global_batch, end)] for at in range(self.num_seen, end, self.global_batch)]
-        shares = [_sample_ids(group[deal(group, self.rank, self.num_ranks)]) for group in groups]
-        wanted = [
-            ids or (_sample_ids(group)[:1] if self.fill else []) for ids, group in zip(shares, groups, strict=True)
-        ]
+        own = [group[deal(group, self.rank, self.num_ranks)] for group in groups]
+        wanted = [self._asked(mine, group) for mine, group in zip(own, groups, strict=True)]
         batches = DataLoader(
             _Lists(self.dataset),
             batch_sampler=wanted,
@@ -136,9 +137,18 @@ class ExactLoader(_Exact):
             generator=torch.Generator().manual_seed(self.seed + self.epoch),
             **self.options,
         )
-        for ids, group, batch in zip(shares, groups, batches, strict=True):
+        for mine, group, batch in zip(own, groups, batches, strict=True):
             self.num_seen += len(group)
-            yield Share(batch, tuple(ids), len(_sample_ids(group)))
+            yield Share(batch, tuple(_sample_ids(mine)), len(_sample_ids(group)))
+
+    def _asked(self, share: Any, group: Any) -> list[Any]:
+        """What the data set is asked for; without samples of one's own, the group's first for filling."""
+        flat = _plain_units if self.whole_units else _sample_ids
+        return flat(share) or (flat(group)[:1] if self.fill else [])
+
+
+def _plain_units(units: Sequence[Any]) -> list[Any]:
+    return [list(unit) if isinstance(unit, (list, tuple)) else int(unit) for unit in units]
 
 
 def _sample_ids(units: Sequence[Any]) -> list[int]:

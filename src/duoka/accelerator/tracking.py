@@ -1,0 +1,11 @@
+"""The names that loops import from `accelerate.tracking`, as duoka.accelerator.tracking: see names/offered.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    from duoka.accelerator.names.offered import find
+
+    return find(name, __name__)

@@ -1,0 +1,11 @@
+"""The names that loops import from `accelerate.utils`, as duoka.accelerator.utils: see names/offered.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    from duoka.accelerator.names.offered import find
+
+    return find(name, __name__)
