@@ -16,7 +16,7 @@ import torch
 
 from duoka.accelerator import profiling
 from duoka.accelerator.loaders import LoaderSettings, PreparedLoader, SkippedLoader, prepare_loader
-from duoka.accelerator.names.arguments import check_asks_nothing, read_arguments, read_project
+from duoka.accelerator.names.arguments import agreed, check_asks_nothing, read_arguments, read_project
 from duoka.accelerator.names.described import Described
 from duoka.accelerator.names.newest import remember
 from duoka.accelerator.names.plugins import ProfileKwargs
@@ -65,7 +65,7 @@ class Accelerator(Stepping, Saving, Tracking, Described, Roles):
         `others` are Accelerate's: what they say is taken over, or refused by name with what to write instead.
         """
         said = read_arguments(others)
-        asked = read_parallel(strategy or said.get("strategy"), {**said["parallel"], **(parallel or {})})
+        asked = read_parallel(agreed(said, "strategy", strategy), {**said["parallel"], **(parallel or {})})
         Tracking.__init__(self, log_with)
         Saving.__init__(self)
         world, started = join_world(asked)
@@ -91,8 +91,7 @@ class Accelerator(Stepping, Saving, Tracking, Described, Roles):
         if precision == "fp16" and "scaler" in said:
             self.numerics = Numerics(precision, torch.amp.GradScaler(world.device.type, **said["scaler"]))
         self.readings = Readings(world.device)
-        steps = gradient_accumulation_steps
-        steps = said.get("gradient_accumulation_steps") if steps is None else steps
+        steps = agreed(said, "gradient_accumulation_steps", gradient_accumulation_steps)
         self.window = Window(self.mesh.loss, self.readings, read_steps(steps))
         self._said_how_schedules_count = False
         self.counting = self._choose_counting(step_scheduler_with_optimizer, adjust_scheduler)

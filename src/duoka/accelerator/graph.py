@@ -36,11 +36,12 @@ class Reach:
 def mark_call(model: Any, inputs: Any, answer: Any) -> None:
     """`model.before_gradients` will see, and may change, all gradients that enter this call of the model."""
     call = Call(model, tuple(tensor for tensor in tensors_in(inputs) if tensor.requires_grad))
-    nodes = {tensor.grad_fn for tensor in _answers_in(answer) if tensor.grad_fn is not None}
+    answers = list(_answers_in(answer))
+    nodes = {tensor.grad_fn for tensor in answers if tensor.grad_fn is not None}
     for node in nodes:
         node.metadata.setdefault(_MARK, []).append(call)
         node.register_prehook(model.before_gradients)
-    model.is_opaque = not nodes
+    model.is_opaque = not answers
 
 
 def find_reach(loss: torch.Tensor, known: set[int]) -> Reach:

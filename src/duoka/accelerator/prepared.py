@@ -302,9 +302,10 @@ class PreparedScheduler(torch.optim.lr_scheduler.LRScheduler):
         if not counting.with_optimizer:
             self.inner.step(*args, **kwargs)
         elif self.owner.sync_gradients and not self.owner.optimizer_step_was_skipped:
-            for _ in range(counting.times):
-                # One that knows its end refuses to go beyond it; the last step of an epoch may be short.
-                if getattr(self.inner, "last_epoch", 0) < getattr(self.inner, "total_steps", math.inf):
+            for number in range(counting.times):
+                # One that knows its end refuses to go beyond it; times for all processes may lead there.
+                at_end = getattr(self.inner, "last_epoch", 0) >= getattr(self.inner, "total_steps", math.inf)
+                if not (number and at_end):
                     self.inner.step(*args, **kwargs)
 
 

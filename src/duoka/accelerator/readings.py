@@ -69,7 +69,12 @@ class Readings:
         return take_generators(self.device)
 
     def add(self, reading: Reading) -> None:
-        self.recent = [one for one in self.recent if one.held] + [reading]
+        last = {id(one.loader): one for one in self.recent}
+        walked = {id(loader) for loader in self.active}
+        self.recent = [
+            one for one in self.recent if one.held or (id(one.loader) in walked and last[id(one.loader)] is one)
+        ]
+        self.recent.append(reading)
         self.in_hand = None
 
     def clear(self) -> None:

@@ -66,6 +66,13 @@ def read_arguments(others: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
+def agreed(said: Mapping[str, Any], name: str, given: Any) -> Any:
+    """An argument, or what a plugin says in its place; both may not say two things."""
+    if given is None or said.get(name, given) == given:
+        return said.get(name, given)
+    raise ConfigError(f"{name} is {given!r}, and a plugin says {said[name]!r}", fix="keep one of them")
+
+
 def check_asks_nothing(name: str, value: Any) -> None:
     nothing, fix = NOTHING[name]
     value = getattr(value, "value", value)

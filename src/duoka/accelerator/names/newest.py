@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from typing import Any
 
-from duoka.comm.world import World, join_world
+import torch
+
+from duoka.comm.world import World, end_world, join_world
 from duoka.config.schema import ParallelConfig
 
 _made: list[weakref.ref[Any]] = []
+_joined: list[World] = []  # by this process, without an Accelerator
 
 
 def remember(accelerator: Any) -> None:
@@ -26,4 +30,10 @@ def current_world() -> World:
     if accelerator is not None:
         world: World = accelerator.world
         return world
-    return join_world(ParallelConfig())[0]
+    if _joined and (_joined[0].size == 1 or torch.distributed.is_initialized()):
+        return _joined[0]
+    world, started = join_world(ParallelConfig())
+    if started:
+        atexit.register(end_world, world)
+    _joined[:] = [world]
+    return world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 from duoka.errors import ConfigError
@@ -85,7 +86,8 @@ def find(name: str, module: str) -> Any:
 def _is_theirs(name: str) -> bool:
     if find_spec("accelerate") is None:
         return False
-    return any(hasattr(import_module(module), name) for module in ("accelerate", "accelerate.utils"))
+    found = (getattr(import_module(module), name, None) for module in ("accelerate", "accelerate.utils"))
+    return any(one is not None and not isinstance(one, ModuleType) for one in found)
 
 
 def _availability(what: str) -> Any:
