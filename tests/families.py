@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "models.md"
@@ -36,12 +37,16 @@ SETTINGS = {
     "qwen3_moe": WINDOWS,
     "starcoder2": {"sliding_window": 4096},
     "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": ["full_attention", "full_attention"]},
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "deepseek_v2": {"num_experts_per_tok": 6, "topk_group": 3, "n_group": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-BREAKS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError)
+BREAKS = (
+    RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError, ArithmeticError,
+    OSError, StrictDataclassError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

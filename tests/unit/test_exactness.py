@@ -55,7 +55,7 @@ def test_layers_that_drop_the_borders_are_padded_with_a_note(tmp_path, fresh):
 def test_layers_that_hold_state_are_padded_with_a_note(tmp_path, fresh):
     folder = config_folder(tmp_path, "lfm2")
     (note,) = choose_rows(run_config(folder), folder).notes
-    assert "state runs on" in note
+    assert "states of its layers run on" in note
 
 
 def test_packing_that_was_asked_for_and_is_not_exact_is_refused(tmp_path, fresh):

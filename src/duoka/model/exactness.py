@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError
@@ -35,7 +36,10 @@ _LENGTHS = (11, 14)
 _MOST_PARAMETERS = 200_000_000  # of a copy whose widths could not be made small: a second of one core
 
 # Whatever the code of an architecture may end with on inputs that it doesn't take; what is no Exception goes on.
-_BREAKS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError)
+_BREAKS = (
+    RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError, ArithmeticError,
+    StrictDataclassError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class SelfTest:
             LossModel(model, own_logits=True)(**batch)
         if edges_seen and not all(edges_seen):
             return "its layers do not hand the documents' borders to their attention"
-        return "it has layers whose state runs on from one document into the next"
+        return "positions or states of its layers run on from one document into the next"
 
 
 def check_architecture(folder: Path, *, trust_remote_code: bool = False) -> SelfTest:
@@ -266,7 +270,7 @@ def _pad(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    named = dict(model.named_parameters())
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
 
