@@ -99,7 +99,8 @@ class SelfTest:
 
     def trial(self, layout: LayOut) -> Trial:
         if layout not in self._done:
-            self._done[layout] = self._try(layout, self._alone or self._learn_alone(self._tiny))
+            with quiet_loading():
+                self._done[layout] = self._try(layout, self._alone or self._learn_alone(self._tiny))
             if self._done[layout].is_exact:
                 self._alone = None  # nobody asks further: its weights and gradients need not stay
         return self._done[layout]
@@ -110,13 +111,13 @@ class SelfTest:
         return next((one for one in LAYOUTS if self.trial(one).is_exact), None)
 
     def _find_copy(self, config: Any) -> tuple[Any, _Alone | None]:
-        """The smallest copy that runs."""
+        """The smallest copy that runs: code that does not take small widths gets its own, with few layers or all."""
         reason = ""
         for make in (tiny_config, functools.partial(tiny_config, widths=False), lambda own: own):
             try:
                 tiny = make(config)
                 with quiet_loading():
-                    if count_parameters(tiny, self._trust) <= _MOST_PARAMETERS:
+                    if make is tiny_config or count_parameters(tiny, self._trust) <= _MOST_PARAMETERS:
                         return tiny, self._learn_alone(tiny)
             except _BREAKS as error:
                 reason = reason or _in_one_line(error)
@@ -128,15 +129,13 @@ class SelfTest:
 
     def _learn_alone(self, tiny: Any) -> _Alone:
         """What each document gives alone, by the model's own attention and logits."""
-        with quiet_loading():
-            model = build_tiny(tiny, "eager", trust_remote_code=self._trust)
+        model = build_tiny(tiny, "eager", trust_remote_code=self._trust)
         loss = _loss_alone(model, self._documents)
         return _Alone(model.state_dict(), float(loss.detach()), _gradients(model, loss))
 
     def _try(self, layout: LayOut, alone: _Alone) -> Trial:
         try:
-            with quiet_loading():
-                model = build_tiny(self._tiny, NAME, trust_remote_code=self._trust)
+            model = build_tiny(self._tiny, NAME, trust_remote_code=self._trust)
             model.load_state_dict(alone.weights)
         except _BREAKS as error:
             return Trial(math.inf, why=f"its attention takes no other implementation ({_in_one_line(error)})")
@@ -156,9 +155,8 @@ class SelfTest:
                 "its attention or its layers look at what stands to the right, or read a mask that training leaves out"
             )
         name, edges_seen = register_watched_attention()
-        with quiet_loading():
-            model = build_tiny(self._tiny, name, trust_remote_code=self._trust)
-            LossModel(model, own_logits=True)(**batch)
+        model = build_tiny(self._tiny, name, trust_remote_code=self._trust)
+        LossModel(model, own_logits=True)(**batch)
         if edges_seen and not all(edges_seen):
             return "its layers do not hand the documents' borders to their attention"
         return "positions or states of its layers run on from one document into the next"
