@@ -44,7 +44,7 @@ def loop_of_verbs(yaml, overrides, folder):
     micro = "1000000 tokens" if config.train.micro_batch == "auto" else config.train.micro_batch
     loader = Loader(
         data.train, plan, rank=accelerator.process_index, num_ranks=accelerator.num_processes,
-        micro=parse_amount(micro), packing=config.data.packing, max_length=config.data.max_length, pad_id=data.pad_id,
+        micro=parse_amount(micro), packing=config.data.packs, max_length=config.data.max_length, pad_id=data.pad_id,
     )  # fmt: skip
     seed_everything(config.train.seed)
     model = LossModel(load_model(model_folder, dtype=torch.float32, lora=config.lora, seed=config.train.seed))

@@ -44,6 +44,11 @@ CASES = [
     ("glm", {}),
     ("starcoder2", {}),
     ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    ("gpt2", {"n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 40}),
+    ("gpt2", {"n_inner": 100, "tie_word_embeddings": False}),
+    ("gpt_bigcode", {}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("opt", {"ffn_dim": 130, "word_embed_proj_dim": 96}),
     ("mixtral", {"num_local_experts": 4}),
     ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}),
     ("qwen2_moe", {"num_experts": 4, "decoder_sparse_step": 2, "qkv_bias": False}),
@@ -70,6 +75,8 @@ def build_on_meta(facts):
 
 @pytest.mark.parametrize(("model_type", "changes"), CASES)
 def test_count_is_exactly_what_transformers_builds(model_type, changes, tmp_path):
+    import torch
+
     facts = {"model_type": model_type, **SMALL, **changes}
     (tmp_path / "config.json").write_text(json.dumps(facts), encoding="utf-8")
     shape = read_shape(tmp_path)
@@ -77,11 +84,33 @@ def test_count_is_exactly_what_transformers_builds(model_type, changes, tmp_path
     truth = sum(parameter.numel() for parameter in model.parameters())
     assert shape.num_parameters == truth, f"{model_type} {changes}: {shape.num_parameters} against {truth}"
     assert shape.exact
-    assert shape.num_embedding == model.get_input_embeddings().weight.numel()
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    assert shape.num_embedding == sum(m.weight.numel() for m in tables)
     if shape.experts is not None:
         return  # experts are no linear layers there, but one tensor for all of them
-    linears = [m for m in model.modules() if type(m).__name__ == "Linear" and m is not model.get_output_embeddings()]
+    kinds = ("Linear", "Conv1D")
+    linears = [m for m in model.modules() if type(m).__name__ in kinds and m is not model.get_output_embeddings()]
     assert shape.num_block_linear == sum(p.numel() for m in linears for p in m.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("gpt2", {"n_embd": 96, "n_layer": 3, "n_head": 6, "vocab_size": 331}),
+        ("gpt_bigcode", {"n_embd": 96, "n_layer": 3, "n_head": 6, "vocab_size": 331}),
+        ("bloom", {"n_layer": 2, "n_head": 4}),  # of no family in the table: its sizes are read all the same
+        ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}),
+        ("xglm", {"d_model": 64, "attention_heads": 4, "num_layers": 2}),
+    ],
+)
+def test_sizes_are_read_under_the_names_that_transformers_maps(model_type, changes):
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type](**changes)
+    shape = shape_from_config(config.to_dict())
+    assert (shape.hidden_size, shape.num_heads, shape.num_layers) == (
+        config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+    )  # fmt: skip
 
 
 def test_every_family_of_the_table_is_counted_against_transformers():

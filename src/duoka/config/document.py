@@ -16,7 +16,7 @@ from duoka.config.yaml_text import yaml_text
 _STARTER: dict[str, str] = {
     "data.eval": "0.1",
     "data.max_length": "512",
-    "data.packing": "true",
+    "data.packing": "auto",
     "lora.rank": "8",
     "lora.alpha": "16",
     "lora.dropout": "0.05",

@@ -90,7 +90,11 @@ class DataConfig(Section):
         "truncate", description="What to do with longer ones; split loses nothing."
     )
     on_bad: Literal["error", "skip"] = Field("error", description="Refuse, or skip and count, records that are wrong.")
-    packing: bool = Field(True, description="Lay samples out without padding. Changes speed, never results.")
+    packing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Lay samples out without padding; auto: where the model computes the same so, see models.md. "
+        "Changes speed, never results.",
+    )
     fixed_rows: bool = Field(
         False, description="Pack samples into rows of exactly max_length, so that shapes never change."
     )
@@ -104,6 +108,11 @@ class DataConfig(Section):
         "assistant", description="Learn every assistant turn, only the last one, or all tokens."
     )
     workers: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Processes that tokenise; default: cores.")
+
+    @property
+    def packs(self) -> bool:
+        """Rows hold several samples, as far as the config says."""
+        return self.packing is not False
 
 
 class LoraConfig(Section):

@@ -71,7 +71,7 @@ def audit_data(
         return _audit_stream(prepared.train, num_ranks, epoch)
     # How a rank cuts its share into micro-batches is of no account here.
     micro = Amount(config.data.max_length, "tokens")
-    layout = Layout(num_ranks, "ddp" if num_ranks > 1 else "single", micro=micro, packing=config.data.packing)
+    layout = Layout(num_ranks, "ddp" if num_ranks > 1 else "single", micro=micro, packing=config.data.packs)
     feed = build_feed(config, prepared, layout, 0, lambda values: values)
     assert isinstance(feed, Loader)
     total = len(prepared.train)

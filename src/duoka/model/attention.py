@@ -45,6 +45,22 @@ def register_attention() -> str:
     return NAME
 
 
+def register_watched_attention() -> tuple[str, list[bool]]:
+    """A name for `attn_implementation`, and a list that is told of each call whether the documents' borders came."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    came: list[bool] = []
+
+    def watch(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        came.append(kwargs.get("cu_seq_lens_q") is not None)
+        return attend(*args, **kwargs)
+
+    name = f"{NAME}_watched"
+    AttentionInterface.register(name, watch)
+    AttentionMaskInterface.register(name, _no_mask)
+    return name, came
+
+
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     """The attention function knows the documents itself; a dense mask would cost memory and the fast kernel."""
     return None

@@ -138,15 +138,18 @@ def find_core(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class LossModel(torch.nn.Module):
-    """A causal language model that answers a micro-batch with the sum of its target tokens' losses."""
+    """A causal language model that answers a micro-batch with the sum of its target tokens' losses.
 
-    def __init__(self, lm: torch.nn.Module, goal: Goal = LIKELIHOOD) -> None:
+    `own_logits`: from the model's own logits, because its head is more than a matrix product (see exactness.py).
+    """
+
+    def __init__(self, lm: torch.nn.Module, goal: Goal = LIKELIHOOD, *, own_logits: bool = False) -> None:
         super().__init__()
         self.lm = lm
         self.goal = goal
         core: Any = self.core
         find_head = getattr(core, "get_output_embeddings", None)
-        self.has_plain_head = find_head is not None and is_readable(find_head())
+        self.has_plain_head = not own_logits and find_head is not None and is_readable(find_head())
         if self.has_plain_head:
             self.bend = read_bend(core.config.get_text_config())
 

@@ -14,6 +14,8 @@ from duoka.model.loss import IGNORED, LIKELIHOOD, Bend, Goal, LowRank, sum_cross
 
 # What families call a factor on their logits, and whether it multiplies or divides.
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+# What they call the cap that a tanh holds their logits under.
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def read_bend(config: Any) -> Bend:
@@ -22,7 +24,7 @@ def read_bend(config: Any) -> Bend:
     for name, power in _SCALES.items():
         value = getattr(config, name, None)
         scale *= float(value) ** power if value is not None else 1.0
-    softcap = getattr(config, "final_logit_softcapping", None)
+    softcap = next((value for name in _SOFTCAPS if (value := getattr(config, name, None))), None)
     return Bend(scale, float(softcap) if softcap else None)
 
 

@@ -121,7 +121,7 @@ def choose_layout(
         strategy="single" if world_size == 1 else "ddp",
         precision=_choose_precision(config, machine, reasons, warnings),
         micro=Amount(config.data.max_length, "tokens"),
-        packing=config.data.packing,
+        packing=config.data.packs,
         offload=config.parallel.offload,
         compile=config.train.compile,
     )

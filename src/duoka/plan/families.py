@@ -6,7 +6,7 @@ A new family is a row here and a case of the test that counts it against transfo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -37,6 +37,11 @@ class Family:
     mlp: Literal["gated", "fused", "plain"] = "gated"
     mlp_names: tuple[str, str] = ("up_proj", "down_proj")  # of a plain one
     fused_qkv: bool = False
+    attention_names: tuple[str, str] = ("self_attn.qkv_proj", "self_attn.o_proj")  # of a fused one; else the second
+    ffn: str = "intermediate_size"  # where config.json keeps the feed-forward width
+    ffn_times: int = 0  # how many times the hidden size it is where nothing says so
+    # Rows of a learned table of positions beside those that the config names; None where positions are not learned.
+    more_positions: int | None = None
     # Which layers look back only so far, when the config has sliding_window but no layer_types: all of them, those
     # after max_window_layers where use_sliding_window says so, or all but every n-th.
     windows: Literal["none", "all", "asked"] | int = "none"
@@ -47,11 +52,27 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+# What else config.json calls the sizes that every family has: transformers' attribute maps.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model", "emb_dim"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "model_max_length", "context_length"),
+    "head_dim": ("kv_channels", "attention_head_dim"),
+    "vocab_size": ("n_words",),
+}
+
 _LLAMA_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
 
 LLAMA = Family(**_LLAMA_BIASES)
+UNKNOWN = replace(LLAMA, ffn_times=4)  # counted like a Llama; most that name no feed-forward width have this one
+_GPT2 = Family(
+    qkv_bias=True, out_bias=True, mlp_bias=True, norm_terms=2, mlp="plain", mlp_names=("c_fc", "c_proj"),
+    fused_qkv=True, attention_names=("attn.c_attn", "attn.c_proj"), ffn="n_inner", ffn_times=4, more_positions=0,
+    defaults={"tie_word_embeddings": True, "max_position_embeddings": 1024},
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": Family(windows="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -87,6 +108,15 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", norm_terms=2, mlp="plain", windows="all",
         mlp_names=("c_fc", "c_proj"),
         defaults={"use_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 2},
+    ),
+    "gpt2": _GPT2,
+    "gpt_bigcode": replace(_GPT2, defaults={**_GPT2.defaults, "num_key_value_heads": 1}),
+    "opt": Family(
+        qkv_bias="enable_bias", out_bias="enable_bias", mlp_bias="enable_bias", norm_terms=2, mlp="plain",
+        mlp_names=("fc1", "fc2"), attention_names=("", "self_attn.out_proj"), ffn="ffn_dim", more_positions=2,
+        defaults={
+            "tie_word_embeddings": True, "enable_bias": True, "max_position_embeddings": 2048, "ffn_dim": 3072,
+        },
     ),
     "mixtral": Family(
         windows="all", experts=ExpertKeys("num_local_experts", "intermediate_size"),

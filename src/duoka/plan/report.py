@@ -342,4 +342,5 @@ def _all_warnings(choice: Choice, shape: ModelShape, senseless: str | None) -> t
         found += (f"{choice.layout.name} makes little sense here: {senseless}",)
     if shape.exact or shape.model_type == ASSUMED:
         return found
-    return (*found, f"model type {shape.model_type} is not in the plan's table: its counts are estimates")
+    tried = "; whether it is packed or padded is seen when a run begins"
+    return (*found, f"model type {shape.model_type} is not in the plan's table: its counts are estimates{tried}")

@@ -15,7 +15,7 @@ from typing import Any
 from duoka.config.derive import derive
 from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.plan.families import FAMILIES, LLAMA, ExpertKeys, Family
+from duoka.plan.families import FAMILIES, OTHER_NAMES, UNKNOWN, ExpertKeys, Family
 from duoka.plan.sizes import Experts, Linear, ModelShape
 
 __all__ = [
@@ -62,6 +62,7 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
     """The shape that a transformers config describes; a missing key means the config class's default."""
     if isinstance(facts.get("text_config"), dict):
         facts = {"model_type": f"{facts.get('model_type', '')}_text", **facts["text_config"]}
+    facts = _with_usual_names(facts)
     model_type = str(facts.get("model_type", ""))
     known = FAMILIES.get(model_type)
     has_experts = any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
@@ -71,7 +72,7 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
             where=where,
             fix=f"known are {', '.join(name for name, family in FAMILIES.items() if family.experts)}",
         )
-    family = known or LLAMA
+    family = known or UNKNOWN
     read = _Reader(facts, family.defaults, where)
     sizes = _read_sizes(family, read)
     layers = read.whole("num_hidden_layers")
@@ -95,11 +96,29 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
         qk_norm=_qk_norm(family, read) != "none",
         gated=family.mlp != "plain",
         bent_logits=any(facts.get(key) not in (None, 1, 1.0) for key in scaled),
-        exact=known is not None,
+        # OPT's smallest puts projections around its layers: the counts leave them out.
+        exact=known is not None and facts.get("word_embed_proj_dim") in (None, sizes.hidden),
+        num_positions=_learned_positions(family, read),
         window=window,
         num_window_layers=num_window_layers,
     )
     return shape if family.experts is None else _with_experts(shape, family, read, attention)
+
+
+def _with_usual_names(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What GPT-2 calls n_embd, as hidden_size, and so on."""
+    named = dict(facts)
+    for usual, others in OTHER_NAMES.items():
+        found = [facts[name] for name in others if facts.get(name) is not None]
+        if found and facts.get(usual) is None:
+            named[usual] = found[0]
+    if facts.get("multi_query") is False:
+        named["num_key_value_heads"] = named.get("num_attention_heads")
+    return named
+
+
+def _learned_positions(family: Family, read: _Reader) -> int:
+    return 0 if family.more_positions is None else read.whole("max_position_embeddings") + family.more_positions
 
 
 @dataclass(frozen=True)
@@ -123,7 +142,8 @@ def _read_sizes(family: Family, read: _Reader) -> _Sizes:
     hidden, num_heads = read.whole("hidden_size"), read.whole("num_attention_heads")
     head_dim = read.whole("v_head_dim" if family.latent else "head_dim", max(1, hidden // num_heads))
     num_kv_heads = num_heads if family.latent else read.whole("num_key_value_heads", num_heads)
-    return _Sizes(hidden, read.whole("intermediate_size"), num_heads, num_kv_heads, head_dim)
+    ffn = read.whole(family.ffn, family.ffn_times * hidden or None)
+    return _Sizes(hidden, ffn, num_heads, num_kv_heads, head_dim)
 
 
 def _qk_norm(family: Family, read: _Reader) -> str:
@@ -163,12 +183,13 @@ def _windows(family: Family, read: _Reader, layers: int) -> tuple[int, int]:
 
 
 def _attention_linears(family: Family, read: _Reader, sizes: _Sizes) -> tuple[Linear, ...]:
-    out = Linear("self_attn.o_proj", sizes.query, sizes.hidden, read.bias(family.out_bias))
+    fused_name, out_name = family.attention_names
+    out = Linear(out_name, sizes.query, sizes.hidden, read.bias(family.out_bias))
     bias = read.bias(family.qkv_bias)
     if family.latent:
         return (*_latent_linears(read, sizes, bias), out)
     if family.fused_qkv:
-        return (Linear("self_attn.qkv_proj", sizes.hidden, sizes.query + 2 * sizes.key_value, bias), out)
+        return (Linear(fused_name, sizes.hidden, sizes.query + 2 * sizes.key_value, bias), out)
     widths = (sizes.query, sizes.key_value, sizes.key_value)
     return (
         *(Linear(name, sizes.hidden, width, bias) for name, width in zip(_PROJECTIONS, widths, strict=True)),

@@ -116,11 +116,13 @@ def read_eval_data(
 
 def choose_layout(data: EvalData, folder: Path, world_size: int) -> Layout:
     """The arithmetic and micro-batch that training would choose here, so that its eval lines can be compared."""
+    from duoka.model.exactness import choose_rows
     from duoka.plan.hardware import read_machine
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
 
-    return make_plan(data.config, read_shape(folder), read_machine(), world_size, lengths=data.lengths).layout
+    config = choose_rows(data.config, folder).applied_to(data.config)
+    return make_plan(config, read_shape(folder), read_machine(), world_size, lengths=data.lengths).layout
 
 
 def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation | None:
@@ -150,6 +152,7 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
     from duoka.data.feed.loader import eval_batches
     from duoka.model.build import LossModel
     from duoka.model.dtypes import BY_PRECISION
+    from duoka.model.exactness import needs_own_logits
     from duoka.parallel.measure import measure_loss
 
     lm = load_trained(trained, dtype=BY_PRECISION[layout.precision], attention="duoka", base_only=base_only)
@@ -158,6 +161,8 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
         max_length=data.config.data.max_length, pad_id=data.pad_id,
     )  # fmt: skip
     sizes = None if data.text_bytes is None else torch.from_numpy(data.text_bytes)
-    measured = measure_loss(LossModel(lm).to(world.device), batches, world, layout.precision, token_bytes=sizes)
+    own_logits = needs_own_logits(data.config, trained.base, layout.packing)
+    model = LossModel(lm, own_logits=own_logits).to(world.device)
+    measured = measure_loss(model, batches, world, layout.precision, token_bytes=sizes)
     assert measured is not None  # nobody is asked whether to stop
     return measured

@@ -26,6 +26,7 @@ from duoka.hub.base import BaseIdentity, model_fingerprint
 from duoka.model.adapters import Earlier
 from duoka.model.build import LossModel, find_core, load_model
 from duoka.model.dtypes import BY_PRECISION
+from duoka.model.exactness import RowChoice, choose_rows, needs_own_logits
 from duoka.model.loss import Goal
 from duoka.model.quantize import Packing
 from duoka.model.shards import build_without_memory
@@ -143,7 +144,8 @@ def build_run(inputs: Inputs, world: World) -> Run:
     """Every part of a run that can train at once; all ranks call it together."""
     config, notes = inputs.config, list[str]()
     found = _find_start(inputs, world, notes)  # refuses ranks whose code, config, model or data differ
-    plan = _agree_on_plan(inputs, world, found, notes)  # rank 0's on every rank
+    rows = choose_rows(config, inputs.folder)  # packed, or padded where that changed the architecture's numbers
+    plan = _agree_on_plan(inputs, world, found, rows, notes)  # rank 0's on every rank
     mesh = build_mesh(plan.layout, world)  # who reads the same data, holds the same bits, adds the same loss
     objective: Objective = TokenLoss()  # what an optimizer step minimizes: the stage's
     engine, roles = build_engine(inputs, plan, mesh)  # the model under its layout; each rank reads its own shards
@@ -171,12 +173,13 @@ def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
     return choose_checkpoint(run, resume, inputs.loaded.base, world, notes.append)
 
 
-def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, notes: list[str]) -> Plan:
+def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowChoice, notes: list[str]) -> Plan:
     """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
     machine = read_machine()
+    notes += rows.notes
     plan: Plan = world.agree(
         make_plan(
-            inputs.config,
+            rows.applied_to(inputs.config),
             read_shape(inputs.folder),
             machine,
             world.size,
@@ -223,7 +226,7 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh) -> tuple[Engine, dict[s
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     matrices = whole if config.optim.name == "muon" else ()
     goal = Goal(config.train.label_smoothing, by_probability=config.train.loss == "dft")
-    model = LossModel(lm, goal)
+    model = LossModel(lm, goal, own_logits=needs_own_logits(config, inputs.folder, plan.layout.packing))
     return parallelize(model, plan.layout, config.parallel, mesh, source, matrices), roles
 
 

@@ -1,0 +1,286 @@
+"""Whether an architecture computes the same packed, padded and alone: tried on a tiny copy of it before a run begins.
+
+Transformers has layers that drop the documents' borders, layers whose state runs on into the next document, attention
+that reads its mask only, and heads that do more than a matrix product. None of them says so: losses are wrong and
+nothing else shows. So two short documents go through our forward pass packed into a row, or padded, and each alone
+through the model's own. What differs is padded instead, with a note, or refused. No list of families.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
+
+from duoka.config.schema import RunConfig
+from duoka.errors import ConfigError
+from duoka.model.attention import NAME, register_attention, register_watched_attention
+from duoka.model.build import LossModel, quiet_loading
+from duoka.model.loss import IGNORED
+from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, count_parameters, tiny_config
+
+LayOut = Literal["packed", "padded"]
+LAYOUTS: tuple[LayOut, ...] = ("packed", "padded")
+
+# The relative error of loss and gradient above which two ways of computing are not the same. Of all architectures of
+# transformers those that are exact show at most 3e-6 in fp32, and the nearest of the others 7e-2.
+TOLERANCE = 1e-3
+# Longer than the short windows and chunks of a tiny copy, and of different lengths, so that one of them is padded.
+_LENGTHS = (11, 14)
+_MOST_PARAMETERS = 200_000_000  # of a copy whose widths could not be made small: a second of one core
+
+# Whatever the code of an architecture may end with on inputs that it doesn't take; what is no Exception goes on.
+_BREAKS = (
+    RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError, ArithmeticError,
+    StrictDataclassError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to lay documents out, held against each document alone.
+
+    `error` is relative, of the loss or of the gradient, whichever is more; `own_logits`: as computed with the model's
+    own logits, because our head is off. `why` says what went wrong, where it is known.
+    """
+
+    error: float
+    own_logits: bool = False
+    why: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.error <= TOLERANCE
+
+    def sentence(self) -> str:
+        difference = f"loss or gradient is off by {self.error:.1%}"
+        if not math.isfinite(self.error):
+            return self.why or "loss or gradient is no number"
+        return f"{difference}: {self.why}" if self.why else difference
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """How a run lays its documents out, and what a user should know about it."""
+
+    packing: bool
+    notes: tuple[str, ...] = ()
+
+    def applied_to(self, config: RunConfig) -> RunConfig:
+        """The config with this in place of `auto`: what is planned with."""
+        return config.model_copy(update={"data": config.data.model_copy(update={"packing": self.packing})})
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """A tiny model, and the summed loss of documents that it saw one at a time, with its gradients."""
+
+    weights: dict[str, torch.Tensor]
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+class SelfTest:
+    """The trials of one architecture; each is made when it is asked for, once."""
+
+    def __init__(self, config: Any, *, trust_remote_code: bool = False) -> None:
+        register_attention()
+        self.name = str(getattr(config, "model_type", "") or type(config).__name__)
+        self._trust = trust_remote_code
+        self._documents = _draw_documents()
+        self._done: dict[LayOut, Trial] = {}
+        self._tiny, self._alone = self._find_copy(config)
+
+    def trial(self, layout: LayOut) -> Trial:
+        if layout not in self._done:
+            with quiet_loading():
+                self._done[layout] = self._try(layout, self._alone or self._learn_alone(self._tiny))
+            if self._done[layout].is_exact:
+                self._alone = None  # nobody asks further: its weights and gradients need not stay
+        return self._done[layout]
+
+    @property
+    def layout(self) -> LayOut | None:
+        """How documents are laid out where nothing else is asked; None: neither way is exact."""
+        return next((one for one in LAYOUTS if self.trial(one).is_exact), None)
+
+    def _find_copy(self, config: Any) -> tuple[Any, _Alone | None]:
+        """The smallest copy that runs: code that does not take small widths gets its own, with few layers or all."""
+        reason = ""
+        for make in (tiny_config, functools.partial(tiny_config, widths=False), lambda own: own):
+            try:
+                tiny = make(config)
+                with quiet_loading():
+                    if make is tiny_config or count_parameters(tiny, self._trust) <= _MOST_PARAMETERS:
+                        return tiny, self._learn_alone(tiny)
+            except _BREAKS as error:
+                reason = reason or _in_one_line(error)
+        raise ConfigError(
+            f"model type {self.name} could not be tried before the run: no small copy of it computes a loss",
+            where=reason or f"the smallest has more than {_MOST_PARAMETERS:,} parameters",
+            fix="use a decoder-only language model of transformers",
+        )
+
+    def _learn_alone(self, tiny: Any) -> _Alone:
+        """What each document gives alone, by the model's own attention and logits."""
+        model = build_tiny(tiny, "eager", trust_remote_code=self._trust)
+        loss = _loss_alone(model, self._documents)
+        return _Alone(model.state_dict(), float(loss.detach()), _gradients(model, loss))
+
+    def _try(self, layout: LayOut, alone: _Alone) -> Trial:
+        try:
+            model = build_tiny(self._tiny, NAME, trust_remote_code=self._trust)
+            model.load_state_dict(alone.weights)
+        except _BREAKS as error:
+            return Trial(math.inf, why=f"its attention takes no other implementation ({_in_one_line(error)})")
+        batch = (_pack if layout == "packed" else _pad)(self._documents)
+        trials = []
+        for own_logits in (False, True):
+            trials.append(_measure(model, batch, own_logits, alone))
+            if trials[-1].is_exact:
+                return trials[-1]
+        best = min(trials, key=lambda one: one.error)
+        return best if best.why else Trial(best.error, best.own_logits, self._reason(layout, batch))
+
+    def _reason(self, layout: LayOut, batch: dict[str, torch.Tensor]) -> str:
+        """Why it is off, as far as can be seen from outside."""
+        if layout == "padded":
+            return (
+                "its attention or its layers look at what stands to the right, or read a mask that training leaves out"
+            )
+        name, edges_seen = register_watched_attention()
+        model = build_tiny(self._tiny, name, trust_remote_code=self._trust)
+        LossModel(model, own_logits=True)(**batch)
+        if edges_seen and not all(edges_seen):
+            return "its layers do not hand the documents' borders to their attention"
+        return "positions or states of its layers run on from one document into the next"
+
+
+def check_architecture(folder: Path, *, trust_remote_code: bool = False) -> SelfTest:
+    """The self-test of the model in `folder`; of one process's runs with the same config it is the same."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"the config of the model in {folder} could not be read: {_in_one_line(error)}") from error
+    key = f"{type(config).__module__} {config.to_json_string(use_diff=False)}"
+    if key not in _KNOWN:
+        _KNOWN[key] = SelfTest(config, trust_remote_code=trust_remote_code)
+    return _KNOWN[key]
+
+
+_KNOWN: dict[str, SelfTest] = {}
+
+
+def choose_rows(config: RunConfig, folder: Path) -> RowChoice:
+    """Packed where that is exact, padded where only that is; refuses what is neither, or what was asked otherwise."""
+    tested = check_architecture(folder, trust_remote_code=config.model.trust_remote_code)
+    pads = not config.data.packs or config.parallel.strategy == "dp"
+    if not pads and tested.trial("packed").is_exact:
+        return RowChoice(True)
+    padded = tested.trial("padded")
+    if not padded.is_exact:
+        raise ConfigError(
+            f"duoka does not compute model type {tested.name} as transformers does, so it does not train it",
+            where=f"a tiny copy of it, two documents in padded rows against each alone: {padded.sentence()}",
+            fix="use another model; docs/models.md lists what is exact",
+        )
+    if pads:
+        return RowChoice(False)
+    packed = tested.trial("packed")
+    found = f"a tiny copy of it, two documents in a row against each alone: {packed.sentence()}"
+    what = f"documents of model type {tested.name} see each other when they are packed"
+    if not math.isfinite(packed.error):
+        what = f"model type {tested.name} cannot be packed"
+    if config.stage == "pretrain" or config.data.fixed_rows:
+        needs = "stage pretrain learns" if config.stage == "pretrain" else "data.fixed_rows makes"
+        raise ConfigError(
+            f"{needs} rows that hold several documents, and {what}", where=found, fix="use another model",
+        )  # fmt: skip
+    if config.data.packing is True:
+        raise ConfigError(
+            f"data.packing is true, and {what}", where=found, fix="write:   packing: auto   (it pads then)"
+        )
+    return RowChoice(False, (f"padded rows, not packed ones: {what} ({packed.sentence()})",))
+
+
+def needs_own_logits(config: RunConfig, folder: Path, packing: bool) -> bool:
+    """Whether the loss takes the model's own logits, because our head is not all that it does after its layers."""
+    tested = check_architecture(folder, trust_remote_code=config.model.trust_remote_code)
+    return tested.trial("packed" if packing else "padded").own_logits
+
+
+def _draw_documents() -> list[torch.Tensor]:
+    numbers = torch.Generator().manual_seed(2)
+    return [torch.randint(SPECIAL, VOCABULARY, (length,), generator=numbers) for length in _LENGTHS]
+
+
+def _loss_alone(model: torch.nn.Module, documents: list[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros(())
+    with torch.enable_grad():
+        for document in documents:
+            logits = model(input_ids=document[None], use_cache=False).logits
+            total = total + F.cross_entropy(logits[0, :-1].float(), document[1:], reduction="sum")
+    return total
+
+
+def _measure(model: torch.nn.Module, batch: dict[str, torch.Tensor], own_logits: bool, alone: _Alone) -> Trial:
+    try:
+        with torch.enable_grad():
+            loss, _ = LossModel(model, own_logits=own_logits)(**batch)
+        gradients = _gradients(model, loss)
+    except _BREAKS as error:
+        return Trial(math.inf, own_logits, _in_one_line(error))
+    error = max(abs(float(loss.detach()) / alone.loss - 1), _distance(gradients, alone.gradients))
+    return Trial(error if math.isfinite(error) else math.inf, own_logits)
+
+
+def _labels(document: torch.Tensor) -> torch.Tensor:
+    return F.pad(document[1:], (0, 1), value=IGNORED)
+
+
+def _pack(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    edges = [0]
+    for document in documents:
+        edges.append(edges[-1] + len(document))
+    return {
+        "input_ids": torch.cat(documents)[None],
+        "labels": torch.cat([_labels(document) for document in documents])[None],
+        "position_ids": torch.cat([torch.arange(len(document)) for document in documents])[None],
+        "boundaries": torch.tensor(edges, dtype=torch.int32),
+    }
+
+
+def _pad(documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def fill(rows: list[torch.Tensor], value: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+    ids = fill(documents, SPECIAL)
+    labels = fill([_labels(document) for document in documents], IGNORED)
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(ids.shape[1]).expand_as(ids)}
+
+
+def _gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
+
+
+def _distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Of all gradients together, relative to the wanted ones; one that is missing counts as zero."""
+    zero = torch.zeros(())
+    apart = [(found.get(name, zero) - wanted.get(name, zero)).norm() for name in found.keys() | wanted.keys()]
+    size = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
+    return float(torch.stack(apart).norm() / size)
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

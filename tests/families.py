@@ -1,0 +1,213 @@
+"""Every causal language model of transformers, tiny: what duoka makes of it, held against transformers alone.
+
+`python tests/families.py` writes the table of docs/models.md; `make nightly` measures every family anew.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+LENGTHS = (14, 3, 9)  # one shorter than the kernel of a convolution, all over the short window
+EXACT = 1e-4
+
+# Where the defaults of a config class make no model, or one without what its checkpoints are known for: layers of
+# several kinds, short windows.
+WINDOWS = {"use_sliding_window": True, "max_window_layers": 14}
+SETTINGS = {
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [1, 3]},
+    "mixtral": {"sliding_window": 4096},
+    "nemotron": {"num_key_value_heads": 8},
+    "phi3": {"sliding_window": 2047},
+    "phimoe": {"sliding_window": 2047},
+    "qwen2": WINDOWS,
+    "qwen2_moe": WINDOWS,
+    "qwen3": WINDOWS,
+    "qwen3_moe": WINDOWS,
+    "starcoder2": {"sliding_window": 4096},
+    "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": ["full_attention", "full_attention"]},
+    "deepseek_v2": {"num_experts_per_tok": 6, "topk_group": 3, "n_group": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 6},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+BREAKS = (
+    RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError, ArithmeticError,
+    OSError, StrictDataclassError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """`rows`: packed, padded, refused or not built; errors are the oracle's, relative, None where it cannot run."""
+
+    model_type: str
+    rows: str
+    why: str = ""
+    packed: float | None = None
+    padded: float | None = None
+    has_experts: bool = False
+
+
+def all_families() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def family_config(model_type: str):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model_type, **SETTINGS.get(model_type, {}))
+
+
+def write_family(folder: Path, model_type: str, *, tokenizer=None) -> Path:
+    """A tiny model of that type with drawn weights and no dropout; with a tokenizer, one that can be trained."""
+    from duoka.model.build import quiet_loading
+    from duoka.model.tiny_copy import build_tiny, tiny_config
+
+    with quiet_loading():
+        config = tiny_config(family_config(model_type))
+        without_dropout(config)
+        if tokenizer is not None:
+            config.get_text_config().vocab_size = len(tokenizer) + 5
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(config, name, getattr(tokenizer, name))
+            tokenizer.save_pretrained(folder)
+        build_tiny(config, "eager").save_pretrained(folder)
+    return folder
+
+
+def without_dropout(config) -> None:
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+            setattr(config, name, 0.0)
+    for name in getattr(config, "sub_configs", ()):
+        if getattr(config, name, None) is not None:
+            without_dropout(getattr(config, name))
+
+
+def measure_family(model_type: str) -> Row:
+    """What duoka chooses by itself, and how far each way is from transformers' own loss and gradient."""
+    from duoka.errors import ConfigError
+    from duoka.model.exactness import SelfTest
+
+    try:
+        config = family_config(model_type)
+        with tempfile.TemporaryDirectory() as folder:
+            write_family(Path(folder), model_type)
+            has_experts = any(getattr(config.get_text_config(), name, None) for name in EXPERTS)
+            tested = SelfTest(config)
+            rows, why = tested.layout or "refused", ""
+            if rows != "packed":
+                why = tested.trial("packed" if rows == "padded" else "padded").sentence()
+            errors = {
+                one: distance_from_alone(Path(folder), one, tested.trial(one).own_logits)
+                for one in ("packed", "padded")
+            }
+    except ConfigError as error:
+        return Row(model_type, "refused", error.where or error.what)
+    except BREAKS as error:
+        return Row(model_type, "not built", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}")
+    return Row(model_type, rows, why, errors["packed"], errors["padded"], has_experts)
+
+
+def distance_from_alone(folder: Path, rows: str, own_logits: bool) -> float | None:
+    """The largest relative error of loss and of any parameter's gradient; None where it cannot be computed."""
+    from duoka.model.build import LossModel, load_model
+
+    plain = load_model(folder, dtype=torch.float32, attention="eager").eval()
+    numbers = torch.Generator().manual_seed(5)
+    documents = [torch.randint(8, 64, (length,), generator=numbers) for length in LENGTHS]
+    logits = (plain(one[None], use_cache=False).logits[0, :-1].float() for one in documents)
+    want = sum(F.cross_entropy(own, one[1:], reduction="sum") for own, one in zip(logits, documents, strict=True))
+    want.backward()
+    try:
+        model = LossModel(load_model(folder, dtype=torch.float32).eval(), own_logits=own_logits)
+        ours, _ = model(**(packed if rows == "packed" else padded)(documents))
+        ours.backward()
+    except BREAKS:
+        return None
+    theirs = {name: p.grad for name, p in plain.named_parameters()}
+    scale = max(float(gradient.norm()) for gradient in theirs.values() if gradient is not None)
+    error = abs(float(ours.detach()) / float(want.detach()) - 1)
+    for name, parameter in model.lm.named_parameters():
+        a, b = (torch.zeros(()) if g is None else g for g in (parameter.grad, theirs[name]))
+        error = max(error, float((a - b).norm()) / scale)
+    return error if error == error else float("inf")
+
+
+def packed(documents):
+    return {
+        "input_ids": torch.cat(documents)[None],
+        "labels": torch.cat([torch.cat([one[1:], torch.tensor([-100])]) for one in documents])[None],
+        "position_ids": torch.cat([torch.arange(len(one)) for one in documents])[None],
+        "boundaries": torch.tensor([0, *torch.tensor([len(one) for one in documents]).cumsum(0)], dtype=torch.int32),
+    }
+
+
+def padded(documents):
+    width = max(len(one) for one in documents)
+    ids = torch.full((len(documents), width), 7)
+    labels = torch.full((len(documents), width), -100)
+    for row, one in enumerate(documents):
+        ids[row, : len(one)] = one
+        labels[row, : len(one) - 1] = one[1:]
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(width).expand_as(ids)}
+
+
+def lines_of(rows: list[Row]) -> Iterator[str]:
+    shown = {"packed": "packed", "padded": "padded by itself", "refused": "refused", "not built": "not tried"}
+    counts = ", ".join(f"{sum(row.rows == kind for row in rows)} {name}" for kind, name in shown.items())
+    yield f"{len(rows)} model types of transformers: {counts}."
+    yield ""
+    yield "| model type | rows | packed against alone | padded against alone | why |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        why = row.why.replace("|", "/")
+        why = f"mixture of experts, not trained yet{'; ' + why if why else ''}" if row.has_experts else why
+        yield f"| {row.model_type} | {shown[row.rows]} | {in_words(row.packed)} | {in_words(row.padded)} | {why} |"
+
+
+def in_words(error: float | None) -> str:
+    return "-" if error is None else "exact" if error < EXACT else f"off by {error:.1%}"
+
+
+def written_rows() -> dict[str, str]:
+    """What docs/models.md says of each model type: its column `rows`."""
+    text = TABLE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return {first: second for first, second, *_ in cells if first != "model type"}
+
+
+def write_table(rows: list[Row]) -> None:
+    before, rest = TABLE.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    TABLE.write_text("\n".join((before + BEGIN, *lines_of(rows), END + after)), encoding="utf-8")
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    rows = []
+    for name in names or all_families():
+        rows.append(measure_family(name))
+        print(rows[-1], file=sys.stderr, flush=True)
+    if not names:
+        write_table(rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

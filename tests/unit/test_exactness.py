@@ -1,0 +1,142 @@
+"""The self-test of architectures: what it finds, what a run makes of it, and what it leaves alone."""
+
+import json
+
+import pytest
+import torch
+from families import family_config
+
+from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
+from duoka.errors import ConfigError
+from duoka.model import exactness
+from duoka.model.exactness import SelfTest, choose_rows, needs_own_logits
+from duoka.model.tiny_copy import tiny_config
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """No architecture has been tried yet in this process."""
+    monkeypatch.setattr(exactness, "_KNOWN", {})
+
+
+def config_folder(path, model_type, **changes):
+    config = family_config(model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config.save_pretrained(path)
+    return path
+
+
+def run_config(folder, *, stage="sft", strategy="auto", **data):
+    return RunConfig(
+        stage=stage,
+        model=ModelConfig(name=str(folder)),
+        data=DataConfig(train=(DataSource(name="identity"),), **data),
+        parallel=ParallelConfig(strategy=strategy),
+    )
+
+
+def test_a_llama_is_packed_with_our_head(tmp_path, fresh):
+    folder = config_folder(tmp_path, "llama")
+    rows = choose_rows(run_config(folder), folder)
+    assert rows.packing and not rows.notes
+    assert rows.applied_to(run_config(folder)).data.packing is True
+    assert not needs_own_logits(run_config(folder), folder, packing=True)
+
+
+def test_layers_that_drop_the_borders_are_padded_with_a_note(tmp_path, fresh):
+    folder = config_folder(tmp_path, "stablelm")
+    rows = choose_rows(run_config(folder), folder)
+    assert not rows.packing
+    (note,) = rows.notes
+    assert "stablelm" in note and "do not hand the documents' borders" in note and "%" in note
+
+
+def test_layers_that_hold_state_are_padded_with_a_note(tmp_path, fresh):
+    folder = config_folder(tmp_path, "lfm2")
+    (note,) = choose_rows(run_config(folder), folder).notes
+    assert "states of its layers run on" in note
+
+
+def test_packing_that_was_asked_for_and_is_not_exact_is_refused(tmp_path, fresh):
+    folder = config_folder(tmp_path, "stablelm")
+    with pytest.raises(ConfigError, match=r"data\.packing is true, and documents of .* see each other"):
+        choose_rows(run_config(folder, packing=True), folder)
+    with pytest.raises(ConfigError, match="stage pretrain learns rows that hold several documents"):
+        choose_rows(run_config(folder, stage="pretrain"), folder)
+    with pytest.raises(ConfigError, match=r"data\.fixed_rows makes rows that hold several documents"):
+        choose_rows(run_config(folder, fixed_rows=True), folder)
+
+
+@pytest.mark.parametrize("asked", [{"packing": False}, {"strategy": "dp"}])
+def test_padding_that_was_asked_for_needs_no_note(tmp_path, fresh, asked):
+    folder = config_folder(tmp_path, "stablelm")
+    rows = choose_rows(run_config(folder, **asked), folder)
+    assert not rows.packing and not rows.notes
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "granite_swa", "bert"])
+def test_what_is_exact_in_no_way_is_refused(tmp_path, fresh, model_type):
+    folder = config_folder(tmp_path, model_type)
+    for config in (run_config(folder), run_config(folder, packing=False)):
+        with pytest.raises(
+            ConfigError, match=f"does not compute model type {model_type} as transformers does"
+        ) as found:
+            choose_rows(config, folder)
+        assert found.value.exit_code == 2 and found.value.where and found.value.fix
+
+
+def test_a_head_of_more_than_a_matrix_leaves_the_loss_to_the_models_logits(tmp_path, fresh):
+    folder = config_folder(tmp_path, "modernbert-decoder")
+    assert choose_rows(run_config(folder), folder).packing
+    assert needs_own_logits(run_config(folder), folder, packing=True)
+
+
+def test_windows_are_tried_at_lengths_that_leave_them(monkeypatch):
+    """The check has teeth: attention that forgets the window, or the borders, is seen."""
+    config = family_config("mistral")
+    assert SelfTest(config).layout == "packed"
+    right = exactness.register_attention
+    monkeypatch.setattr(exactness, "register_attention", lambda: None)
+    from transformers import AttentionInterface
+
+    from duoka.model import attention
+
+    def forgetful(*args, **kwargs):
+        return attention.attend(*args, **{name: value for name, value in kwargs.items() if name != forgotten})
+
+    try:
+        AttentionInterface.register("duoka", forgetful)
+        forgotten = "sliding_window"
+        assert SelfTest(config).layout is None
+        forgotten = "cu_seq_lens_q"
+        assert SelfTest(config).layout == "padded"
+    finally:
+        right()
+
+
+def test_trying_moves_no_generator_and_keeps_no_weights(fresh):
+    before = torch.random.get_rng_state()
+    tested = SelfTest(family_config("gemma2"))
+    assert tested.layout == "packed"
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert tested._alone is None
+
+
+def test_the_same_config_is_tried_once(tmp_path, fresh, monkeypatch):
+    folder = config_folder(tmp_path, "llama")
+    first = exactness.check_architecture(folder)
+    assert exactness.check_architecture(folder) is first
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"attention_bias": True}))
+    assert exactness.check_architecture(folder) is not first
+
+
+def test_a_tiny_copy_keeps_each_kind_of_layer():
+    kinds = tiny_config(family_config("gemma3_text")).layer_types
+    assert sorted(set(kinds)) == ["full_attention", "sliding_attention"] and len(kinds) <= 4
+    assert tiny_config(family_config("lfm2")).num_hidden_layers <= 4
+    own = family_config("qwen3")
+    small = tiny_config(own)
+    assert small.hidden_size < own.hidden_size and small.num_attention_heads != small.num_key_value_heads
+    assert own.hidden_size == family_config("qwen3").hidden_size, "the model's own config was changed"
