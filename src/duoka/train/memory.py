@@ -68,7 +68,7 @@ class _Births(TorchDispatchMode):
         return answer
 
     def alive(self) -> dict[int, int]:
-        """Bytes by storage, of those that somebody still holds."""
+        """Bytes by storage, of those that are still referenced."""
         out = {}
         for key, reference in self.seen.items():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
