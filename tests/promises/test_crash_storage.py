@@ -179,7 +179,7 @@ def test_a_run_that_may_skip_trains_on(ended, disk):
 
 def test_a_deleted_run_folder_is_named_and_nobody_hangs(ended):
     said = both(ended, "deleted")
-    assert said.startswith("6 ") and "is gone: somebody deleted it" in said
+    assert said.startswith("6 ") and "is gone: it was deleted" in said
 
 
 def test_a_disk_that_becomes_read_only_is_named_and_the_earlier_checkpoint_stays(ended):

@@ -38,7 +38,7 @@ def wait_alone(port):
     )
     expect(
         WorkerFailed,
-        ["rank 0 asked for a world of 3 processes", "did not come together in 2s", f"127.0.0.1:{port}", "RANK of"],
+        ["rank 0: the rendezvous of 3 processes", "did not complete within 2s", f"127.0.0.1:{port}", "RANK of"],
         lambda: start_world(ParallelConfig(timeout="2s")),
     )
 

@@ -1,7 +1,7 @@
 """Who am I in this world, and the few things that all ranks do together.
 
-`start_world` makes the process group (or none, for one process) and refuses a silent world of strangers: ranks whose
-code, config or data differ are named before the first step. Everyone else asks a `World`, never the environment.
+`start_world` makes the process group (or none, for one process) and refuses ranks whose code, config or data differ:
+they are named before the first step. Everyone else asks a `World`, never the environment.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
     if place is None or place.size == 1:
         if parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp"):
             return World(device=device, heart=heart)
-        # FSDP wants a group also when there is nobody else: offloading is of use to one process too.
+        # FSDP wants a group also for a single process: offloading is of use to one process too.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return World(device=device, backend=backend, heart=heart)
     if parallel.strategy in ("single", "dp"):
@@ -202,10 +202,10 @@ def compute_init(device_type: str = "auto") -> tuple[bool, int, int, int, torch.
 
 
 def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception) -> WorkerFailed:
-    """A world that did not come together. Torch's own words differ with who waits for whom; ours name the place."""
+    """A rendezvous that failed. Torch's own words differ with which rank waits; ours name the address."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return WorkerFailed(
-        f"rank {place.rank} asked for a world of {place.size} processes, and it did not come together in {timeout}",
+        f"rank {place.rank}: the rendezvous of {place.size} processes did not complete within {timeout}",
         where=f"at {place.master_addr}:{place.master_port}: {reason}",
         fix=f"start all {place.size} with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT and a RANK of their own; "
         "`duoka doctor` says whether this machine can be reached",
@@ -216,7 +216,7 @@ _kept: list[object] = []  # never let go, see below
 
 
 def keep_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Let a group outlive whoever uses it.
+    """Let a process group outlive the model that uses it.
 
     A gloo group that goes with the last model that used it waits for its threads, and these may be waiting for Python's
     lock to let go of DDP's hook: a rank in four that ended right after a backward pass hung there. So it stays.

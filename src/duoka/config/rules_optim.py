@@ -128,8 +128,8 @@ OPTIM_RULES: tuple[Rule, ...] = (
         "state-of-new-weights",
         ("optim.state",),
         lambda c: c.optim.state is not None and (c.lora is not None or c.model.depth is not None),
-        "optim.state is {c.optim.state!r}, averages of weights that were trained before, and what is trained here "
-        "(adapters, or a model from nothing) is new",
+        "optim.state is {c.optim.state!r}, the optimizer state of weights that were trained before, and what is "
+        "trained here (adapters, or a model from nothing) is new",
         "delete optim.state, or train all weights of the run before, as in   model: runs/base",
     ),
     Rule(

@@ -206,7 +206,7 @@ class OptimConfig(Section):
     eps: Annotated[Number, Field(gt=0.0)] = Field(1e-8, description="AdamW's epsilon.")
     state: str | None = Field(
         None,
-        description="A run or checkpoint, that of the stage before: begin with its optimizer's averages, on any number "
+        description="A run or checkpoint, that of the stage before: begin with its optimizer state, on any number "
         "of processes. Left out: begin with none.",
     )
 

@@ -28,8 +28,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that `optim.name` names; matrices decay, norms and biases do not.
 
-    `on_host` keeps AdamW's state in host memory. Adapters' second matrices learn `b_lr_ratio` times as fast as all
-    else. `roles` are asked for rates of their own and for Muon's matrices;
+    `on_host` keeps AdamW's state in host memory. Adapters' B matrices have `b_lr_ratio` times the learning rate of all
+    else (LoRA+). `roles` are asked for rates of their own and for Muon's matrices;
     `sharing` says how those lie over ranks.
     """
     groups = _build_groups(named, optim, roles or {}, b_lr_ratio)
@@ -53,7 +53,7 @@ def build_optimizer(
 def _build_groups(
     named: Mapping[str, torch.nn.Parameter], optim: OptimConfig, roles: Mapping[str, Role], b_lr_ratio: float
 ) -> list[dict[str, Any]]:
-    """Parameters that learn alike, in the order of their first; `scale` is a group's rate as a share of optim.lr."""
+    """Parameter groups, in the order of their first member; `scale` is a group's rate as a share of optim.lr."""
     groups: dict[tuple[float, float, str], list[torch.nn.Parameter]] = {}
     for name, parameter in named.items():
         role = roles.get(name, "matrix" if parameter.ndim == 2 else "vector")
@@ -97,7 +97,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """All state as `kind.parameter-name` -> tensor; what was never stepped is made first, as zeros.
+    """All state as `kind.parameter-name` -> tensor; state of parameters never stepped is made first, as zeros.
 
     Whole tensors, shards of them, or nothing of a matrix that another rank keeps: checkpoints put them together.
     """

@@ -1,4 +1,4 @@
-"""AdamW whose state lies in host memory: 8 bytes per parameter less on the GPU, two copies over the bus per step.
+"""AdamW with its state offloaded to host memory: 8 bytes per parameter less on the GPU, two bus copies per step.
 
 One tensor at a time comes over, is updated there, and goes back. On a CPU nothing is copied, and the numbers are those
 of torch's own AdamW anywhere.

@@ -1,6 +1,6 @@
 """Muon for matrices and AdamW for the rest, as one optimizer.
 
-Muon moves a matrix along the orthogonal matrix nearest to its gradient's running mean (Newton-Schulz, five steps).
+Muon updates a matrix by its orthogonalized momentum (Newton-Schulz, five steps): the orthogonal matrix nearest to it.
 That needs whole matrices: `Sharing` brings them to their owners and takes the results back (parallel/matrices.py).
 """
 
@@ -36,7 +36,7 @@ class Sharing(Protocol):
         """The way back."""
 
     def publish(self) -> None:
-        """After a step: give new weights to those who hold copies."""
+        """After a step: send updated weights to the ranks that hold copies."""
 
 
 class WholeMatrices:
@@ -59,7 +59,7 @@ class WholeMatrices:
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """Groups with `kind: muon` learn by Muon, the others by the parent class; state and groups are one."""
+    """Groups with `kind: muon` are updated by Muon, others by the parent class; state and groups are one."""
 
     def __init__(
         self, groups: list[dict[str, Any]], sharing: Sharing, *, momentum: float, scale: str = "shape", **adamw: Any
@@ -101,7 +101,7 @@ class MuonAdamW(torch.optim.AdamW):
             own.add_(move.to(own.dtype), alpha=-group["lr"] * length)
 
     def _blend(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Nesterov's look ahead: the gradient leaning towards its running mean."""
+        """Nesterov momentum: the gradient, interpolated towards its moving average."""
         if not self.state[matrix]:
             self.state[matrix] = self.fresh_state(matrix)
         if matrix.grad is None:

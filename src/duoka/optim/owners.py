@@ -1,4 +1,4 @@
-"""Who works on which matrix: whole matrices have owners, and the owners' work is as even as whole matrices allow.
+"""Which rank updates which matrix (its owner), load-balanced as evenly as whole matrices allow.
 
 Pure arithmetic on shapes, the same on every rank. Called when matrices are shared for Muon.
 """
@@ -53,7 +53,7 @@ def work_of(shape: tuple[int, int]) -> int:
 
 
 def _spread(shapes: Sequence[tuple[int, int]], num_ranks: int) -> list[int]:
-    """An owner for each: the largest first, each to the rank that has least to do (and then fewest bytes)."""
+    """An owner for each: the largest first, each to the least loaded rank (and then the one with fewest bytes)."""
     work, held = [0] * num_ranks, [0] * num_ranks
     owners = [0] * len(shapes)
     for place in sorted(range(len(shapes)), key=lambda place: -work_of(shapes[place])):

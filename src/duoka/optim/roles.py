@@ -1,4 +1,4 @@
-"""What a parameter is for in a transformer, which decides its rate and, under Muon, who trains it.
+"""What a parameter is for in a transformer, which decides its learning rate and, under Muon, its optimizer.
 
 The roles: `matrix` (two dimensions, inside a layer), `embedding`, `head` (of its own), `vector` (norms, biases and all
 else). Found by where a parameter hangs in the model, not by its name.

@@ -15,7 +15,7 @@ def warmup_steps(optim: OptimConfig, total_steps: int, tokens_per_step: float | 
     if isinstance(warm, Amount):
         if tokens_per_step is None:
             raise ConfigError(
-                f"optim.warmup is {optim.warmup}, and nobody knows how many tokens a step has",
+                f"optim.warmup is {optim.warmup}, and it is unknown how many tokens a step has",
                 fix='write train.global_batch in tokens, such as "64k tokens", or the warm-up in steps',
             )
         steps = warm.count / tokens_per_step

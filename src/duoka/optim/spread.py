@@ -1,4 +1,4 @@
-"""Over which ranks a parameter's values are spread, and sums over them: for norms of what no rank holds whole."""
+"""Over which ranks a parameter is sharded (DTensor placements), and sums over them: for norms of sharded tensors."""
 
 from __future__ import annotations
 

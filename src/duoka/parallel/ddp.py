@@ -1,7 +1,7 @@
 """Replicas with summed gradients: DistributedDataParallel, told to add instead of average.
 
 The loss is `sum / targets of the global batch` on every rank, so gradients of ranks must be *added*; DDP's mean is
-undone here and nowhere else, by the communication hook. The hook also tells the ledger what travels, and when.
+undone here and nowhere else, by the communication hook. The hook also tells the ledger what is sent, and when.
 """
 
 # No postponed annotations here: DDP reads the hook's, and wants types, not strings.
@@ -30,7 +30,7 @@ from duoka.torch_private import NormBase
 
 @dataclass
 class Summing:
-    """What the hook knows: how gradients travel."""
+    """State of the communication hook: how gradients are sent."""
 
     compress: str
     power: PowerSGD | None
@@ -88,7 +88,7 @@ class Ddp(Engine):
         if parallel.compress == "powersgd":
             self.power = PowerSGD(spec.mesh.everyone.rank, self.named_trainable(), world.group)
         self.replica.register_comm_hook(Summing(parallel.compress, self.power, world.heart, world.group), sum_gradients)
-        # With a static graph DDP has learned by itself which parameters are never used.
+        # With a static graph DDP finds by itself which parameters are never used.
         self.checks_all_used = not (parallel.find_unused_parameters or parallel.static_graph)
         # A static graph is learned in a first pass that exchanges; DDP breaks when that pass is one without. And its
         # first pass forms the buckets of all later ones: a run that goes on must have these before its first sum.
@@ -100,7 +100,7 @@ class Ddp(Engine):
         self.needs_rehearsal = self.needs_rehearsal or self.mesh.loss.size > 2
 
     def extra_tensors(self, model: str = "") -> dict[str, torch.Tensor]:
-        """What a compressed exchange left out so far (error feedback)."""
+        """PowerSGD's error-feedback residuals and factors."""
         return {} if self.power is None else self.power.tensors(model)
 
     def forward_backward(
@@ -108,7 +108,7 @@ class Ddp(Engine):
     ) -> RankSums:
         if self.needs_rehearsal:
             self.rehearse(batch.micro_batches[0], objective)
-            LEDGER.take()  # what it sent is no step's
+            LEDGER.take()  # discard its traffic: it belongs to no step
         return super().forward_backward(batch, objective, observer)
 
     @contextlib.contextmanager
@@ -125,10 +125,10 @@ class Ddp(Engine):
     def discard_exchange(self, *, is_short: bool = False) -> None:
         super().discard_exchange(is_short=is_short)
         if self.power is not None:
-            self.power.take_back()  # the error feedback is that of before the exchange
+            self.power.take_back()  # restore the residuals from before this exchange
 
     def rejoin(self, shortage: Shortage, batch: GlobalBatch, objective: Objective) -> bool:
-        """By a pass over one token in place of the one that ran out: the others' exchange finds this rank there."""
+        """Join the pending gradient exchange, by a pass over one token in place of the one that ran out of memory."""
         if shortage.is_in_exchange and self.mesh.loss.size > 1:
             return False
         device = self.world.device
@@ -147,7 +147,7 @@ class Ddp(Engine):
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """A compressed exchange leaves nothing out for the next step meanwhile."""
+        """Compression is off meanwhile: no residual changes."""
         if self.power is not None:
             self.power.is_rehearsing = True
         try:

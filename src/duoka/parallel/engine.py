@@ -2,8 +2,8 @@
 
 `Engine` is the plain form: a loop over micro-batches in one process, with nothing exchanged. Each strategy (single.py,
 dp.py, ddp.py, sharded.py) overrides what it does otherwise. Made by apply.py; called by train/step.py, by evaluations,
-by checkpoints (`extra_tensors`) and by the accelerator. A strategy asks for what it needs here, and nobody else
-asks which strategy it is.
+by checkpoints (`extra_tensors`) and by the accelerator. A strategy asks for what it needs here; no other
+code asks which strategy it is.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Engine:
     ) -> RankSums:
         """Gradients of the global batch's loss, summed over ranks; returns this rank's sums.
 
-        A rank without memory for a micro-batch drops its gradients, and joins the others where it can.
+        A rank out of memory for a micro-batch drops its gradients, and joins the pending exchange where it can.
         """
         sums = self._run_passes(batch, objective, observer)
         # Only now are the tensors of a pass that failed gone.
@@ -205,7 +205,7 @@ class Engine:
         return float(clip_gradients(self.named_trainable().values(), max_norm, self.spread_of))
 
     def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
-        """Change the weights. `overflowed`: a rank's norm is not finite; with fp16 all leave the update out."""
+        """Change the weights. `overflowed`: a rank's norm is not finite; with fp16 all ranks skip the update."""
         scaler = self.numerics.scaler
         if overflowed and scaler.is_enabled():
             # The scaler knows this rank's gradients only.
@@ -215,7 +215,7 @@ class Engine:
         scaler.update()
 
     def discard_exchange(self, *, is_short: bool = False) -> None:
-        """The sums of the step just exchanged change nothing, because they are not finite or memory was short."""
+        """Discard the step just exchanged, because its sums are not finite or memory was short."""
         scaler = self.numerics.scaler
         scaler.update(scaler.get_scale() if is_short else None)
 
@@ -240,7 +240,7 @@ class Engine:
     # --- too little memory ---
 
     def rejoin(self, shortage: Shortage, batch: GlobalBatch, objective: Objective) -> bool:
-        """Come to where the other ranks are, after this one had no memory for its pass; False when it cannot."""
+        """Join the pending gradient exchange after an out-of-memory error in a pass; False when that is impossible."""
         return True
 
     def rehearse(self, micro: Batch, objective: Objective, *, is_last: bool = True) -> None:
@@ -281,7 +281,7 @@ class Engine:
             with self.unrecorded():
                 shortage = replace(shortage, rejoined=self.rejoin(shortage, batch, objective))
             self._drop_gradients()
-        LEDGER.take()  # what it sent is no step's
+        LEDGER.take()  # discard its traffic: it belongs to no step
         return shortage
 
     def unrecorded(self) -> AbstractContextManager[None]:

@@ -47,7 +47,7 @@ class LayerBuffers:
         return numel in self._numels
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor whose values are anybody's."""
+        """A flat tensor, uninitialized."""
         num_bytes = numel * dtype.itemsize
         self._numels.add(numel)
         slots = self._slots.setdefault(num_bytes, [])

@@ -1,4 +1,4 @@
-"""From shards to whole tensors, for whoever writes a model that other programs read."""
+"""From shards to full tensors, for writing a model that other programs read."""
 
 from __future__ import annotations
 

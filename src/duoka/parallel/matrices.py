@@ -122,7 +122,7 @@ class OwnedMatrices:
         for bucket, underway in zip(self.buckets, self._underway, strict=True):
             if underway.work is not None:
                 underway.work.wait()
-            # Added in the order of ranks: the same bits whoever came first.
+            # Added in the order of ranks: the same bits whatever arrived first.
             own = underway.arriving.view(self.num_ranks, -1, *bucket.shape).sum(0, dtype=torch.float32)
             for member, gradient in zip(bucket.owned_by(self.rank), own, strict=True):
                 key = id(self.matrices[member])
@@ -131,7 +131,7 @@ class OwnedMatrices:
         self._reset()
         if last:
             for parameter in self.matrices:
-                # What only other ranks used has a gradient all the same; what nobody used has none, and does not decay.
+                # What only other ranks used has a gradient too; what no rank used has none, and does not decay.
                 if self.holds(parameter) and (id(parameter) in self._seen or self._sums[id(parameter)].any()):
                     parameter.grad = self._sums[id(parameter)].to(parameter.dtype)
             self._sums.clear()

@@ -1,4 +1,4 @@
-"""Who is with whom: the ranks of a world on named axes, and the groups that share something, by what they share.
+"""The device mesh: the ranks of a world on named axes, and process groups named by what their ranks share.
 
 Every process group beside the default one is made here, by all ranks in one order. Axes, the outermost first:
 
@@ -9,7 +9,7 @@ Every process group beside the default one is made here, by all ranks in one ord
 - tp: which part of each matrix it holds.
 
 All five are always there, with size 1 where a layout does not use them. Trainer, engines and accelerator take the view
-that says what they mean: with one axis more, `world` would be wrong for some of them and nobody would see it.
+that says what they mean: with one axis more, `world` would be wrong for some of them and silently so.
 """
 
 from __future__ import annotations

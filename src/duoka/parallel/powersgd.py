@@ -1,6 +1,6 @@
-"""Gradients that travel as two thin matrices each (PowerSGD), and what those leave out, which the next step adds.
+"""PowerSGD: gradients are sent as two low-rank factors each; the residual is added to the next step's (error feedback).
 
-Kept by parameter, not by DDP's buckets: buckets are formed anew at each start, and what a rank owes must outlive it.
+Kept by parameter, not by DDP's buckets: buckets are formed anew at each start, and residuals must outlive that.
 After Vogels, Karimireddy and Jaggi, "PowerSGD" (2019), with error feedback and a warm start. Called by ddp.py's hook;
 checkpoints save and fill `tensors`.
 """
@@ -15,16 +15,16 @@ import torch.distributed as dist
 
 from duoka.comm.collectives import all_reduce, num_ranks
 
-# Thin matrices have this many columns; they begin once the first wild steps are over.
+# The rank of the factors; compression begins once the first, steep steps are over.
 NUM_COLUMNS, FROM_STEP = 4, 10
 PREFIX = "powersgd"
 
 
 @dataclass
 class ThinGradient:
-    """What is kept of one parameter: what this rank left out so far, and the factor that all ranks begin from."""
+    """State of one parameter: this rank's residual, and the factor that the next power iteration starts from."""
 
-    owed: torch.Tensor  # (rows, columns), this rank's own
+    owed: torch.Tensor  # the residual (rows, columns), this rank's own
     factor: torch.Tensor  # (columns, NUM_COLUMNS), the same on all ranks
     before: tuple[torch.Tensor, torch.Tensor] | None = None  # both, ahead of the latest exchange
 
@@ -49,20 +49,20 @@ class PowerSGD:
         self.group = group
         self.kept: dict[str, ThinGradient] = {}
         self.num_steps = torch.zeros((), dtype=torch.int64)
-        self.is_rehearsing = False  # what is exchanged now is thrown away
+        self.is_rehearsing = False  # the gradients exchanged now are discarded
         self._by_id: dict[int, ThinGradient] = {}
         for place, (name, parameter) in enumerate(named.items()):
             rows, columns = _as_matrix(parameter).shape if parameter.is_contiguous() else (1, 1)
             if NUM_COLUMNS * (rows + columns) * 2 >= rows * columns:
                 continue
-            # Every rank draws the same numbers, and nobody's generator moves.
+            # Every rank draws the same numbers, and no global generator advances.
             generator = torch.Generator().manual_seed(place)
             factor = torch.randn(columns, NUM_COLUMNS, generator=generator).to(parameter.device)
             owed = torch.zeros(rows, columns, device=parameter.device)
             self.kept[name] = self._by_id[id(parameter)] = ThinGradient(owed, factor)
 
     def takes(self, bucket: dist.GradBucket) -> bool:
-        """Whether this bucket travels thin. The last one of a step counts it."""
+        """Whether this bucket is compressed. The last one of a step counts the step."""
         if self.is_rehearsing:
             return False
         is_due = int(self.num_steps) >= FROM_STEP
@@ -103,7 +103,7 @@ class PowerSGD:
         return bucket.buffer()
 
     def take_back(self) -> None:
-        """The step that was just exchanged is given up: nothing of it was left out, and the next is in its place."""
+        """Restore residuals and factors from before the last exchange, whose step is discarded and does not count."""
         self.num_steps -= 1
         for kept in self.kept.values():
             kept.take_back()
@@ -111,7 +111,7 @@ class PowerSGD:
     # --- for checkpoints ---
 
     def tensors(self, model: str = "") -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps: factors and the count once, what is owed under each rank's own name.
+        """What a checkpoint keeps: factors and the count once, residuals under each rank's own name.
 
         `model` stands before the names where there are several.
         """
@@ -149,9 +149,9 @@ class Inheritance:
 
 
 def inherit(named: Mapping[str, torch.Tensor], saved: Collection[str], rank: int, num_ranks: int) -> Inheritance:
-    """Fit `named` to a checkpoint of any number of ranks: each debt in it falls to one of those that there are now.
+    """Fit `named` to a checkpoint of any number of ranks: each residual in it goes to one of the ranks of now.
 
-    Their sum over ranks stays what it was. Ranks that are new owe nothing; a checkpoint without debts leaves them all.
+    Their sum over ranks stays the same. New ranks begin with zeros; a checkpoint without residuals leaves all as is.
     """
     found = Inheritance({name: t for name, t in named.items() if name in saved or not name.startswith(PREFIX)}, [])
     for name, mine in named.items():

@@ -78,7 +78,7 @@ class Sharded(Engine):
             module.reshard()
 
     def rejoin(self, shortage: Shortage, batch: GlobalBatch, objective: Objective) -> bool:
-        """It stopped between two gathers of layers, and nothing brings it to the others' place."""
+        """Impossible: it stopped between two all-gathers of layers, and the other ranks wait in the next one."""
         return False
 
     def spread_of(self, parameter: torch.Tensor) -> Groups:
@@ -155,7 +155,7 @@ def apply_sharded(
         # Summed by force, because gloo has no scaled sum and NCCL's would only multiply by one.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # The root and the ends are each of a size of their own: nobody else would use their memory.
+        # The root and the ends are each of a size of their own: no other unit could reuse their buffers.
         count_traffic(module, layout, world.heart, buffers if module in layers else None)
     for first, second in itertools.pairwise(layers):
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]

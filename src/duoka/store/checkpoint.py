@@ -228,7 +228,7 @@ class CheckpointStore:
                 close_side_world(self.side)
 
     def measure_room(self, contents: Contents) -> tuple[int, int | None, int]:
-        """Bytes that a checkpoint takes, bytes that are free (None: nobody knows), and how many are there already."""
+        """Bytes that a checkpoint takes, bytes that are free (None: unknown), and how many are there already."""
         free: int | None = None
         num_there = 0
         if self.world.is_main:
@@ -338,12 +338,12 @@ class CheckpointStore:
         what = f"the checkpoint of step {target.step} could not be written to {folder}"
         reasons = "; ".join(dict.fromkeys(error.strerror or str(error) for error in errors))
         if not folder.is_dir():
-            gone = f"{folder} is gone: somebody deleted it while this run worked in it"
+            gone = f"{folder} is gone: it was deleted while this run worked in it"
             return SaveFault(target.step, what, gone, "earlier checkpoints went with it; start the run again")
         try:
             free = f"{format_bytes(shutil.disk_usage(folder).free)} are free there, {format_bytes(needed)} needed"
         except OSError as error:
-            free = f"how much is free there cannot be told: {error.strerror}"
+            free = f"the free space there is unknown: {error.strerror}"
         newest = next(iter(list_checkpoints(folder)), None)
         kept = f"{newest.name} is intact" if newest else "there is no earlier checkpoint"
         fix = f"{kept}; free some space, and the same command goes on"

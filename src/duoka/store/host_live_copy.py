@@ -1,8 +1,8 @@
 """One rank's file of a checkpoint, read from the live tensors while the next passes run.
 
 Weights and the optimizer's state rest between two of its steps. The writing thread reads them part by part, from the
-file's beginning; when they are about to change, who trains copies what is left from its end, until the two meet. Made
-by checkpoint.py for saves on CPUs. Nothing here knows what changes the tensors: whoever does calls `release` before.
+file's beginning; before they change, the training thread copies the unread tail, back to front, until it meets the
+writer. Made by checkpoint.py for saves on CPUs. The caller that changes the tensors calls `release` before it does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from duoka.store.snapshot import Chunk, Copier, HeapBuffer, HostBuffer
 
 
 class LiveFile:
-    """Its parts are each read once from the live tensors, by the writer or by who trains.
+    """Its parts are each read once from the live tensors, by the writer or by the training thread.
 
     `spare` is memory for copies: what this save needed of it is there for the next one, the rest is let go.
     """
@@ -78,7 +78,7 @@ class LiveFile:
             return None
 
     def close(self) -> None:
-        """The writer has ended, perhaps early: nobody waits for it any more."""
+        """The writer has ended, perhaps early: a training thread that waits for it may go on."""
         with self._turn:
             self._unread.clear()
             self._is_writer_reading = False
@@ -86,7 +86,7 @@ class LiveFile:
             self._turn.notify_all()
 
     def _reads(self, start: int, stop: int, buffer: HostBuffer) -> bool:
-        """Read a part into the writer's buffer; False when who trains has it."""
+        """Read a part into the writer's buffer; False when the training thread has it."""
         with self._turn:
             if not self._unread or self._unread[0] != start:
                 return False
@@ -105,5 +105,5 @@ class LiveFile:
 
     def _read(self, buffer: HostBuffer | HeapBuffer, start: int, stop: int) -> None:
         self._copier.fill(buffer, start, stop, num_threads=1)
-        # Somebody changed something without a word: such a checkpoint must never get its name.
+        # A tensor changed without a call of `release`: such a torn checkpoint must never get its name.
         self._is_torn |= self._copier.versions() != self._versions

@@ -136,7 +136,7 @@ def _begun_by(resume: str, run: RunFolder, world: World, say: Say) -> Path | Non
 
 
 def _set_newer_aside(asked: Path, run: RunFolder, world: World, say: Say) -> None:
-    """Newer checkpoints of this run tell of a story that does not go on; the next start must not take them up."""
+    """Rename newer checkpoints of this run: they are of an abandoned branch, and the next start must not resume it."""
     is_own = asked.resolve().parent == run.checkpoints.resolve()
     fault: StorageError | None = None
     if world.is_main:
@@ -246,24 +246,24 @@ def _refuse_within_epoch(folder: Path, allowed: list[str]) -> None:
     progress: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))["progress"]
     if progress["index"]:
         raise ConfigError(
-            f"{folder.name} lies within epoch {progress['epoch'] + 1}, and with {', '.join(allowed)} the order of "
-            "samples is another: some would be learnt twice and others not at all",
+            f"{folder.name} lies within epoch {progress['epoch'] + 1}, and with {', '.join(allowed)} the sample "
+            "order changes mid-epoch: some samples would be trained on twice, others skipped",
             fix="go on from a checkpoint at an epoch's end (checkpoint.every: 1 epoch), or start a new run",
         )
 
 
 def _changed_debts(old: RunConfig, new: RunConfig, manifest: Manifest, layout: Layout) -> list[str]:
-    """What PowerSGD left out belongs to one number of processes."""
+    """PowerSGD's error-feedback residuals belong to one number of processes."""
     if old.parallel.compress != "powersgd":
         return []
     if new.parallel.compress != "powersgd":
-        return ["what powersgd left out so far is dropped"]
+        return ["powersgd's error-feedback residuals are dropped"]
     before = manifest.layout.get("dp")
     if before == layout.dp:
         return []
     if layout.strategy != "ddp":
-        return [f"what powersgd left out on {before} processes is dropped: one process exchanges no gradients"]
-    return [f"what powersgd left out on {before} processes goes on with {layout.dp}; other digits come out of it"]
+        return [f"powersgd's residuals of {before} processes are dropped: one process exchanges no gradients"]
+    return [f"powersgd's residuals of {before} processes go to the {layout.dp} of now; results differ a little"]
 
 
 def _layout_changes(manifest: Manifest, layout: Layout) -> list[str]:

@@ -40,7 +40,7 @@ def remove_old(checkpoints: Path, keep: Keep) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
     newest = max(by_step, default=0)
     for damaged in checkpoints.glob(f"step-*{DAMAGED}*"):
-        # Kept until the run has passed its step, in case somebody wants to look at it.
+        # Kept until the run has passed its step, for inspection.
         if step_of(damaged) <= newest:
             shutil.rmtree(damaged, ignore_errors=True)
 

@@ -210,7 +210,7 @@ class Copier:
             torch.cuda.synchronize(self.device)
 
     def chunks(self, buffer: HostBuffer) -> Iterator[Chunk]:
-        """The whole file through a buffer of CHUNK_BYTES, for who has no memory for a copy."""
+        """The whole file through a buffer of CHUNK_BYTES, where there is no memory for a copy."""
         for start in range(0, self.share.size_bytes, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.share.size_bytes)
             self.fill(buffer, start, stop)

@@ -20,13 +20,13 @@ class TrainState:
     step: int = 0
     epoch: int = 0
     index: int = 0
-    streams: list[list[int]] = field(default_factory=list)  # the cursor of each, of data that is read while learned
+    streams: list[list[int]] = field(default_factory=list)  # the cursor of each, of data that is read while training
     num_samples: int = 0
     num_tokens: int = 0
     num_targets: int = 0
     best_loss: float | None = None  # of the evaluations so far
     best_step: int | None = None
-    eval_pending: bool = False  # an evaluation was due after this step, and somebody asked to stop in the middle of it
+    eval_pending: bool = False  # an evaluation was due after this step, and a request to stop came in the middle of it
 
     @property
     def place(self) -> Place:

@@ -1,6 +1,6 @@
-"""What a stage takes over from the one before it, beside its weights: the optimizer's averages (`optim.state`).
+"""What a stage takes over from the one before it, beside its weights: the optimizer state (`optim.state`).
 
-main.py calls this once, before a run's first step and on all ranks; a run that goes on has averages of its own. The
+main.py calls this once, before a run's first step and on all ranks; a resumed run has optimizer state of its own. The
 checkpoint may come from any layout and number of processes.
 """
 
@@ -23,20 +23,20 @@ from duoka.store.contents import Contents
 from duoka.store.reader import opened
 from duoka.store.resume import Say, config_of, find_damage, newest_valid
 
-_AGAIN = "delete optim.state: the optimizer begins with no averages"
+_AGAIN = "delete optim.state: the optimizer begins with empty state"
 _MOST_SHOWN = 3
 
 
 def take_over_state(config: RunConfig, run: RunFolder, base: Path, world: World, contents: Contents, say: Say) -> None:
-    """Fill the optimizer with the averages that `optim.state` names."""
+    """Fill the optimizer with the state (moments, momentum) that `optim.state` names."""
     assert config.optim.state
     asked = config.optim.state
     folder = _find(asked, run, base, world, say)
     before = config_of(folder).optim.name
     if before != config.optim.name:
         raise ConfigError(
-            f"optim.state is {asked!r}, which was trained by {before}; optim.name is {config.optim.name} here, and its "
-            "averages are others",
+            f"optim.state is {asked!r}, which was trained by {before}; optim.name is {config.optim.name} here, and "
+            "its optimizer state is incompatible",
             fix=f"write   name: {before}   or {_AGAIN}",
         )
     own = {f"optim.{k}": v for k, v in optimizer_tensors(contents.optimizer, contents.engine.named_trainable()).items()}
@@ -53,7 +53,7 @@ def take_over_state(config: RunConfig, run: RunFolder, base: Path, world: World,
         raise StorageError(
             f"optim.state is {asked!r}, and {folder} cannot be read", where="\n".join(faults), fix=_AGAIN
         )
-    say(f"the optimizer begins with the averages of {folder}")
+    say(f"the optimizer begins with the state of {folder}")
 
 
 def _find(asked: str, run: RunFolder, base: Path, world: World, say: Say) -> Path:
@@ -73,7 +73,7 @@ def _find(asked: str, run: RunFolder, base: Path, world: World, say: Say) -> Pat
 
 
 def _compare(asked: str, own: dict[str, torch.Tensor], saved: dict[str, tuple[int, ...]], world: World) -> None:
-    """Refuse, on all ranks alike, averages that are missing or of other shapes."""
+    """Refuse, on all ranks alike, optimizer state that is missing or of other shapes."""
     wanted: dict[str, tuple[int, ...]] = {}
     for part in world.gather({name: tuple(tensor.shape) for name, tensor in own.items()}):
         wanted |= part
@@ -85,7 +85,7 @@ def _compare(asked: str, own: dict[str, torch.Tensor], saved: dict[str, tuple[in
     if wrong:
         more = [f"and {len(wrong) - _MOST_SHOWN:,} more"] if len(wrong) > _MOST_SHOWN else []
         raise ConfigError(
-            f"optim.state is {asked!r}, and its averages are not those of what is trained here",
+            f"optim.state is {asked!r}, and its optimizer state does not fit the parameters that are trained here",
             where="\n".join([*wrong[:_MOST_SHOWN], *more]),
             fix=f"begin with that run's own model, or {_AGAIN}",
         )

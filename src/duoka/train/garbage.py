@@ -10,7 +10,7 @@ import gc
 
 from duoka.train.moments import Concern, StepEnd
 
-EVERY = 50  # steps: cycles of a step that nobody collects would add up
+EVERY = 50  # steps: uncollected reference cycles of steps would add up
 
 
 class GarbageCollection(Concern):

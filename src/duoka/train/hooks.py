@@ -17,7 +17,7 @@ STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
 
 
 class StopSignal:
-    """Remembers that somebody asked this process to stop; a second Ctrl-C leaves at once.
+    """Remembers that this process was asked to stop; a second Ctrl-C leaves at once.
 
     A Ctrl-C that was ignored before stays ignored: that is how a shell starts what it puts into the background. SIGTERM
     never is: launchers ask by it.

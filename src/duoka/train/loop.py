@@ -105,7 +105,7 @@ def _step(
 
 
 def _evaluate(run: Run, is_stopped: Callable[[], bool]) -> bool:
-    """False when somebody asked to stop meanwhile: half an evaluation is none."""
+    """False when a request to stop came meanwhile: a partial evaluation is discarded."""
     assert run.evaluate is not None
     started, state = time.perf_counter(), run.contents.state
     measured = run.evaluate(is_stopped)

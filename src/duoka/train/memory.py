@@ -67,7 +67,7 @@ class _Births(TorchDispatchMode):
         return answer
 
     def alive(self) -> dict[int, int]:
-        """Bytes by storage, of those that somebody still holds."""
+        """Bytes by storage, of those that are still referenced."""
         out = {}
         for key, reference in self.seen.items():
             size = living_bytes(reference)

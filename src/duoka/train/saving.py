@@ -69,7 +69,7 @@ class Saver:
             self._timer.restart()
 
     def settle(self) -> None:
-        """Wait for a save that is under way, before somebody looks for the newest checkpoint."""
+        """Wait for a save that is under way, before the newest checkpoint is looked for."""
         self._note(self.store.wait())
 
     def _save(self, stopping: Callable[[], bool], *, must: bool, stop: bool) -> None:
@@ -144,10 +144,10 @@ def check_room(store: CheckpointStore, contents: Contents, settings: RunSettings
     to_come = max(0, most_checkpoints(config, steps_left, num_there) - num_there)
     if free is None or not steps_left or free >= to_come * needed:
         return []
-    each = f"a checkpoint takes {format_bytes(needed)}, and {format_bytes(free)} are free in {store.folder}"
+    size, room = format_bytes(needed), f"{format_bytes(free)} are free in {store.folder}"
     if free < needed and config.on_error == "stop":
         raise StorageError(
-            f"not even one checkpoint fits: {each}",
+            f"not even one checkpoint fits: it takes {size}, and {room}",
             fix="free some space, or set output: to a larger disk (on_error: skip trains without checkpoints)",
         )
-    return [f"{each}: {to_come} more will be there at once, {format_bytes(to_come * needed)}"]
+    return [f"up to {to_come} more checkpoints of {size} need {format_bytes(to_come * needed)}; only {room}"]

@@ -87,7 +87,7 @@ def build_settings(
         all_steps = feed.num_steps(num_epochs)
         if all_steps is not None:
             # Counted from the cursor: with an allowed change of the batch, earlier epochs had another number of steps.
-            # More steps than epochs hold are not made up: the data is learnt as often as asked.
+            # More steps than the epochs have are not made up: the data is seen as often as asked.
             ends.append(state.step + all_steps - done)
     if not ends:
         raise ConfigError("nothing says when the run ends", fix="set train.max_steps")

@@ -1,7 +1,7 @@
 """Out of memory in the middle of a step: give back what it took, and do it again with less at once on all ranks.
 
 How a batch is laid out changes no result, so the step that is done again gives the same numbers. A rank that ran out
-still takes part in its step's exchange, with the smallest possible pass, so that nobody waits for it. Where that
+still takes part in its step's exchange, with the smallest possible pass, so that no rank waits for it. Where that
 cannot be (sharded models exchange inside every layer) the world ends, and the next one begins with the smaller size.
 """
 
@@ -42,7 +42,7 @@ class OutOfMemory(DoesNotFit):
 
 
 class SmallerMicroBatch(OutOfMemory):
-    """Memory ran out where nothing can be done again; the next start takes a smaller micro-batch."""
+    """Out of memory where the step cannot be repeated; the next start takes a smaller micro-batch."""
 
 
 class MemoryGuard:
@@ -102,7 +102,7 @@ class MemoryGuard:
         self.record.say(text)
 
     def _leave(self, shortage: Shortage) -> None:
-        """This rank alone knows; the others lose it in their exchange. Ends the process."""
+        """Ends the process: only this rank knows, and the others lose its connection in their exchange."""
         num_samples, tokens, text = shortage.size
         if not self.may_shrink or num_samples < 2:
             raise self._refusal(tokens, num_samples, text)
@@ -137,7 +137,7 @@ class MemoryGuard:
             edits.append("train.recompute: full   (activations are computed again; changes no result)")
         if self.world.size > 1 and not self.plan.layout.is_sharded:
             edits.append("parallel.strategy: fsdp   (the processes share one model; changes no result)")
-        edits.append(f"data.max_length: {max(8, data.max_length // 2)}   (changes what is learnt)")
+        edits.append(f"data.max_length: {max(8, data.max_length // 2)}   (changes results)")
         if self.config.lora is None:
             edits.append("lora: {rank: 8}   (trains adapters instead of all weights)")
         edits.append(f"train.precision: {'bf16' if train.precision != 'bf16' else 'auto'}")
