@@ -137,6 +137,6 @@ def test_static_bytes_are_those_of_real_tensors():
 
 
 def test_plan_and_loss_work_in_the_same_chunks():
-    from duoka.model import loss
+    from duoka.model import chunks
 
-    assert (LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS) == (loss.CHUNK_BYTES, loss.CPU_CHUNK_ROWS)
+    assert (LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS) == (chunks.CHUNK_BYTES, chunks.CPU_CHUNK_ROWS)
