@@ -23,8 +23,7 @@ from duoka.data.prepare import PreparedData, read_tokenizer
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.hub.models import model_fingerprint
 from duoka.model.adapters import Earlier
-from duoka.model.build import LossModel, find_core, load_model
-from duoka.model.loss import Goal
+from duoka.model.build import find_core, load_model
 from duoka.model.quantize import Packing
 from duoka.model.shards import build_without_memory
 from duoka.optim.build import build_optimizer
@@ -33,9 +32,7 @@ from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
 from duoka.parallel.measure import Measured
 from duoka.parallel.mesh import Mesh, build_mesh
-from duoka.parallel.objective import Objective
 from duoka.parallel.sharded import find_layers
-from duoka.parallel.token_loss import TokenLoss
 from duoka.plan.catalogue import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
@@ -62,6 +59,7 @@ from duoka.train.samples import Sampler, read_prompts
 from duoka.train.saving import Saver
 from duoka.train.setup import RunSettings, build_settings, keep_choices
 from duoka.train.shortage import MemoryGuard, read_shortage
+from duoka.train.stages.stage import Stage, build_stage
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Run:
     notes: list[str]  # what a user should know, before the first step
     plan: Plan
     mesh: Mesh
-    objective: Objective
+    stage: Stage
     contents: Contents
     feed: Feed
     store: CheckpointStore
@@ -134,7 +132,7 @@ class Run:
             GarbageCollection(),
         ))  # fmt: skip
         if is_asked(config, self.world):
-            rehearse_largest(engine, contents.optimizer, self.objective, self.guard)
+            rehearse_largest(engine, contents.optimizer, self.stage, self.guard)
 
 
 def build_run(inputs: Inputs, world: World) -> Run:
@@ -143,8 +141,8 @@ def build_run(inputs: Inputs, world: World) -> Run:
     found = _find_start(inputs, world, notes)  # refuses ranks whose code, config, model or data differ
     plan = _agree_on_plan(inputs, world, found, notes)  # rank 0's on every rank
     mesh = build_mesh(plan.layout, world)  # who reads the same data, holds the same bits, adds the same loss
-    objective: Objective = TokenLoss()  # what an optimizer step minimizes: the stage's
-    engine, roles = build_engine(inputs, plan, mesh)  # the model under its layout; each rank reads its own shards
+    stage = build_stage(config)  # what an optimizer step minimizes
+    engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
     contents = _build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum)
     store = _open_store(inputs, plan, world)
@@ -155,7 +153,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     except BaseException:
         store.close()
         raise
-    return Run(inputs, found, notes, plan, mesh, objective, contents, feed, store, settings)
+    return Run(inputs, found, notes, plan, mesh, stage, contents, feed, store, settings)
 
 
 def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
@@ -195,7 +193,7 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, notes: list
     return plan
 
 
-def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh) -> tuple[Engine, dict[str, Role]]:
+def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[Engine, dict[str, Role]]:
     """The model under its layout, and which part each of its parameters plays for the optimizer."""
     config = inputs.config
     seed_everything(config.train.seed)
@@ -218,9 +216,7 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh) -> tuple[Engine, dict[s
     roles = assign_roles(lm, core, find_layers(core))
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     matrices = whole if config.optim.name == "muon" else ()
-    goal = Goal(config.train.label_smoothing, by_probability=config.train.loss == "dft")
-    model = LossModel(lm, goal)
-    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices), roles
+    return parallelize(stage.wrap(lm), plan.layout, config.parallel, mesh, source, matrices), roles
 
 
 def _build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role]) -> Contents:
