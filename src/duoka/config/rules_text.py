@@ -94,8 +94,8 @@ TEXT_RULES: tuple[Rule, ...] = (
         "samples-of-no-text",
         ("log.samples", "data.eval", "stage"),
         lambda c: bool(c.log.samples) and (not c.stage.kind.reads_text or not c.data.eval),
-        "log.samples continues plain text after each evaluation (stage pretrain); stage is {c.stage.name} and data.eval "
-        "is {c.data.eval}",
+        "log.samples continues plain text after each evaluation (stage pretrain); stage is {c.stage.name} and "
+        "data.eval is {c.data.eval}",
         "delete samples   (talk to a run at any time: duoka chat)",
     ),
     Rule(

@@ -174,11 +174,8 @@ def _fault(path: KeyPath, is_missing: bool, raw: Any, tree: Tree) -> Fault:
     key = known_keys()[name]
     place = tree.nearest_place(path)
     shown = dotted(path)
-    if (
-        path[0] in NAMED_BLOCKS
-        and path[1:] == ("name",)
-        and not isinstance(getattr(tree.at(path[:1]), "value", {}), dict)
-    ):
+    block = tree.at(path[:1])
+    if path[0] in NAMED_BLOCKS and path[1:] == ("name",) and block is not None and isinstance(block.value, str):
         key, shown = replace(key, name=str(path[0])), str(path[0])  # `stage: dpo`, as it was written
     source, file, line = (place.source, place.file, place.line) if place else ("", tree.place.file, 0)
     if is_missing:
