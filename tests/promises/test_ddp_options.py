@@ -215,20 +215,20 @@ def leave_one_out(yaml, folder):
 
     from duoka.comm.world import end_world
     from duoka.errors import ConfigError
-    from duoka.parallel.token_loss import TokenLoss
+    from duoka.train.stages.stage import build_stage
 
     world = None
     for looks in (False, True):
         settings = ["parallel.strategy=ddp", f"parallel.find_unused_parameters={str(looks).lower()}"]
-        _, world, _, contents, loader = build(yaml, settings, folder, world)
+        inputs, world, _, contents, loader = build(yaml, settings, folder, world)
         batch = next(loader.from_cursor(0, 0, 1.0))
         last = contents.engine.bare.core.get_decoder().layers[3]
         last.forward = lambda hidden, *args, **kwargs: hidden
         if looks:
-            contents.engine.forward_backward(batch, TokenLoss())
+            contents.engine.forward_backward(batch, build_stage(inputs.config))
         else:
             with pytest.raises(ConfigError, match=r"parameter model\.layers\.3\..* had no part in the loss"):
-                contents.engine.forward_backward(batch, TokenLoss())
+                contents.engine.forward_backward(batch, build_stage(inputs.config))
     end_world(world)
 
 
@@ -241,7 +241,7 @@ def overflow_once(yaml, folder):
 
     from duoka.comm.world import end_world
     from duoka.parallel.precision import build_numerics
-    from duoka.parallel.token_loss import TokenLoss
+    from duoka.train.stages.stage import build_stage
     from duoka.train.step import optimizer_step
 
     def values(contents):
@@ -250,7 +250,7 @@ def overflow_once(yaml, folder):
 
     world, firsts = None, {}
     for strategy in ("ddp", "zero1", "fsdp"):
-        _, world, _, contents, loader = build(yaml, [f"parallel.strategy={strategy}"], folder, world)
+        inputs, world, _, contents, loader = build(yaml, [f"parallel.strategy={strategy}"], folder, world)
         # The plan refuses fp16 on a CPU for its speed; the arithmetic is the GPU's.
         numerics = contents.engine.numerics = build_numerics("fp16", world.device)
         losses = []
@@ -259,7 +259,7 @@ def overflow_once(yaml, folder):
             if step == 3:
                 numerics.scaler._scale.fill_(1e38)
             result = optimizer_step(
-                contents.engine, contents.optimizer, batch, TokenLoss(), clip=0.5,
+                contents.engine, contents.optimizer, batch, build_stage(inputs.config), clip=0.5,
             )  # fmt: skip
             after = values(contents)
             changed = [name for name in before if before[name].numel() and not torch.equal(before[name], after[name])]

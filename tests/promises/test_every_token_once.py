@@ -96,13 +96,13 @@ def train_and_watch(folder, jobs):
     """Train jobs; what the model was given at each optimizer step goes to a file per rank."""
     from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
-    from duoka.parallel import token_loss
     from duoka.parallel.engine import Engine
     from duoka.runs.folder import RunFolder
     from duoka.train import loop, main
+    from duoka.train.stages import likelihood
 
     given, steps = [], []
-    inputs_of, optimizer_step, rehearse = token_loss.model_inputs, loop.optimizer_step, Engine.rehearse
+    inputs_of, optimizer_step, rehearse = likelihood.model_inputs, loop.optimizer_step, Engine.rehearse
 
     def seen(micro, device):
         inputs = inputs_of(micro, device)
@@ -120,7 +120,7 @@ def train_and_watch(folder, jobs):
         rehearse(*arguments)  # a pass whose gradients are thrown away
         del given[count:]
 
-    token_loss.model_inputs, loop.optimizer_step, Engine.rehearse = seen, watched, unlearned
+    likelihood.model_inputs, loop.optimizer_step, Engine.rehearse = seen, watched, unlearned
     world = None
     for yaml, overrides, name, source in jobs:
         steps.clear()

@@ -64,8 +64,8 @@ def look_at(yaml, strategies, folder):
     from duoka.comm.world import end_world
     from duoka.optim.build import optimizer_tensors
     from duoka.parallel.inputs import model_inputs
-    from duoka.parallel.token_loss import TokenLoss
     from duoka.plan.recipe import static_memory
+    from duoka.train.stages.stage import build_stage
 
     world = None
     for strategy in strategies:
@@ -91,12 +91,12 @@ def look_at(yaml, strategies, folder):
         short = replace(batch, micro_batches=batch.micro_batches[:MICRO_BATCHES])
         LEDGER.take()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as trace:
-            times = engine.forward_backward(short, TokenLoss()).times
+            times = engine.forward_backward(short, build_stage(inputs.config)).times
         events = [event for event in trace.events() if event.name.startswith("c10d::")]
         names = Counter(event.name for event in events)
         traffic = LEDGER.take()
         contents.optimizer.zero_grad()
-        engine.forward_backward(batch, TokenLoss())
+        engine.forward_backward(batch, build_stage(inputs.config))
         whole = {
             name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
             for name, p in engine.named_trainable().items()

@@ -45,5 +45,7 @@ def test_weights_are_copied_once_for_all_batches(tiny_model, two_devices):
             ours, theirs = model(**batch), bare(**batch)
             assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=1e-6)
             assert int(ours[1]) == int(theirs[1])
+            ours, theirs = model(**batch, answer="logps"), bare(**batch, answer="logps")
+            assert torch.allclose(ours[0], theirs[0]) and ours[1] is None, "each token's, in the rows' order"
     assert two_devices == [2], "copied once, to two"
     assert not model._held, "and let go of"

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from duoka.model import loss as loss_module
+from duoka.model import chunks
+from duoka.model.chunks import IGNORED, Bend, LowRank
 from duoka.model.head import loss_from_logits
-from duoka.model.loss import IGNORED, Bend, Goal, LowRank, sum_cross_entropy
+from duoka.model.loss import Goal, sum_cross_entropy
 
 
 def make_case(dtype=torch.float64, rows=37, dim=12, vocab=53):
@@ -35,7 +36,7 @@ def check_same(ours, plain, inputs, rtol=1e-9):
 @pytest.mark.parametrize("rows_per_chunk", [1, 5, 1000])
 def test_value_and_gradients_equal_torch_at_any_chunk(monkeypatch, rows_per_chunk):
     hidden, weight, labels = make_case()
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * weight.shape[0] * rows_per_chunk)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * weight.shape[0] * rows_per_chunk)
     ours, _ = sum_cross_entropy(hidden, weight, labels)
     check_same(ours, plain_loss(hidden @ weight.T, labels), (hidden, weight))
 
@@ -58,7 +59,7 @@ def test_a_token_that_was_thought_impossible_costs_what_it_should():
 @pytest.mark.parametrize("goal", [Goal(), Goal(0.2), Goal(by_probability=True)])
 def test_heads_with_bias_adapter_scale_softcap_and_goal_equal_torch(monkeypatch, softcap, scale, goal):
     hidden, weight, labels = make_case()
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * weight.shape[0] * 7)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * weight.shape[0] * 7)
     vocab, dim = weight.shape
     bias = torch.randn(vocab, dtype=torch.float64, requires_grad=True)
     down = torch.randn(3, dim, dtype=torch.float64, requires_grad=True)

@@ -35,7 +35,7 @@ def test_depth_twelve_is_what_the_rules_were_found_for(tmp_path):
     config = load(tmp_path, BARE).config
     model, optim = config.model, config.optim
     assert (model.width, model.head_dim, model.kv_heads, model.mlp_width, model.context) == (768, 128, 6, 2304, 2048)
-    assert (config.stage, config.data.max_length) == ("pretrain", 2048)
+    assert (config.stage.name, config.data.max_length) == ("pretrain", 2048)
     assert (config.train.global_batch, config.train.tokens, config.train.epochs) == ("524288 tokens", "20x", None)
     assert (optim.name, optim.lr, optim.schedule) == ("muon", 0.02, "wsd")
 

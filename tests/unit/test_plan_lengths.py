@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from duoka.config.schema import RunConfig
+from duoka.config.schema import RunConfig, StageConfig
 from duoka.data.dataset_lengths import find_lengths, lengths_of, remember_lengths
 from duoka.data.feed.epoch_plan import EpochPlan, share_batch
 from duoka.plan.hardware import Machine
@@ -107,7 +107,7 @@ def test_a_look_guesses_number_and_lengths_of_untokenised_files(place):
     assert (found.basis, found.num_samples) == ("sampled", 64)
     assert found.mean == pytest.approx((20 + 32.5) / 4 + 10, abs=1) and len(found.batch) == 16
     assert 16 * found.mean < sum(found.batch) < 1.3 * 16 * found.mean
-    assert find_lengths(config.model_copy(update={"stage": "pretrain"}), folder).batch == ()
+    assert find_lengths(config.model_copy(update={"stage": StageConfig(name="pretrain")}), folder).batch == ()
     os.remove(folder / "chats.jsonl")
     assert find_lengths(config, folder) is None
 

@@ -137,6 +137,19 @@ def test_static_bytes_are_those_of_real_tensors():
 
 
 def test_plan_and_loss_work_in_the_same_chunks():
-    from duoka.model import loss
+    from duoka.model import chunks
 
-    assert (LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS) == (loss.CHUNK_BYTES, loss.CPU_CHUNK_ROWS)
+    assert (LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS) == (chunks.CHUNK_BYTES, chunks.CPU_CHUNK_ROWS)
+
+
+def test_a_reference_beside_the_model_is_weights_and_a_forward_pass():
+    from dataclasses import replace
+
+    from duoka.plan.flops import model_flops_per_token
+
+    alone, sharded = Work(SHAPE, None), Layout(dp=4, shard=4, strategy="fsdp")
+    beside = replace(alone, references=1)
+    for layout, ranks in ((Layout(), 1), (sharded, 4)):
+        more = static_memory(beside, layout).weights_bytes - static_memory(alone, layout).weights_bytes
+        assert abs(more - 4 * SHAPE.num_parameters // ranks) <= 1
+    assert model_flops_per_token(beside, 64) == pytest.approx(model_flops_per_token(alone, 64) * 4 / 3)

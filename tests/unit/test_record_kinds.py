@@ -93,7 +93,7 @@ def test_dataset_info_says_the_kind(tmp_path: Path) -> None:
     assert not check_sets(config, tmp_path)
     faults = check_data(config, tmp_path)
     assert len(faults) == 4, "stage sft learns from none of them"
-    assert "preference pairs (ranking), and stage sft learns from answers" in faults[0].what
+    assert "preference pairs (ranking), and stage sft learns the answers of conversations" in faults[0].what
 
 
 @pytest.fixture

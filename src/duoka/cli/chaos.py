@@ -104,7 +104,7 @@ def _shortened(loaded: Loaded) -> tuple[str, ...]:
     from duoka.cluster.chaos import NUM_STEPS, SAVE_EVERY
 
     # A few steps an epoch are enough for the trials; how often the data come round changes nothing for them.
-    often = () if loaded.config.stage == "pretrain" else ("train.epochs=10000",)
+    often = () if loaded.config.stage.kind.reads_text else ("train.epochs=10000",)
     return (
         *often, f"train.max_steps={NUM_STEPS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=2",
         "checkpoint.resume=auto", "log.every=1",

@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Len, Lt, MinLen
 from pydantic.fields import FieldInfo
 
 from duoka.config.fields import Means, Section
-from duoka.config.schema import DataSource, RunConfig
+from duoka.config.schema import NAMED_BLOCKS, DataSource, RunConfig
 from duoka.config.yaml_text import yaml_text
 
 # Keys that change speed, memory, printing or places, and never a loss or a weight. `section.*` means all of it.
@@ -50,6 +50,7 @@ _EXAMPLES: dict[str, str] = {
     "model.context": "2048",
     "model.revision": "main",
     "model.tokenizer": "path/to/tokenizer",
+    "stage": "sft",
     "data": "{train: [identity]}",
     "data.train": "[identity]",
     "data.train.name": "identity",
@@ -119,8 +120,8 @@ def _describe(name: str, info: FieldInfo) -> Key:
     default = None if info.is_required() else info.get_default(call_default_factory=True)
     nullable = any(part is type(None) for part, _ in types)
     description = info.description or (section.__doc__ or "" if section else "")
-    if name == "model":
-        words = "a model's name, or a block of keys"
+    if name in NAMED_BLOCKS:
+        words = f"a {name}'s name, or a block of keys"
     else:
         words = ", or ".join(dict.fromkeys(_words(part, meta) for part, meta in types if part is not type(None)))
     example = _EXAMPLES.get(name.replace("data.eval.", "data.train."))

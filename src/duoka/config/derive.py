@@ -115,7 +115,7 @@ def _always(value: Any) -> Callable[[RunConfig], Any]:
 
 
 _FROM_DEPTH: tuple[Derived, ...] = (
-    Derived("stage", _always("pretrain")),
+    Derived("stage.name", _always("pretrain"), unless=("stage",)),
     Derived("model.head_dim", _always(HEAD_DIM)),
     Derived("model.width", _width),
     Derived("model.kv_heads", lambda c: max(1, (c.model.width or 0) // (c.model.head_dim or 1))),
@@ -125,7 +125,7 @@ _FROM_DEPTH: tuple[Derived, ...] = (
     Derived("train.global_batch", _batch),
     Derived(
         "train.tokens",
-        lambda c: TOKENS_PER_PARAMETER if c.stage == "pretrain" else None,
+        lambda c: TOKENS_PER_PARAMETER if c.stage.kind.reads_text else None,
         unless=("train.max_steps", "train.epochs"),
     ),
     Derived("optim.name", _always("muon")),

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from duoka.config.catalog import Key, is_execution_key, known_keys
-from duoka.config.schema import RunConfig
+from duoka.config.schema import NAMED_BLOCKS, RunConfig
 from duoka.config.yaml_text import yaml_text
 
 # The canonical form: what a first config shows, and with which values. All other keys keep their defaults.
@@ -58,7 +58,8 @@ One YAML describes a run. This page is made from the schema (`duoka config schem
 
 - `duoka init sft.yaml` writes a commented file, `duoka config show sft.yaml` prints every value with its origin.
 - `duoka config schema` prints the JSON Schema, with which an editor completes keys and marks mistakes.
-- `model: demo` is short for `model: {name: demo}`, and `train: [identity]` for `train: [{name: identity}]`.
+- `model: demo` is short for `model: {name: demo}`, `stage: sft` for `stage: {name: sft}`, and `train: [identity]` for
+  `train: [{name: identity}]`.
 - Command line: `duoka train sft.yaml optim.lr=1e-4 lora=null`. Values are read as YAML; a later one wins.
 - `extends: base.yaml` lays this file on another one: blocks are merged key by key, lists and values replaced.
 - `${env:NAME}` or `${env:NAME,default}` takes a value from the environment. What comes from a variable whose name
@@ -79,7 +80,8 @@ def json_schema() -> dict[str, Any]:
     properties = schema["properties"]
     for name, description in _META_KEYS.items():
         properties[name] = {"type": "string", "description": description}
-    properties["model"] = {"anyOf": [{"type": "string", "description": "Short for {name: ...}."}, properties["model"]]}
+    short = {"type": "string", "description": "Short for {name: ...}."}
+    properties |= {block: {"anyOf": [short, properties[block]]} for block in NAMED_BLOCKS}
     data = schema["$defs"]["DataConfig"]["properties"]
     source = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/DataSource"}]}
     data["train"]["items"] = source
@@ -156,7 +158,7 @@ def starter_yaml(model: str, data: Iterable[str], file_name: str) -> str:
         f"# {keys['model.name'].description}",
         f"model: {yaml_text(model)}",
         "",
-        f"# {keys['stage'].description}",
+        f"# {keys['stage.name'].description}",
         "stage: sft",
         "",
         f"# {keys['data'].description}",

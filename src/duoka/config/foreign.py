@@ -54,7 +54,7 @@ _SPECIAL: dict[str, Foreign] = {
     **_same("model.name", "model_name", "model_path", "base_model", "model_id", "pretrained_model"),
     **_same("model.tokenizer", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
     **_same("model.template", "chat_template"),
-    **_same("stage", "task", "method", "training_type"),
+    **_same("stage.name", "task", "method", "training_type"),
     **_same("data.train", "datasets", "train_dataset", "train_file", "train_data", "train_split"),
     **_same("data.eval", "val_set_size", "eval_file", "eval_split", "validation_split"),
     **_same("data.eval", "eval_size", "test_size", "valid", "validation", "val"),

@@ -28,7 +28,7 @@ from duoka.config.overlays import (
 )
 from duoka.config.paths import given_path
 from duoka.config.rules import Rule, check_rules
-from duoka.config.schema import RunConfig
+from duoka.config.schema import NAMED_BLOCKS, RunConfig
 from duoka.config.unknown import take_known_keys
 from duoka.config.values import build_config
 from duoka.config.write import Difference, config_hash, resolved_yaml, result_differences, result_values
@@ -244,8 +244,9 @@ def _origins(config: RunConfig, tree: Tree) -> dict[str, str]:
     for name in leaves(config):
         path: KeyPath = tuple(name.split("."))
         found = tree.at(path)
-        if found is None and path[0] == "model" and path[1:] == ("name",):
-            found = tree.at(("model",))  # `model: demo`
+        if found is None and path[0] in NAMED_BLOCKS and path[1:] == ("name",):
+            block = tree.at(path[:1])
+            found = block if block is not None and not isinstance(block.value, dict) else None  # `model: demo`
         origins[name] = _origin(found)
     return origins
 
@@ -260,7 +261,7 @@ def _origin(tree: Tree | None) -> str:
 
 def _secret_texts(tree: Tree, name: str) -> Iterable[tuple[str, str]]:
     if tree.written:
-        yield ("model.name" if name == "model" else name), tree.written
+        yield (f"{name}.name" if name in NAMED_BLOCKS else name), tree.written
     children: Iterable[tuple[Any, Tree]] = ()
     if isinstance(tree.value, dict):
         children = tree.value.items()

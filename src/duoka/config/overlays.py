@@ -17,6 +17,7 @@ from duoka.config.dialects.deepspeed import without_comments
 from duoka.config.dialects.engine import is_default, translate, with_overrides
 from duoka.config.dialects.rows import Dialect, Start
 from duoka.config.paths import given_path, is_file, is_folder
+from duoka.config.schema import NAMED_BLOCKS
 from duoka.config.yaml_lines import Place, Tree, parse_yaml, printable, scalar_value
 from duoka.errors import Fault
 from duoka.registry import nearest
@@ -283,7 +284,7 @@ def merge(below: Tree, top: Tree) -> Tree:
 
 def _long_form(key: str, below: Tree, top: Tree) -> Tree:
     """`model: demo` below `model: {revision: x}` is `model: {name: demo}`, or the name would be lost."""
-    if key == "model" and isinstance(below.value, str) and isinstance(top.value, dict):
+    if key in NAMED_BLOCKS and isinstance(below.value, str) and isinstance(top.value, dict):
         return replace(below, value={"name": below})
     return below
 

@@ -132,8 +132,8 @@ NEW_MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "new-model-learns-text-first",
         ("stage", "model.depth"),
-        lambda c: c.model.depth is not None and c.stage != "pretrain",
-        "stage is {c.stage}, but model.depth begins from random weights, which know no language yet",
+        lambda c: c.model.depth is not None and not c.stage.kind.reads_text,
+        "stage is {c.stage.name}, but model.depth begins from random weights, which know no language yet",
         "write:   stage: pretrain   and afterwards begin from its result:   model: runs/NAME/final",
     ),
     Rule(

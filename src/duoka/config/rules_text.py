@@ -1,4 +1,4 @@
-"""Contradictions of plain text: stage pretrain, its rows, and streams that are read while they are learned.
+"""Contradictions of plain text: a stage that reads it, its rows, and streams that are read while they are learned.
 
 A part of the table in rules.py, which evaluates it.
 """
@@ -30,24 +30,24 @@ TEXT_RULES: tuple[Rule, ...] = (
     Rule(
         "pretrain-rows-are-packed",
         ("data.packing", "parallel.strategy", "stage"),
-        lambda c: c.stage == "pretrain" and (not c.data.packing or c.parallel.strategy == "dp"),
-        "stage pretrain learns rows that hold several documents, but data.packing is {c.data.packing} and "
+        lambda c: c.stage.kind.reads_text and (not c.data.packing or c.parallel.strategy == "dp"),
+        "stage {c.stage.name} learns rows that hold several documents, but data.packing is {c.data.packing} and "
         "parallel.strategy is {c.parallel.strategy}: padded rows have no borders inside",
         "write:   packing: true   (and not strategy: dp, which pads)",
     ),
     Rule(
         "pretrain-learns-every-token",
         ("data.targets", "data.on_long", "stage"),
-        lambda c: c.stage == "pretrain" and (c.data.targets != "assistant" or c.data.on_long != "truncate"),
-        "stage pretrain learns every token, and cuts text into rows without losing any; data.targets "
+        lambda c: c.stage.kind.reads_text and (c.data.targets != "assistant" or c.data.on_long != "truncate"),
+        "stage {c.stage.name} learns every token, and cuts text into rows without losing any; data.targets "
         "({c.data.targets}) and data.on_long ({c.data.on_long}) are settings for conversations",
         "delete them",
     ),
     Rule(
         "stream-of-text-only",
         ("data.stream", "stage"),
-        lambda c: c.data.stream and c.stage != "pretrain",
-        "data.stream is for stage pretrain, and stage is {c.stage}: answers are marked before training begins",
+        lambda c: c.data.stream and not c.stage.kind.reads_text,
+        "data.stream is for stage pretrain, and stage is {c.stage.name}: answers are marked before training begins",
         "delete stream, or write:   stage: pretrain",
     ),
     Rule(
@@ -71,8 +71,8 @@ TEXT_RULES: tuple[Rule, ...] = (
     Rule(
         "tokens-of-no-text",
         ("train.tokens", "stage"),
-        lambda c: c.train.tokens is not None and c.stage != "pretrain",
-        "train.tokens ends stage pretrain, which learns every token alike; stage is {c.stage}",
+        lambda c: c.train.tokens is not None and not c.stage.kind.reads_text,
+        "train.tokens ends stage pretrain, which learns every token alike; stage is {c.stage.name}",
         "write:   epochs: 3   or   max_steps: 1000",
     ),
     Rule(
@@ -93,9 +93,9 @@ TEXT_RULES: tuple[Rule, ...] = (
     Rule(
         "samples-of-no-text",
         ("log.samples", "data.eval", "stage"),
-        lambda c: bool(c.log.samples) and (c.stage != "pretrain" or not c.data.eval),
-        "log.samples continues plain text after each evaluation (stage pretrain); stage is {c.stage} and data.eval is "
-        "{c.data.eval}",
+        lambda c: bool(c.log.samples) and (not c.stage.kind.reads_text or not c.data.eval),
+        "log.samples continues plain text after each evaluation (stage pretrain); stage is {c.stage.name} and "
+        "data.eval is {c.data.eval}",
         "delete samples   (talk to a run at any time: duoka chat)",
     ),
     Rule(

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -21,8 +21,10 @@ from duoka.config.schema_learning import (
     TrainOnlyConfig,
 )
 from duoka.config.schema_running import CheckpointConfig, FaultsConfig, LogConfig, ParallelConfig
+from duoka.config.stages import StageConfig
 
 __all__ = [
+    "NAMED_BLOCKS",
     "CheckpointConfig",
     "DataConfig",
     "DataSource",
@@ -34,6 +36,7 @@ __all__ = [
     "ParallelConfig",
     "RunConfig",
     "Section",
+    "StageConfig",
     "TrainConfig",
     "TrainOnlyConfig",
     "expand_short_forms",
@@ -44,10 +47,7 @@ class RunConfig(Section):
     """One run, from one YAML file."""
 
     model: ModelConfig
-    stage: Literal["sft", "pretrain"] = Field(
-        "sft",
-        description="What the job learns: sft: the answers of conversations; pretrain: every token of plain text.",
-    )
+    stage: StageConfig = StageConfig()
     data: DataConfig
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters; left out: full fine-tuning.")
     train_only: TrainOnlyConfig | None = Field(None, description="Train some layers only; left out: all weights.")
@@ -65,13 +65,16 @@ class RunConfig(Section):
         return expand_short_forms(raw)
 
 
+# Blocks that may be written as their name alone.
+NAMED_BLOCKS = ("model", "stage")
+
+
 def expand_short_forms(raw: Any) -> Any:
-    """`model: demo` and `train: [identity]` in their long forms; anything else as it is."""
+    """`model: demo`, `stage: sft` and `train: [identity]` in their long forms; anything else as it is."""
     if not isinstance(raw, dict):
         return raw
     raw = dict(raw)
-    if isinstance(raw.get("model"), str):
-        raw["model"] = {"name": raw["model"]}
+    raw |= {block: {"name": raw[block]} for block in NAMED_BLOCKS if isinstance(raw.get(block), str)}
     if isinstance(raw.get("data"), dict):
         data = dict(raw["data"])
         for key in ("train", "eval"):

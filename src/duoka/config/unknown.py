@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from duoka.config.catalog import Key, known_keys
 from duoka.config.foreign import FOREIGN_SECTIONS, Foreign, foreign_names
 from duoka.config.overlays import COMMAND_LINE, KeyPath, is_secret
-from duoka.config.schema import RunConfig, Section
+from duoka.config.schema import NAMED_BLOCKS, RunConfig, Section
 from duoka.config.yaml_lines import Tree
 from duoka.config.yaml_text import EnvText, yaml_text
 from duoka.errors import Fault
@@ -177,7 +177,7 @@ def _own_text(key: Key, tree: Tree) -> str:
         return ""
     if key.choices and "list" not in key.words and str(value) not in key.choices:
         return ""
-    if key.section is not None and key.name != "model":
+    if key.section is not None and key.name not in NAMED_BLOCKS:
         return ""
     text = yaml_text(value)
     return f"[{text}]" if key.words.startswith("a list") else text

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from duoka.config.catalog import Key, known_keys
 from duoka.config.overlays import COMMAND_LINE, KeyPath
-from duoka.config.schema import RunConfig, expand_short_forms
+from duoka.config.schema import NAMED_BLOCKS, RunConfig, expand_short_forms
 from duoka.config.yaml_lines import Tree
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import Fault
@@ -173,6 +174,9 @@ def _fault(path: KeyPath, is_missing: bool, raw: Any, tree: Tree) -> Fault:
     key = known_keys()[name]
     place = tree.nearest_place(path)
     shown = dotted(path)
+    block = tree.at(path[:1])
+    if path[0] in NAMED_BLOCKS and path[1:] == ("name",) and block is not None and isinstance(block.value, str):
+        key, shown = replace(key, name=str(path[0])), str(path[0])  # `stage: dpo`, as it was written
     source, file, line = (place.source, place.file, place.line) if place else ("", tree.place.file, 0)
     if is_missing:
         what, fix = f"{shown} is missing", _missing_fix(key, file)

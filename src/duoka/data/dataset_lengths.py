@@ -100,7 +100,7 @@ def _key_of(config: RunConfig, base: Path) -> str:
         "files": [_facts(path) for found in find_sets(config, base) for path in found.files],
         "model": [str(base), config.model.model_dump(mode="json")],
         "data": config.data.model_dump(mode="json", exclude={"workers", "packing", "fixed_rows"}),
-        "stage": config.stage,
+        "stage": config.stage.model_dump(mode="json"),
         "train": [getattr(config.train, name) for name in ("global_batch", "seed", "epochs", "max_steps")],
     }
     text = json.dumps(facts, sort_keys=True, default=str)
@@ -128,7 +128,7 @@ def guess_lengths(config: RunConfig, sets: list[ResolvedSet]) -> Lengths | None:
     longest, mean = config.data.max_length, sum(guessed) / len(guessed)
     if isinstance(config.data.eval, float) and total is not None:
         total -= round(config.data.eval * total)
-    if config.stage == "pretrain" or any(found.form.kind == "text" for found in sets):
+    if config.stage.kind.reads_text or any(found.form.kind == "text" for found in sets):
         rows = None if total is None else max(1, round(total * mean / longest))
         return Lengths("sampled", rows, float(longest), longest)
     cut = [min(longest, length) for length in guessed]

@@ -103,7 +103,7 @@ def prepare_data(
 
 
 def _text_bytes(config: RunConfig, tokenizer: ChatTokenizer) -> np.ndarray | None:
-    return tokenizer.text_bytes if config.stage == "pretrain" else None
+    return tokenizer.text_bytes if config.stage.kind.reads_text else None
 
 
 def _with_stream(

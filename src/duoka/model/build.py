@@ -7,12 +7,13 @@ transformers builds the model on the meta device and fills it from safetensors; 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,13 +24,22 @@ from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier
 from duoka.model.attention import Documents, register_attention
 from duoka.model.freeze import apply_train_only
-from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
+from duoka.model.head import (
+    apply_head,
+    apply_head_to_logps,
+    is_readable,
+    logps_from_logits,
+    loss_from_logits,
+    read_bend,
+)
 from duoka.model.lora import apply_lora, keep_earlier, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.quantize import Packing, compute_in
 from duoka.model.random_init import DrawnWeights
 
 GATHERED_HEAD = "apply_gathered"
+# What a LossModel is asked for: the sum of its targets' losses, or numbers of each target.
+Answer = Literal["loss", "logps", "entropy"]
 
 
 @contextlib.contextmanager
@@ -137,8 +147,15 @@ def find_core(model: torch.nn.Module) -> torch.nn.Module:
     return peft_base() if callable(peft_base) else lm
 
 
+def use_head(head: torch.nn.Module, read: Callable[..., Any], *how: Any) -> Any:
+    """`read` a head's weights: as a method of a sharded head, with these gathered."""
+    return read(head, *how)
+
+
 class LossModel(torch.nn.Module):
-    """A causal language model that answers a micro-batch with the sum of its target tokens' losses.
+    """A causal language model that answers a micro-batch with the sum of its target tokens' losses, or each one's.
+
+    Stages compute their losses from these answers: whoever wraps a model (DDP, FSDP) must see the call that learns.
 
     `own_logits`: from the model's own logits, because its head is more than a matrix product (see exactness.py).
     """
@@ -159,8 +176,12 @@ class LossModel(torch.nn.Module):
         labels: torch.Tensor,  # (rows, tokens), already shifted
         position_ids: torch.Tensor,  # (rows, tokens)
         boundaries: torch.Tensor | Documents | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(summed loss, correct target tokens); the second is counted in eval mode only."""
+        answer: Answer = "loss",
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`loss`: (summed loss, correct target tokens); the second is counted in eval mode only.
+
+        `logps`, `entropy`: (log p of each target, None or the entropy there), shaped as the labels, 0 elsewhere.
+        """
         core: Any = self.core
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids}
         if boundaries is not None:
@@ -169,15 +190,16 @@ class LossModel(torch.nn.Module):
             options.update(documents=documents, cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges)
         if not self.has_plain_head:
             logits = core(input_ids=input_ids, **options).logits
+            if answer != "loss":
+                return logps_from_logits(logits, labels, answer == "entropy")
             return loss_from_logits(logits, labels, self.goal, self.training)
         hidden = core.get_decoder()(input_ids=input_ids, **options).last_hidden_state  # (rows, tokens, dim)
         head = core.get_output_embeddings()
-        # A head that is sharded by itself has a form of this that gathers its weight around the call.
-        gathered: Any = getattr(head, GATHERED_HEAD, None)
-        answer: tuple[torch.Tensor, torch.Tensor]
-        how = (hidden, labels, self.bend, self.goal)
-        answer = gathered(*how) if gathered else apply_head(head, *how)
-        return answer
+        # A head that is sharded by itself has a form of these that gathers its weight around the call.
+        use: Any = getattr(head, GATHERED_HEAD, None) or functools.partial(use_head, head)
+        if answer != "loss":
+            return use(apply_head_to_logps, hidden, labels, self.bend, answer == "entropy")  # type: ignore[no-any-return]
+        return use(apply_head, hidden, labels, self.bend, self.goal)  # type: ignore[no-any-return]
 
     def next_token(self, input_ids: torch.Tensor) -> int:
         """The likeliest token after one row (1, tokens). Under FSDP all ranks call it: weights are gathered for it."""

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from duoka.model.loss import IGNORED, LIKELIHOOD, Bend, Goal, LowRank, sum_cross_entropy
+from duoka.model.chunks import IGNORED, Bend, LowRank
+from duoka.model.logps import TokenLogps, place, token_logps
+from duoka.model.loss import LIKELIHOOD, Goal, sum_cross_entropy
 
 # What families call a factor on their logits, and whether it multiplies or divides.
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -51,25 +53,33 @@ def apply_head(
     head: Any, hidden: torch.Tensor, labels: torch.Tensor, bend: Bend, goal: Goal
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Head and loss in one: (summed loss, correct target tokens); the second is counted in eval mode only."""
-    base, low = head, None
-    if hasattr(head, "base_layer"):
-        base, name = head.base_layer, plain_adapter(head)
-        rows = F.linear(head.lora_dropout[name](hidden), head.lora_A[name].weight) * head.scaling[name]
-        low = LowRank(rows, head.lora_B[name].weight)
+    base, low = _read_head(head, hidden)
     return sum_cross_entropy(
         hidden, base.weight, labels, bias=base.bias, low=low, bend=bend,
         goal=goal if head.training else LIKELIHOOD, count=not head.training,
     )  # fmt: skip
 
 
+def apply_head_to_logps(head: Any, hidden: torch.Tensor, labels: torch.Tensor, bend: Bend, entropy: bool) -> TokenLogps:
+    """Head and log-probabilities of its target tokens in one."""
+    base, low = _read_head(head, hidden)
+    return token_logps(hidden, base.weight, labels, bias=base.bias, low=low, bend=bend, entropy=entropy)
+
+
+def _read_head(head: Any, hidden: torch.Tensor) -> tuple[Any, LowRank | None]:
+    """The linear layer, and what its adapter adds."""
+    if not hasattr(head, "base_layer"):
+        return head, None
+    name = plain_adapter(head)
+    rows = F.linear(head.lora_dropout[name](hidden), head.lora_A[name].weight) * head.scaling[name]
+    return head.base_layer, LowRank(rows, head.lora_B[name].weight)
+
+
 def loss_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, goal: Goal, training: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from a model's own logits, of target positions only."""
-    chosen = (labels != IGNORED).nonzero(as_tuple=True)
-    rows, targets = logits[chosen], labels[chosen]
-    if rows.dtype in (torch.bfloat16, torch.float16):
-        rows = rows.float()
+    rows, targets, _ = _take_logits(logits, labels)
     goal = goal if training else LIKELIHOOD
     losses = F.cross_entropy(rows, targets, reduction="none", label_smoothing=goal.smoothing)
     if goal.by_probability:
@@ -77,3 +87,17 @@ def loss_from_logits(
     loss = losses.sum()
     correct = targets.new_zeros(()) if training else (rows.argmax(dim=-1) == targets).sum()
     return loss, correct
+
+
+def logps_from_logits(logits: torch.Tensor, labels: torch.Tensor, entropy: bool) -> TokenLogps:
+    rows, targets, places = _take_logits(logits, labels)
+    every = rows.log_softmax(dim=-1)
+    logps = place(every.gather(1, targets[:, None]).squeeze(1), labels, places)
+    return TokenLogps(logps, place(-(every.exp() * every).sum(dim=-1), labels, places) if entropy else None)
+
+
+def _take_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logits of target positions, their labels, their places among all), at least in fp32."""
+    places = (labels.flatten() != IGNORED).nonzero().squeeze(1)
+    rows = logits.flatten(0, -2)[places]
+    return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows, labels.flatten()[places], places

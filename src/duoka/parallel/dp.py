@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn import parallel
 
-from duoka.model.build import LossModel
+from duoka.model.build import Answer, LossModel
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.precision import compute_in
 
@@ -37,21 +38,26 @@ class Replicas(torch.nn.Module):
         finally:
             self._holds, self._held = False, []
 
-    def forward(self, **inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, *, answer: Answer = "loss", **inputs: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's note that it gathers scalars: they are meant to be
-            loss, correct = self._ask_held(inputs) if self._holds else self.replicas(**inputs)
-        return loss.sum(), correct.sum()
+            first, second = self._ask_held(answer, inputs) if self._holds else self.replicas(answer=answer, **inputs)
+        return (first.sum(), second.sum()) if answer == "loss" else (first, second)
 
-    def _ask_held(self, inputs: dict[str, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _ask_held(self, answer: Answer, inputs: dict[str, torch.Tensor | None]) -> tuple[Any, ...]:
         devices = self.replicas.device_ids
         if not self._held:
             self._held = parallel.replicate(self.replicas.module, devices, detach=True)
         parts, named = parallel.scatter_gather.scatter_kwargs((), inputs, devices)
+        named = tuple({**one, "answer": answer} for one in named)
         # A short last batch has parts for the first GPUs only.
         answers = parallel.parallel_apply(self._held[: len(named)], parts, named, devices[: len(named)])
-        loss, correct = (torch.stack([one[i].to(answers[0][0].device) for one in answers]) for i in (0, 1))
-        return loss, correct
+        join, device = torch.stack if answer == "loss" else torch.cat, answers[0][0].device
+        return tuple(
+            None if part[0] is None else join([one.to(device) for one in part]) for part in zip(*answers, strict=True)
+        )
 
 
 class _Precise(torch.nn.Module):
@@ -62,9 +68,9 @@ class _Precise(torch.nn.Module):
         self.bare = bare
         self.precision = precision
 
-    def forward(self, input_ids: torch.Tensor, **inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, input_ids: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         with compute_in(self.precision, input_ids.device):
-            answer: tuple[torch.Tensor, torch.Tensor] = self.bare(input_ids, **inputs)
+            answer: tuple[torch.Tensor, torch.Tensor | None] = self.bare(input_ids, **inputs)
         return answer
 
 

@@ -159,7 +159,7 @@ class Engine:
         denominators = objective.denominators(batch)
         totals = [
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
-            for names in (denominators, objective.metric_names)
+            for names in (denominators, objective.metrics)
         ]
         for place, micro in enumerate(batch.micro_batches):
             started, waited = time.perf_counter(), LEDGER.waited_s

@@ -29,8 +29,11 @@ class Objective(Protocol):
     """What an optimizer step minimizes."""
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The keys of `Sums.metrics`: known beforehand, because a rank without memory has sums of none."""
+    def metrics(self) -> Mapping[str, str]:
+        """The keys of `Sums.metrics`, and which denominator makes each a mean.
+
+        Known beforehand, because a rank without memory has sums of none.
+        """
         ...
 
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
 from duoka.errors import ConfigError
-from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part
-from duoka.model.head import apply_head
+from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part, use_head
 from duoka.model.shards import Weights
 from duoka.optim.muon import Sharing
 from duoka.optim.spread import Groups
@@ -189,7 +188,7 @@ def _gather_head_for_loss(bare: LossModel) -> None:
     """The fused loss reads the head's weight without calling the head: gather it around that call, as for a forward."""
     head = bare.core.get_output_embeddings()  # type: ignore[operator]
     if bare.has_plain_head and isinstance(head, FSDPModule):
-        setattr(head, GATHERED_HEAD, types.MethodType(apply_head, head))
+        setattr(head, GATHERED_HEAD, types.MethodType(use_head, head))
         register_fsdp_forward_method(head, GATHERED_HEAD)
 
 

@@ -58,6 +58,7 @@ class Work:
     train_only: TrainOnlyConfig | None = None
     saves_beside: bool = False  # checkpoints are written while training goes on
     is_new: bool = False  # begins from random weights, beside which adapters make no sense
+    references: int = 0  # frozen copies of the model that a stage reads beside the trained one
     thin_gradients: bool = False  # PowerSGD: what it left out, now and a step before, is as large as the gradients
 
     @property
@@ -190,6 +191,9 @@ def static_memory(work: Work, layout: Layout, share: Share | None = None) -> Sta
     packed = min(share.block_linear, share.frozen)  # embedding, head and norms stay as they are
     frozen = int(packed * packed_size + (share.frozen - packed) * frozen_size)
     note = f" + {packed_size:g}(P-Pt)" if frozen else ""
+    if work.references:
+        frozen += int(work.references * frozen_size * (share.trainable + share.frozen))
+        note += f" + {work.references * frozen_size:g}P of references"
     axes = "" if layout.tp * layout.pp == 1 else f", P of a rank's 1/{layout.tp * layout.pp}"
     if layout.strategy in ("zero1", "zero2"):
         gathered, formula = _gathered_whole(work, layout.precision, share)

@@ -268,6 +268,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
         frozen_bits=0 if config.model.quantization == "none" else 4,
         saves_beside=config.checkpoint.is_async, is_new=config.model.depth is not None,
         thin_gradients=config.parallel.compress == "powersgd",
+        references=0 if config.lora else config.stage.kind.references,
     )  # fmt: skip
 
 

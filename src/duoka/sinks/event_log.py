@@ -22,8 +22,8 @@ class EventLog(Sink):
 
     def step(self, now: StepNumbers) -> None:
         self._write(
-            "step", step=now.step, **now.numbers, tokens_per_s=round(now.tokens_per_s, 2), step_s=round(now.step_s, 6),
-            **now.own, memory_bytes=now.memory_bytes,
+            "step", step=now.step, **now.numbers, **now.metrics, tokens_per_s=round(now.tokens_per_s, 2),
+            step_s=round(now.step_s, 6), **now.own, memory_bytes=now.memory_bytes,
         )  # fmt: skip
 
     def evaluated(self, step: int, values: Mapping[str, Any]) -> None:

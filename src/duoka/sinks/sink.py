@@ -35,6 +35,7 @@ class RunFacts:
 class StepNumbers:
     """One optimizer step. `numbers` are global (loss, grad_norm, lr, counts), `own` those of the rank that writes.
 
+    `metrics` are what the stage measures beside its loss, global too.
     The recent ones are over the last steps together, for people: a single step's rate jumps about.
     """
 
@@ -47,6 +48,7 @@ class StepNumbers:
     recent_tokens_per_s: float
     recent_mfu: float | None
     eta_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Sink:
@@ -96,7 +98,8 @@ EVAL_NUMBERS = ("loss", "perplexity", "accuracy", "bits_per_byte")
 def step_scalars(now: StepNumbers) -> dict[str, float]:
     """The curves of training, under the names that all trackers show."""
     numbers = {f"train/{key}": float(now.numbers[key]) for key in ("loss", "grad_norm", "lr")}
-    return numbers | {"train/tokens_per_s": now.tokens_per_s}
+    metrics = {f"train/{name}": value for name, value in now.metrics.items()}
+    return numbers | metrics | {"train/tokens_per_s": now.tokens_per_s}
 
 
 def eval_scalars(values: Mapping[str, Any]) -> dict[str, float]:

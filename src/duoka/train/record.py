@@ -89,6 +89,7 @@ class Recorder:
                 step=state.step,
                 numbers=numbers,
                 own=own,
+                metrics=result.metrics,
                 tokens_per_s=numbers["num_tokens"] / step_s,
                 step_s=step_s,
                 memory_bytes=memory_bytes,

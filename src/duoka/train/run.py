@@ -24,10 +24,9 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.hub.adapter_files import note_other_bases
 from duoka.hub.base import BaseIdentity, model_fingerprint
 from duoka.model.adapters import Earlier
-from duoka.model.build import LossModel, find_core, load_model
+from duoka.model.build import find_core, load_model
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.exactness import RowChoice, choose_rows, needs_own_logits
-from duoka.model.loss import Goal
 from duoka.model.quantize import Packing
 from duoka.model.shards import build_without_memory
 from duoka.optim.build import build_optimizer
@@ -36,9 +35,7 @@ from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
 from duoka.parallel.measure import Measured
 from duoka.parallel.mesh import Mesh, build_mesh
-from duoka.parallel.objective import Objective
 from duoka.parallel.sharded import find_layers
-from duoka.parallel.token_loss import TokenLoss
 from duoka.plan.catalogue import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
@@ -65,6 +62,7 @@ from duoka.train.samples import Sampler, read_prompts
 from duoka.train.saving import Saver
 from duoka.train.setup import RunSettings, build_settings, keep_choices
 from duoka.train.shortage import MemoryGuard, read_shortage
+from duoka.train.stages.stage import Stage, build_stage
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Run:
     notes: list[str]  # what a user should know, before the first step
     plan: Plan
     mesh: Mesh
-    objective: Objective
+    stage: Stage
     contents: Contents
     feed: Feed
     store: CheckpointStore
@@ -137,7 +135,7 @@ class Run:
             GarbageCollection(),
         ))  # fmt: skip
         if is_asked(config, self.world):
-            rehearse_largest(engine, contents.optimizer, self.objective, self.guard)
+            rehearse_largest(engine, contents.optimizer, self.stage, self.guard)
 
 
 def build_run(inputs: Inputs, world: World) -> Run:
@@ -147,8 +145,8 @@ def build_run(inputs: Inputs, world: World) -> Run:
     rows = choose_rows(config, inputs.folder)  # packed, or padded where that changed the architecture's numbers
     plan = _agree_on_plan(inputs, world, found, rows, notes)  # rank 0's on every rank
     mesh = build_mesh(plan.layout, world)  # who reads the same data, holds the same bits, adds the same loss
-    objective: Objective = TokenLoss()  # what an optimizer step minimizes: the stage's
-    engine, roles = build_engine(inputs, plan, mesh)  # the model under its layout; each rank reads its own shards
+    stage = build_stage(config)  # what an optimizer step minimizes
+    engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
     contents = _build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
@@ -160,7 +158,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     except BaseException:
         store.close()
         raise
-    return Run(inputs, found, notes, plan, mesh, objective, contents, feed, store, settings)
+    return Run(inputs, found, notes, plan, mesh, stage, contents, feed, store, settings)
 
 
 def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
@@ -203,7 +201,7 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowCh
     return plan
 
 
-def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh) -> tuple[Engine, dict[str, Role]]:
+def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[Engine, dict[str, Role]]:
     """The model under its layout, and which part each of its parameters plays for the optimizer."""
     config = inputs.config
     seed_everything(config.train.seed)
@@ -225,8 +223,8 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh) -> tuple[Engine, dict[s
     roles = assign_roles(lm, core, find_layers(core))
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     matrices = whole if config.optim.name == "muon" else ()
-    goal = Goal(config.train.label_smoothing, by_probability=config.train.loss == "dft")
-    model = LossModel(lm, goal, own_logits=needs_own_logits(config, inputs.folder, plan.layout.packing))
+    own_logits = needs_own_logits(config, inputs.folder, plan.layout.packing)
+    model = stage.wrap(lm, own_logits=own_logits)
     return parallelize(model, plan.layout, config.parallel, mesh, source, matrices), roles
 
 

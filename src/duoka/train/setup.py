@@ -170,7 +170,7 @@ def banner(
     per_epoch = f" ({settings.steps_per_epoch:,} an epoch)" if settings.steps_per_epoch else ""
     rates = f"{optimizer}, {config.optim.schedule}, {settings.warmup_sentence()}"
     return [
-        f"duoka {__version__}  {config.stage}  {_shown(run.path)}{resumed}",
+        f"duoka {__version__}  {config.stage.name}  {_shown(run.path)}{resumed}",
         f"  model       {config.model.title}: {format_count(total)} parameters, "
         f"{format_count(trainable)} trained ({kind})",
         *_from_depth(config),

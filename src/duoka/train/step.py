@@ -25,7 +25,7 @@ from duoka.parallel.out_of_memory import Shortage
 
 @dataclass
 class StepResult:
-    """Global numbers: the loss, the sums it is made of, metrics, the norm before clipping, and `flag_counts`.
+    """Global numbers: the loss, the sums it is made of, means of metrics, the norm before clipping, `flag_counts`.
 
     `flag_counts` are the local flags summed over ranks; `traffic` is what this rank exchanged. The weights changed only
     if `is_finite` and not `is_short`.
@@ -94,9 +94,9 @@ def _sum_over_ranks(
     own += [float(sums.shortage is not None), float(not math.isfinite(norm)), *flags]
     totals = iter(mesh.everyone.sum(own))
     losses = {name: next(totals) for name in sums.losses}
-    metrics = {name: next(totals) for name in sums.metrics}
-    num_short, num_not_finite, *flag_counts = totals
     denominators = objective.denominators(batch)
+    metrics = {name: next(totals) / denominators[objective.metrics[name]] for name in sums.metrics}
+    num_short, num_not_finite, *flag_counts = totals
     return StepResult(
         loss=sum(total / denominators[name] for name, total in losses.items()),
         norm=math.nan if num_not_finite and math.isfinite(norm) else norm,

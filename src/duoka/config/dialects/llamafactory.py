@@ -43,7 +43,7 @@ def _rows_of_model_and_data() -> list[Row]:
         *implemented("model_revision", "model.revision", to.revision),
         *switch("trust_remote_code", "model.trust_remote_code"),
         *implemented("template", "model.template", to.template, "chatml by name; others: what the model ships"),
-        *implemented("stage", "stage", words("stage", _STAGES), "what has no stage here yet is refused"),
+        *implemented("stage", "stage.name", words("stage", _STAGES), "what has no stage here yet is refused"),
         *implemented("finetuning_type", "lora", to.kind, "lora, full or freeze; oft is refused"),
         *implemented("freeze_trainable_layers", "train_only.layers", to.of_freeze(to.layers)),
         *implemented(

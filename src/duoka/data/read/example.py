@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from duoka.config.stages import RecordKind
 from duoka.registry import nearest
 
 
@@ -75,7 +76,7 @@ class Labelled:
 
 
 AnyExample = Example | Text | Prompt | Preference | Labelled
-Kind = Literal["conversation", "text", "prompt", "preference", "labelled"]
+Kind = RecordKind
 KIND_WORDS: dict[Kind, str] = {
     "conversation": "conversations",
     "text": "plain text",

@@ -15,9 +15,10 @@ from pathlib import Path
 from duoka.config.paths import given_path, is_there
 from duoka.config.rules_text import LAST_FILE
 from duoka.config.schema import DataConfig, DataSource, RunConfig
+from duoka.config.stages import stages_that_read
 from duoka.data.read.dataset_info import INFO_FILE, Info, ResolvedSet, files_of, first_record, read_infos, set_from_info
 from duoka.data.read.detect import detect_format
-from duoka.data.read.example import KIND_WORDS, BadRecord, Kind, SetFormat
+from duoka.data.read.example import KIND_WORDS, BadRecord, SetFormat
 from duoka.data.read.formats import FORMATS
 from duoka.data.read.hub import fetch_set, is_hub_id
 from duoka.data.read.record_kinds import as_text, read_record
@@ -31,10 +32,6 @@ BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
 MOST_FAULTS = 10
 _PEEK_BYTES = 1 << 20
 _CHECK_S = 0.6
-# What a stage can learn from; a stage without a row takes every kind.
-KINDS_OF_STAGE: dict[str, tuple[Kind, ...]] = {"sft": ("conversation",), "pretrain": ("text",)}
-_STAGE_WORDS = {"sft": "learns from answers", "pretrain": "learns from plain text"}
-_STAGE_FIXES = {"text": "write   stage: pretrain", "conversation": "write   stage: sft"}
 
 
 def find_sets(config: RunConfig, base: Path) -> list[ResolvedSet]:
@@ -48,12 +45,13 @@ def find_sets(config: RunConfig, base: Path) -> list[ResolvedSet]:
 def check_data(config: RunConfig, base: Path) -> list[Fault]:
     """Faults of data sets for training: those of `check_sets`, and kinds that the stage does not learn from."""
     sets, faults = _find(config, base)
-    known = KINDS_OF_STAGE.get(config.stage, tuple(KIND_WORDS))
+    stage, known = config.stage, config.stage.kind.records
     for found in sets:
         if found.form.kind not in known:
-            words = _STAGE_WORDS.get(config.stage, "cannot learn from that")
-            what = f"data set {found.name!r} holds {KIND_WORDS[found.form.kind]}, and stage {config.stage} {words}"
-            fix = f"name another set{', or ' + better if (better := _STAGE_FIXES.get(found.form.kind)) else ''}"
+            holds = KIND_WORDS[found.form.kind]
+            what = f"data set {found.name!r} holds {holds}, and stage {stage.name} learns {stage.kind.learns}"
+            better = "".join(f", or write   stage: {name}" for name in stages_that_read(found.form.kind)[:1])
+            fix = f"name another set{better}"
             faults.append(Fault(what, key=f"data.{found.split}", file=str(found.files[0]), fix=fix))
     return faults + _check_content(config, [found for found in sets if found.form.kind in known])
 
@@ -133,7 +131,7 @@ def _find(config: RunConfig, base: Path) -> tuple[list[ResolvedSet], list[Fault]
             else:
                 found = _find_one(source, infos, base, key)
             if isinstance(found, ResolvedSet):
-                form = as_text(found.form) if config.stage == "pretrain" else found.form
+                form = as_text(found.form) if config.stage.kind.reads_text else found.form
                 sets.append(replace(found, form=form, split=split, weight=source.weight))  # type: ignore[arg-type]
             else:
                 faults += found

@@ -1,0 +1,104 @@
+"""The log-probability of each target token, and the entropy of what was possible there, never holding all logits.
+
+For losses in which the weight of a token depends on other tokens or sequences (preference pairs, policy gradients).
+Forward keeps a number a token; backward computes each chunk's logits again. loss.py, whose weights are known
+beforehand, makes its gradients at once and saves that product with the head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from duoka.model.chunks import STRAIGHT, Bend, ChunkedLogits, LowRank, take_targets, wide
+
+
+class TokenLogps(NamedTuple):  # a tuple, in which wrappers of models find the tensors
+    """Of each position, shaped as the labels; 0 where there is no target."""
+
+    logps: torch.Tensor
+    entropy: torch.Tensor | None  # in nats, when asked for
+
+
+def token_logps(
+    hidden: torch.Tensor,  # (..., dim)
+    weight: torch.Tensor,  # (vocab, dim)
+    labels: torch.Tensor,  # (...)
+    *,
+    bias: torch.Tensor | None = None,
+    low: LowRank | None = None,
+    bend: Bend = STRAIGHT,
+    entropy: bool = False,
+) -> TokenLogps:
+    """log p(label) of every target; both answers have gradients."""
+    targets = take_targets(hidden, labels, low)
+    logps, entropies = _TokenLogps.apply(
+        targets.rows, weight, bias, targets.low_rows, low.weight if low else None, targets.labels, bend, entropy
+    )
+    return TokenLogps(
+        place(logps, labels, targets.places), place(entropies, labels, targets.places) if entropy else None
+    )
+
+
+def place(values: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Values of target tokens, in order, where their labels stand."""
+    return values.new_zeros(labels.numel()).index_put((places,), values).view(labels.shape)
+
+
+class _TokenLogps(torch.autograd.Function):
+    """Inputs: rows, weight, bias, rows and weight of the adapter (the last three may be None), labels, ..."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        low_rows: torch.Tensor | None,
+        low_weight: torch.Tensor | None,
+        labels: torch.Tensor,
+        bend: Bend,
+        wants_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logps = torch.empty(len(labels), dtype=wide(rows), device=rows.device)
+        norms = torch.empty_like(logps)  # log of the sum of exp(logits)
+        entropy = torch.empty_like(logps) if wants_entropy else None
+        inputs = (rows, weight, bias, low_rows, low_weight)
+        with torch.autocast(rows.device.type, enabled=False):
+            for chunk in ChunkedLogits(inputs, bend, [False] * 5).chunks():
+                here, logits = slice(chunk.start, chunk.end), chunk.logits
+                peak = logits.amax(dim=-1, keepdim=True)
+                logits.sub_(peak)
+                picked = logits.gather(1, labels[here, None]).squeeze(1)
+                powers = logits.exp() if entropy is not None else logits.exp_()
+                total = powers.sum(dim=-1)
+                log_total = total.log()
+                logps[here] = picked - log_total
+                norms[here] = peak.squeeze(1) + log_total
+                if entropy is not None:
+                    entropy[here] = log_total - (powers * logits).sum(dim=-1) / total
+        ctx.save_for_backward(*inputs, labels, norms, entropy)
+        ctx.bend = bend
+        return logps, entropy
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(  # type: ignore[override]
+        ctx: Any, by_logp: torch.Tensor, by_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        *inputs, labels, norms, entropy = ctx.saved_tensors
+        with torch.autocast(norms.device.type, enabled=False):
+            head = ChunkedLogits(inputs, ctx.bend, ctx.needs_input_grad[:5])
+            for chunk in head.chunks():
+                here, logits = slice(chunk.start, chunk.end), chunk.logits
+                logits.sub_(norms[here, None])  # log p of every word
+                factor = -by_logp[here, None]
+                if entropy is not None and by_entropy is not None:
+                    factor = factor - by_entropy[here, None] * (logits + entropy[here, None])
+                logits.exp_().mul_(factor)
+                logits.scatter_add_(1, labels[here, None], by_logp[here, None])
+                head.learn(chunk)
+        gradients = zip(head.gradients(), inputs, strict=True)
+        return *(None if one is None else one.to(of.dtype) for one, of in gradients), None, None, None

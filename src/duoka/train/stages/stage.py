@@ -1,0 +1,50 @@
+"""What a run optimizes: the parts of a stage that training asks for, and `build_stage`, which finds a config's own.
+
+A stage is a file here and a row in config/stages.py, which says what must be known before torch is there: the kinds of
+records it reads, and the models it holds beside the trained one. The engine knows a stage as an `Objective`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from duoka.config.schema import RunConfig
+from duoka.data.feed.loader import Batch, GlobalBatch
+from duoka.model.build import LossModel
+from duoka.parallel.objective import Sums
+
+
+class Stage(ABC):
+    """An `Objective` (parallel/objective.py says what its methods promise), made from a run's config.
+
+    Losses are functions of what the model answers (LossModel.forward: a summed loss, or log-probabilities of each
+    target), called as `model(...)`, so that DDP and FSDP see the call. They are sums: what a sum is divided by is a
+    global count of the optimizer step, so that no split into ranks and micro-batches can change a number.
+    """
+
+    metrics: ClassVar[Mapping[str, str]] = {}  # what it logs -> the denominator of that
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    def wrap(self, lm: torch.nn.Module, *, own_logits: bool = False) -> LossModel:
+        """The model that is trained, before its layout is laid on it; `own_logits` is LossModel's."""
+        return LossModel(lm, own_logits=own_logits)
+
+    @abstractmethod
+    def denominators(self, batch: GlobalBatch) -> Mapping[str, float]: ...
+
+    @abstractmethod
+    def sums(self, model: torch.nn.Module, micro: Batch, device: torch.device) -> Sums: ...
+
+
+def build_stage(config: RunConfig) -> Stage:
+    module, _, name = config.stage.kind.stage.partition(":")
+    made = getattr(importlib.import_module(module), name)(config)
+    assert isinstance(made, Stage)
+    return made
