@@ -22,6 +22,8 @@ from duoka.errors import ConfigError
 from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier
 from duoka.model.attention import register_attention
+from duoka.model.drawing import check_harmless, has_drawn, read_generators
+from duoka.model.dropout import count_dropout
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import apply_head, is_readable, loss_from_logits, read_bend
 from duoka.model.lora import apply_lora, keep_earlier, without_packer
@@ -144,6 +146,8 @@ class LossModel(torch.nn.Module):
         super().__init__()
         self.lm = lm
         self.goal = goal
+        self.drops = count_dropout(lm)
+        self.may_draw = False  # what it draws was looked at, and changes nothing
         core: Any = self.core
         find_head = getattr(core, "get_output_embeddings", None)
         self.has_plain_head = find_head is not None and is_readable(find_head())
@@ -156,8 +160,30 @@ class LossModel(torch.nn.Module):
         labels: torch.Tensor,  # (rows, tokens), already shifted
         position_ids: torch.Tensor,  # (rows, tokens)
         boundaries: torch.Tensor | None = None,
+        token_keys: torch.Tensor | None = None,  # (rows, tokens), what dropout is counted from
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(summed loss, correct target tokens); the second is counted in eval mode only."""
+        inputs = (input_ids, labels, position_ids, boundaries)
+        if token_keys is None or not self.training:
+            return self._answer(*inputs)
+        keys = token_keys
+
+        def count() -> tuple[torch.Tensor, torch.Tensor]:
+            with contextlib.nullcontext() if self.drops is None else self.drops.counting(keys):
+                return self._answer(*inputs)
+
+        if self.may_draw:
+            return count()
+        before = read_generators(input_ids.device)
+        answer = count()
+        if has_drawn(before, input_ids.device):
+            check_harmless(lambda: count()[0], input_ids.device)
+            self.may_draw = True
+        return answer
+
+    def _answer(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor, boundaries: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         core: Any = self.core
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids}
         if boundaries is not None:

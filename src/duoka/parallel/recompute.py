@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+
+from duoka.model.dropout import Drops
 
 _ATEN = torch.ops.aten
 # Matrix products and attention make up nearly all of a layer's work; norms, rotations and activations nearly all of
@@ -24,12 +30,30 @@ _KEPT = frozenset(
 )
 
 
-def apply_recompute(lm: torch.nn.Module, how: str) -> None:
-    """full: keep only each layer's input. selective: keep also what its products and its attention give."""
+def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None) -> None:
+    """full: keep only each layer's input. selective: keep also what its products and its attention give.
+
+    With `drops`, what is computed again drops what it dropped before.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
         options["context_fn"] = _selective_contexts
+    if drops is not None:
+        options["context_fn"] = functools.partial(_counted_contexts, drops, options.get("context_fn", noop_context_fn))
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+
+
+def _counted_contexts(drops: Drops, find_contexts: Callable[[], Any]) -> Any:
+    first, again = find_contexts()
+    return first, _together(drops.again(), again)
+
+
+@contextlib.contextmanager
+def _together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _selective_contexts() -> Any:

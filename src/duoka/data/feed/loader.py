@@ -200,9 +200,7 @@ def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int, key
     return with_keys(padded, keys)
 
 
-def build_rows(
-    store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int, key: int | None = None
-) -> Batch:
+def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int, key: int | None = None) -> Batch:
     """Rows of exactly `shape[1]` tokens, end to end as one packed row; what a row lacks is a document of padding."""
     num_rows, row_tokens = shape
     segments: list[Sample] = []
