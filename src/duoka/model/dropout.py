@@ -1,4 +1,4 @@
-"""Dropout that is counted, not drawn: whether a unit is dropped is a function of the token's key and of where in the model.
+"""Dropout that is counted, not drawn: a unit is dropped by the key of its token and by where in the model it is.
 
 Torch's dropout draws in the order in which a micro-batch lies in memory, so another split gives another training. Here
 a mask is a hash of (token key, place in the model, unit): the same packed or padded, on any rank, computed again in the
