@@ -1,4 +1,4 @@
-"""Dropout's masks by whole numbers: what duoka counts, written again with hashlib and NumPy, sharing no code with it."""
+"""Dropout's masks by whole numbers: what duoka counts, written again in Python and NumPy, sharing no code with it."""
 
 import hashlib
 

@@ -193,7 +193,8 @@ def test_a_models_own_dropout_and_its_attentions_are_counted(kind):
             loss, got = learn(again, micros)
             assert abs(float(loss / want) - 1) < 1e-5
             for name, grad in grads.items():
-                assert torch.allclose(got[name], grad, rtol=1e-3, atol=1e-5), name
+                error = float((got[name] - grad).norm() / grad.norm())
+                assert error < 1e-4 or grad.norm() < 1e-4, f"{name} is off by {error}, recompute {recompute!r}"
     plain = float(learn(model.eval(), layouts(Store())[0])[0])
     assert abs(plain / float(want) - 1) > 1e-3, "dropout was on"
     assert plain == float(learn(model, layouts(Store())[0])[0])
@@ -250,7 +251,7 @@ def test_what_draws_by_itself_is_refused_and_named():
 
 
 def test_a_tensor_whose_tokens_are_unknown_is_refused():
-    with pytest.raises(ConfigError, match="experts.3 drops units of a tensor of"):
+    with pytest.raises(ConfigError, match=r"experts\.3 drops units of a tensor of"):
         drop(torch.ones(5, 4), torch.zeros((1, 9), dtype=torch.long), 1, 0.1, "experts.3")
 
 

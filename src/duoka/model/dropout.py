@@ -9,6 +9,7 @@ batches) draw as torch does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import threading
@@ -126,11 +127,11 @@ class Drops:
         with self._with_keys(_HERE.device, keys):
             yield
 
-    def again(self) -> contextlib.AbstractContextManager[None]:
-        """Around what is computed again in the backward pass of the pass that this is called in."""
+    def again(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Makes what stands around each recomputation of the pass that this is called in."""
         device = _HERE.device
         keys = self.keys[device]
-        return contextlib.nullcontext() if keys is None else self._with_keys(device, keys)
+        return contextlib.nullcontext if keys is None else functools.partial(self._with_keys, device, keys)
 
     @contextlib.contextmanager
     def _with_keys(self, device: int, keys: torch.Tensor) -> Iterator[None]:

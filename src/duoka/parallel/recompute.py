@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -45,15 +45,23 @@ def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None) -
 
 def _counted_contexts(drops: Drops, find_contexts: Callable[[], Any]) -> Any:
     first, again = find_contexts()
-    return first, _together(drops.again(), again)
+    return first, _Recomputation(drops.again(), again)
 
 
-@contextlib.contextmanager
-def _together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+class _Recomputation:
+    """Both contexts, as often as a graph is walked through."""
+
+    def __init__(self, keys: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[Any]) -> None:
+        self.keys = keys
+        self.inner = inner
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self.stack.enter_context(self.keys())
+        self.stack.enter_context(self.inner)
+
+    def __exit__(self, *error: Any) -> bool:
+        return self.stack.__exit__(*error)
 
 
 def _selective_contexts() -> Any:
