@@ -219,7 +219,8 @@ def count_dropout(lm: torch.nn.Module) -> Drops | None:
     drops = Drops(own=own)
     for name, module in adapters.items():
         parent, _, child = name.rpartition(".")
-        lm.get_submodule(parent).register_module(child, CountedDropout(module.p, name, drops))
+        counted = CountedDropout(module.p, name, drops).train(module.training)
+        lm.get_submodule(parent).register_module(child, counted)
     if own:
         _follow_layers(lm, drops)
     return drops
