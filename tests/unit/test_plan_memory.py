@@ -64,10 +64,10 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,)):
     lm = LlamaForCausalLM(LlamaConfig(**FACTS, attn_implementation=register_attention()))
     if lora is not None:
         lm = apply_lora(lm.to(torch.bfloat16 if precision == "bf16" else torch.float32), lora)
+    model = LossModel(lm.train())
     apply_fused(lm, adapters=recompute != "selective")
     if recompute != "none":
-        apply_recompute(lm, recompute)
-    model = LossModel(lm.train())
+        apply_recompute(lm, recompute, model.drops)
     optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad])
     for _ in range(2):  # the optimizer's state exists from the second step on
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
@@ -78,7 +78,7 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,)):
                 places = torch.arange(size)[None] % DOCUMENT
                 edges = torch.arange(0, size + 1, DOCUMENT, dtype=torch.int32)
                 with half:
-                    loss, _ = model(tokens, tokens, places, edges)
+                    loss, _ = model(tokens, tokens, places, edges, torch.arange(size)[None])
                 loss.backward()
                 del loss, tokens
             optimizer.step()

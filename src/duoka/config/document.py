@@ -19,7 +19,7 @@ _STARTER: dict[str, str] = {
     "data.packing": "auto",
     "lora.rank": "8",
     "lora.alpha": "16",
-    "lora.dropout": "0.05",
+    "lora.dropout": "0.0",
     "lora.targets": "all",
     "optim.name": "adamw",
     "optim.lr": "2.0e-5",

@@ -120,7 +120,7 @@ class LoraConfig(Section):
 
     rank: Annotated[Whole, Field(ge=1)] = Field(8, description="Rank r: each adapted matrix trains r x (in + out).")
     alpha: Annotated[Number, Field(gt=0.0)] = Field(16.0, description="Scale: the update is weighted alpha / rank.")
-    dropout: Share = Field(0.05, description="Dropout before the adapter.")
+    dropout: Share = Field(0.0, description="Dropout before the adapter, the same at any split.")
     b_lr_ratio: Annotated[Number, Field(gt=0.0)] = Field(
         1.0, description="LoRA+: how many times faster the second matrix (B) learns than the first."
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -89,18 +91,35 @@ def attend(
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks are not supported by duoka's attention")
 
-    how = (scaling, dropout, sliding_window, softcap)
+    drop = _find_drop(module, query.device, dropout) if dropout else None
+    how = (scaling, drop, sliding_window, softcap)
     if documents is None and cu_seq_lens_q is not None:
         documents = Documents.of(cu_seq_lens_q, query.device)
     if documents is None:
         return _attend_document(query, key, value, *how).transpose(1, 2), None
-    if _has_kernel_for(query, dropout, softcap):
+    if _has_kernel_for(query, bool(dropout), softcap):
         return _attend_all_documents(query, key, value, documents, scaling, sliding_window), None
     # One call per document: a quadratic cost of each document's length instead of the whole row's. Split, not sliced:
     # the gradient of a slice is as large as the row.
     lengths = documents.lengths.tolist()
     apart = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([_attend_document(*one, *how).transpose(1, 2) for one in apart], dim=1), None
+    if drop is None:
+        return torch.cat([_attend_document(*one, *how).transpose(1, 2) for one in apart], dim=1), None
+    starts = itertools.accumulate(lengths, initial=0)
+    parts = [
+        _attend_document(*one, scaling, functools.partial(drop, start=start), sliding_window, softcap).transpose(1, 2)
+        for one, start in zip(apart, starts, strict=False)
+    ]
+    return torch.cat(parts, dim=1), None
+
+
+def _find_drop(module: torch.nn.Module, device: torch.device, p: float) -> Callable[..., torch.Tensor]:
+    """What drops a document's weights: counted where there are keys to count from, else torch's."""
+    drops = getattr(module, "counted_drops", None)
+    counted = None if drops is None else drops.attention(device, p)
+    if counted is not None:
+        return counted  # type: ignore[no-any-return]
+    return lambda weights, start=0: F.dropout(weights, p=p)
 
 
 def _attend_all_documents(
@@ -144,8 +163,8 @@ def kernel_packets() -> tuple[Any, ...]:
     return () if packet is None else (packet,)
 
 
-def _has_kernel_for(query: torch.Tensor, dropout: float, softcap: float | None) -> bool:
-    if not query.is_cuda or query.shape[0] != 1 or dropout or softcap is not None or _find_varlen() is None:
+def _has_kernel_for(query: torch.Tensor, drops: bool, softcap: float | None) -> bool:
+    if not query.is_cuda or query.shape[0] != 1 or drops or softcap is not None or _find_varlen() is None:
         return False
     dtype = _dtype_of(query)
     if dtype not in (torch.float16, torch.bfloat16):
@@ -176,7 +195,7 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
         with torch.enable_grad():
             documents = Documents.of(torch.tensor([0, 7, 24]), device)
             ours = _attend_all_documents(*inputs, documents, None, None)
-            alone = [_attend_document(*one, None, 0.0, None, None).transpose(1, 2) for one in zip(*parts, strict=True)]
+            alone = [_attend_document(*one, None, None, None, None).transpose(1, 2) for one in zip(*parts, strict=True)]
             want = torch.cat(alone, dim=1)
             pairs = [(ours, want)]
             pairs += zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True)
@@ -190,26 +209,27 @@ def _attend_document(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float | None,
-    dropout: float,
+    drop: Callable[..., torch.Tensor] | None,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
     tokens = query.shape[2]
     far = window is not None and tokens > window
     grouped = query.shape[1] != key.shape[1]
-    if softcap is None:
+    if softcap is None and drop is None:
         mask = _window_mask(tokens, window, query.device) if far else None
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling,
             enable_gqa=grouped,
         )  # fmt: skip
     if grouped:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~_window_mask(tokens, window if far else None, query.device), float("-inf"))
-    weights = F.dropout(scores.float().softmax(dim=-1).to(query.dtype), p=dropout)
-    return weights @ value
+    weights = scores.float().softmax(dim=-1).to(query.dtype)
+    return (weights if drop is None else drop(weights)) @ value
 
 
 def _window_mask(tokens: int, window: int | None, device: torch.device) -> torch.Tensor:

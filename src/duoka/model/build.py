@@ -23,6 +23,8 @@ from duoka.errors import ConfigError
 from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier
 from duoka.model.attention import Documents, register_attention
+from duoka.model.drawing import check_harmless, has_drawn, read_generators
+from duoka.model.dropout import count_dropout
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import (
     apply_head,
@@ -164,6 +166,8 @@ class LossModel(torch.nn.Module):
         super().__init__()
         self.lm = lm
         self.goal = goal
+        self.drops = count_dropout(lm)
+        self.may_draw = False  # what it draws was looked at, and changes nothing
         core: Any = self.core
         find_head = getattr(core, "get_output_embeddings", None)
         self.has_plain_head = not own_logits and find_head is not None and is_readable(find_head())
@@ -177,11 +181,38 @@ class LossModel(torch.nn.Module):
         position_ids: torch.Tensor,  # (rows, tokens)
         boundaries: torch.Tensor | Documents | None = None,
         answer: Answer = "loss",
+        token_keys: torch.Tensor | None = None,  # (rows, tokens), what dropout is counted from
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`loss`: (summed loss, correct target tokens); the second is counted in eval mode only.
 
         `logps`, `entropy`: (log p of each target, None or the entropy there), shaped as the labels, 0 elsewhere.
         """
+        inputs = (input_ids, labels, position_ids, boundaries, answer)
+        if token_keys is None or not self.training:
+            return self._answer(*inputs)
+        keys = token_keys
+
+        def count() -> tuple[torch.Tensor, torch.Tensor | None]:
+            with contextlib.nullcontext() if self.drops is None else self.drops.counting(keys):
+                return self._answer(*inputs)
+
+        if self.may_draw:
+            return count()
+        before = read_generators(input_ids.device)
+        found = count()
+        if has_drawn(before, input_ids.device):
+            check_harmless(lambda: count()[0], input_ids.device)
+            self.may_draw = True
+        return found
+
+    def _answer(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        position_ids: torch.Tensor,
+        boundaries: torch.Tensor | Documents | None,
+        answer: Answer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         core: Any = self.core
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids}
         if boundaries is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from duoka.model.dropout import CountedDropout, dropped, keep_scale, level_of
 from duoka.model.head import plain_adapter
 
 CLOSE = 1e-5
@@ -180,35 +181,50 @@ class _AdaptedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, down: torch.Tensor,
-        up: torch.Tensor, scale: float,
+        up: torch.Tensor, scale: float, keys: torch.Tensor | None = None, place: int = 0, level: int = 0,
     ) -> torch.Tensor:  # fmt: skip
+        """With `keys`, the adapter's input is dropped as `place` and `level` say; the mask is computed again later."""
         flat = x.reshape(-1, x.shape[-1])
+        read = flat
+        if keys is not None:
+            scale *= keep_scale(level)
+            read = flat.masked_fill(dropped(keys, place, x.shape[-1], level), 0.0)
         with torch.autocast(x.device.type, enabled=False):
             out = F.linear(flat, weight, bias)
-            low = flat @ down.t()
+            low = read @ down.t()
             out.addmm_(low, up.t(), alpha=scale)
-        ctx.save_for_backward(flat, weight, down, up, low)
-        ctx.scale = scale
+        ctx.save_for_backward(flat, weight, down, up, low, keys)
+        ctx.scale, ctx.place, ctx.level = scale, place, level
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        flat, weight, down, up, low = ctx.saved_tensors
+        flat, weight, down, up, low, keys = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         with torch.autocast(grad.device.type, enabled=False):
             # Thin matrices lie down, (rank, rows): standing up, CPU libraries take up to 12 times as long for these.
             low_grad = (up.t() @ rows.t()).mul_(ctx.scale)
             x_grad = None
-            if ctx.needs_input_grad[0]:
+            if keys is not None:
+                mask = dropped(keys, ctx.place, flat.shape[-1], ctx.level)
+                if ctx.needs_input_grad[0]:
+                    x_grad = (low_grad.t() @ down).masked_fill_(mask, 0.0).addmm_(rows, weight)
+                    x_grad = x_grad.view(*grad.shape[:-1], -1)
+                flat = flat.masked_fill(mask, 0.0)
+            elif ctx.needs_input_grad[0]:
                 x_grad = (rows @ weight).addmm_(low_grad.t(), down).view(*grad.shape[:-1], -1)
             down_grad = low_grad @ flat if ctx.needs_input_grad[3] else None
             up_grad = (low.t() @ rows).mul_(ctx.scale).t() if ctx.needs_input_grad[4] else None
-        return x_grad, None, None, down_grad, up_grad, None
+        return x_grad, None, None, down_grad, up_grad, None, None, None, None
 
 
 def _forward_adapted(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     name = self.active_adapters[0]
-    if args or kwargs or self.disable_adapters or self.merged or not isinstance(self.lora_dropout[name], _NO_DROPOUT):
+    drop = self.lora_dropout[name]
+    keys = drop.counted_keys(x) if isinstance(drop, CountedDropout) else None
+    is_drawn = keys is None and self.training and not isinstance(drop, _NO_DROPOUT)
+    fits = keys is None or x.shape[:-1] == keys.shape
+    if args or kwargs or self.disable_adapters or self.merged or is_drawn or not fits:
         return super(type(self), self).forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
     base = self.base_layer
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else base.weight.dtype
@@ -216,6 +232,7 @@ def _forward_adapted(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
     answer: torch.Tensor = _AdaptedProduct.apply(
         x.to(dtype), base.weight.to(dtype), bias, self.lora_A[name].weight.to(dtype),
         self.lora_B[name].weight.to(dtype), self.scaling[name],
+        *(() if keys is None else (keys.reshape(-1), drop.place, level_of(drop.p))),
     )  # fmt: skip
     return answer
 
@@ -228,4 +245,4 @@ def _is_frozen_with_adapter(module: Any) -> bool:
     if name is None or type(module.base_layer) is not torch.nn.Linear:
         return False
     frozen = not any(p.requires_grad for p in module.base_layer.parameters())
-    return frozen and isinstance(module.lora_dropout[name], _NO_DROPOUT)
+    return frozen and isinstance(module.lora_dropout[name], (_NO_DROPOUT, CountedDropout))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from duoka.config.schema import ParallelConfig
+from duoka.errors import ConfigError
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.fused import apply_fused
 from duoka.model.shards import Weights
@@ -40,10 +41,17 @@ def _fuse(spec: EngineSpec) -> None:
 
 
 def _recompute(spec: EngineSpec) -> None:
-    apply_recompute(named_part(spec.bare), spec.layout.recompute)
+    drops = spec.bare.drops if isinstance(spec.bare, LossModel) else None
+    apply_recompute(named_part(spec.bare), spec.layout.recompute, drops)
 
 
 def _compile(spec: EngineSpec) -> None:
+    if isinstance(spec.bare, LossModel) and spec.bare.drops is not None and spec.bare.drops.own:
+        raise ConfigError(
+            "train.compile: true, and the model's config.json asks for dropout inside its layers",
+            where="this dropout is counted call by call, which compiled layers cannot do",
+            fix="set the dropout in config.json to 0, or write   compile: false",
+        )
     for layer in find_layers(find_core(spec.bare)):
         layer.compile(dynamic=True)  # lengths differ from micro-batch to micro-batch
 

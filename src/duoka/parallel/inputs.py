@@ -16,6 +16,7 @@ def model_inputs(micro: Batch, device: torch.device) -> dict[str, Any]:
         "input_ids": micro.input_ids.to(device, non_blocking=True),
         "labels": micro.labels.to(device, non_blocking=True),
         "position_ids": micro.position_ids.to(device, non_blocking=True),
+        "token_keys": None if micro.token_keys is None else micro.token_keys.to(device, non_blocking=True),
         # Measured while they are on the host: DDP and FSDP bring every tensor to the device, and to ask it for them
         # back would wait for all that it has to do.
         "boundaries": None if micro.boundaries is None else Documents.of(micro.boundaries, device),

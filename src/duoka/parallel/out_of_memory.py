@@ -11,6 +11,7 @@ import torch
 
 from duoka.comm.world import World
 from duoka.data.feed.loader import IGNORED, Batch
+from duoka.data.feed.token_keys import PADDING_KEY
 
 
 @dataclass(frozen=True)
@@ -42,4 +43,5 @@ def smallest_batch(micro: Batch) -> Batch:
         micro, input_ids=one, labels=torch.full_like(one, IGNORED), position_ids=torch.zeros_like(one),
         boundaries=None if micro.boundaries is None else torch.tensor([0, 1], dtype=torch.int32),
         attention_mask=None if micro.attention_mask is None else torch.ones_like(one, dtype=torch.bool),
+        token_keys=None if micro.token_keys is None else torch.full_like(one, PADDING_KEY),
     )  # fmt: skip

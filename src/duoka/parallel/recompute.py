@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
 from duoka.model.attention import kernel_packets
+from duoka.model.dropout import Drops
 
 # Matrix products and attention make up nearly all of a layer's work; norms, rotations and activations nearly all of
 # its memory.
@@ -27,12 +31,38 @@ def _kept_operators() -> frozenset[Any]:
     return frozenset(getattr(packet, kind) for packet in (*packets, *kernel_packets()) for kind in packet.overloads())
 
 
-def apply_recompute(lm: torch.nn.Module, how: str) -> None:
-    """full: keep only each layer's input. selective: keep also what its products and its attention give."""
+def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None) -> None:
+    """full: keep only each layer's input. selective: keep also what its products and its attention give.
+
+    With `drops`, what is computed again drops what it dropped before.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
         options["context_fn"] = _selective_contexts
+    if drops is not None:
+        options["context_fn"] = functools.partial(_counted_contexts, drops, options.get("context_fn", noop_context_fn))
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+
+
+def _counted_contexts(drops: Drops, find_contexts: Callable[[], Any]) -> Any:
+    first, again = find_contexts()
+    return first, _Recomputation(drops.again(), again)
+
+
+class _Recomputation:
+    """Both contexts, as often as a graph is walked through."""
+
+    def __init__(self, keys: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[Any]) -> None:
+        self.keys = keys
+        self.inner = inner
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self.stack.enter_context(self.keys())
+        self.stack.enter_context(self.inner)
+
+    def __exit__(self, *error: Any) -> bool:
+        return self.stack.__exit__(*error)
 
 
 def _selective_contexts() -> Any:

@@ -1,5 +1,6 @@
 """Bytes that a step keeps beside weights and state: activations by rule, the loss's logits, a layer's working space.
 
+Dropout keeps nothing: its masks are counted anew in the backward pass (model/dropout.py).
 Notation: h hidden size, kv key-value size, f feed-forward size, a heads, r rank of adapters, V vocabulary. The rules
 are exact counts of what autograd keeps for a Llama with fused parts and attention, measured; `memory.py` uses them.
 """
@@ -25,18 +26,15 @@ class ActivationRule:
     hidden: int
     key_value: int
     ffn: int
-    dropped_hidden: int = 0  # more when adapters have dropout: a mask and a copy of each adapted input
-    dropped_ffn: int = 0
     rank: int = 0  # per adapted layer and rank of the adapter
 
 
 _RULES: Mapping[tuple[bool, bool], ActivationRule] = {  # (adapters, half precision)
     (False, False): ActivationRule(24, 8, 8),
     (False, True): ActivationRule(22, 4, 4),
-    (True, False): ActivationRule(24, 8, 12, dropped_hidden=40, dropped_ffn=4, rank=4),
-    (True, True): ActivationRule(24, 4, 6, dropped_hidden=24, dropped_ffn=4, rank=2),
+    (True, False): ActivationRule(24, 8, 12, rank=4),
+    (True, True): ActivationRule(24, 4, 6, rank=2),
 }
-_NUM_HIDDEN_INPUTS = 6  # q, k, v, o, gate, up read a tensor of width h; down reads one of width f
 
 
 def activation_bytes_per_token(work: Work, layout: Layout, length: int = 0) -> tuple[float, str]:
@@ -90,9 +88,6 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, str]:
         adapted = adapted_linears(shape, work.lora)
         total += rule.rank * work.lora.rank * len(adapted)
         formula += f" + {rule.rank}r per adapter"
-        if work.lora.dropout > 0:
-            total += _dropout_bytes(work, rule, len(adapted))
-            formula += ", and dropout's masks"
     return total, f"per token and layer {formula}"
 
 
@@ -105,14 +100,6 @@ def selective_bytes(work: Work, layout: Layout) -> float:
     ranks = 0 if work.lora is None else work.lora.rank * len(adapted_linears(shape, work.lora))
     entry = (size if half and work.lora is not None else 4) * shape.hidden_size
     return entry + size * (products + shape.q_size + adapters + ranks) + 4 * shape.num_heads
-
-
-def _dropout_bytes(work: Work, rule: ActivationRule, num_adapted: int) -> float:
-    # A CUDA mask is one byte, a CPU mask an fp32 number.
-    saved = 3 if work.device == "cuda" else 0
-    hidden = (rule.dropped_hidden - saved * _NUM_HIDDEN_INPUTS) * work.shape.hidden_size
-    whole = hidden + (rule.dropped_ffn - saved) * work.shape.intermediate_size
-    return whole * num_adapted / len(work.shape.linears)
 
 
 def loss_bytes(work: Work, layout: Layout, share: Share, tokens: int) -> tuple[int, int]:

@@ -83,4 +83,5 @@ def largest_batch(tokens: int, max_length: int, packing: bool) -> Batch:
         num_targets=tokens,
         num_tokens=tokens,
         num_samples=len(edges) - 1,
+        token_keys=zeros.clone(),
     )

@@ -233,7 +233,7 @@ def _build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[s
         engine.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
         b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
     )  # fmt: skip
-    # The same initial values everywhere, but each data rank draws its own dropout.
+    # The same initial values everywhere; what people's own code draws differs from data rank to data rank.
     torch.manual_seed(config.train.seed + engine.mesh.data.rank)
     return Contents(engine, optimizer, TrainState())
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from duoka.data.feed.ahead import prefetched
 from duoka.data.feed.epoch_plan import EpochPlan, MicroPlan, share_batch, share_rows
+from duoka.data.feed.token_keys import PADDING_KEY, end_to_end, sample_keys, step_key
 from duoka.data.tokens.template import Sample
 from duoka.units import Amount
 
@@ -48,6 +49,7 @@ class Batch:
     num_targets: int
     num_tokens: int  # real ones
     num_samples: int
+    token_keys: Tensor | None = None  # (rows, tokens) long, what dropout counts from (token_keys.py); training only
 
     def pinned(self) -> Batch:
         """The same in pinned memory."""
@@ -154,7 +156,7 @@ class Loader:
         sample_ids = self.plan.batch(epoch, index)
         per_epoch = self.steps_per_epoch
         return GlobalBatch(
-            micro_batches=self._micro_batches(sample_ids),
+            micro_batches=self._micro_batches(sample_ids, step_key(self.plan.seed, epoch * per_epoch + index)),
             global_targets=self.plan.global_targets(epoch, index),
             num_samples=len(sample_ids),
             num_tokens=int(self.plan.lengths[sample_ids].sum(dtype=np.int64)),
@@ -172,13 +174,13 @@ class Loader:
             return share_rows(sample_ids, lengths, num_ranks, self.rows_per_micro, max_length=max_length)
         return share_batch(sample_ids, lengths, num_ranks, self.micro, packing=self.packing, max_length=max_length)
 
-    def _micro_batches(self, sample_ids: np.ndarray) -> list[Batch]:
+    def _micro_batches(self, sample_ids: np.ndarray, key: int) -> list[Batch]:
         own = self.shares(sample_ids)[self.rank]
         if self.rows_per_micro:
             shape = (self.rows_per_micro, self.max_length)
-            micro_batches = [build_rows(self.store, micro, shape, self.pad_id) for micro in own]
+            micro_batches = [build_rows(self.store, micro, shape, self.pad_id, key) for micro in own]
         else:
-            micro_batches = [build_batch(self.store, micro, self.packing, self.pad_id) for micro in own]
+            micro_batches = [build_batch(self.store, micro, self.packing, self.pad_id, key) for micro in own]
         return [micro.pinned() for micro in micro_batches] if self.pin_memory else micro_batches
 
 
@@ -204,33 +206,54 @@ def eval_batches(
             yield build_batch(store, plan, packing, pad_id)
 
 
-def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int) -> Batch:
-    """The tensors of one micro-batch."""
+def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int, key: int | None = None) -> Batch:
+    """The tensors of one micro-batch; with the `key` of a training step, its tokens' keys."""
     sample_ids = plan.sample_ids
     parts = [store.segments(index) for index in sample_ids]
     if not parts:
         return empty_batch(pad_id, packing=packing)
+    lengths = [_count_tokens(segments) for segments in parts]
     if packing:
-        return pack_segments([segment for segments in parts for segment in segments], len(sample_ids))
+        packed = pack_segments([segment for segments in parts for segment in segments], len(sample_ids))
+        return packed if key is None else with_keys(packed, end_to_end(key, zip(sample_ids, lengths, strict=True)))
     if any(len(segments) > 1 for segments in parts):
         raise ValueError("rows that hold several documents need packing: padded rows have no boundaries")
-    return _padded([segments[0] for segments in parts], pad_id)
+    padded = _padded([segments[0] for segments in parts], pad_id)
+    if key is None:
+        return padded
+    keys = np.full(padded.input_ids.shape, PADDING_KEY, np.int64)
+    for row, (sample, length) in enumerate(zip(sample_ids, lengths, strict=True)):
+        keys[row, :length] = sample_keys(key, sample, length)
+    return with_keys(padded, keys)
 
 
-def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int) -> Batch:
+def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int, key: int | None = None) -> Batch:
     """Rows of exactly `shape[1]` tokens, end to end as one packed row; what a row lacks is a document of padding."""
     num_rows, row_tokens = shape
     segments: list[Sample] = []
-    num_tokens = 0
+    owners: list[tuple[int | None, int]] = []
     for row in (*plan.rows, *((),) * (num_rows - len(plan.rows))):
-        own = [segment for index in row for segment in store.segments(index)]
-        used = sum(len(segment.input_ids) for segment in own)
-        segments += own
-        num_tokens += used
-        if used < row_tokens:
-            free = row_tokens - used
+        free = row_tokens
+        for index in row:
+            own = store.segments(index)
+            segments += own
+            owners.append((index, _count_tokens(own)))
+            free -= owners[-1][1]
+        if free:
             segments.append(Sample(np.full(free, pad_id, np.int32), np.zeros(free, bool)))
-    return replace(pack_segments(segments, len(plan.sample_ids)), num_tokens=num_tokens)
+            owners.append((None, free))
+    num_tokens = sum(length for index, length in owners if index is not None)
+    packed = replace(pack_segments(segments, len(plan.sample_ids)), num_tokens=num_tokens)
+    return packed if key is None else with_keys(packed, end_to_end(key, owners))
+
+
+def _count_tokens(segments: Sequence[Sample]) -> int:
+    return sum(len(segment.input_ids) for segment in segments)
+
+
+def with_keys(batch: Batch, keys: np.ndarray) -> Batch:
+    """The batch of a training step, whose tokens have keys."""
+    return replace(batch, token_keys=torch.from_numpy(keys).view(batch.input_ids.shape))
 
 
 def pack_segments(samples: Sequence[Sample], num_samples: int) -> Batch:
@@ -291,4 +314,5 @@ def empty_batch(pad_id: int, *, packing: bool) -> Batch:
         num_targets=0,
         num_tokens=0,
         num_samples=0,
+        token_keys=torch.full_like(one, PADDING_KEY),
     )

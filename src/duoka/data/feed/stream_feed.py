@@ -6,15 +6,17 @@ feed.py makes a `StreamFeed`, and the training loop walks through it. stream.py 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
 from duoka.data.feed.ahead import prefetched
-from duoka.data.feed.loader import Batch, GlobalBatch, Place, empty_batch, pack_segments
+from duoka.data.feed.loader import Batch, GlobalBatch, Place, empty_batch, pack_segments, with_keys
 from duoka.data.feed.row_packer import Cursor, StreamRows, Usage
 from duoka.data.feed.stream_source import StreamSource, rows_per_batch
+from duoka.data.feed.token_keys import end_to_end, step_key
 from duoka.data.tokens.template import Sample
 from duoka.units import Amount
 
@@ -80,16 +82,24 @@ class StreamFeed:
         )  # fmt: skip
         if place.streams:
             rows.go_to({number: Cursor(*cursor) for number, cursor in enumerate(place.streams)})
-        while True:
+        per_stream = source.rows_per_stream
+        numbers = [stream * per_stream + row for stream in rows.streams for row in range(per_stream)]
+        for step_index in itertools.count(place.index):
             step = rows.step()
             cursors = {number: stream.cursor for number, stream in rows.streams.items()}
-            groups = [step[at : at + self.rows_per_micro] for at in range(0, len(step), self.rows_per_micro)]
-            micro_batches = [self._micro_batch(group) for group in groups]
+            # A row's number in the step, whatever rank reads it; the empty ones at the end need none.
+            numbered = list(zip(step, itertools.chain(numbers, itertools.repeat(0)), strict=False))
+            groups = [numbered[at : at + self.rows_per_micro] for at in range(0, len(step), self.rows_per_micro)]
+            key = step_key(source.plan.seed, step_index)
+            micro_batches = [self._micro_batch(group, key) for group in groups]
             yield _Ahead(micro_batches, cursors, astuple(rows.usage()), sum(map(bool, step)))
 
-    def _micro_batch(self, rows: Sequence[Sequence[Sample]]) -> Batch:
-        segments = [segment for row in rows for segment in row]
-        packed = pack_segments(segments, sum(map(bool, rows))) if segments else empty_batch(self.pad_id, packing=True)
+    def _micro_batch(self, rows: Sequence[tuple[Sequence[Sample], int]], key: int) -> Batch:
+        segments = [segment for row, _ in rows for segment in row]
+        packed = empty_batch(self.pad_id, packing=True)
+        if segments:
+            owners = [(number, sum(len(one.input_ids) for one in row)) for row, number in rows]
+            packed = with_keys(pack_segments(segments, sum(bool(row) for row, _ in rows)), end_to_end(key, owners))
         return packed.pinned() if self.pin_memory else packed
 
     def _global_batch(self, step: int, ahead: _Ahead) -> GlobalBatch:

@@ -1,0 +1,252 @@
+"""Dropout that is counted, not drawn: a unit is dropped by the key of its token and by where in the model it is.
+
+Torch's dropout draws in the order in which a micro-batch lies in memory, so another split gives another training. Here
+a mask is a hash of (token key, place in the model, unit): the same packed or padded, on any rank, computed again in the
+backward pass. data/feed/token_keys.py makes the keys; LossModel brings them here. Passes without keys (people's own
+batches) draw as torch does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from duoka.errors import ConfigError
+
+_LEVELS = 2**16  # 16 bits of a hash decide a unit: shares are kept to 1/65,536
+_UNITS_PER_HASH = 4
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as torch's int64 has them."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+# splitmix64: the step between hashes, and the factors of its finalizer. Of the finalizer's three shifts the last is
+# left out and the others keep the sign: a CPU has no logical shift of int64, and no bit of a mask can tell.
+_STEP = _signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_PAIR = _signed(0xD6E8FEB86659FD93)  # tells a query's key from a key's
+
+
+def place_key(name: str, call: int = 0) -> int:
+    """Where in the model, as a number: the dropout of this name, or the call-th of the layer of this name."""
+    return _signed(int.from_bytes(hashlib.blake2b(f"{name}/{call}".encode(), digest_size=8).digest(), "little"))
+
+
+def level_of(p: float) -> int:
+    """How many of 65,536 are dropped: never none and never all, where a share of them is asked for."""
+    return min(max(round(p * _LEVELS), 1), _LEVELS - 1)
+
+
+def keep_scale(level: int) -> float:
+    return _LEVELS / (_LEVELS - level)
+
+
+def dropped(keys: torch.Tensor, place: int, num_units: int, level: int) -> torch.Tensor:
+    """True where a unit is dropped: (*keys.shape, num_units)."""
+    num_hashes = -(-num_units // _UNITS_PER_HASH)
+    steps = torch.arange(num_hashes, device=keys.device, dtype=torch.int64).mul_(_STEP)
+    hashes = (keys + place).unsqueeze(-1) + steps
+    shifted = hashes >> 32
+    hashes.bitwise_xor_(shifted).mul_(_FIRST)
+    torch.bitwise_right_shift(hashes, 29, out=shifted)
+    hashes.bitwise_xor_(shifted).mul_(_SECOND)
+    return hashes.view(torch.int16)[..., :num_units] < level - _LEVELS // 2
+
+
+class _Drop(torch.autograd.Function):
+    """Keeps the keys, 8 bytes a token, and computes the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, keys: torch.Tensor, place: int, level: int) -> torch.Tensor:
+        ctx.save_for_backward(keys)
+        ctx.place, ctx.level = place, level
+        mask = dropped(keys, place, math.prod(x.shape[keys.ndim :]), level).view(x.shape)
+        return x.masked_fill(mask, 0.0).mul_(keep_scale(level))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (keys,) = ctx.saved_tensors
+        mask = dropped(keys, ctx.place, math.prod(grad.shape[keys.ndim :]), ctx.level).view(grad.shape)
+        return grad.masked_fill(mask, 0.0).mul_(keep_scale(ctx.level)), None, None, None
+
+
+def drop(x: torch.Tensor, keys: torch.Tensor, place: int, p: float, name: str) -> torch.Tensor:
+    """Dropout of (rows, tokens, ...), or of the same with rows and tokens in one dim."""
+    if x.shape[: keys.ndim] != keys.shape:
+        if x.ndim < 2 or x.shape[0] != keys.numel():
+            raise ConfigError(
+                f"{name} drops units of a tensor of {tuple(x.shape)}, and {tuple(keys.shape)} tokens are computed",
+                where="which token a row of it belongs to cannot be told, so its dropout would depend on the split",
+                fix="set lora.dropout, or the dropout in the model's config.json, to 0",
+            )
+        keys = keys.reshape(-1)
+    level = level_of(p)
+    if torch.compiler.is_compiling():  # the compiler chooses what to keep by itself
+        mask = dropped(keys, place, math.prod(x.shape[keys.ndim :]), level).view(x.shape)
+        return torch.where(mask, 0.0, x * keep_scale(level))
+    answer: torch.Tensor = _Drop.apply(x, keys, place, level)
+    return answer
+
+
+class _Here(threading.local):
+    """Where this thread's pass stands: replicas run in threads of their own, and backward passes on GPUs too."""
+
+    device = 0
+    layer = ""
+    call = 0
+
+
+_HERE = _Here()
+
+
+class Drops:
+    """A model's places of dropout, and the keys of the tokens that it computes just now."""
+
+    def __init__(self, *, own: bool) -> None:
+        self.own = own  # the model drops by itself, beside what adapters do: by calls that come in a layer's order
+        self.keys: list[torch.Tensor | None] = [None] * max(1, torch.cuda.device_count())  # by device
+
+    def keys_on(self, device: torch.device) -> torch.Tensor | None:
+        return self.keys[device.index or 0]
+
+    @contextlib.contextmanager
+    def counting(self, keys: torch.Tensor) -> Iterator[None]:
+        """Around a pass over the tokens of these keys."""
+        _HERE.device, _HERE.layer, _HERE.call = keys.device.index or 0, "", 0
+        with self._with_keys(_HERE.device, keys):
+            yield
+
+    def again(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Makes what stands around each recomputation of the pass that this is called in."""
+        device = _HERE.device
+        keys = self.keys[device]
+        return contextlib.nullcontext if keys is None else functools.partial(self._with_keys, device, keys)
+
+    @contextlib.contextmanager
+    def _with_keys(self, device: int, keys: torch.Tensor) -> Iterator[None]:
+        before, self.keys[device] = self.keys[device], keys
+        try:
+            with _OwnDropout(keys) if self.own else contextlib.nullcontext():
+                yield
+        finally:
+            self.keys[device] = before
+
+    def attention(self, device: torch.device, p: float) -> Callable[..., torch.Tensor] | None:
+        """Drops weights (rows, heads, queries, keys) of the document that begins at a token; None without keys.
+
+        By the query's token, the key's token and the head.
+        """
+        keys = self.keys_on(device)
+        if keys is None:
+            return None
+        place, level = _next_place(), level_of(p)
+
+        def drop_weights(weights: torch.Tensor, start: int = 0) -> torch.Tensor:
+            own = keys[:, start : start + weights.shape[2]]
+            pairs = own[:, :, None] * _PAIR + own[:, None, :]
+            mask = dropped(pairs, place, weights.shape[1], level).permute(0, 3, 1, 2)
+            return weights.masked_fill(mask, 0.0) * keep_scale(level)
+
+        return drop_weights
+
+
+def _next_place() -> int:
+    _HERE.call += 1
+    return place_key(_HERE.layer, _HERE.call)
+
+
+class _OwnDropout(TorchFunctionMode):
+    """Counts where a model calls torch's dropout itself, by module or by function."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        super().__init__()
+        self.token_keys = keys
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.dropout:
+            return _count_call(self.token_keys, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _count_call(
+    keys: torch.Tensor, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """F.dropout's signature; never in place, which is only ever a matter of memory."""
+    if not training or not p:
+        return input
+    return drop(input, keys, _next_place(), p, f"dropout number {_HERE.call} of {_HERE.layer or 'the model'}")
+
+
+class CountedDropout(torch.nn.Dropout):
+    """An adapter's dropout."""
+
+    def __init__(self, p: float, name: str, drops: Drops) -> None:
+        super().__init__(p)
+        self.name = name
+        self.place = place_key(name)
+        self.drops = drops
+
+    def counted_keys(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What to count from in this pass; None where nothing is dropped, or torch draws."""
+        return self.drops.keys_on(x.device) if self.training and self.p else None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        keys = self.counted_keys(input)
+        return super().forward(input) if keys is None else drop(input, keys, self.place, self.p, self.name)
+
+
+def count_dropout(lm: torch.nn.Module) -> Drops | None:
+    """Let all dropout of a language model be counted, in place; None when it has none."""
+    adapters = {
+        name: module
+        for name, module in lm.named_modules()
+        if type(module) is torch.nn.Dropout and ".lora_dropout." in name and module.p
+    }
+    own = _drops_itself(lm, adapters)
+    if not adapters and not own:
+        return None
+    drops = Drops(own=own)
+    for name, module in adapters.items():
+        parent, _, child = name.rpartition(".")
+        counted = CountedDropout(module.p, name, drops).train(module.training)
+        lm.get_submodule(parent).register_module(child, counted)
+    if own:
+        _follow_layers(lm, drops)
+    return drops
+
+
+def _drops_itself(lm: torch.nn.Module, adapters: dict[str, Any]) -> bool:
+    config = getattr(lm, "config", None)
+    find = getattr(config, "get_text_config", None)
+    facts = vars(find()) if callable(find) else {}
+    shares = [value for key, value in facts.items() if "drop" in key and isinstance(value, float)]
+    modules = [m for name, m in lm.named_modules() if isinstance(m, torch.nn.Dropout) and name not in adapters and m.p]
+    return any(shares) or bool(modules)
+
+
+def _follow_layers(lm: torch.nn.Module, drops: Drops) -> None:
+    """Calls are numbered from each layer's beginning on: that is where what is computed again begins, too."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            _HERE.layer, _HERE.call = name, 0
+
+        return hook
+
+    for name, module in lm.named_modules():
+        # Not a child: attention reads it.
+        module.counted_drops = drops  # type: ignore[assignment]
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(enter(name))
