@@ -139,6 +139,9 @@ def _begin(lm: torch.nn.Module, mesh: Mesh, base: Path, final: Path) -> _Draft |
         kind = dtype if tensor.is_floating_point() else tensor.dtype
         # Shared tensors stay shared, so that transformers finds tied heads and plans them once.
         state[name] = metas.setdefault(id(tensor), torch.empty(tensor.shape, dtype=kind, device="meta"))
+    # As transformers orders a model that it loaded itself: which tensors share a file depends on the order, and a model
+    # that was built without its weights has another.
+    state = {name: state[name] for name in sorted(state, key=_natural)}
     name_of = {id(meta): name for name, meta in reversed(state.items())}
     draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
     try:
@@ -160,6 +163,15 @@ def _begin(lm: torch.nn.Module, mesh: Mesh, base: Path, final: Path) -> _Draft |
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return _Draft(os.fspath(draft), slots)
+
+
+def _natural(name: str) -> list[tuple[bool, str, int]]:
+    """layers.2 before layers.10, fc2 before fc10."""
+    key = []
+    for part in name.split("."):
+        text = part.rstrip("0123456789")
+        key.append((bool(text), text, int(part[len(text) :] or -1)))
+    return key
 
 
 _Files = dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]
