@@ -36,17 +36,22 @@ def write_result(
         else:
             _write_full(lm, lm.state_dict() if state is None else state, base_folder, draft)
         copy_tokenizer(tokenizer_folder or base_folder, draft, chat_template)
-        apply_umask(draft)
-        if final.exists():
-            old = final.with_name(f".{final.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-            draft.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            draft.rename(final)
+        put_in_place(draft, final)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def put_in_place(draft: Path, final: Path) -> None:
+    """Give a whole draft its name in one step; what had it before is removed after that."""
+    apply_umask(draft)
+    if final.exists():
+        old = final.with_name(f".{final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        draft.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        draft.rename(final)
 
 
 def _write_full(lm: torch.nn.Module, whole: dict[str, torch.Tensor], base_folder: Path, draft: Path) -> None:
@@ -58,7 +63,12 @@ def _write_full(lm: torch.nn.Module, whole: dict[str, torch.Tensor], base_folder
     for name, tensor in whole.items():
         state[name] = cast.setdefault(tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor)
     lm.save_pretrained(os.fspath(draft), state_dict=state)  # type: ignore[operator]
-    config = draft / "config.json"
+    name_dtype(draft, dtype)
+
+
+def name_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """transformers names the type that the model trained in; the files have another."""
+    config = folder / "config.json"
     facts = json.loads(config.read_text(encoding="utf-8"))
     facts["dtype"] = str(dtype).removeprefix("torch.")
     config.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from duoka.comm.world import World, end_world, start_world
 from duoka.config.loaded import Loaded
 from duoka.data.prepare import find_tokenizer, prepare_data
 from duoka.errors import StoppedEarly
 from duoka.hub.models import model_folder
 from duoka.model.lora import count_parameters
-from duoka.model.result import write_result
 from duoka.optim.build import describe_optimizer
-from duoka.parallel.gather import gather_state
 from duoka.process.environ import read_rank_environment
 from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.heart import Heart, watch_itself
 from duoka.runs.stop_request import read_stop_request
+from duoka.store.final_folder import ResultSources, write_final
 from duoka.store.state import read_random_state, set_random_state
 from duoka.train.loop import train
 from duoka.train.run import Inputs, Run, build_run
@@ -101,20 +98,14 @@ def _finish(run: Run, stopped_by: str) -> int:
         record.stopped(step, stopped_by, StoppedEarly.exit_code)
         return StoppedEarly.exit_code
     world.heart.tell("end", step)
-    lm = contents.engine.bare.lm
-    whole = gather_state(lm, keep=world.is_main, pipeline=run.mesh.pipeline)
-    if world.is_main:
-        _write_result(inputs, lm, whole)
-    world.barrier()
+    write_final(contents.engine.bare.lm, run.mesh, lambda: _result_sources(inputs), inputs.run.final)
     record.done(step)
     return 0
 
 
-def _write_result(inputs: Inputs, lm: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None:
-    """The final folder, with the tokenizer and the template that training used."""
-    base = inputs.loaded.base
+def _result_sources(inputs: Inputs) -> ResultSources:
+    """The tokenizer and the template that training used."""
     tokenizer = inputs.tokenizer()
     template = tokenizer.template if tokenizer.template_name != "model" else None
-    folder = find_tokenizer(inputs.config, base, inputs.folder)
-    source = folder if isinstance(folder, Path) else inputs.folder
-    write_result(lm, inputs.folder, inputs.run.final, whole, tokenizer_folder=source, chat_template=template)
+    folder = find_tokenizer(inputs.config, inputs.loaded.base, inputs.folder)
+    return ResultSources(inputs.folder, folder if isinstance(folder, Path) else inputs.folder, template)
