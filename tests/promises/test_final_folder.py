@@ -19,7 +19,7 @@ LAYOUTS = {
 }
 
 
-def write_all(folder, models, strategies, split):
+def write_all(folder, models, strategies, split, processes):
     """A result per model and strategy; what each rank put into files is counted, and gathering is forbidden."""
     import duoka.store.final_folder as room
     from duoka.comm.world import end_world, start_world
@@ -46,7 +46,7 @@ def write_all(folder, models, strategies, split):
             overrides = [f"model={folder / model}", f"parallel.strategy={strategy}"]
             overrides += ["parallel.shard_ranks=2"] if strategy == "hsdp" else []
             loaded = load_config(folder / "run.yaml", overrides)
-            run = RunFolder(folder / f"{model}-{strategy}-{os.environ['WORLD_SIZE']}")
+            run = RunFolder(folder / f"{model}-{strategy}-{processes}")
             run.make()
             inputs = read_inputs(loaded, run)
             world = world or start_world(loaded.config.parallel)
@@ -111,7 +111,7 @@ def place(tmp_path_factory):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("processes", sorted(LAYOUTS))
 def test_all_ranks_write_the_files_that_one_process_writes(place, processes):
-    run_world(processes, write_all, place, ("tied", "odd"), LAYOUTS[processes], SPLIT)
+    run_world(processes, write_all, place, ("tied", "odd"), LAYOUTS[processes], SPLIT, processes)
     for model in ("tied", "odd"):
         want = files_of(place / f"{model}-oracle-{SPLIT}")
         assert "model.safetensors.index.json" in want, "one file: this test shows little"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,9 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from duoka.comm.world import World
+from duoka.data.feed.ahead import prefetched
 from duoka.data.feed.loader import IGNORED, Batch
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.precision import compute_in
+
+_BATCHES_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -50,20 +54,23 @@ def measure_loss(
     was_training = model.training
     model.eval()
     sums = [0.0, 0.0, 0.0, 0.0, 0.0]
+    if world.device.type == "cuda":
+        batches = map(Batch.pinned, batches)
     try:
-        for micro in batches:
-            if is_stopped():
-                break
-            world.heart.tell("evaluate")
-            with compute_in(precision, world.device):
-                loss, correct = model(**model_inputs(micro, world.device))
-            sums = [
-                sums[0] + float(loss),
-                sums[1] + float(correct),
-                sums[2] + micro.num_samples,
-                sums[3] + micro.num_targets,
-                sums[4] + _count_bytes(micro, token_bytes),
-            ]
+        with contextlib.closing(prefetched(batches, _BATCHES_AHEAD)) as ahead:
+            for micro in ahead:
+                if is_stopped():
+                    break
+                world.heart.tell("evaluate")
+                with compute_in(precision, world.device):
+                    loss, correct = model(**model_inputs(micro, world.device))
+                sums = [
+                    sums[0] + float(loss),
+                    sums[1] + float(correct),
+                    sums[2] + micro.num_samples,
+                    sums[3] + micro.num_targets,
+                    sums[4] + _count_bytes(micro, token_bytes),
+                ]
     finally:
         model.train(was_training)
     loss_sum, correct_sum, num_samples, num_targets, num_bytes, stopped = world.sum([*sums, float(is_stopped())])
