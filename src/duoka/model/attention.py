@@ -23,7 +23,7 @@ NAME = "duoka"
 class Documents:
     """Where the documents of a packed row lie. Layers read it as it is: each question to the device would stop it."""
 
-    lengths: tuple[int, ...]
+    lengths: torch.Tensor  # (documents,) on the host; as numbers, a compiled layer would be compiled for each count
     longest: int
     edges: torch.Tensor  # (documents + 1,) int32, on the device
 
@@ -32,8 +32,8 @@ class Documents:
         """From where documents start and the row's end; what was measured before stays as it is."""
         if isinstance(boundaries, Documents):
             return boundaries
-        lengths = tuple(boundaries.diff().tolist())
-        return cls(lengths, max(lengths), boundaries.to(device, torch.int32, non_blocking=True))
+        lengths = boundaries.cpu().diff()
+        return cls(lengths, int(lengths.max()), boundaries.to(device, torch.int32, non_blocking=True))
 
 
 def register_attention() -> str:
@@ -82,7 +82,8 @@ def attend(
         return _attend_all_documents(query, key, value, documents, scaling, sliding_window), None
     # One call per document: a quadratic cost of each document's length instead of the whole row's. Split, not sliced:
     # the gradient of a slice is as large as the row.
-    apart = zip(*(tensor.split(documents.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    lengths = documents.lengths.tolist()
+    apart = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([_attend_document(*one, *how).transpose(1, 2) for one in apart], dim=1), None
 
 

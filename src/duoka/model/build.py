@@ -183,7 +183,7 @@ class LossModel(torch.nn.Module):
         positions = torch.arange(length, device=input_ids.device)[None]
         if not self.has_plain_head:
             return int(core(input_ids=input_ids, position_ids=positions, use_cache=False).logits[0, -1].argmax())
-        documents = Documents((length,), length, torch.tensor([0, length], dtype=torch.int32, device=input_ids.device))
+        documents = Documents.of(torch.tensor([0, length]), input_ids.device)
         hidden = core.get_decoder()(
             input_ids=input_ids, position_ids=positions, use_cache=False, documents=documents,
             cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges,
