@@ -73,7 +73,7 @@ def split_by_size(split):
     from transformers import PreTrainedModel
 
     PreTrainedModel.save_pretrained.__defaults__ = tuple(
-        split if value == "50GB" else value for value in PreTrainedModel.save_pretrained.__defaults__
+        split if value in ("50GB", SPLIT) else value for value in PreTrainedModel.save_pretrained.__defaults__
     )
 
 
