@@ -136,10 +136,10 @@ def test_a_tiny_copy_keeps_each_kind_of_layer():
     kinds = tiny_config(family_config("gemma3_text")).layer_types
     assert sorted(set(kinds)) == ["full_attention", "sliding_attention"] and len(kinds) <= 4
     assert tiny_config(family_config("lfm2")).num_hidden_layers <= 4
-    own = family_config("qwen3")
+    own = family_config("mistral")
     small = tiny_config(own)
     assert small.hidden_size < own.hidden_size and small.num_attention_heads != small.num_key_value_heads
-    assert own.hidden_size == family_config("qwen3").hidden_size, "the model's own config was changed"
+    assert own.hidden_size == family_config("mistral").hidden_size, "the model's own config was changed"
 
 
 @pytest.mark.parametrize(
