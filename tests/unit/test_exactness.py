@@ -136,7 +136,28 @@ def test_a_tiny_copy_keeps_each_kind_of_layer():
     kinds = tiny_config(family_config("gemma3_text")).layer_types
     assert sorted(set(kinds)) == ["full_attention", "sliding_attention"] and len(kinds) <= 4
     assert tiny_config(family_config("lfm2")).num_hidden_layers <= 4
-    own = family_config("qwen3")
+    own = family_config("mistral")
     small = tiny_config(own)
     assert small.hidden_size < own.hidden_size and small.num_attention_heads != small.num_key_value_heads
-    assert own.hidden_size == family_config("qwen3").hidden_size, "the model's own config was changed"
+    assert own.hidden_size == family_config("mistral").hidden_size, "the model's own config was changed"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {"hidden_size": 66, "num_attention_heads": 3, "num_key_value_heads": 1, "num_hidden_layers": 1}),
+        ("gpt2", {"n_layer": 5}),
+        ("opt", {"hidden_size": 1024, "word_embed_proj_dim": 512, "do_layer_norm_before": False}),
+        # A factor for every frequency of a head of 96.
+        ("phi3", {"rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [1.5] * 48,
+            "original_max_position_embeddings": 4096,
+        }}),
+    ],
+)  # fmt: skip
+def test_odd_sizes_are_made_small_too(model_type, settings):
+    from transformers import AutoConfig
+
+    tested = SelfTest(AutoConfig.for_model(model_type, **settings))
+    assert tested.layout == "packed"
+    assert tested._tiny.hidden_size == 64, "its own widths were taken, which may be large"

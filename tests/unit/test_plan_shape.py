@@ -21,6 +21,7 @@ SMALL = {
     "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "vocab_size": 331, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+UNGROUPED = {"num_key_value_heads": None}
 CASES = [
     ("llama", {"tie_word_embeddings": False}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -44,11 +45,11 @@ CASES = [
     ("glm", {}),
     ("starcoder2", {}),
     ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
-    ("gpt2", {"n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 40}),
-    ("gpt2", {"n_inner": 100, "tie_word_embeddings": False}),
-    ("gpt_bigcode", {}),
+    ("gpt2", {**UNGROUPED, "n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 40}),
+    ("gpt2", {**UNGROUPED, "n_inner": 100, "tie_word_embeddings": False}),
+    ("gpt_bigcode", {"num_key_value_heads": 1}),
     ("gpt_bigcode", {"multi_query": False}),
-    ("opt", {"ffn_dim": 130, "word_embed_proj_dim": 96}),
+    ("opt", {**UNGROUPED, "ffn_dim": 130, "word_embed_proj_dim": 96}),
     ("mixtral", {"num_local_experts": 4}),
     ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}),
     ("qwen2_moe", {"num_experts": 4, "decoder_sparse_step": 2, "qkv_bias": False}),
