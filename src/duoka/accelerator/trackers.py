@@ -76,7 +76,7 @@ class GeneralTracker:
         """Called by init_trackers with its config."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        raise NotImplementedError(f"{type(self).__name__} has to say how it logs")
+        raise ConfigError(f"the tracker {type(self).__name__} has no method log", fix="define log(self, values, step)")
 
     def finish(self) -> None:
         """Called by end_training."""
