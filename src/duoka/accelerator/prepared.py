@@ -186,9 +186,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedOptimizer:
         return PreparedOptimizer(copy.deepcopy(self.inner, memo), self.owner)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         """A pickle of it holds the optimizer as it was given, and needs no duoka."""
-        return self.inner.__reduce_ex__(protocol)
+        return copy.copy, (self.inner,)
 
     state = property(lambda self: self.inner.state)
     param_groups = property(lambda self: self.inner.param_groups)
@@ -276,8 +276,8 @@ class PreparedScheduler(torch.optim.lr_scheduler.LRScheduler):
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedScheduler:
         return PreparedScheduler(copy.deepcopy(self.inner, memo), self.owner)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.inner.__reduce_ex__(protocol)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self.inner,)
 
     @property
     def scheduler(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ class Saving:
     step: int = 0  # optimizer steps done
 
     def __init__(self) -> None:
-        self._save_hooks: dict[int, Callable[..., None]] = {}
-        self._load_hooks: dict[int, Callable[..., None]] = {}
+        self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def find_models(self, models: tuple[torch.nn.Module, ...]) -> list[PreparedModel]:
         """What was prepared of `models`, or of all when none is named."""
@@ -104,7 +105,7 @@ class Saving:
         """Call hook(models, folder) before each load_state."""
         return self._add_hook(self._load_hooks, hook)
 
-    def _add_hook(self, hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    def _add_hook(self, hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle

@@ -76,9 +76,7 @@ class GeneralTracker:
         """Called by init_trackers with its config."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        raise ConfigError(
-            f"{type(self).__name__} has no log(values, step)", fix="write that method: it is called with each log"
-        )
+        raise ConfigError(f"the tracker {type(self).__name__} has no method log", fix="define log(self, values, step)")
 
     def finish(self) -> None:
         """Called by end_training."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-
 from duoka.errors import ConfigError
+from duoka.torch_private import TorchDispatchMode
 
 
 def read_generators(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
