@@ -273,7 +273,7 @@ def overflow_once(yaml, folder):
 
 
 def test_fp16_with_a_scaler_leaves_out_an_overflow_on_all_ranks(case):
-    run_world(2, overflow_once, str(case[1]), str(case[0] / "fp16"))
+    run_world(2, overflow_once, str(case[1]), str(case[0] / "overflow"))
 
 
 def test_compiled_layers_give_the_same_numbers(case):

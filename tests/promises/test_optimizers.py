@@ -315,7 +315,7 @@ def test_averages_of_others_are_refused_by_name(stages):
         config = load_config(stages / "run.yaml", [f"optim.state={state}", *overrides]).config
         named = {"model.norm.weight": torch.nn.Parameter(torch.zeros(3))}
         optimizer = build_optimizer(named, config.optim)
-        contents = SimpleNamespace(optimizer=optimizer, parallel=SimpleNamespace(named_trainable=lambda: named))
+        contents = SimpleNamespace(optimizer=optimizer, engine=SimpleNamespace(named_trainable=lambda: named))
         with pytest.raises(ConfigError) as caught:
             take_over_state(config, RunFolder(stages / "new"), stages, World(), contents, print)
         return str(caught.value)

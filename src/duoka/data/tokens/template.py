@@ -202,7 +202,9 @@ def _cuts_inside_tokens(tokens: Tokens, spans: list[Span]) -> list[int]:
 def _encode_typed(text: str, cuts: tuple[int, ...], whole: Tokens, tokenizer: ChatTokenizer) -> Tokens:
     """The tokens of a text in which control tokens were typed: as text, or refused where a tokenizer cannot."""
     tokens = _encode_in_parts(text, list(cuts), whole, tokenizer)
-    if tokens is whole:
+    unknown = tokenizer.special_tokens.get("unk_token", "") if tokenizer.unknown_id is not None else ""
+    # A typed <unk> is learned as what stands for any word that the tokenizer lacks: it ends and frames nothing.
+    if tokens is whole and not (unknown and all(text.startswith(unknown, cut - 1) for cut in cuts)):
         near = text[max(0, cuts[0] - 1) : cuts[0] + 30]
         raise BadRecord(
             f"a message holds a control token as text ({near!r}), and this tokenizer cannot tell it from a real one",
