@@ -24,8 +24,9 @@ if "DUOKA_TEST_GPUS" not in os.environ:  # set by `make gpu-check`
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
-# A background job of a script starts with SIGINT ignored (under nohup SIGHUP), and so would all that it starts: tests of Ctrl-C would wait
-# for ever. Who ignores by a function of its own starts others with the signal as it should be, in any way.
+# A background job of a script starts with SIGINT ignored (under nohup SIGHUP), and so would all that it starts: tests
+# of Ctrl-C would wait for ever. Who ignores by a function of its own starts others with the signal as it should be, in
+# any way.
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda number, frame: None)

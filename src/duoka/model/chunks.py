@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-IGNORED = -100
+from duoka.data.feed.loader import IGNORED
+
 # Logits of one chunk (fp32): enough rows for an efficient matrix product, small beside a layer's activations.
 CHUNK_BYTES = 64 * 2**20
 # On a CPU no more rows pay, where the vocabulary is small: what lies in the cache is not read from memory again.

@@ -129,9 +129,15 @@ class Drops:
 
     def again(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Makes what stands around each recomputation of the pass that this is called in."""
-        device = _HERE.device
-        keys = self.keys[device]
-        return contextlib.nullcontext if keys is None else functools.partial(self._with_keys, device, keys)
+        keys = self.keys[_HERE.device]
+        return contextlib.nullcontext if keys is None else functools.partial(self._again, vars(_HERE).copy(), keys)
+
+    @contextlib.contextmanager
+    def _again(self, here: dict[str, Any], keys: torch.Tensor) -> Iterator[None]:
+        # Where the layer began: its hook may lie outside of what is computed again.
+        vars(_HERE).update(here)
+        with self._with_keys(_HERE.device, keys):
+            yield
 
     @contextlib.contextmanager
     def _with_keys(self, device: int, keys: torch.Tensor) -> Iterator[None]:

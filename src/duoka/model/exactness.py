@@ -22,7 +22,7 @@ from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError
 from duoka.model.attention import NAME, register_attention, register_watched_attention
 from duoka.model.build import LossModel, quiet_loading
-from duoka.model.loss import IGNORED
+from duoka.model.chunks import IGNORED
 from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, count_parameters, tiny_config
 
 LayOut = Literal["packed", "padded"]
