@@ -77,7 +77,8 @@ def read_ahead(accelerator, folder, name):
                 optimizer.step()
                 optimizer.zero_grad()
         held = []
-    write(folder, name, accelerator.process_index, weights_of(accelerator, model) | {"steps": accelerator.step - before})
+    seen = weights_of(accelerator, model) | {"steps": accelerator.step - before}
+    write(folder, name, accelerator.process_index, seen)
     accelerator.free_memory()
 
 
