@@ -66,7 +66,7 @@ def read_ahead(accelerator, folder, name):
     """Plain means, each micro-batch with its own number of samples, though all were read before the first pass."""
     model, optimizer = accelerator.prepare(*fresh())
     loader = accelerator.prepare(DataLoader(Words(), batch_size=3, collate_fn=collate))
-    held = []
+    held, before = [], accelerator.step
     for number, batch in enumerate(loader):
         held.append(batch)
         if len(held) < STEPS and number + 1 < len(loader):
@@ -77,7 +77,8 @@ def read_ahead(accelerator, folder, name):
                 optimizer.step()
                 optimizer.zero_grad()
         held = []
-    write(folder, name, accelerator.process_index, weights_of(accelerator, model) | {"steps": accelerator.step})
+    seen = weights_of(accelerator, model) | {"steps": accelerator.step - before}
+    write(folder, name, accelerator.process_index, seen)
     accelerator.free_memory()
 
 
@@ -310,7 +311,7 @@ def walk(accelerator, parts, batches, log, save_at=None, folder=None):
             accelerator.backward(loss / 10)
             optimizer.step()
             optimizer.zero_grad()
-        log.append(float(loss))
+        log.append(loss.item())
         if len(log) == save_at:
             accelerator.save_state(folder)
 

@@ -243,6 +243,6 @@ class Stepping:
         drop = bool(current and not current.num_own)
         if use_gather_object:
             return self.collect.gather_objects([] if drop else list(input_data))
-        if current and loader and not drop:
+        if current is not None and loader is not None and not drop:
             input_data = loader.cut_rows(input_data, current)
         return self.collect.gather(input_data, drop=drop)
