@@ -27,6 +27,8 @@ WINDOWS = {"use_sliding_window": True, "max_window_layers": 14}
 SETTINGS = {
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [1, 3]},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "ministral": {"head_dim": 128},
     "mixtral": {"sliding_window": 4096},
     "nemotron": {"num_key_value_heads": 8},
     "phi3": {"sliding_window": 2047},
@@ -107,29 +109,37 @@ def measure_family(model_type: str) -> Row:
 
     try:
         config = family_config(model_type)
+        has_experts = any(getattr(config.get_text_config(), name, None) for name in EXPERTS)
         with tempfile.TemporaryDirectory() as folder:
-            write_family(Path(folder), model_type)
-            has_experts = any(getattr(config.get_text_config(), name, None) for name in EXPERTS)
+            plain = load_plain(write_family(Path(folder), model_type))
             tested = SelfTest(config)
-            rows, why = tested.layout or "refused", ""
-            if rows != "packed":
-                why = tested.trial("packed" if rows == "padded" else "padded").sentence()
-            errors = {
-                one: distance_from_alone(Path(folder), one, tested.trial(one).own_logits)
+            rows = tested.layout or "refused"
+            failed = {"packed": None, "padded": "packed", "refused": "padded"}[rows]
+            why = tested.trial(failed).sentence() if failed else ""
+            errors = [
+                distance_from_alone(plain, Path(folder), one, tested.trial(one).own_logits)
                 for one in ("packed", "padded")
-            }
+            ]
     except ConfigError as error:
         return Row(model_type, "refused", error.where or error.what)
     except BREAKS as error:
         return Row(model_type, "not built", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}")
-    return Row(model_type, rows, why, errors["packed"], errors["padded"], has_experts)
+    return Row(model_type, rows, why, *errors, has_experts)
 
 
-def distance_from_alone(folder: Path, rows: str, own_logits: bool) -> float | None:
+def load_plain(folder: Path):
+    """By transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def distance_from_alone(plain, folder: Path, rows: str, own_logits: bool) -> float | None:
     """The largest relative error of loss and of any parameter's gradient; None where it cannot be computed."""
+    from duoka.errors import ConfigError
     from duoka.model.build import LossModel, load_model
 
-    plain = load_model(folder, dtype=torch.float32, attention="eager").eval()
+    plain.zero_grad()
     numbers = torch.Generator().manual_seed(5)
     documents = [torch.randint(8, 64, (length,), generator=numbers) for length in LENGTHS]
     logits = (plain(one[None], use_cache=False).logits[0, :-1].float() for one in documents)
@@ -139,7 +149,7 @@ def distance_from_alone(folder: Path, rows: str, own_logits: bool) -> float | No
         model = LossModel(load_model(folder, dtype=torch.float32).eval(), own_logits=own_logits)
         ours, _ = model(**(packed if rows == "packed" else padded)(documents))
         ours.backward()
-    except BREAKS:
+    except (ConfigError, *BREAKS):
         return None
     theirs = {name: p.grad for name, p in plain.named_parameters()}
     scale = max(float(gradient.norm()) for gradient in theirs.values() if gradient is not None)

@@ -113,6 +113,8 @@ def _shrink(config: Any, widths: bool) -> None:
             continue
         if small != value:
             setattr(config, key, small)
+    if widths and {"expand", "num_heads", "head_dim"} <= facts.keys():
+        config.num_heads = int(facts["expand"] * _HIDDEN) // _HEAD_DIM  # these share the inner width, not the hidden
 
 
 def _shrink_number(key: str, value: int, widths: bool) -> int:
