@@ -42,7 +42,7 @@ def proofs_of(row: dict[str, str]) -> list[str]:
 
 
 @cache
-def tests_in(file: str) -> frozenset[str]:
+def names_in(file: str) -> frozenset[str]:
     """Names of the test functions of a file, from its text: nothing is imported."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -74,7 +74,7 @@ def faults_of(rows: list[dict[str, str]]) -> list[str]:
                     faults.append(f"{name}: no command of duoka, or nothing to look for: {proof}")
             elif not file.startswith("tests/") or not (ROOT / file).is_file():
                 faults.append(f"{name}: there is no file {file}")
-            elif test not in tests_in(file):
+            elif test not in names_in(file):
                 faults.append(f"{name}: {file} has no test {test}")
     return faults
 
