@@ -232,6 +232,28 @@ def leave_one_out(yaml, folder):
     end_world(world)
 
 
+def look_at_storages(yaml, folder):
+    """With views, gradients lie in the buckets in which they travel: fewer storages than gradients, same values."""
+    from duoka.comm.world import end_world
+    from duoka.train.stages.stage import build_stage
+
+    world, found = None, {}
+    for views in (False, True):
+        settings = ["parallel.strategy=ddp", f"parallel.bucket_view={str(views).lower()}"]
+        inputs, world, _, contents, loader = build(yaml, settings, folder, world)
+        contents.engine.forward_backward(next(loader.from_cursor(0, 0, 1.0)), build_stage(inputs.config))
+        grads = {name: p.grad for name, p in contents.engine.named_trainable().items()}
+        storages = {grad.untyped_storage().data_ptr() for grad in grads.values()}
+        assert (len(storages) < len(grads) / 4) == views, f"{len(storages)} storages of {len(grads)} gradients"
+        found[views] = {name: grad.clone() for name, grad in grads.items()}
+    assert all(torch.equal(found[True][name], grad) for name, grad in found[False].items())
+    end_world(world)
+
+
+def test_gradients_are_views_of_their_buckets_as_asked(case):
+    run_world(2, look_at_storages, str(case[1]), str(case[0] / "views"))
+
+
 def test_a_parameter_without_a_part_in_the_loss_is_named(case):
     run_world(2, leave_one_out, str(case[1]), str(case[0] / "unused"))
 

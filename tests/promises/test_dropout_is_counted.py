@@ -13,6 +13,9 @@ from tiny import write_conversations
 from worlds import train_all
 
 SEED, P = 7, 0.2
+# The oracle adds up in another order, and AdamW makes whole steps of gradients that are noise: one B of 24 was 1.7e-5 off
+# in every split alike, which agree with each other. Other masks are 0.8 off.
+WEIGHTS_OF_ORACLE = 5e-5
 RECIPE = {"lr": 5e-3, "warmup": 0.2, "clip": 0.5, "weight_decay": 0.1}
 LORA = f"lora={{rank: 3, dropout: {P}}}"
 CUT = "train.micro_batch=200 tokens"
@@ -97,13 +100,19 @@ def compare(folder, oracle, first=0):
         error = relative([step[key] for step in steps], want[first:])
         assert error < TOLERANCE, f"{key} is off by {error}"
     weights = {key.replace(".default.", "."): value for key, value in weights.items()}
-    error, tensor = worst(load_file(folder / "final" / "adapter_model.safetensors"), weights)
-    assert error < TOLERANCE, f"{tensor} is off by {error}"
+    error, tensor = worst(final_of(folder), weights)
+    assert error < WEIGHTS_OF_ORACLE, f"{tensor} is off by {error}"
+
+
+def final_of(folder):
+    return load_file(folder / "final" / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_every_split_drops_what_the_oracle_drops(runs, oracle, name):
     compare(runs[name], oracle)
+    error, tensor = worst(final_of(runs[name]), final_of(runs["one at a time"]))
+    assert error < TOLERANCE, f"{tensor} is off by {error} of another split's"
 
 
 def test_a_run_goes_on_in_the_middle_on_other_processes(case, runs, oracle):

@@ -1,5 +1,7 @@
 """The verbs between two processes: what travels, what is refused with both ranks' shapes, and traps of loops."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -69,7 +71,9 @@ def take_turns(accelerator, folder):
     assert accelerator.on_last_process(lambda: "ran")() == ("ran" if rank else None)
     who = (accelerator.num_processes, accelerator.is_main_process, accelerator.is_last_process)
     assert who == (2, not rank, bool(rank)) and accelerator.is_local_main_process == (not rank)
-    accelerator.print("once")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        accelerator.print("once")
+    assert said.getvalue() == ("" if rank else "once\n")
 
 
 def two_backwards(accelerator):

@@ -57,6 +57,7 @@ def test_torchrun_and_our_own_launcher_train_the_same_and_print_once(home: Path)
         assert folder.config.is_file() and folder.plan.is_file() and json.loads(folder.env.read_text())["packages"]
         losses.append([event["loss"] for event in read_steps(folder)])
         assert not (folder.path / ".join").exists(), "the meeting place is gone"
+        assert len(list((folder.path / "tensorboard").glob("events.*"))) == 1, "rank 0 writes, and nobody else"
     assert losses[0] == losses[1] and len(losses[0]) > 3
 
     code, out, err = run(home, *TORCHRUN, "duoka", "train", "sft.yaml", "output=runs/theirs", "train.seed=7")
@@ -108,8 +109,18 @@ def test_two_starts_with_the_guides_environment_make_one_world(home: Path) -> No
     said = "".join(out for out, _ in outputs)
     assert said.count("\nstep     1 ") == 1 and "4 ranks" in said, said
     assert "node 1 of 2: ranks 2 to 3 of 4" in outputs[0][1], outputs[0][1]
+    assert len(list((home / "runs" / "sft" / "tensorboard").glob("events.*"))) == 1, "of four ranks one writes"
     losses = [[event["loss"] for event in read_steps(RunFolder(home / "runs" / name))] for name in ("alone", "sft")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 3
+
+
+def test_the_older_launcher_of_torch_makes_a_world(home: Path) -> None:
+    """torch.distributed.launch, with the variables of torchrun and --local-rank behind them."""
+    line = ("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "duoka", "comm", "test")
+    launch = (sys.executable, "-m", "torch.distributed.launch", *line, "--size", "4 KiB", "--rounds", "1", "--json")
+    code, out, err = run(home, *launch)
+    assert code == 0, err
+    assert json.loads(out)["world_size"] == 2
 
 
 def test_accelerate_launch_starts_duokas_module(home: Path) -> None:

@@ -100,6 +100,20 @@ def test_audit_shows_who_learns_what(config: Path, world: int) -> None:
     assert sum(one["count"] for one in answer["ranks"]) == 99 and len(answer["ranks"]) == world
 
 
+def test_audit_says_what_samplers_that_pad_would_make_of_99(config: Path) -> None:
+    write_jsonl(config.parent / "talk.jsonl", simple_records(99))
+    arguments = ["audit", str(config), "train.global_batch=128", "--world"]
+    two, three = (
+        CliRunner().invoke(command, [*arguments, world], catch_exceptions=False, standalone_mode=False).stdout
+        for world in ("2", "3")
+    )
+    assert "each once: 0 twice, 0 missing" in two
+    assert "elsewhere: DistributedSampler would make 100 of them, batches evened out 128" in two
+    assert "would make 99 of them, batches evened out 129" in three, "3 x 43"
+    many = CliRunner().invoke(command, [*arguments[:2], "train.global_batch=2k tokens", "--world", "2"])
+    assert "would make 100 of them\n" in many.stdout, "batches of tokens have no number of samples"
+
+
 def test_audit_sees_a_sample_that_is_left_out(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares = Loader.shares
     monkeypatch.setattr(Loader, "shares", lambda self, ids: shares(self, ids[1:]))

@@ -127,6 +127,22 @@ def test_uneven_row_groups_starve_no_rank(tmp_path: Path, groups: list[list[int]
         assert all(any(part) for part in parts)
 
 
+def test_any_number_of_row_groups_is_shared_exactly_by_any_number_of_ranks(tmp_path: Path) -> None:
+    files = write_files(tmp_path, [[1] * 17])
+    for num_groups in range(1, 18):
+        units = [unit for unit in find_units(files) if unit.group < num_groups]
+        for num_ranks in range(1, 9):
+            if num_ranks > num_groups:
+                with pytest.raises(DataError, match=f"{num_groups} documents cannot feed {num_ranks} streams"):
+                    StreamPlan(units, num_streams=num_ranks, seed=1)
+                continue
+            plan = StreamPlan(units, num_streams=num_ranks, seed=1)
+            for epoch in (0, 1):
+                shares = [plan.units_of(rank, epoch) for rank in range(num_ranks)]
+                assert sorted(unit.group for share in shares for unit in share) == list(range(num_groups))
+                assert {len(share) for share in shares} <= {num_groups // num_ranks, -(-num_groups // num_ranks)}
+
+
 def test_each_row_group_goes_to_one_stream_and_epochs_differ(tmp_path: Path) -> None:
     plan = StreamPlan(find_units(write_files(tmp_path, [[2] * 9, [2] * 8])), num_streams=4, seed=0)
     epochs = [[plan.units_of(stream, epoch) for stream in range(4)] for epoch in (0, 1)]

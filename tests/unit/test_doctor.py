@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from duoka import cli as frame
@@ -36,7 +38,15 @@ def only(check: Callable[[Patient], Any], patient: Patient) -> Finding:
 
 def test_a_healthy_machine_has_no_blocker_and_every_finding_is_whole(tmp_path: Path) -> None:
     findings = doctor.examine(tmp_path / "runs")
-    assert {one.check for one in findings} >= {"python", "torch", "processor", "memory", "loopback", "clock", "text"}
+    assert {one.check for one in findings} >= {
+        "python",
+        "torch",
+        "processor",
+        "memory",
+        "communication",
+        "loopback",
+        "clock",
+    }
     for one in findings:
         assert one.seen and one.severity in ("ok", "warn", "fail", "skip"), one
         if one.severity in ("warn", "fail"):
@@ -50,6 +60,37 @@ def test_a_missing_package_is_a_blocker(patient: Patient, monkeypatch: pytest.Mo
     )
     bad = [one for one in doctor.check_packages(patient) if one.severity == "fail"]
     assert [(one.check, one.fix) for one in bad] == [("peft", "pip install peft")]
+
+
+def test_swap_is_shown_and_is_no_help_to_a_gpu(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    for total, wanted in ((0, False), (8 * GIB, True)):
+        monkeypatch.setattr(psutil, "swap_memory", lambda total=total: SimpleNamespace(total=total, used=GIB))
+        seen = only(doctor.check_memory, patient).seen
+        assert ("1 GiB of 8 GiB swap used, which is no help to a GPU" in seen) == wanted, seen
+
+
+def test_how_ranks_will_talk_to_each_other_is_said(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    with_gpus = replace(patient, machine=replace(patient.machine, gpus=(Gpu("H200", GIB, GIB, 9.0),) * 2))
+    for nccl, who, severity, words in (
+        ("", patient, "ok", "gloo between CPUs; no NCCL"),
+        ("2.27.3", with_gpus, "ok", "NCCL 2.27.3 between GPUs"),
+        ("", with_gpus, "warn", "no NCCL is installed"),
+    ):
+        monkeypatch.setattr(doctor, "read_nccl_version", lambda nccl=nccl: nccl)
+        found = only(doctor.check_communication, who)
+        assert found.severity == severity and words in found.seen, found
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    assert [(one.check, one.severity) for one in doctor.check_communication(patient)][1:] == [("NCCL_ALGO", "warn")]
+
+
+def test_nccl_is_found_by_the_name_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"nvidia-nccl-cu13": "2.29.1", "torch": "2.13.0"}
+    found = [SimpleNamespace(name=name, version=version) for name, version in names.items()]
+    monkeypatch.setattr(probe.metadata, "distributions", lambda: found)
+    assert probe.read_nccl_version() == "2.29.1"
+    monkeypatch.setattr(probe.metadata, "distributions", lambda: found[1:])
+    assert probe.read_nccl_version() == ""
 
 
 def test_a_folder_without_write_access_is_a_blocker(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ ASKED_FOR = (  # topics of the guides that must have a text, by words that peopl
     "DP", "DDP", "zero", "zero3", "fsdp", "mixed precision", "gradient accumulation", "global batch", "lr scaling",
     "resume", "checkpoint", "torchrun", "multi-node", "connection refused", "port conflict", "oom", "no speedup",
     "gpu 0", "timeout", "different loss", "nccl", "eval", "lora", "packing", "gradient checkpointing", "rank",
-    "pipeline", "swap", "NCCL_ALGO", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "FORCE_TORCHRUN", "交换区",
+    "pipeline", "moe", "mixture of experts", "混合专家",
+    "swap", "NCCL_ALGO", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "FORCE_TORCHRUN", "交换区",
     "数据并行", "显存不足", "学习率", "断点续训", "连接被拒绝", "端口占用", "卡住", "多机多卡", "混合精度",
 )  # fmt: skip
 
@@ -161,6 +162,17 @@ def test_figures_of_guides_are_recomputed_in_both_languages() -> None:
         assert f"{fewer_tokens:g}" in text and "32" in text, text
 
 
+def test_zeros_figure_is_computed_again() -> None:
+    """2 + 2 + K bytes of 7.5 billion parameters on 64 ranks, K = 12."""
+    number, ranks, state = 7.5e9, 64, 12
+    stages = (2 + 2 + state, 2 + 2 + state / ranks, 2 + (2 + state) / ranks, (2 + 2 + state) / ranks)
+    gigabytes = [f"{number * each / 1e9:.{digits}f}" for each, digits in zip(stages, (0, 1, 1, 1), strict=True)]
+    for language, last in (("en", " and "), ("zh", "、")):
+        text = " ".join(topics()["zero"][language]["text"].split())
+        joined = ", ".join(gigabytes[:3]) + last + gigabytes[3] if language == "en" else last.join(gigabytes)
+        assert joined in text, f"{joined} is not in: {text}"
+
+
 def test_the_guides_pins_are_outside_our_ranges_and_what_is_installed_is_inside() -> None:
     from importlib.metadata import requires, version
 
@@ -188,6 +200,8 @@ def test_the_numbers_of_ones_own_config_stand_below(tmp_path: Path, monkeypatch:
     assert "sqrt 0.000141, linear 0.0002" in said["lr-scaling"]
     assert "16 samples per step = 4 ranks" in said["batch-size"]
     assert "each sends 2 x 3/4" in said["communication"]
+    # 16P + A = 18P + A/2 at A = 4P, of 134,515,008 parameters.
+    assert "activations in fp32 exceed 4 bytes for each of them, 513 MiB" in said["precision"]
     assert "lora: Train low-rank adapters" in said["lora"] and "this config trains in full" in said["lora"]
     assert "optim.lr: 0.0001   (x.yaml:3)" in explain("optim.lr", "--config", "x.yaml", "--lang", "en")
     for name, topic in topics().items():

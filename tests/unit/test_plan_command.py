@@ -155,7 +155,22 @@ def test_a_question_without_a_config(tmp_path):
 
 def test_a_hundred_million_parameters_on_8_gpus_send_700_mb_not_450():
     result = plan("--params", "100e6", "--on", "8xA100-80G")
-    assert "an all-reduce of 400 MB among 8 sends 700 MB" in result.output, result.output
+    said = " ".join(result.output.split())
+    assert "an all-reduce of 400 MB among 8 sends 700 MB" in said, result.output
+    assert "2,800 MB of gradients in and 2,800 MB of weights out" in said, "DataParallel's first card: 7 x 400 MB"
+
+
+def test_the_efficiency_of_many_devices_follows_from_their_network():
+    found = []
+    for network in ("8xNDR", "1x25GbE"):
+        asked = ("--params", "7e9", "--on", f"2x8xH100-80G@{network}", "--layout", "fsdp16")
+        speed = json.loads(plan(*asked, "--json").output)["speed"]
+        waits = sum(speed["parts"].get(name, 0.0) for name in ("exchange", "pipeline bubble"))
+        assert speed["scaling_efficiency"] == pytest.approx(1 - waits / speed["step_s"])
+        assert f"efficiency {speed['scaling_efficiency']:.1%}: what 16 devices keep" in plan(*asked).output
+        found.append(speed["scaling_efficiency"])
+    assert 1 > found[0] > 0.8 > found[1] > 0
+    assert "efficiency" not in plan("--params", "1e9", "--on", "H100").output, "one device waits for nobody"
 
 
 def test_blooms_layout_is_worked_out_and_an_impossible_one_refused():

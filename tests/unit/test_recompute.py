@@ -4,16 +4,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from duoka.config.schema import ParallelConfig
+from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
 from duoka.data.feed.loader import GlobalBatch, pack_segments
 from duoka.data.tokens.template import Sample
 from duoka.model.build import LossModel, load_model
 from duoka.parallel.apply import parallelize
 from duoka.parallel.mesh import Mesh
-from duoka.parallel.token_loss import TokenLoss
 from duoka.plan.layout import Layout
+from duoka.train.stages.stage import build_stage
 
 LAYERS, MICRO_BATCHES = 4, 3
+SFT = RunConfig(model=ModelConfig(name="tiny"), data=DataConfig(train=(DataSource(name="identity"),)))
 
 
 def batch_of(lengths):
@@ -32,7 +33,7 @@ def step_under(recompute, folder, batch):
     model = LossModel(load_model(folder, dtype=torch.float32))
     engine = parallelize(model, Layout(recompute=recompute), ParallelConfig(), Mesh())
     engine.model.train()
-    sums = engine.forward_backward(batch, TokenLoss())
+    sums = engine.forward_backward(batch, build_stage(SFT))
     return sums.losses["tokens"], {name: p.grad for name, p in engine.named_trainable().items()}
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from duoka.cluster.launch import threads_per_process
-from duoka.cluster.probe import count_usable_cores, read_versions
+from duoka.cluster.probe import count_usable_cores, read_nccl_version, read_versions
 from duoka.plan.hardware import Machine, read_machine
 from duoka.process.environ import LOOPBACK
 from duoka.runs.cache import cache_folder
@@ -116,7 +116,12 @@ def check_processor(patient: Patient) -> Iterator[Finding]:
 
 def check_memory(patient: Patient) -> Iterator[Finding]:
     machine = patient.machine
+    import psutil
+
     seen = f"{format_bytes(machine.available_bytes)} available of {format_bytes(machine.memory_bytes)}"
+    swap = psutil.swap_memory()
+    if swap.total:
+        seen += f"; {format_bytes(swap.used)} of {format_bytes(swap.total)} swap used, which is no help to a GPU"
     if machine.available_bytes < 2 * _GIB:
         fix = "close other programs, or raise the container's memory limit"
         yield Finding("warn", "memory", seen, "2 GiB or more", fix)
@@ -137,6 +142,24 @@ def check_gpu(patient: Patient) -> Iterator[Finding]:
             yield Finding("warn", f"gpu {number}", seen, "mostly free", fix)
         else:
             yield Finding("ok", f"gpu {number}", seen)
+
+
+def check_communication(patient: Patient) -> Iterator[Finding]:
+    """By what ranks will talk to each other: NCCL between GPUs, gloo between CPUs."""
+    torch = read_versions(("torch",))["torch"]
+    nccl = read_nccl_version()
+    if torch is None:
+        yield Finding("skip", "communication", "torch is not installed")
+    elif nccl:
+        yield Finding("ok", "communication", f"NCCL {nccl} between GPUs, gloo between CPUs")
+    elif patient.machine.gpus:
+        seen, fix = f"no NCCL is installed beside torch {torch}", "duoka comm test shows whether torch brings its own"
+        yield Finding("warn", "communication", seen, "NCCL", fix)
+    else:
+        yield Finding("ok", "communication", "gloo between CPUs; no NCCL, which GPUs would need")
+    if algorithm := os.environ.get("NCCL_ALGO"):
+        fix = "unset NCCL_ALGO: NCCL's own tuner takes the fastest for each size"
+        yield Finding("warn", "NCCL_ALGO", f"forced to {algorithm}", "not set", fix)
 
 
 def check_output_folder(patient: Patient) -> Iterator[Finding]:
@@ -258,6 +281,6 @@ def check_clock(patient: Patient) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    check_python, check_packages, check_processor, check_memory, check_gpu, check_output_folder, check_cache_folder,
-    check_shared_memory, check_open_files, check_loopback, check_host_name, check_text, check_clock,
+    check_python, check_packages, check_processor, check_memory, check_gpu, check_communication, check_output_folder,
+    check_cache_folder, check_shared_memory, check_open_files, check_loopback, check_host_name, check_text, check_clock,
 )  # fmt: skip

@@ -43,6 +43,12 @@ def read_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     return found
 
 
+def read_nccl_version() -> str:
+    """Of the NCCL that was installed with torch (nvidia-nccl-cu12 and later); empty: none."""
+    found = [one for one in metadata.distributions() if (one.name or "").startswith("nvidia-nccl-cu")]
+    return found[0].version if found else ""
+
+
 def count_usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores that this process may use: its affinity, and the container's share of time when that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,7 +18,7 @@ from duoka.data.feed.loader import Loader
 from duoka.data.feed.stream_source import StreamSource
 from duoka.data.prepare import PreparedData
 from duoka.plan.layout import Layout
-from duoka.units import Amount
+from duoka.units import Amount, parse_amount
 
 _SHOWN = 8
 
@@ -45,6 +45,10 @@ class Audit:
     num_missing: int
     looked_at: str
     ranks: tuple[RankShare, ...]
+    # What others would make of an epoch: DistributedSampler repeats until ranks have equally many, Accelerate until
+    # their batches are full. 0: no count of samples.
+    num_padded: int = 0
+    num_evened: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -57,7 +61,11 @@ class Audit:
             first = f"{', '.join(one.first)}{more}" if one.first else "none"
             out.append(f"  rank {one.rank}: {one.count:,} ({one.cost:.0%} of the mean work): {first}")
         verdict = "each once" if self.is_exact else "NOT each once, which is a bug of duoka"
-        return [*out, f"{verdict}: {self.num_twice:,} twice, {self.num_missing:,} missing"]
+        out.append(f"{verdict}: {self.num_twice:,} twice, {self.num_missing:,} missing")
+        if self.num_padded > self.total or self.num_evened > self.total:
+            evened = f", batches evened out {self.num_evened:,}" if self.num_evened else ""
+            out.append(f"elsewhere: DistributedSampler would make {self.num_padded:,} of them{evened}")
+        return out
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"is_exact": self.is_exact}
@@ -98,7 +106,11 @@ def audit_data(
     )
     words = f"shares of {looked_at:,} of {feed.steps_per_epoch:,} global batches"
     what = "rows of text" if prepared.report.row_tokens else "samples"
-    return Audit(epoch, what, total, int((seen > 1).sum()), int((seen < 1).sum()), words, ranks)
+    asked = parse_amount(config.train.global_batch)
+    # As others count: the same number on every rank of every step.
+    whole = -(-asked.count // num_ranks) * num_ranks if asked.unit == "samples" else 0
+    padded, evened = (-(-total // size) * size if size else 0 for size in (num_ranks, whole))
+    return Audit(epoch, what, total, int((seen > 1).sum()), int((seen < 1).sum()), words, ranks, padded, evened)
 
 
 def _audit_stream(source: StreamSource, num_ranks: int, epoch: int) -> Audit:

@@ -80,7 +80,13 @@ def _precision(own: Own) -> list[str]:
             f"18 or {format_bytes(most)}; precision is {own.plan.layout.precision}",
             f"训练 {format_count(trained)} 个参数：每个 16 字节共 {format_bytes(full)}，加 bf16 副本 18 字节共 "
             f"{format_bytes(most)}；精度为 {own.plan.layout.precision}",
-        )
+        ),
+        # 16P + A in fp32, 18P + A/2 in mixed precision.
+        own.say(
+            f"mixed precision takes less memory where activations in fp32 exceed 4 bytes for each of them, "
+            f"{format_bytes(4 * trained)}",
+            f"fp32 激活值超过每参数 4 字节，即 {format_bytes(4 * trained)} 时，混合精度才更省内存",
+        ),
     ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from duoka.plan.catalogue import Cluster
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Work, static_memory
-from duoka.plan.traffic import Exchange
+from duoka.plan.traffic import Exchange, dp_root_bytes
 from duoka.units import format_bytes
 
 
@@ -30,6 +30,11 @@ def advice(
         found.append(
             f"an all-reduce of {_mb(one.payload_bytes)} among {size} sends {_mb(one.sent_bytes)} from each rank, "
             f"2(N-1)/N of it: a reduce-scatter and an all-gather of {_mb(one.sent_bytes / 2)} each"
+        )
+        taken, given = dp_root_bytes(work, size)
+        found.append(
+            f"under DataParallel the first of {size} cards would carry N-1 times as much, in every micro-batch: "
+            f"{_mb(taken)} of gradients in and {_mb(given)} of weights out"
         )
     if layout.strategy in ("zero2", "fsdp", "hsdp") and accumulation > 1:
         times = {"zero2": f"{accumulation} + 1", "fsdp": f"3 x {accumulation}", "hsdp": f"3 x {accumulation}"}

@@ -131,6 +131,11 @@ def speed_lines(plan: Plan) -> list[str]:
         f"         limited by {speed.limit}",
         *(f"         {text}" for text in plan.cluster.notes),
     ]
+    if plan.cluster.num_devices > 1:
+        out.append(
+            f"         efficiency {speed.scaling_efficiency:.1%}: what {plan.cluster.num_devices} devices keep of "
+            "their speed without exchange"
+        )
     for name, seconds in sorted(speed.parts.items(), key=lambda part: -part[1]):
         share = seconds / speed.step_s
         if share >= 0.005:

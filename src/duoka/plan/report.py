@@ -286,6 +286,7 @@ def _speed_json(speed: Speed) -> dict[str, Any]:
         "exchange_s": speed.exchange_s,
         "exposed_s": speed.exposed_s,
         "matmul_share": speed.efficiency,
+        "scaling_efficiency": speed.scaling_efficiency,
         "is_measured": speed.is_measured,
         "exchanges": [
             {

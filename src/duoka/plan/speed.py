@@ -69,6 +69,11 @@ class Speed:
     formula: str = OWN_FORMULA
 
     @property
+    def scaling_efficiency(self) -> float:
+        """Speed of a device beside its speed without exchange: of a step, what is not spent waiting for others."""
+        return 1 - (self.exposed_s + self.parts.get("pipeline bubble", 0.0)) / self.step_s
+
+    @property
     def low_s(self) -> float:
         return RANGE[0] * self.step_s
 

@@ -83,6 +83,12 @@ def _speed(cluster: Cluster, group: Group) -> float:
     return cluster.link.bytes_per_s * LINK_SHARE
 
 
+def dp_root_bytes(work: Work, num_devices: int) -> tuple[float, float]:
+    """(received, sent) by the first card of nn.DataParallel in every micro-batch: gradients in, fp32 weights out."""
+    others = num_devices - 1
+    return others * 4.0 * work.num_trainable, others * 4.0 * work.shape.num_parameters
+
+
 def place_group(size: int, stride: int, per_node: int) -> Group:
     """`size` ranks that lie `stride` apart, when a node holds `per_node` neighbours."""
     members = max(1, min(size, per_node // stride))

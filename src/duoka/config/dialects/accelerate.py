@@ -8,6 +8,7 @@ from typing import Any
 
 from duoka.config.dialects.deepspeed import read_stage
 from duoka.config.dialects.rows import (
+    WHOLE_AT_THE_END,
     Answer,
     Asked,
     Dialect,
@@ -140,8 +141,9 @@ def _rows() -> list[Row]:
                       "fsdp_state_dict_type",
                       "fsdp_sync_module_states", "fsdp_transformer_layer_cls_to_wrap", "fsdp_use_orig_params",
                       "fsdp_version", "fsdp_activation_checkpointing_offload")),
-                  f"{deep}zero3_init_flag", f"{deep}zero3_save_16bit_model", f"{deep}deepspeed_moe_layer_cls_names",
+                  f"{deep}zero3_init_flag", f"{deep}deepspeed_moe_layer_cls_names",
                   f"{deep}offload_optimizer_nvme_path", f"{deep}offload_param_nvme_path"),
+        *reported(WHOLE_AT_THE_END, f"{deep}zero3_save_16bit_model"),
         *reported("of the start: duoka train --nproc N --port P on each node", "machine_rank", "num_machines",
                   "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "main_training_function",
                   "gpu_ids", "enable_cpu_affinity", "compute_environment", "debug", f"{deep}deepspeed_hostfile",

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from duoka.config.dialects.rows import (
+    WHOLE_AT_THE_END,
     Answer,
     Asked,
     Dialect,
@@ -187,8 +188,9 @@ def deepspeed_rows() -> list[Row]:
             "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size",
             "contiguous_gradients", "round_robin_gradients", "sub_group_size", "stage3_prefetch_bucket_size",
             "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
-            "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
             "ignore_unused_parameters", "load_from_fp32_weights", "memory_efficient_linear"))),
+        *reported(WHOLE_AT_THE_END, *(f"{zero}{name}" for name in (
+            "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"))),
         *reported("a switch of DeepSpeed's own", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
                   "steps_per_print", "wall_clock_breakdown", "comms_config", "comms_logger", "monitor_config",
                   "tensorboard", "wandb", "csv_monitor", "flops_profiler", "dump_state", "communication_data_type",

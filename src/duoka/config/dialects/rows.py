@@ -17,6 +17,8 @@ from duoka.registry import nearest
 _SWITCHES = ("do_predict", "do_eval", "predict_with_generate", "do_sample")
 _EXAMPLES = {"lora_rank": 8, "lora_alpha": 16, "cutoff_len": 2048, "save_steps": 100, "eval_steps": 100}
 State = Literal["implemented", "reported", "refused"]
+# DeepSpeed's switches of how sharded weights are saved.
+WHOLE_AT_THE_END = "the final folder is always whole, in the base's own type; 16 bits: duoka export RUN --dtype bf16"
 
 
 @dataclass(frozen=True)
