@@ -13,8 +13,8 @@ from tiny import write_conversations
 from worlds import train_all
 
 SEED, P = 7, 0.2
-# The oracle adds up in another order, and AdamW makes whole steps of gradients that are noise: one B of 24 was 1.7e-5 off
-# in every split alike, which agree with each other. Other masks are 0.8 off.
+# The oracle adds up in another order, and AdamW makes whole steps of gradients that are noise: one B of 24 was 1.7e-5
+# off in every split alike, which agree with each other. Other masks are 0.8 off.
 WEIGHTS_OF_ORACLE = 5e-5
 RECIPE = {"lr": 5e-3, "warmup": 0.2, "clip": 0.5, "weight_decay": 0.1}
 LORA = f"lora={{rank: 3, dropout: {P}}}"

@@ -30,7 +30,7 @@ def has_drawn(before: tuple[torch.Tensor, torch.Tensor | None], device: torch.de
 def check_harmless(answer: Callable[[], torch.Tensor], device: torch.device) -> None:
     """Refuse a model whose answer depends on what it draws. `answer` computes it."""
     devices = [device] if device.type == "cuda" else []
-    found, answers = _Finder(), []
+    found, answers = _Finder(device), []
     with torch.no_grad():
         for seed in range(4):
             with torch.random.fork_rng(devices):
@@ -48,13 +48,16 @@ def check_harmless(answer: Callable[[], torch.Tensor], device: torch.device) -> 
 class _Finder(TorchDispatchMode):
     """Notes which operations draw, and where in the model's code."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.device = device
         self.drawn: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        before = read_generators(self.device) if torch.Tag.nondeterministic_seeded in func.tags else None
+        answer = func(*args, **(kwargs or {}))
+        if before is not None and has_drawn(before, self.device):  # attention has the tag too, and need not draw
             frames = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
             where = f" in {frames[-1].name} ({frames[-1].filename.rsplit('/', 1)[-1]}, line {frames[-1].lineno})"
             self.drawn.setdefault(f"{func.__name__.split('.')[0]}{where if frames else ''}")
-        return func(*args, **(kwargs or {}))
+        return answer
