@@ -138,6 +138,7 @@ def distance_from_alone(plain, folder: Path, rows: str, own_logits: bool) -> flo
     """The largest relative error of loss and of any parameter's gradient; None where it cannot be computed."""
     from duoka.errors import ConfigError
     from duoka.model.build import LossModel, load_model
+    from duoka.model.request import ModelRequest
 
     plain.zero_grad()
     numbers = torch.Generator().manual_seed(5)
@@ -146,7 +147,7 @@ def distance_from_alone(plain, folder: Path, rows: str, own_logits: bool) -> flo
     want = sum(F.cross_entropy(own, one[1:], reduction="sum") for own, one in zip(logits, documents, strict=True))
     want.backward()
     try:
-        model = LossModel(load_model(folder, dtype=torch.float32).eval(), own_logits=own_logits)
+        model = LossModel(load_model(ModelRequest(folder, dtype=torch.float32)).eval(), own_logits=own_logits)
         ours, _ = model(**(packed if rows == "packed" else padded)(documents))
         ours.backward()
     except (ConfigError, *BREAKS):

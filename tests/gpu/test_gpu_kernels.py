@@ -9,6 +9,7 @@ from test_attention import documents, packed, separate_loss
 
 from duoka.model.build import LossModel, load_model
 from duoka.model.loss import sum_cross_entropy
+from duoka.model.request import ModelRequest
 
 # Of the largest value: fp32 without TF32, and what 8 and 11 bits leave.
 LIMITS = {"fp32": 2e-5, "fp16": 5e-3, "bf16": 3e-2}
@@ -36,8 +37,8 @@ def precise(precision, device):
 def test_packed_documents_are_isolated(tiny_model, device, precision):
     if precision == "fp16" and device == "cpu":
         pytest.skip("no fp16 training on CPUs")
-    model = LossModel(load_model(tiny_model, dtype=torch.float32)).to(device)
-    plain = load_model(tiny_model, dtype=torch.float32, attention="sdpa")
+    model = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32))).to(device)
+    plain = load_model(ModelRequest(tiny_model, dtype=torch.float32, attention="sdpa"))
     docs = documents(plain.config.vocab_size)
     with precise(precision, device):
         ours, _ = model(**on(device, packed(docs)))

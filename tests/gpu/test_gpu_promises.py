@@ -15,6 +15,7 @@ from test_sharded import STRATEGIES, look_at
 from worlds import run_world, train_all
 
 from duoka.model.build import LossModel, load_model
+from duoka.model.request import ModelRequest
 from duoka.parallel.dp import Replicas
 from duoka.plan.layout import SHARDED
 
@@ -87,7 +88,7 @@ def test_strategies_exchange_what_they_should_on_nccl(two_gpus, case, tmp_path):
 
 def test_dp_evaluates_on_all_gpus_as_on_one(two_gpus, tiny_model):
     """The module itself, DataParallel's call, and weights copied once."""
-    bare = LossModel(load_model(tiny_model, dtype=torch.float32)).to("cuda:0").eval()
+    bare = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32))).to("cuda:0").eval()
     model = Replicas(bare, list(range(two_gpus)), "fp32")
     ids = torch.randint(200, (5, 12), device="cuda:0")
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(12, device="cuda:0").repeat(5, 1)}

@@ -85,6 +85,7 @@ def files_of(folder):
 def place(tmp_path_factory):
     """Two models, and for each what one process that holds it whole writes by transformers' own means."""
     from duoka.model.build import load_model
+    from duoka.model.request import ModelRequest
     from duoka.model.result import write_result
 
     folder = tmp_path_factory.mktemp("final")
@@ -99,7 +100,7 @@ def place(tmp_path_factory):
     before = PreTrainedModel.save_pretrained.__defaults__
     try:
         for model in ("tied", "odd"):
-            lm = load_model(folder / model, dtype=torch.float32)
+            lm = load_model(ModelRequest(folder / model, dtype=torch.float32))
             for split in ("50GB", SPLIT):
                 split_by_size(split)
                 write_result(lm, folder / model, folder / f"{model}-oracle-{split}")
@@ -127,12 +128,13 @@ def write_once(folder, fails_on):
     from duoka.comm.world import World, end_world, start_world
     from duoka.config.schema import ParallelConfig
     from duoka.model.build import load_model
+    from duoka.model.request import ModelRequest
     from duoka.parallel.mesh import build_mesh
     from duoka.plan.layout import Layout
 
     world: World = start_world(ParallelConfig())
     mesh = build_mesh(Layout(dp=2, strategy="ddp"), world)
-    lm = load_model(folder / "odd", dtype=torch.float32)
+    lm = load_model(ModelRequest(folder / "odd", dtype=torch.float32))
     sources = room.ResultSources(folder / "odd", folder / "odd")
     target = folder / "full-disk" / "final"
     if world.is_main:
@@ -168,10 +170,11 @@ def die_in_the_middle(folder, target):
     import duoka.store.final_folder as room
     from duoka.comm.world import World
     from duoka.model.build import load_model
+    from duoka.model.request import ModelRequest
     from duoka.parallel.mesh import Mesh
 
     room._write_run = lambda *_: os._exit(9)
-    lm = load_model(folder / "odd", dtype=torch.float32)
+    lm = load_model(ModelRequest(folder / "odd", dtype=torch.float32))
     sources = room.ResultSources(folder / "odd", folder / "odd")
     room.write_final(lm, Mesh(World()), lambda: sources, target)
 
@@ -179,6 +182,7 @@ def die_in_the_middle(folder, target):
 @pytest.mark.timeout(120)
 def test_a_crash_in_the_middle_leaves_what_was_there_before(place, tmp_path):
     from duoka.model.build import load_model
+    from duoka.model.request import ModelRequest
     from duoka.parallel.mesh import Mesh
     from duoka.store.final_folder import ResultSources, write_final
 
@@ -188,7 +192,7 @@ def test_a_crash_in_the_middle_leaves_what_was_there_before(place, tmp_path):
     with pytest.raises(AssertionError, match="exit codes"):
         run_world(1, die_in_the_middle, place, target)
     assert files_of(target) == {"old": b"result"}
-    lm = load_model(place / "odd", dtype=torch.float32)
+    lm = load_model(ModelRequest(place / "odd", dtype=torch.float32))
     write_final(lm, Mesh(), lambda: ResultSources(place / "odd", place / "odd"), target)
     assert files_of(target) == files_of(place / "odd-oracle-50GB")
     assert [path.name for path in tmp_path.iterdir()] == ["final"], "drafts of the process that died are left"

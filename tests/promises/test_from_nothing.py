@@ -19,6 +19,7 @@ from duoka.cli import run
 from duoka.config.load import load_config
 from duoka.hub.models import model_folder
 from duoka.model.build import load_model
+from duoka.model.request import ModelRequest
 
 TOLERANCE = 1e-5
 STEPS = 48
@@ -74,7 +75,9 @@ def runs(tmp_path_factory):
     paths = {"tokenizer": folder / "tokenizer", "text": folder / "text.jsonl", "held_out": folder / "held_out.jsonl"}
     yaml.write_text(YAML.format(steps=STEPS, **paths), encoding="utf-8")
     loaded = load_config(yaml)
-    begun = load_model(model_folder(loaded.config.model, folder), dtype=torch.float32, seed=5, attention="sdpa")
+    begun = load_model(
+        ModelRequest(model_folder(loaded.config.model, folder), dtype=torch.float32, seed=5, attention="sdpa")
+    )
     begun.save_pretrained(folder / "begun")
     build_tiny_tokenizer().save_pretrained(folder / "begun")
     text = yaml.read_text(encoding="utf-8").replace(f"depth: 2, tokenizer: {paths['tokenizer']}", "name: begun")

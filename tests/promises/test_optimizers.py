@@ -88,6 +88,7 @@ def use_apart(world):
 def build(model, config, world, strategy):
     from duoka.model.build import LossModel, find_core, load_model
     from duoka.model.loss import Goal
+    from duoka.model.request import ModelRequest
     from duoka.optim.build import build_optimizer
     from duoka.optim.roles import assign_roles
     from duoka.parallel.apply import parallelize
@@ -101,7 +102,7 @@ def build(model, config, world, strategy):
         dp=world.size, strategy=strategy, precision="fp32", recompute="none", micro=parse_amount("1"),
         packing=False, shard=shard,
     )  # fmt: skip
-    lm = load_model(Path(model), dtype=torch.float32, lora=config.lora)
+    lm = load_model(ModelRequest(Path(model), dtype=torch.float32, lora=config.lora))
     if config.lora is None:
         lm.requires_grad_(True)
     core = find_core(lm)
@@ -191,9 +192,10 @@ def test_weights_after_25_steps_are_the_textbooks_at_any_world_size(runs, name):
 def test_muon_trains_fused_adapters_on_smoothed_targets_as_the_textbook(runs):
     from duoka.config.schema import LoraConfig
     from duoka.model.build import load_model
+    from duoka.model.request import ModelRequest
 
     folder, model = runs
-    adapted = load_model(Path(model), dtype=torch.float32, lora=LoraConfig(rank=4, alpha=12, dropout=0.0))
+    adapted = load_model(ModelRequest(Path(model), dtype=torch.float32, lora=LoraConfig(rank=4, alpha=12, dropout=0.0)))
     start = {n: p.detach().clone() for n, p in adapted.named_parameters() if p.requires_grad}
     wanted = textbook_of_adapters(model, start, micro_batches, rate, steps=STEPS, lr=LR, decay=DECAY, clip=CLIP)
     assert all((wanted[name] - start[name]).norm() > 0.1 for name in start), "the test would see nothing"

@@ -264,6 +264,7 @@ def grow(function):
 def load_both_ways(yaml, folder):
     from duoka.comm.world import end_world
     from duoka.model.build import load_model
+    from duoka.model.request import ModelRequest
     from duoka.model.shards import WeightSource
 
     plain_read, num_read = WeightSource.read, [0]
@@ -277,7 +278,7 @@ def load_both_ways(yaml, folder):
     (inputs, world, _, contents, _), sharded = grow(lambda: build(yaml, ["parallel.strategy=fsdp"], folder))
     num_parameters = sum(p.numel() for p in contents.engine.bare.lm.parameters())
     total = 4 * num_parameters
-    whole, plain = grow(lambda: load_model(inputs.folder, dtype=torch.float32))
+    whole, plain = grow(lambda: load_model(ModelRequest(inputs.folder, dtype=torch.float32)))
     seen = [sharded / total, plain / total, num_read[0] / num_parameters]
     Path(folder, f"grew-{world.rank}.json").write_text(json.dumps(seen))
     del whole

@@ -29,6 +29,7 @@ def loop_of_verbs(yaml, overrides, folder):
     from duoka.data.feed.prefetch import EpochLoader
     from duoka.data.prepare import prepare_data
     from duoka.model.build import LossModel, load_model
+    from duoka.model.request import ModelRequest
     from duoka.optim.build import build_optimizer
     from duoka.store.state import seed_everything
     from duoka.units import parse_amount
@@ -47,7 +48,9 @@ def loop_of_verbs(yaml, overrides, folder):
         micro=parse_amount(micro), packing=config.data.packs, max_length=config.data.max_length, pad_id=data.pad_id,
     )  # fmt: skip
     seed_everything(config.train.seed)
-    model = LossModel(load_model(model_folder, dtype=torch.float32, lora=config.lora, seed=config.train.seed))
+    model = LossModel(
+        load_model(ModelRequest(model_folder, dtype=torch.float32, lora=config.lora, seed=config.train.seed))
+    )
     named = {name: p for name, p in model.lm.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(named, config.optim)
     schedule = ScheduleLR(optimizer, config.optim, loader.num_steps(2))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from duoka.model.attention import attend
 from duoka.model.build import LossModel, load_model
+from duoka.model.request import ModelRequest
 
 LENGTHS = (17, 45, 3, 96, 1)
 
@@ -33,8 +34,8 @@ def separate_loss(model, docs):
 
 
 def check_packed_equals_separate(folder, limit):
-    model = LossModel(load_model(folder, dtype=torch.float32))
-    plain = load_model(folder, dtype=torch.float32, attention="sdpa")
+    model = LossModel(load_model(ModelRequest(folder, dtype=torch.float32)))
+    plain = load_model(ModelRequest(folder, dtype=torch.float32, attention="sdpa"))
     docs = documents(plain.config.vocab_size)
     ours, _ = model(**packed(docs))
     ours.backward()
@@ -56,7 +57,7 @@ def test_packed_equals_separate_on_the_real_135m_model(demo_model):
 
 
 def test_padded_rows_equal_separate(tiny_model):
-    model = LossModel(load_model(tiny_model, dtype=torch.float32))
+    model = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32)))
     docs = documents(model.lm.config.vocab_size)
     ids = torch.nn.utils.rnn.pad_sequence(docs, batch_first=True)
     labels = torch.nn.utils.rnn.pad_sequence(
@@ -64,7 +65,7 @@ def test_padded_rows_equal_separate(tiny_model):
     )
     places = torch.arange(ids.shape[1]).expand_as(ids)
     ours, _ = model(input_ids=ids, labels=labels, position_ids=places)
-    want = separate_loss(load_model(tiny_model, dtype=torch.float32, attention="sdpa"), docs)
+    want = separate_loss(load_model(ModelRequest(tiny_model, dtype=torch.float32, attention="sdpa")), docs)
     assert abs(float(ours) / float(want) - 1) < 1e-6
 
 
@@ -132,7 +133,7 @@ def test_documents_are_measured_once_per_micro_batch(tiny_model, monkeypatch):
 
     monkeypatch.setattr(room, "_has_kernel_for", lambda *_: True)
     monkeypatch.setattr(room, "_attend_all_documents", kernel)
-    model, docs = LossModel(load_model(tiny_model, dtype=torch.float32)), documents(256)
+    model, docs = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32))), documents(256)
     batch = packed(docs)
     micro = Batch(**batch, attention_mask=None, num_targets=1, num_tokens=1, num_samples=1)
     inputs = model_inputs(micro, torch.device("cpu"))

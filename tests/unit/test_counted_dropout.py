@@ -19,6 +19,7 @@ from duoka.model.attention import register_attention
 from duoka.model.build import LossModel, load_model
 from duoka.model.dropout import drop, dropped, place_key
 from duoka.model.fused import apply_fused
+from duoka.model.request import ModelRequest
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.out_of_memory import smallest_batch
 from duoka.parallel.recompute import apply_recompute
@@ -202,7 +203,9 @@ def test_a_models_own_dropout_and_its_attentions_are_counted(kind):
 
 @pytest.mark.parametrize("targets", ["all", ["lm_head", "q_proj"]])
 def test_fused_adapters_drop_what_plain_ones_drop(tiny_model, targets):
-    lm = load_model(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, dropout=0.3, targets=targets))
+    lm = load_model(
+        ModelRequest(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, dropout=0.3, targets=targets))
+    )
     torch.manual_seed(2)
     for name, parameter in lm.named_parameters():
         if "lora_B" in name:  # zero at first, which would hide A's gradient
@@ -222,7 +225,7 @@ def test_fused_adapters_drop_what_plain_ones_drop(tiny_model, targets):
 
 
 def test_passes_without_keys_draw_as_torch_does(tiny_model):
-    lm = load_model(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, dropout=0.5))
+    lm = load_model(ModelRequest(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, dropout=0.5)))
     for name, parameter in lm.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from duoka.model.build import LossModel, load_model
+from duoka.model.request import ModelRequest
 from duoka.parallel import dp
 
 
@@ -35,7 +36,7 @@ def two_devices(monkeypatch):
 
 
 def test_weights_are_copied_once_for_all_batches(tiny_model, two_devices):
-    bare = LossModel(load_model(tiny_model, dtype=torch.float32)).eval()
+    bare = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32))).eval()
     model = dp.Replicas(bare, [], "fp32")
     model.replicas.device_ids = [0, 1]
     with torch.no_grad(), model.replicated_once():

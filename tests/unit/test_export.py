@@ -18,6 +18,7 @@ from duoka.errors import ConfigError, DuokaError
 from duoka.model import export
 from duoka.model.build import load_adapter, load_model
 from duoka.model.export import Sources, export_adapter, export_model
+from duoka.model.request import ModelRequest
 from duoka.model.result import write_result
 
 TEXT = "Who are you? 我是多卡。"
@@ -26,7 +27,7 @@ TEXT = "Who are you? 我是多卡。"
 @pytest.fixture(scope="module")
 def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A PEFT folder whose adapter changes the answers: B is random, not the zeros that training starts from."""
-    lm = load_model(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, alpha=8.0))
+    lm = load_model(ModelRequest(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, alpha=8.0)))
     torch.manual_seed(1)
     for name, parameter in lm.named_parameters():
         if "lora_B" in name:
@@ -37,7 +38,7 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export_from(adapter: Path, base: Path, folder: Path, dtype: torch.dtype = torch.float32) -> export.Exported:
-    lm = load_adapter(load_model(base, dtype=torch.float32, attention="sdpa"), adapter).eval()
+    lm = load_adapter(load_model(ModelRequest(base, dtype=torch.float32, attention="sdpa")), adapter).eval()
     return export_model(lm, load_tokenizer(adapter), Sources(base, adapter), folder, dtype)
 
 
@@ -119,7 +120,7 @@ def test_a_merge_that_answers_differently_is_refused_and_leaves_nothing(
 
 def test_a_template_that_is_not_the_models_own_goes_with_it(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
     """Trained with another template and another end of turn: whoever serves the folder must know both."""
-    lm = load_adapter(load_model(tiny_model, dtype=torch.float32, attention="sdpa"), adapter).eval()
+    lm = load_adapter(load_model(ModelRequest(tiny_model, dtype=torch.float32, attention="sdpa")), adapter).eval()
     own = lm.generation_config.eos_token_id
     sources = Sources(tiny_model, adapter, chat_template="{{ messages[0]['content'] }}!")
     export_model(lm, load_tokenizer(adapter), sources, tmp_path / "out", torch.float32, stop_id=9)
@@ -138,7 +139,7 @@ def test_others_may_read_what_was_exported(adapter: Path, tiny_model: Path, tmp_
 
 
 def test_an_adapter_alone_names_its_base(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
-    lm = load_adapter(load_model(tiny_model, dtype=torch.float32), adapter)
+    lm = load_adapter(load_model(ModelRequest(tiny_model, dtype=torch.float32)), adapter)
     export_adapter(lm, Sources(tiny_model, adapter), "some/base", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == "some/base"

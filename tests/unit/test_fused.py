@@ -11,6 +11,7 @@ from duoka.config.schema import LoraConfig
 from duoka.model.build import LossModel, load_model
 from duoka.model.fused import _AdaptedProduct, _RmsNorm, _SiluTimes, _SiluTimesDown, apply_fused
 from duoka.model.loss import Goal
+from duoka.model.request import ModelRequest
 
 
 def draw(*shape):
@@ -28,7 +29,7 @@ def test_gradients_are_those_of_finite_differences():
 
 
 def learn(folder, lora, fuse, dtype=torch.float32, autocast=False):
-    lm = load_model(folder, dtype=dtype, lora=lora)
+    lm = load_model(ModelRequest(folder, dtype=dtype, lora=lora))
     if lora:  # B begins as zero, which would hide A's gradient
         torch.manual_seed(2)
         for name, parameter in lm.named_parameters():
@@ -71,7 +72,7 @@ def test_in_half_precision_it_is_as_near(tiny_model, lora):
 
 
 def test_dropout_is_never_left_out(tiny_model):
-    lm = load_model(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, dropout=0.5))
+    lm = load_model(ModelRequest(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, dropout=0.5)))
     assert apply_fused(lm, adapters=True) == 4 * 3 + 1
 
 
@@ -100,7 +101,7 @@ def test_what_computes_otherwise_is_left_alone():
 
 
 def test_smoothing_is_for_training_only(tiny_model):
-    lm = load_model(tiny_model, dtype=torch.float32)
+    lm = load_model(ModelRequest(tiny_model, dtype=torch.float32))
     torch.manual_seed(1)
     ids = torch.randint(3, 260, (1, 40))
     labels = ids.roll(-1)

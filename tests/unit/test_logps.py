@@ -9,6 +9,7 @@ from duoka.model import chunks
 from duoka.model.build import LossModel, load_model
 from duoka.model.chunks import IGNORED, Bend, LowRank
 from duoka.model.logps import token_logps
+from duoka.model.request import ModelRequest
 
 ROWS, DIM, VOCAB = 37, 12, 53
 
@@ -132,7 +133,7 @@ def give_b_values(lm):
 def test_a_whole_model_answers_with_them(tiny_model, head, is_readable):
     torch.manual_seed(1)
     lora = LoraConfig(rank=4, dropout=0.0, targets=["lm_head", "q_proj"]) if head == "adapted" else None
-    lm = load_model(tiny_model, dtype=torch.float64, lora=lora)
+    lm = load_model(ModelRequest(tiny_model, dtype=torch.float64, lora=lora))
     give_b_values(lm)
     model = LossModel(lm).train()
     if head == "untied":

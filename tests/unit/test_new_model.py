@@ -14,8 +14,10 @@ from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError, Faults
 from duoka.hub.models import model_folder
 from duoka.hub.new_model import MARK, is_new, new_model_folder
+from duoka.model.box import Box
 from duoka.model.build import load_model
 from duoka.model.random_init import DrawnWeights
+from duoka.model.request import ModelRequest
 from duoka.plan.horizon import find_horizon
 from duoka.plan.shape import shape_from_depth
 from duoka.runs.folder import RunFolder
@@ -136,14 +138,15 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_drawn_apart_are_the_rows_of_the_whole(name):
+def test_boxes_drawn_apart_are_those_of_the_whole(name):
     shape, drawn = torch.Size(NAMES[name]), DrawnWeights(3)
     whole = drawn.read(name, shape)
     assert whole.shape == shape
     for size in (2, 3, 4, 7):
         step = -(-shape[0] // size)
-        parts = [drawn.read(name, shape, start, start + step) for start in range(0, shape[0], step)]
-        assert torch.equal(torch.cat(parts), whole)
+        for start in range(0, shape[0], step):
+            box = Box((start, *(1 for _ in shape[1:])), (min(step, shape[0] - start), *(n - 2 for n in shape[1:])))
+            assert torch.equal(drawn.read(name, shape, box), whole[box.slices])
     if len(shape) == 2 and "down_proj" not in name:
         assert not torch.equal(DrawnWeights(4).read(name, shape), whole)
         wanted = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 0.001}.get(name, shape[1] ** -0.5)
@@ -184,7 +187,7 @@ def test_a_finished_run_needs_its_tokenizers_folder_no_more(tiny_model, tmp_path
     assert found.full == run.final and is_new(found.base)
     base, drawn = (
         load_trained(found, dtype=torch.float32, base_only=True),
-        load_model(found.base, dtype=torch.float32, seed=5),
+        load_model(ModelRequest(found.base, dtype=torch.float32, seed=5)),
     )
     assert all(map(torch.equal, base.parameters(), drawn.parameters())), "the run began with another base"
 

@@ -8,6 +8,7 @@ from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelCon
 from duoka.data.feed.loader import GlobalBatch, pack_segments
 from duoka.data.tokens.template import Sample
 from duoka.model.build import LossModel, load_model
+from duoka.model.request import ModelRequest
 from duoka.parallel.apply import parallelize
 from duoka.parallel.mesh import Mesh
 from duoka.plan.layout import Layout
@@ -30,7 +31,7 @@ def batch_of(lengths):
 
 def step_under(recompute, folder, batch):
     """(loss, gradients) of one step."""
-    model = LossModel(load_model(folder, dtype=torch.float32))
+    model = LossModel(load_model(ModelRequest(folder, dtype=torch.float32)))
     engine = parallelize(model, Layout(recompute=recompute), ParallelConfig(), Mesh())
     engine.model.train()
     sums = engine.forward_backward(batch, build_stage(SFT))

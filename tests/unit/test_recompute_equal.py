@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from duoka.model.build import load_model
+from duoka.model.request import ModelRequest
 from duoka.parallel.recompute import apply_recompute
 
 
 def gradients(model: Path, how: str) -> tuple[dict[str, torch.Tensor], int]:
     """Of one backward pass, and how many bytes were kept for it."""
-    lm = load_model(model, dtype=torch.float32)
+    lm = load_model(ModelRequest(model, dtype=torch.float32))
     lm.requires_grad_(True).train()
     if how:
         apply_recompute(lm, how)

@@ -14,6 +14,7 @@ from tiny import write_conversations, write_tiny_model
 from duoka.cli import run as duoka
 from duoka.config.load import load_config, resolved_yaml
 from duoka.model.build import load_model
+from duoka.model.request import ModelRequest
 from duoka.model.result import write_result
 from duoka.runs.folder import RunFolder
 from duoka.serve.load_run import find_trained, load_for_chat
@@ -33,7 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     run = RunFolder(Path(loaded.config.output))
     run.make()
     run.config.write_text(resolved_yaml(loaded), encoding="utf-8")
-    lm = load_model(base, dtype=torch.float32, lora=loaded.config.lora)
+    lm = load_model(ModelRequest(base, dtype=torch.float32, lora=loaded.config.lora))
     for name, parameter in lm.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(1))
@@ -176,7 +177,9 @@ def test_embed_writes_a_row_for_each_line_in_order(
     assert rows.shape == (5, 64) and rows.dtype == np.float32 and not rows[2].any()
     trained = find_trained(str(finished.path), say=print)
     tokenizer = load_chat_tokenizer(trained)
-    lm = load_adapter(load_model(trained.base, dtype=torch.float32, attention="sdpa"), finished.final).eval()
+    lm = load_adapter(
+        load_model(ModelRequest(trained.base, dtype=torch.float32, attention="sdpa")), finished.final
+    ).eval()
     for text, row in zip(texts, rows, strict=True):
         ids = tokenizer.encode(text)[0][:100]
         if ids:

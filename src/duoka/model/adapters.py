@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from duoka.config.adapters import WEIGHTS, digest, read_adapter, read_held
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
+from duoka.model.box import Box
 
 PREFIX = "base_model.model."
 
@@ -85,17 +86,17 @@ class Earlier:
     def changes(self, module: str) -> bool:
         return any(module in one.pairs for one in self.merged)
 
-    def merge_rows(self, module: str, rows: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Rows of the module's weight, from `start` on, with all merged adapters on them, in the rows' own type."""
+    def merge_part(self, module: str, values: torch.Tensor, box: Box) -> torch.Tensor:
+        """The part of a module's weight that lies in `box`, with all merged adapters on it, in its own type."""
         if not self.changes(module):
-            return rows
-        total = rows.double()
+            return values
+        total = values.double()
         for one in self.merged:
             if module in one.pairs:
                 down, up = one.pairs[module]
-                part = up[start : start + rows.shape[0]].double() @ down.double()
+                part = up[box.rows].double() @ down[:, box.columns].double()
                 total = total + part.mul_(one.scale).to(total.device)
-        return total.to(rows.dtype)
+        return total.to(values.dtype)
 
     def merge_into(self, model: torch.nn.Module) -> None:
         """Lay the merged adapters into a whole model, one after the other."""
@@ -113,7 +114,7 @@ class Earlier:
                     fix="merge all of them first (duoka export FILE), and name the result",
                 )
             with torch.no_grad():
-                weight.copy_(self.merge_rows(module, weight))
+                weight.copy_(self.merge_part(module, weight, Box.whole(weight.shape)))
 
     def beside(self, state: dict[str, torch.Tensor], scale: float) -> tuple[dict[str, torch.Tensor], int]:
         """An adapter's tensors with the merged ones' beside them, for the base as it came; and the rank of it all.

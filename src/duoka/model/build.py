@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 
 from duoka.config.adapters import read_held
-from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.errors import ConfigError
 from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier
@@ -36,8 +35,9 @@ from duoka.model.head import (
 )
 from duoka.model.lora import apply_lora, keep_earlier, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
-from duoka.model.quantize import Packing, compute_in
+from duoka.model.quantize import compute_in
 from duoka.model.random_init import DrawnWeights
+from duoka.model.request import ModelRequest
 
 GATHERED_HEAD = "apply_gathered"
 # What a LossModel is asked for: the sum of its targets' losses, or numbers of each target.
@@ -62,36 +62,22 @@ def quiet_loading() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
-def load_model(
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    lora: LoraConfig | None = None,
-    train_only: TrainOnlyConfig | None = None,
-    seed: int = 0,
-    attention: str = "duoka",
-    trust_remote_code: bool = False,
-    packing: Packing | None = None,
-    earlier: Earlier | None = None,
-) -> torch.nn.Module:
-    """The transformers model in `folder` with weights of `dtype`; with `lora`, adapters that begin from `seed`.
-
-    With `train_only`, all but the weights that it names are frozen; with `packing`, the layers' matrices are packed;
-    `earlier` adapters are merged into them, or are where the adapters begin.
-    """
+def load_model(request: ModelRequest) -> torch.nn.Module:
+    """The transformers model that is asked for, whole."""
     from transformers import AutoModelForCausalLM
 
-    if attention == "duoka":
+    folder, dtype, packing = request.folder, request.dtype, request.packing
+    if request.attention == "duoka":
         register_attention()
     if is_new(folder):
-        return _draw_model(folder, dtype, seed, attention)
+        return _draw_model(request)
     with quiet_loading():
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype if packing is None else packing.dtype_to_pack_from(folder, dtype),
-                attn_implementation=attention,
-                trust_remote_code=trust_remote_code,
+                attn_implementation=request.attention,
+                trust_remote_code=request.trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
                 **({} if packing is None else {"quantization_config": packing.settings(dtype)}),
@@ -101,21 +87,23 @@ def load_model(
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error
-        if earlier is not None:
-            earlier.merge_into(model)
-        if train_only is not None:
-            apply_train_only(model, train_only)
-        return apply_lora(model, lora, seed, earlier) if lora is not None else model
+        if request.earlier is not None:
+            request.earlier.merge_into(model)
+        if request.train_only is not None:
+            apply_train_only(model, request.train_only)
+        return model if request.lora is None else apply_lora(model, request.lora, request.seed, request.earlier)
 
 
-def _draw_model(folder: Path, dtype: torch.dtype, seed: int, attention: str) -> torch.nn.Module:
+def _draw_model(request: ModelRequest) -> torch.nn.Module:
     """A new model, from the seed; what shards of it begin with is the same."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(request.folder, local_files_only=True)
     with quiet_loading():
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    drawn = DrawnWeights(seed)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=request.dtype, attn_implementation=request.attention
+        )
+    drawn = DrawnWeights(request.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(drawn.read(name, parameter.shape))

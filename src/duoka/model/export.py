@@ -23,6 +23,7 @@ from duoka.hub.base import write_base
 from duoka.model.build import load_model, quiet_loading
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.lora import save_adapter
+from duoka.model.request import ModelRequest
 from duoka.model.result import base_dtype, copy_tokenizer
 from duoka.runs.folder import apply_umask
 
@@ -104,7 +105,7 @@ def export_model(
         sources.copy_tokenizer(draft)
         with quiet_loading():
             written = load_model(
-                draft, dtype=torch.float32, attention="sdpa", trust_remote_code=sources.trust_remote_code
+                ModelRequest(draft, dtype=torch.float32, attention="sdpa", trust_remote_code=sources.trust_remote_code)
             )
         got = [_logits(written.eval(), probe) for probe in probes]
         exported = _compare(folder, dtype, wanted, got, _size_bytes(draft))

@@ -16,6 +16,7 @@ from duoka.config.adapters import HOLDS, WEIGHTS
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 from duoka.model.adapters import Earlier
+from duoka.model.box import Box
 from duoka.model.pissa import PissaStarts, as_plain_adapter, check_untied, draw_seed
 
 STARTS = "pissa_starts"  # where a model keeps what its adapters began with
@@ -92,7 +93,7 @@ def _start_with_principal_parts(adapted: torch.nn.Module, lora: LoraConfig, seed
         if is_adapter(name):
             parameter.copy_(starts.values(name))
         elif starts.owns(name):
-            parameter.copy_(starts.rest_of(name, parameter))
+            parameter.copy_(starts.rest_of(name, parameter, Box.whole(parameter.shape)))
     keep_starts(adapted, starts)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
+from duoka.model.box import Box
 
 
 @dataclass
@@ -43,15 +44,15 @@ class PissaStarts:
         """True for a base weight that gives its strongest directions up."""
         return name.endswith(".base_layer.weight") and name.removesuffix(".base_layer.weight") in self._pairs
 
-    def rest_of(self, name: str, rows: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """What stays of the base weight's rows from `start` on. In fp64: any cut into rows gives the same bits."""
+    def rest_of(self, name: str, values: torch.Tensor, box: Box) -> torch.Tensor:
+        """What stays of the base weight in `box`. In fp64: any cut gives the same bits."""
         module = name.removesuffix(".base_layer.weight")
         down, up = self._pairs[module]
         if module in self._lying:
             down, up = up.mT, down.mT
-        taken = up[start : start + rows.shape[0]].double() @ down.double()
+        taken = up[box.rows].double() @ down[:, box.columns].double()
         scale = self.lora.alpha / self.lora.rank
-        return rows.double().sub_(taken.mul_(scale).to(rows.device)).to(rows.dtype)
+        return values.double().sub_(taken.mul_(scale).to(values.device)).to(values.dtype)
 
 
 def check_untied(adapted: torch.nn.Module, modules: list[str]) -> None:

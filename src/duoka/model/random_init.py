@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from duoka.model.box import Box
+
 _BLOCK_NUMBERS = 1 << 16
 _EMBEDDING_STD, _HEAD_STD = 1.0, 0.001
 
@@ -28,20 +30,20 @@ class DrawnWeights:
     def knows(self, name: str, shape: torch.Size) -> bool:
         return name.endswith((".weight", ".bias"))
 
-    def read(self, name: str, shape: torch.Size, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows `start` to `stop` of the tensor `name`."""
-        stop = shape[0] if stop is None else min(stop, shape[0])
-        rows = torch.Size((max(0, stop - start), *shape[1:]))
+    def read(self, name: str, shape: torch.Size, box: Box | None = None) -> torch.Tensor:
+        """What lies in `box` of the tensor `name`, by default all of it."""
+        box = box or Box.whole(shape)
         std = _std_of(name, shape)
         if len(shape) == 1 or std == 0:
-            return torch.zeros(rows) if len(shape) > 1 or name.endswith(".bias") else torch.ones(rows)
+            return torch.zeros(box.sizes) if len(shape) > 1 or name.endswith(".bias") else torch.ones(box.sizes)
+        start, stop = box.rows.start, box.rows.stop
         per_block = max(1, _BLOCK_NUMBERS // shape[1])
-        out = torch.empty(rows)
+        out = torch.empty(box.sizes)
         for block in range(start // per_block, -(-stop // per_block)):
             first = block * per_block
             drawn = torch.randn(per_block, shape[1], generator=_generator(self.seed, name, block))
             low, high = max(start, first), min(stop, first + per_block)
-            out[low - start : high - start] = drawn[low - first : high - first]
+            out[low - start : high - start] = drawn[low - first : high - first, box.columns]
         return out.mul_(std)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights by slices: a model is built without memory, and each rank reads only the rows of each tensor that it keeps.
+"""Weights by boxes: a model is built without memory, and each rank reads only the part of each tensor that it keeps.
 
 Called when the layout shards weights. What cannot be built this way (names that transformers converts on loading,
 quantised weights, buffers that nobody knows how to fill) is said by returning None: the caller then loads it whole.
@@ -14,15 +14,17 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import safe_open
 
-from duoka.config.schema import LoraConfig, TrainOnlyConfig
+from duoka.config.schema import LoraConfig
 from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier
 from duoka.model.attention import register_attention
+from duoka.model.box import Box
 from duoka.model.build import quiet_loading
 from duoka.model.freeze import apply_train_only
 from duoka.model.lora import adapted_modules, apply_lora, begin_adapter, is_adapter, keep_starts
 from duoka.model.pissa import PissaStarts, check_untied
 from duoka.model.random_init import DrawnWeights
+from duoka.model.request import ModelRequest
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -56,19 +58,21 @@ class WeightSource:
         stored = stored_name(name)
         return stored in self.files and tuple(self._file(stored).get_slice(stored).get_shape()) == tuple(shape)
 
-    def read(self, name: str, shape: torch.Size, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows `start` to `stop` of the first dimension; of a file, only these bytes are read."""
+    def read(self, name: str, shape: torch.Size, box: Box | None = None) -> torch.Tensor:
+        """What lies in `box` of the tensor, by default all of it; of a file, only these bytes are read."""
+        box = box or Box.whole(shape)
         if is_adapter(name):
             if self.starts is not None:
-                return self.starts.values(name)[start:stop].clone()  # training works in place, and starts must stay
-            return begin_adapter(name, shape, self.seed, self.earlier)[start:stop]
+                return self.starts.values(name)[box.slices].clone()  # training works in place, and starts must stay
+            return begin_adapter(name, shape, self.seed, self.earlier)[box.slices]
         stored = stored_name(name)
-        values: torch.Tensor = self._file(stored).get_slice(stored)[start:stop]
+        file = self._file(stored)
+        values: torch.Tensor = file.get_slice(stored)[box.slices] if shape else file.get_tensor(stored)
         module = stored.removesuffix(".weight")
         if self.earlier is not None and self.earlier.changes(module):
-            return self.earlier.merge_rows(module, values.to(self.dtype), start)
+            return self.earlier.merge_part(module, values.to(self.dtype), box)
         if self.starts is not None and self.starts.owns(name):
-            return self.starts.rest_of(name, values.to(self.dtype), start)
+            return self.starts.rest_of(name, values.to(self.dtype), box)
         return values.clone()  # the slice is a view of the whole file in memory, which would never be let go
 
     def start_with_principal_parts(self, lm: torch.nn.Module, lora: LoraConfig, dtype: torch.dtype) -> None:
@@ -100,22 +104,16 @@ def stored_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def build_without_memory(
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    lora: LoraConfig | None,
-    seed: int,
-    train_only: TrainOnlyConfig | None = None,
-    trust_remote_code: bool = False,
-    earlier: Earlier | None = None,
-) -> tuple[torch.nn.Module, Weights] | None:
-    """The model of `folder` on the meta device, buffers filled, and where its weights are; None: load it whole."""
+def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weights] | None:
+    """The model on the meta device, buffers filled, and where its weights are; None: load it whole."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    folder, dtype, lora, seed, earlier = request.folder, request.dtype, request.lora, request.seed, request.earlier
+    trust_remote_code, train_only = request.trust_remote_code, request.train_only
     source: Weights | None = DrawnWeights(seed) if is_new(folder) else WeightSource.of(folder, seed)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    if source is None or getattr(config, "quantization_config", None) is not None:
+    is_packed = request.packing is not None or getattr(config, "quantization_config", None) is not None
+    if source is None or is_packed:
         return None
     register_attention()
     with quiet_loading(), torch.device("meta"):

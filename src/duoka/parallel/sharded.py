@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
 from duoka.errors import ConfigError
+from duoka.model.box import Box
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part, use_head
 from duoka.model.shards import Weights
 from duoka.optim.muon import Sharing
@@ -240,12 +241,9 @@ def _read(name: str, parameter: torch.Tensor, source: Weights, device: torch.dev
         return source.read(name, parameter.shape).to(device, parameter.dtype)
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    rows = source.read(name, parameter.shape, offset[0], offset[0] + shape[0])
-    # Sources read whole rows; another axis of the mesh may cut these too.
-    for dim in range(1, len(shape)):
-        rows = rows.narrow(dim, offset[dim], shape[dim])
+    values = source.read(name, parameter.shape, Box(tuple(offset), tuple(shape)))
     return DTensor.from_local(
-        rows.to(device, parameter.dtype),
+        values.to(device, parameter.dtype),
         mesh,
         placements,
         run_check=False,

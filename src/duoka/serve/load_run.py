@@ -214,22 +214,24 @@ def load_trained(
     from duoka.model.adapters import Earlier
     from duoka.model.build import load_adapter, load_model
     from duoka.model.quantize import Packing
+    from duoka.model.request import ModelRequest
 
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trained.trust_remote_code}
     if trained.config is not None and trained.full is None:
         options["packing"] = Packing.of(trained.config.model, unpacked=unpacked)
     if base_only:
         seed = 0 if trained.config is None else trained.config.train.seed  # a new model's base is drawn from it
-        lm = load_model(trained.base, dtype=dtype, seed=seed, **options)
+        lm = load_model(ModelRequest(trained.base, dtype=dtype, seed=seed, **options))
     elif trained.adapter is not None:
         below = Earlier.of(LoraConfig(merge=trained.merged), Path())
-        lm = load_adapter(load_model(trained.base, dtype=dtype, earlier=below, **options), trained.adapter, below)
+        base = load_model(ModelRequest(trained.base, dtype=dtype, earlier=below, **options))
+        lm = load_adapter(base, trained.adapter, below)
     elif trained.checkpoint is not None:
         assert trained.config is not None
         options["earlier"] = Earlier.of(trained.config.lora, trained.config_base, merged_only=True)
         lm = _load_checkpoint(trained.base, trained.checkpoint, trained.config, dtype, options)
     else:
-        lm = load_model(trained.full or trained.base, dtype=dtype, **options)
+        lm = load_model(ModelRequest(trained.full or trained.base, dtype=dtype, **options))
     return lm.eval()
 
 
@@ -241,10 +243,11 @@ def _load_checkpoint(
     import torch.distributed.checkpoint as dcp
 
     from duoka.model.build import load_model
+    from duoka.model.request import ModelRequest
     from duoka.store.reader import CheckpointReader
 
     what: dict[str, Any] = {"lora": config.lora, "train_only": config.train_only, "seed": config.train.seed}
-    lm = load_model(base, dtype=dtype if config.lora else torch.float32, **what, **options)
+    lm = load_model(ModelRequest(base, dtype=dtype if config.lora else torch.float32, **what, **options))
     tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
     dcp.load(  # type: ignore[attr-defined]
         tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from duoka.model.build import find_core, load_model
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.exactness import RowChoice, choose_rows, needs_own_logits
 from duoka.model.quantize import Packing
+from duoka.model.request import ModelRequest
 from duoka.model.shards import build_without_memory
 from duoka.optim.build import build_optimizer
 from duoka.optim.roles import Role, assign_roles
@@ -206,19 +206,21 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     config = inputs.config
     seed_everything(config.train.seed)
     # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
-    options: dict[str, Any] = {
-        "dtype": BY_PRECISION[plan.layout.precision] if config.lora else torch.float32,
-        "lora": config.lora,
-        "train_only": config.train_only,
-        "seed": config.train.seed,
-        "trust_remote_code": config.model.trust_remote_code,
-        "earlier": Earlier.of(config.lora, inputs.loaded.base),
-    }
+    request = ModelRequest(
+        inputs.folder,
+        dtype=BY_PRECISION[plan.layout.precision] if config.lora else torch.float32,
+        lora=config.lora,
+        train_only=config.train_only,
+        seed=config.train.seed,
+        trust_remote_code=config.model.trust_remote_code,
+        packing=Packing.of(config.model),
+        earlier=Earlier.of(config.lora, inputs.loaded.base),
+    )
     source = None
-    if plan.layout.is_sharded and (built := build_without_memory(inputs.folder, **options)):
+    if plan.layout.is_sharded and (built := build_without_memory(request)):
         lm, source = built
     else:
-        lm = load_model(inputs.folder, packing=Packing.of(config.model), **options)
+        lm = load_model(request)
     core = find_core(lm)
     roles = assign_roles(lm, core, find_layers(core))
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}

@@ -1,0 +1,27 @@
+"""Which model is wanted: where it lies, the type of its weights, and what is laid on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from duoka.config.schema import LoraConfig, TrainOnlyConfig
+from duoka.model.adapters import Earlier
+from duoka.model.quantize import Packing
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What `load_model` and `build_without_memory` are asked for."""
+
+    folder: Path
+    dtype: torch.dtype
+    lora: LoraConfig | None = None  # adapters, which begin from `seed`
+    train_only: TrainOnlyConfig | None = None  # all but the weights that it names are frozen
+    seed: int = 0
+    attention: str = "duoka"
+    trust_remote_code: bool = False
+    packing: Packing | None = None  # of the layers' matrices
+    earlier: Earlier | None = None  # adapters that are merged into them, or are where the adapters begin
