@@ -87,13 +87,13 @@ def use_apart(world):
 
 def build(model, config, world, strategy):
     from duoka.model.build import LossModel, find_core, load_model
+    from duoka.model.layers import find_layers
     from duoka.model.loss import Goal
     from duoka.model.request import ModelRequest
     from duoka.optim.build import build_optimizer
     from duoka.optim.roles import assign_roles
     from duoka.parallel.apply import parallelize
     from duoka.parallel.mesh import build_mesh
-    from duoka.parallel.sharded import find_layers
     from duoka.plan.layout import Layout
     from duoka.units import parse_amount
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from duoka.cluster.fault_injection import living_ranks, strike, wait_for_ranks
 from duoka.cluster.launch import python_module
 from duoka.errors import ConfigError
+from duoka.process.environ import INJECT
 from duoka.process.lifeline import die_with_parent
 from duoka.registry import nearest
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import Beat
 
-INJECT = "DUOKA_INJECT"
 NUM_STEPS, SAVE_EVERY = 12, 3
 STRUCK_AT = 7  # two saves lie before it
 WITHIN_S = 1800.0

@@ -6,14 +6,12 @@ else). Found by where a parameter hangs in the model, not by its name.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 
 Role = Literal["matrix", "embedding", "head", "vector"]
-PLURALS = {"matrix": "matrices", "embedding": "embeddings", "head": "head", "vector": "vectors"}
 
 
 def assign_roles(model: torch.nn.Module, core: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> dict[str, Role]:
@@ -30,12 +28,6 @@ def assign_roles(model: torch.nn.Module, core: torch.nn.Module, layers: Iterable
         else:
             roles[name] = "matrix" if parameter.ndim == 2 and id(parameter) in inside else "vector"
     return roles
-
-
-def describe_roles(named: Mapping[str, torch.nn.Parameter], roles: Mapping[str, Role]) -> str:
-    """As in "84 matrices, 1 embedding, 61 vectors"."""
-    counts = Counter(roles[name] for name in named)
-    return ", ".join(f"{n:,} {PLURALS[role] if n > 1 else role}" for role, n in counts.most_common())
 
 
 def _parameters_of(core: torch.nn.Module, getter: str) -> set[int]:

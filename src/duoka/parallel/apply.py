@@ -16,13 +16,14 @@ from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.fused import apply_fused
+from duoka.model.layers import find_layers
 from duoka.model.shards import Weights
 from duoka.parallel.ddp import Ddp
 from duoka.parallel.dp import DataParallel
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.recompute import apply_recompute
-from duoka.parallel.sharded import Sharded, find_layers
+from duoka.parallel.sharded import Sharded
 from duoka.parallel.single import Single
 from duoka.plan.layout import Layout
 

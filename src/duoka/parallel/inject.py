@@ -15,17 +15,16 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from duoka.optim.host import local_part
+from duoka.process.environ import INJECT
 from duoka.process.rank import NUM_RESTARTS
-
-VARIABLE = "DUOKA_INJECT"
 
 
 def is_ordered(kind: str, step: int, rank: int) -> bool:
     """True once for each order that fits."""
-    if not os.environ.get(VARIABLE):
+    if not os.environ.get(INJECT):
         return False
     world = int(os.environ.get(NUM_RESTARTS, "0"))
-    for order in os.environ[VARIABLE].split(";"):
+    for order in os.environ[INJECT].split(";"):
         name, *settings = order.split()
         wanted = {"rank": str(rank), "world": "0"} | dict(one.split("=") for one in settings)
         here = {"step": str(step), "rank": str(rank), "world": str(world)}

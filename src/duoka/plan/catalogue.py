@@ -60,10 +60,6 @@ class Device:
     measured: bool = False  # peaks are what products really reach here, not a data sheet's
     threads_share: float = 1.0  # of a CPU's speed, where one process has several threads: they wait for each other
 
-    @property
-    def has_bf16(self) -> bool:
-        return self.capability >= 8.0
-
     def peak_flops(self, precision: str) -> float:
         if precision == "fp32":
             return self.fp32_flops

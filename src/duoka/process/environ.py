@@ -9,6 +9,7 @@ from typing import Any
 
 from duoka.errors import ConfigError
 
+INJECT = "DUOKA_INJECT"  # faults on order, for `duoka chaos` and tests
 LOOPBACK = "127.0.0.1"  # where the ranks of one machine meet
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from duoka.data.read.example import BadRecord, Example, Message
+from duoka.data.tokens.encode import REPLACEMENT
 from duoka.data.tokens.template import encode
 from duoka.data.tokens.tokenizer import ChatTokenizer
-
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
 
 @dataclass(frozen=True)

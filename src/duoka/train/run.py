@@ -26,6 +26,7 @@ from duoka.model.adapters import Earlier
 from duoka.model.build import find_core, load_model
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.exactness import RowChoice, choose_rows, needs_own_logits
+from duoka.model.layers import find_layers
 from duoka.model.quantize import Packing
 from duoka.model.request import ModelRequest
 from duoka.model.shards import build_without_memory
@@ -35,7 +36,6 @@ from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
 from duoka.parallel.measure import Measured
 from duoka.parallel.mesh import Mesh, build_mesh
-from duoka.parallel.sharded import find_layers
 from duoka.plan.catalogue import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan

@@ -14,7 +14,7 @@ from duoka.data.read.example import AnyExample, BadRecord, Example, Labelled, Me
 from duoka.data.tokens.template import Sample, Span, Targets, mark_targets, mark_tokens, render_prompt
 from duoka.data.tokens.tokenizer import ChatTokenizer, Tokens
 
-REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""The layers that a model is a stack of: what is sharded, recomputed and compiled one by one."""
+
+from __future__ import annotations
+
+import torch
+
+from duoka.errors import ConfigError
+
+
+def is_transformer(core: torch.nn.Module) -> bool:
+    """True for models of the transformers library that are a stack of layers."""
+    config = getattr(core, "config", None)
+    return hasattr(core, "get_input_embeddings") and hasattr(config, "num_hidden_layers")
+
+
+def find_blocks(core: torch.nn.Module) -> list[torch.nn.Module]:
+    """The members of lists and sequences of modules, the outermost ones: what somebody's own model is a stack of."""
+    blocks: list[torch.nn.Module] = []
+    for child in core.children():
+        is_stack = isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) and len(child) > 1
+        blocks += [m for m in child if any(True for _ in m.parameters())] if is_stack else find_blocks(child)
+    return blocks
+
+
+def find_layers(core: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks of a transformer: the list of as many modules as the config says there are layers."""
+    count = core.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    for module in core.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ConfigError(
+        f"{type(core).__name__} has no list of {count} layers, by which duoka shards a model",
+        fix="write:   strategy: ddp",
+    )
