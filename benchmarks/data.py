@@ -1,4 +1,4 @@
-"""What data costs: tokenising, planning, packing, balance and resuming, beside the libraries that people use for it.
+"""What data costs: tokenizing, planning, packing, balance and resuming, beside the libraries that people use for it.
 
     python benchmarks/data.py --out benchmarks/data.json [--peers PYTHON] [--model FOLDER]
 
@@ -60,7 +60,7 @@ def plan_epoch(count: str) -> dict[str, float]:
     return {**out, "peak_bytes": peak_bytes(), "before_bytes": before}
 
 
-def tokenise(folder: str, data: str) -> dict[str, float]:
+def tokenize(folder: str, data: str) -> dict[str, float]:
     os.environ["DUOKA_CACHE"] = tempfile.mkdtemp(dir=Path(data).parent)
     from duoka.config.schema import RunConfig
     from duoka.data.prepare import prepare_data
@@ -158,7 +158,7 @@ def _timed(function: Any) -> float:
     return (time.perf_counter() - started) / 10
 
 
-MEASURES = {"plan": plan_epoch, "tokenise": tokenise, "layouts": layouts, "resume": resume}
+MEASURES = {"plan": plan_epoch, "tokenize": tokenize, "layouts": layouts, "resume": resume}
 
 
 def peer(python: str | None, name: str, *arguments: str) -> Any:
@@ -178,8 +178,8 @@ def measure_all(python: str | None, model: str | None) -> dict[str, Any]:
             "planning": {count: in_own_process("plan", count) for count in ("100000", "1000000", "10000000")},
             "layouts": in_own_process("layouts"),
             "packing_trl_bfd": peer(python, "bfd", str(lengths)),
-            "tokenising": in_own_process("tokenise", model, str(data)) if model else "not measured",
-            "tokenising_datasets_map": peer(python, "map", model, str(data)) if model else "not measured",
+            "tokenizing": in_own_process("tokenize", model, str(data)) if model else "not measured",
+            "tokenizing_datasets_map": peer(python, "map", model, str(data)) if model else "not measured",
             "resume": {count: in_own_process("resume", count) for count in ("100000", "1000000", "10000000")},
             "resume_skip_first_batches": peer(python, "skip", "1000000"),
             "resume_stateful_loader": peer(python, "stateful", "1000000"),

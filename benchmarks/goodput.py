@@ -4,7 +4,7 @@
         [--kills 4] [--period 120] [--every 10s] [--model demo]
 
 Goodput is the share of the time in which the run gets further: from the first kill to one period after the last, the
-steps won (learnt again does not count), each at the median time of a step, over the time that passed. Noticing,
+steps won (learned again does not count), each at the median time of a step, over the time that passed. Noticing,
 waiting, starting anew and learning again are what is missing to 1. One machine, one run; nothing is asserted.
 """
 
@@ -43,7 +43,7 @@ STARTS_WITHIN_S = 120.0
 
 
 def steps_of(run: RunFolder) -> list[dict[str, Any]]:
-    """Every step as it happened, those that were learnt again too."""
+    """Every step as it happened, those that were learned again too."""
     return [event for event in read_events(global_log(run)) if event["type"] == "step"]
 
 
@@ -104,7 +104,7 @@ def summarize(steps: list[dict[str, Any]], first: float, kills: int, period_s: f
     goodput = won * step_s / (end - first)
     return {
         "kills": kills, "period_s": period_s, "saved_every": every, "step_s": round(step_s, 3), "steps_won": won,
-        "steps_learnt_again": again, "from_last_step_to_next_s": [round(one, 1) for one in silent_s],
+        "steps_learned_again": again, "from_last_step_to_next_s": [round(one, 1) for one in silent_s],
         "cost_of_a_kill_s": round((1 - goodput) * period_s, 1), "goodput": round(goodput, 3),
     }  # fmt: skip
 
@@ -137,7 +137,7 @@ def page_text(found: dict[str, Any]) -> str:
 | goodput: steps won, each at the median step's time, over the time that passed | {found["goodput"]:.1%} |
 | what one kill costs | {found["cost_of_a_kill_s"]} s |
 | of which from the last step to the next one | {min(silent)} to {max(silent)} s (a step: {found["step_s"]:.1f} s) |
-| steps learnt again, over all kills | {found["steps_learnt_again"]} |
+| steps learned again, over all kills | {found["steps_learned_again"]} |
 
 Measured {found["measured"]} UTC, code {found["code"]}."""
 

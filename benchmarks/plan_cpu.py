@@ -158,7 +158,7 @@ def page(facts: dict[str, Any]) -> str:
 
 def hardware() -> str:
     """What the plans counted with."""
-    from duoka.plan.catalogue import local_cluster
+    from duoka.plan.catalog import local_cluster
     from duoka.plan.hardware import read_machine
 
     cluster = local_cluster(read_machine(), 2, 2)

@@ -61,7 +61,7 @@ def read_documents(most_chars: int) -> list[str]:
         total += file.stat().st_size
         if total > most_chars:
             break
-    # A stride that shares no factor with their number: neighbours come from different files.
+    # A stride that shares no factor with their number: neighbors come from different files.
     stride = next(step for step in range(1009, 10**6) if len(documents) % step)
     return [documents[(place * stride) % len(documents)] for place in range(len(documents))]
 

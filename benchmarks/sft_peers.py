@@ -61,7 +61,7 @@ def install(counter: Counter) -> Any:
     return Ends()
 
 
-def tokenise(case: dict[str, Any]) -> tuple[Any, Any]:
+def tokenize(case: dict[str, Any]) -> tuple[Any, Any]:
     """Ids and labels (the assistant's turns) by the model's own template, as duoka's."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -101,7 +101,7 @@ def run_trainer(case: dict[str, Any], ends: Any) -> None:
         TrainingArguments,
     )  # fmt: skip
 
-    tokenizer, rows = tokenise(case)
+    tokenizer, rows = tokenize(case)
     model = AutoModelForCausalLM.from_pretrained(case["model"], dtype=torch.float32)
     if case["method"] == "lora":
         from peft import LoraConfig, get_peft_model
@@ -116,7 +116,7 @@ def run_trl(case: dict[str, Any], ends: Any) -> None:
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    tokenizer, rows = tokenise(case)
+    tokenizer, rows = tokenize(case)
     tuned = {"packing": True, "gradient_checkpointing": False} if case["packed"] else {}
     arguments = SFTConfig(
         **common(case), max_length=case["max_length"], model_init_kwargs={"dtype": "float32"}, **tuned

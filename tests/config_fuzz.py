@@ -212,7 +212,7 @@ def _without_a_key(rng: random.Random, tree: Tree) -> None:
     del block[place]
 
 
-def _misspelt_key(rng: random.Random, tree: Tree) -> None:
+def _misspelled_key(rng: random.Random, tree: Tree) -> None:
     block, place = _some_entry(rng, tree)
     key, value = block[place]
     at = rng.randrange(len(key) + 1)
@@ -251,7 +251,7 @@ def _moved(rng: random.Random, tree: Tree) -> None:
 
 
 _TREE_CHANGES: tuple[Callable[[random.Random, Tree], None], ...] = (
-    _with_a_number, _with_a_number, _with_a_text, _with_a_text, _with_a_shape, _without_a_key, _misspelt_key,
+    _with_a_number, _with_a_number, _with_a_text, _with_a_text, _with_a_shape, _without_a_key, _misspelled_key,
     _another_key, _key_twice, _two_swapped, _in_a_list, _moved,
 )  # fmt: skip
 

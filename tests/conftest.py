@@ -37,7 +37,7 @@ import pytest  # noqa: E402
 
 @pytest.fixture(scope="session", autouse=True)
 def duoka_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Tokenised data and converted models of tests go to a folder of their own."""
+    """Tokenized data and converted models of tests go to a folder of their own."""
     folder = tmp_path_factory.mktemp("cache")
     before = os.environ.get("DUOKA_CACHE")
     os.environ["DUOKA_CACHE"] = str(folder)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that a misspelt word most likely meant, or None."""
+    """The choice that a misspelled word most likely meant, or None."""
     names = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=0.6)
     return names[found[0]] if found else None

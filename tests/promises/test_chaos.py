@@ -71,7 +71,7 @@ def test_every_trial_survives(yaml, capsys):
     assert cli.run(["chaos", str(yaml), "--nproc", "2"]) == 0, capsys.readouterr().out
 
 
-def test_trials_are_listed_and_misspelt_ones_refused(yaml, capsys):
+def test_trials_are_listed_and_misspelled_ones_refused(yaml, capsys):
     assert cli.run(["chaos", str(yaml), "--list"]) == 0
     assert "kill-launcher" in capsys.readouterr().out
     assert cli.run(["chaos", str(yaml), "--only", "kil-rank"]) == 2

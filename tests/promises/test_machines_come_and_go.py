@@ -1,4 +1,4 @@
-"""Machines leave a run and come back: the others go on at the same global batch, and each sample is learnt once."""
+"""Machines leave a run and come back: the others go on at the same global batch, and each sample is learned once."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def worlds_of(run):
 
 
 def wait_for_world(run, number, num_machines, *machines, step=0):
-    """Until world `number` has learnt something new, and come past `step`."""
+    """Until world `number` has learned something new, and come past `step`."""
     deadline = time.monotonic() + WITHIN_S
     while True:
         worlds, steps = worlds_of(run), [event["step"] for event in read_steps(run)]

@@ -1,4 +1,4 @@
-"""Who ends `duoka train` while it tokenises is obeyed at once: no worker stays, a word is said, and work is kept."""
+"""Who ends `duoka train` while it tokenizes is obeyed at once: no worker stays, a word is said, and work is kept."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ WITHIN_S = 60
 
 @pytest.fixture(scope="module")
 def yaml(tmp_path_factory, tiny_model):
-    """Records whose tokenising takes a while: one piece of them longer than any patience of this test."""
+    """Records whose tokenizing takes a while: one piece of them longer than any patience of this test."""
     folder = tmp_path_factory.mktemp("preparing")
     long = {
         "messages": [{"role": "user", "content": "词 and word " * 400}, {"role": "assistant", "content": "yes " * 99}]
@@ -56,7 +56,7 @@ def wait_for_workers(launcher):
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGHUP", "SIGINT"])
-def test_no_tokenising_worker_outlives_its_launcher(yaml, tmp_path, name):
+def test_no_tokenizing_worker_outlives_its_launcher(yaml, tmp_path, name):
     launcher = start(yaml, tmp_path)
     workers = []
     try:

@@ -17,7 +17,7 @@ CONFIGS = [*YAML_ITSELF, *UNKNOWN_KEYS, *VALUES, *OVERRIDES]
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch, tmp_path):
-    """A world, a tokeniser or a model that is touched fails the test."""
+    """A world, a tokenizer or a model that is touched fails the test."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("something was started for a config that is wrong")

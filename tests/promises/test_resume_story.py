@@ -170,5 +170,5 @@ def test_going_back_sets_newer_checkpoints_aside(story):
     assert_same_weights(story / "copied", story / "whole")
 
 
-def test_fewer_epochs_than_were_learnt_are_refused(story):
+def test_fewer_epochs_than_were_learned_are_refused(story):
     assert "the run has done 6 steps" in refusal(story / "whole")

@@ -75,7 +75,7 @@ YAML_ITSELF = [
 UNKNOWN_KEYS = [
     bad("a pipeline", HEAD + "pipeline: {base: {}, sft: {}}\n", (3, "chained in one YAML are not there yet", "delete")),
     bad("a list of stages", HEAD + "pipeline: [base, sft]\n", (3, "begin with model: runs/NAME/final", "delete")),
-    bad("misspelt", HEAD + "lora: {rnak: 8}\n", (3, "unknown key lora.rnak; did you mean rank?", "write:   rank: 8")),
+    bad("misspelled", HEAD + "lora: {rnak: 8}\n", (3, "unknown key lora.rnak; did you mean rank?", "write:   rank: 8")),
     bad("letters swapped", HEAD + "optim: {rl: 1e-4}\n", (3, "unknown key optim.rl; did you mean lr?", "lr: 0.0001")),
     bad("capitals", HEAD + "optim: {LR: 1e-4}\n", (3, "unknown key optim.LR; did you mean lr?", "lr: 0.0001")),
     bad(
@@ -109,7 +109,9 @@ UNKNOWN_KEYS = [
         (8, "duoka calls it data.eval", "under data:   eval: 0.1"),
     ),
     bad(
-        "foreign, misspelt", HEAD + "learnig_rate: 1e-4\n", (3, "duoka calls it optim.lr", "under optim:   lr: 0.0001")
+        "foreign, misspelled",
+        HEAD + "learnig_rate: 1e-4\n",
+        (3, "duoka calls it optim.lr", "under optim:   lr: 0.0001"),
     ),
     bad(
         "per-device batch",
@@ -164,7 +166,7 @@ VALUES = [
     bad("negative", HEAD + "optim: {lr: -1e-4}\n", (3, "must be a number above 0, got -0.0001", "lr: 2.0e-05")),
     bad("infinite", HEAD + "optim: {lr: .inf}\n", (3, "must be a number above 0, got .inf", "lr: 2.0e-05")),
     bad("not a number", HEAD + "optim: {lr: nan}\n", (3, 'must be a number above 0, got "nan"', "lr: 2.0e-05")),
-    bad("a share of 1", HEAD + "lora: {dropout: 1}\n", (3, "at least 0 and below 1, got 1", "dropout: 0.05")),
+    bad("a share of 1", HEAD + "lora: {dropout: 1}\n", (3, "at least 0 and below 1, got 1", "dropout: 0")),
     bad("choice", HEAD + "optim: {schedule: cosin}\n", (3, "one of constant, linear, cosine", "did you mean cosine?")),
     bad(
         "choice, far off",

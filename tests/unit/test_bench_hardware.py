@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from duoka.bench import hardware
 from duoka.cli.bench import command
-from duoka.plan import catalogue
+from duoka.plan import catalog
 from duoka.plan.hardware import read_machine
 
 
@@ -28,7 +28,7 @@ def test_what_is_measured_is_what_the_plan_takes(tmp_path, monkeypatch):
     facts = json.loads(path.read_text(encoding="utf-8"))
     assert facts["fp32_flops"] == max(one["flops"] for one in facts["products"] if one["precision"] == "fp32")
     machine = read_machine(env={})
-    cluster = catalogue.local_cluster(machine, 1, 1)
+    cluster = catalog.local_cluster(machine, 1, 1)
     assert cluster.is_measured and cluster.device.fp32_flops == facts["fp32_flops"]
     assert cluster.device.memory_bytes_per_s == facts["memory_bytes_per_s"]
     if machine.num_cores > 1:

@@ -54,7 +54,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("docter", "doctor"), ("Export", "export")])
-def test_a_misspelt_command_is_answered_with_the_right_one(
+def test_a_misspelled_command_is_answered_with_the_right_one(
     typed: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert frame.run([typed, "x.yaml"]) == 2
@@ -151,7 +151,7 @@ def test_python_m_duoka_is_the_same_program() -> None:
     assert run_duoka("--version").stdout == f"duoka {__version__}\n"
 
 
-def test_colours_only_on_a_terminal_and_never_with_no_color(tmp_path: Path) -> None:
+def test_colors_only_on_a_terminal_and_never_with_no_color(tmp_path: Path) -> None:
     import pty
 
     def on_terminal(**env: str) -> bytes:

@@ -83,7 +83,7 @@ def test_a_message_is_three_short_lines(tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
-def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
+def test_a_missing_file_names_its_nearest_neighbor(tmp_path: Path) -> None:
     (tmp_path / "sft.yaml").write_text(HEAD)
     with pytest.raises(Faults, match=r"there is no file .*stf\.yaml[\s\S]*did you mean .*sft\.yaml"):
         load_config(tmp_path / "stf.yaml")

@@ -110,7 +110,7 @@ def test_masks_are_those_of_the_oracle(width, p):
 
 
 def test_masks_look_like_draws():
-    """Shares, and how dropped units of neighbours, tokens, places and steps go together: within chance."""
+    """Shares, and how dropped units of neighbors, tokens, places and steps go together: within chance."""
     tokens, width = 4096, 512
     for p in (0.05, 0.5):
         level = round(p * 65536)

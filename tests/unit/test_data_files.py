@@ -90,7 +90,7 @@ def test_pieces_can_be_read_in_any_order(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_kind_of_file_is_tokenised_to_the_same(
+def test_every_kind_of_file_is_tokenized_to_the_same(
     tmp_path: Path, name: str, tiny_tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))

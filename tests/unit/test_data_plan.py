@@ -89,7 +89,7 @@ BATCHES_OF_EIGHT = [[4, 6, 5], [0, 3, 7], [1, 2]]
 
 
 def test_an_order_has_no_pattern() -> None:
-    """Neighbours in the data are no neighbours in the order, and places are used evenly."""
+    """Neighbors in the data are no neighbors in the order, and places are used evenly."""
     order = shuffled(10_000, "pattern").astype(np.int64)
     assert abs(np.corrcoef(np.arange(10_000), order)[0, 1]) < 0.05
     assert np.mean(np.abs(np.diff(order)) == 1) < 0.002

@@ -1,4 +1,4 @@
-"""Tokenised once per content, whoever asks; every record accounted for; the split stays."""
+"""Tokenized once per content, whoever asks; every record accounted for; the split stays."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_an_interrupted_work_goes_on_where_it_stopped(
     prepared: Any, data: Path, monkeypatch: Any, own_cache: Path
 ) -> None:
     monkeypatch.setattr(prepare, "_PIECE_BYTES", (500, 500))
-    real, done = tokenize.tokenise_piece, []
+    real, done = tokenize.tokenize_piece, []
 
     def dying(piece: Any, *args: Any) -> Any:
         if len(done) == 3:
@@ -168,11 +168,11 @@ def test_an_interrupted_work_goes_on_where_it_stopped(
         done.append(piece.start)
         return real(piece, *args)
 
-    monkeypatch.setattr(tokenize, "tokenise_piece", dying)
+    monkeypatch.setattr(tokenize, "tokenize_piece", dying)
     with pytest.raises(KeyboardInterrupt):
         prepared(data)
     again: list[int] = []
-    monkeypatch.setattr(tokenize, "tokenise_piece", lambda piece, *a: (again.append(piece.start), real(piece, *a))[1])
+    monkeypatch.setattr(tokenize, "tokenize_piece", lambda piece, *a: (again.append(piece.start), real(piece, *a))[1])
     result = prepared(data)
     assert len(result.train) == 40
     assert again and not set(again) & set(done), "finished pieces were done twice"
@@ -197,7 +197,7 @@ def test_a_process_that_dies_is_told_with_its_place(prepared: Any, data: Path, m
     monkeypatch.setattr(tokenize, "SMALL_BYTES", 0)
     monkeypatch.setattr(prepare, "_PIECE_BYTES", (500, 500))
     monkeypatch.setattr(tokenize.sys, "executable", "/bin/false")
-    with pytest.raises(WorkerFailed, match=r"tokenises died .*\n.*data.jsonl, from line"):
+    with pytest.raises(WorkerFailed, match=r"tokenizes died .*\n.*data.jsonl, from line"):
         prepared(data, workers=2)
 
 

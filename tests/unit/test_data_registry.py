@@ -213,7 +213,7 @@ def test_a_broken_record_is_named_with_file_and_line(
     assert (faults[0].file, faults[0].line) == (str(path), line)
 
 
-def test_gb18030_is_recognised(tmp_path: Path) -> None:
+def test_gb18030_is_recognized(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(f"{GOOD}\n".encode() + '{"messages": "你好世界"}\n'.encode("gb18030"))
     (fault,) = faults_of(tmp_path / "a.jsonl", tmp_path)
     assert "iconv -f GB18030" in fault.fix

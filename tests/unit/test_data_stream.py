@@ -42,20 +42,20 @@ def write_files(folder: Path, groups: list[list[int]]) -> list[Path]:
     return paths
 
 
-def tokenise(texts: list[str]) -> list[list[int]]:
+def tokenize(texts: list[str]) -> list[list[int]]:
     return [[int(word) for word in text.split()] for text in texts]
 
 
 def all_tokens(units: list[Unit]) -> list[int]:
     tables = [pq.ParquetFile(u.file).read_row_group(u.group).slice(u.start, u.end - u.start) for u in units]
-    return sorted(t for table in tables for ids in tokenise(table.column("text").to_pylist()) for t in ids)
+    return sorted(t for table in tables for ids in tokenize(table.column("text").to_pylist()) for t in ids)
 
 
 def ranks_of(
     files: list[Path], num_streams: int, num_ranks: int, row_tokens: int = 8, begin: int | None = BEGIN
 ) -> list[StreamRows]:
     plan = StreamPlan(find_units(files), num_streams=num_streams, seed=3)
-    packing = Packing(row_tokens, tokenise, begin)
+    packing = Packing(row_tokens, tokenize, begin)
     return [StreamRows(plan, packing, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
 
 
@@ -163,7 +163,7 @@ def test_without_a_begin_token_every_token_with_one_before_it_is_predicted_once(
         assert all(sum(map(len, ids_of(one))) <= row for one in rows)
         pairs += [pair for one in rows for ids in ids_of(one) for pair in itertools.pairwise(ids)]
     texts = [t for u in find_units(files) for t in pq.ParquetFile(u.file).read_row_group(u.group)["text"].to_pylist()]
-    assert sorted(pairs) == sorted(pair for ids in tokenise(texts) for pair in itertools.pairwise(ids))
+    assert sorted(pairs) == sorted(pair for ids in tokenize(texts) for pair in itertools.pairwise(ids))
 
 
 @settings(max_examples=30, deadline=None)

@@ -34,7 +34,7 @@ LOADS_TODAY = {
     "train_qlora/qwen3_lora_sft_bnb_npu",
     "ascend/qwen3_full_sft_fsdp2", "ascend/qwen3_5_full_sft_fsdp2",
     "ascend/qwen3moe_full_sft_fsdp", "ascend/qwen3_5moe_lora_sft_fsdp2", "megatron_bridge/llama3_sft",
-    # Plain files; that their models are quantised is the model room's to refuse.
+    # Plain files; that their models are quantized is the model room's to refuse.
     "train_qlora/llama3_lora_sft_aqlm", "train_qlora/llama3_lora_sft_awq", "train_qlora/llama3_lora_sft_gptq",
 }  # fmt: skip
 OTHER_TASKS: dict[str, Purpose] = {

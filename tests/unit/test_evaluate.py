@@ -98,7 +98,7 @@ def _measure_share(trained: Trained, data: EvalData, rank: int):
 
 def test_a_measurement_is_planned_with_lengths_as_they_are(data: EvalData) -> None:
     known = data.lengths
-    assert (known.basis, known.num_samples, known.longest) == ("tokenised", len(data.store), data.store.lengths.max())
+    assert (known.basis, known.num_samples, known.longest) == ("tokenized", len(data.store), data.store.lengths.max())
 
 
 def test_a_model_needs_data_to_be_measured_on(tiny_model: Path) -> None:

@@ -124,7 +124,7 @@ def test_switches_of_deepspeed_and_accelerate_are_refused_too(keys: dict[str, An
 
 
 @pytest.mark.parametrize("block", ["offload_optimizer", "offload_param"])
-def test_a_misspelt_key_of_an_offload_block_is_refused(block: str) -> None:
+def test_a_misspelled_key_of_an_offload_block_is_refused(block: str) -> None:
     zero = {"stage": 3, block: {"dejice": "cpu", "pin_memory": True}}
     message = side_refusal({"zero_optimization": zero})
     assert f"unknown key zero_optimization.{block}.dejice" in message and "did you mean device" in message, message

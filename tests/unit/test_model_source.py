@@ -109,15 +109,15 @@ def test_finding_and_checking_import_no_torch(tiny_model):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_quantised_model_is_refused_under_dp_only(tmp_path, tiny_model):
-    folder = tmp_path / "quantised"
+def test_a_quantized_model_is_refused_under_dp_only(tmp_path, tiny_model):
+    folder = tmp_path / "quantized"
     shutil.copytree(tiny_model, folder)
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | {"quantization_config": {"quant_method": "gptq"}}))
     config = config_of(str(folder))
     assert check_model(config, tmp_path) == []
     (fault,) = check_model(config.model_copy(update={"parallel": ParallelConfig(strategy="dp")}), tmp_path)
-    assert "is quantised (gptq)" in fault.what and fault.key == "parallel.strategy" and "ddp" in fault.fix
+    assert "is quantized (gptq)" in fault.what and fault.key == "parallel.strategy" and "ddp" in fault.fix
 
 
 def test_another_model_of_the_same_shape_has_another_fingerprint(tmp_path, tiny_model):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from duoka.plan.catalogue import cluster_of
+from duoka.plan.catalog import cluster_of
 from duoka.plan.hardware import Machine, parse_gpus, read_cgroup_limit, read_cpu, read_machine
 
 MIB = 2**20

@@ -41,7 +41,7 @@ def test_tokens_at_once_are_those_of_the_loader():
         lengths = sorted((dice.randint(5, 512) for _ in range(dice.choice((8, 16, 64)))), reverse=True)
         ranks, packing = dice.choice((1, 2, 4)), dice.random() < 0.6
         micro = dice.choice((Amount(512, "tokens"), Amount(4096, "tokens"), Amount(1, "samples"), Amount(4, "samples")))
-        known = Lengths("tokenised", 99, sum(lengths) / len(lengths), lengths[0], tuple(lengths))
+        known = Lengths("tokenized", 99, sum(lengths) / len(lengths), lengths[0], tuple(lengths))
         step, rows = Amount(len(lengths), "samples"), Rows(512, packing)
         real, later = fullest(lengths, ranks, micro, packing)
         expected = tokens_at_once(step, ranks, micro, rows, known)
@@ -56,12 +56,12 @@ def test_tokens_at_once_are_those_of_the_loader():
 
 @pytest.mark.parametrize(("packing", "expected"), [(True, 1500), (False, 3000)])
 def test_the_longest_sample_counts_in_whatever_batch_it_lies(packing, expected):
-    known = Lengths("tokenised", 99, 105.0, 1500, (100,) * 16)
+    known = Lengths("tokenized", 99, 105.0, 1500, (100,) * 16)
     assert tokens_at_once(Amount(16, "samples"), 4, Amount(4096, "tokens"), Rows(4096, packing), known) == expected
 
 
 def test_an_evaluation_of_few_samples_computes_few_at_once():
-    known = Lengths("tokenised", 108, 40.0, 73, (73,) * 8)
+    known = Lengths("tokenized", 108, 40.0, 73, (73,) * 8)
     layout = Layout(micro=Amount(16384, "tokens"))
     tokens = {}
     for words in ({}, {"eval": 0.1}, {"eval": ["x"]}):
@@ -75,17 +75,17 @@ def test_short_samples_need_less_than_the_bound_and_the_plan_says_both():
     config = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"], "max_length": 512}, "lora": {}})
     machine = Machine(2, 64 * GIB, 60 * GIB)
     blind = make_plan(config, demo_shape(), machine, 1)
-    seen = make_plan(config, demo_shape(), machine, 1, lengths=Lengths("tokenised", 99, 50.0, 90, (50,) * 16))
+    seen = make_plan(config, demo_shape(), machine, 1, lengths=Lengths("tokenized", 99, 50.0, 90, (50,) * 16))
     assert (blind.memory.tokens, seen.memory.tokens) == (2048, 800)
     assert seen.at_most_bytes == blind.memory.peak_bytes > 1.5 * seen.memory.peak_bytes
     assert "at most" in blind.memory_sentence() and "at most" not in seen.memory_sentence()
     # A look into files may be wrong by a factor of two: what would not fit then is not called safe.
     tight = Machine(2, 64 * GIB, int(1.5 * seen.memory.peak_bytes))
     words = {}
-    for basis in ("tokenised", "sampled"):
+    for basis in ("tokenized", "sampled"):
         known = Lengths(basis, 99, 50.0, 90, (50,) * 16)
         words[basis] = make_plan(config, demo_shape(), tight, 1, lengths=known).verdict
-    assert words == {"tokenised": "fits", "sampled": "tight"}
+    assert words == {"tokenized": "fits", "sampled": "tight"}
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path, RunConfig.model_validate({"model": "demo", "data": data, "train": {"epochs": 2}})
 
 
-def test_a_look_guesses_number_and_lengths_of_untokenised_files(place):
+def test_a_look_guesses_number_and_lengths_of_untokenized_files(place):
     folder, config = place
     found = find_lengths(config, folder)
     assert (found.basis, found.num_samples) == ("sampled", 64)
@@ -112,7 +112,7 @@ def test_a_look_guesses_number_and_lengths_of_untokenised_files(place):
     assert find_lengths(config, folder) is None
 
 
-def test_tokenised_data_is_exact_and_remembered_until_something_changes(place):
+def test_tokenized_data_is_exact_and_remembered_until_something_changes(place):
     folder, config = place
     lengths = np.random.default_rng(0).integers(5, 500, 100).astype(np.int32)
     store = type("Store", (), {"__len__": lambda self: 100})()

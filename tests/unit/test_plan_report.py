@@ -35,8 +35,8 @@ LLAMA_8B = shape_from_config(
 
 
 def known(num_samples, batch=(90, 80, 70, 60, 60, 50, 40, 30)):
-    """Of tokenised data."""
-    return Lengths("tokenised", num_samples, sum(batch) / len(batch), max(batch), batch)
+    """Of tokenized data."""
+    return Lengths("tokenized", num_samples, sum(batch) / len(batch), max(batch), batch)
 
 
 def gpus(gpu, count):
@@ -266,7 +266,7 @@ def test_batch_arithmetic_is_written_out(global_batch, micro, ranks, accumulatio
 
 def test_a_known_mean_length_gives_the_likely_accumulation_beside_the_most():
     batch = spread_batch(
-        Amount(16, "samples"), Amount(1024, "tokens"), 1, Rows(512), Lengths("tokenised", 99, 64.0, 80, (64,) * 16)
+        Amount(16, "samples"), Amount(1024, "tokens"), 1, Rows(512), Lengths("tokenized", 99, 64.0, 80, (64,) * 16)
     )
     assert (batch.accumulation, batch.accumulation_likely) == (8, 1)
     assert "about 1 (at most 8) micro-batches" in batch.sentence()
@@ -291,9 +291,9 @@ def test_steps_count_the_short_last_batch_and_end_at_max_steps(train, samples, t
 def test_steps_of_token_batches_come_from_tokens_and_are_about_what_a_look_says():
     train = config(train={"global_batch": "8k tokens", "epochs": 1}).train
     assert count_steps(train, None) is None
-    for basis in ("tokenised", "sampled"):
+    for basis in ("tokenized", "sampled"):
         steps = count_steps(train, replace(known(1000), basis=basis, mean=100.0))
-        assert steps is not None and (steps.total, steps.is_exact) == (12, basis == "tokenised")
+        assert steps is not None and (steps.total, steps.is_exact) == (12, basis == "tokenized")
 
 
 def test_the_plan_is_plain_json_and_its_layout_comes_back():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from duoka.plan.catalogue import parse_cluster
+from duoka.plan.catalog import parse_cluster
 from duoka.plan.crossval import cross_validate
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.lengths import Lengths

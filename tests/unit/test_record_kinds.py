@@ -1,4 +1,4 @@
-"""Plain text, prompts, pairs and labelled answers: read, checked, tokenised; long ones split without loss."""
+"""Plain text, prompts, pairs and labeled answers: read, checked, tokenized; long ones split without loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from duoka.data.prepare import PreparedData, prepare_data, read_tokenizer
 from duoka.data.read.detect import detect_format
-from duoka.data.read.example import BadRecord, Labelled, Message, Preference, Prompt, SetFormat, Text
+from duoka.data.read.example import BadRecord, Labeled, Message, Preference, Prompt, SetFormat, Text
 from duoka.data.read.record_kinds import read_record
 from duoka.data.read.registry import check_data, check_sets, find_sets
 from duoka.data.tokens.encode import split_sample
@@ -24,7 +24,7 @@ ASK = {"role": "user", "content": "q"}
 GOOD, WORSE = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "worse"}
 SAY = (Message("user", "q"),)
 PAIR = Preference(SAY, Message("assistant", "good"), Message("assistant", "worse"))
-LIKED = Labelled((*SAY, Message("assistant", "good")), True)
+LIKED = Labeled((*SAY, Message("assistant", "good")), True)
 GPT = [{"from": "gpt", "value": text} for text in ("good", "worse")]
 DETECTED: list[tuple[dict[str, Any], Any]] = [
     ({"text": "whole"}, Text("whole")),
@@ -43,7 +43,7 @@ DETECTED: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("record", "expected"), DETECTED, ids=[str(list(record)) for record, _ in DETECTED])
-def test_each_kind_is_recognised_and_read(record: dict[str, Any], expected: Any) -> None:
+def test_each_kind_is_recognized_and_read(record: dict[str, Any], expected: Any) -> None:
     form = detect_format(record)
     assert form is not None
     assert read_record(record, form) == expected
@@ -88,7 +88,7 @@ def test_dataset_info_says_the_kind(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "t.jsonl", [{"words": "x"}])
     config = config_for(*entries)
     assert [found.form.kind for found in find_sets(config, tmp_path)] == [
-        "preference", "labelled", "prompt", "text",
+        "preference", "labeled", "prompt", "text",
     ]  # fmt: skip
     assert not check_sets(config, tmp_path)
     faults = check_data(config, tmp_path)

@@ -36,7 +36,7 @@ def hardware(nproc: int | None, output: str | None, as_json: bool) -> int:
     """
     from duoka.bench.hardware import measure_device, measure_disk
     from duoka.comm.world import pick_device
-    from duoka.plan.catalogue import hardware_file
+    from duoka.plan.catalog import hardware_file
     from duoka.plan.hardware import read_machine
     from duoka.runs.folder import write_text_atomic
 
@@ -69,7 +69,7 @@ def _use_all_cores(machine: Machine) -> None:
 
 
 def _facts(machine: Machine, found: HardwareBench) -> dict[str, Any]:
-    from duoka.plan.catalogue import hardware_key
+    from duoka.plan.catalog import hardware_key
 
     return {
         "device": hardware_key(machine),

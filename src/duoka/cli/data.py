@@ -28,7 +28,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--html", type=click.Path(dir_okay=False), help="Write the same as a page to this file.")
 def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool, html: str | None) -> None:
-    """Tokenise the data of CONFIG as training would, report it, and show samples with what is learned marked."""
+    """Tokenize the data of CONFIG as training would, report it, and show samples with what is learned marked."""
     from duoka.config.load import load_config
     from duoka.data.page import build_page
     from duoka.data.prepare import prepare_data, read_tokenizer
@@ -61,10 +61,10 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
     console = Console(highlight=False, soft_wrap=True)
     for line in prepared.report.lines():
         console.print(line, markup=False)
-    colour = console.color_system is not None and not console.no_color
+    color = console.color_system is not None and not console.no_color
     for one in shown:
         console.print(f"\n{one.title()} (marked)", markup=False)
-        console.print(_coloured(one, colour=colour))
+        console.print(_colored(one, color=color))
 
 
 @command.command()
@@ -172,11 +172,11 @@ def _look_at(prepared: PreparedData, place: int, tokenizer: ChatTokenizer) -> Sh
     return ShownSample(place, num_tokens, num_targets, parts, num_documents=len(segments))
 
 
-def _coloured(sample: ShownSample, *, colour: bool) -> Text:
+def _colored(sample: ShownSample, *, color: bool) -> Text:
     from rich.text import Text
 
     text = Text()
     for is_target, part in sample.parts:
-        # Where there is no colour, targets stand between {+ and +}, as in a word diff.
-        text.append(f"{{+{part}+}}" if is_target and not colour else part, style="bold green" if is_target else "dim")
+        # Where there is no color, targets stand between {+ and +}, as in a word diff.
+        text.append(f"{{+{part}+}}" if is_target and not color else part, style="bold green" if is_target else "dim")
     return text

@@ -26,8 +26,8 @@ def command(output: str, as_json: bool) -> int:
         return DoctorError.exit_code if blockers else 0
     width = max(len(one.check) for one in findings)
     for one in findings:
-        word, colour = _MARKS[one.severity]
-        click.echo(f"{click.style(word, fg=colour)}  {one.check.ljust(width)}  {one.seen}")
+        word, color = _MARKS[one.severity]
+        click.echo(f"{click.style(word, fg=color)}  {one.check.ljust(width)}  {one.seen}")
         if one.severity in ("warn", "fail"):
             indent = " " * (width + 8)
             click.echo(f"{indent}wanted: {one.wanted}" if one.wanted else "", nl=bool(one.wanted))

@@ -114,7 +114,7 @@ def _predict(trained: Trained, asked: AskedFile, read: Callable[[], EvalData], b
 
 @dataclass(frozen=True)
 class _DataOf:
-    """The data to measure on, tokenised when called."""
+    """The data to measure on, tokenized when called."""
 
     trained: Trained
     names: tuple[str, ...]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from duoka.bench.dry_run import DryRun
     from duoka.config.schema import ModelConfig, RunConfig
     from duoka.errors import Fault
-    from duoka.plan.catalogue import Cluster
+    from duoka.plan.catalog import Cluster
     from duoka.plan.hardware import Machine
     from duoka.plan.layout import Layout
     from duoka.plan.lengths import Lengths
@@ -108,7 +108,7 @@ def _print_validation(as_json: bool) -> int:
 
 
 def _find_place(on: str | None, nproc: int | None) -> _Place:
-    from duoka.plan.catalogue import local_cluster, parse_cluster
+    from duoka.plan.catalog import local_cluster, parse_cluster
     from duoka.plan.hardware import read_machine
 
     if on is not None:

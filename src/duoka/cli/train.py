@@ -221,7 +221,7 @@ def prepare_run(
     from duoka.data.prepare import prepare_data
     from duoka.data.report import write_data_report
     from duoka.hub.models import model_folder
-    from duoka.plan.catalogue import local_cluster
+    from duoka.plan.catalog import local_cluster
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
     from duoka.runs.folder import write_json_atomic, write_text_atomic

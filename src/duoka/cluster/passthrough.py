@@ -1,7 +1,7 @@
 """Rank 0's output: on to the terminal as it is, and into logs/rank00000.log as plain lines.
 
 A child that writes to a terminal gets a terminal (a pty), so that its progress line lives; one whose launcher is
-piped gets a pipe. The copy holds no colours and only the last frame of a line that was drawn again and again.
+piped gets a pipe. The copy holds no colors and only the last frame of a line that was drawn again and again.
 """
 
 from __future__ import annotations

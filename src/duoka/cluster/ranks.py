@@ -126,7 +126,7 @@ class Ranks:
         self._ended_at = self._ended_at or time.monotonic()
 
     def kill(self) -> None:
-        """All at once, with the helpers that they started (tokenisers, loaders)."""
+        """All at once, with the helpers that they started (tokenizers, loaders)."""
         for process in find_world(self._token):
             with contextlib.suppress(psutil.Error):
                 process.kill()  # psutil refuses when the pid has become somebody else's

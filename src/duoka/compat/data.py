@@ -1,4 +1,4 @@
-"""`load_dataset`: a config's conversations, tokenised once for all ranks, as data sets that know this rank's share."""
+"""`load_dataset`: a config's conversations, tokenized once for all ranks, as data sets that know this rank's share."""
 
 from __future__ import annotations
 

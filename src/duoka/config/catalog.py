@@ -35,7 +35,7 @@ EXECUTION_KEYS: tuple[str, ...] = (
     "log.*",
     "output",
 )
-# Inside these sections, and yet with a say in what is learnt.
+# Inside these sections, and yet with a say in what is learned.
 RESULT_KEYS: tuple[str, ...] = ("parallel.compress",)
 
 # What to write where there is no default to show.

@@ -74,7 +74,7 @@ _SPECIAL: dict[str, Foreign] = {
     **_same("lora.merge", "adapters", "base_adapters"),
     "peft": Foreign(("lora",), write="{rank: 8}"),
     **_same("optim.lr", "max_lr", "peak_lr"),
-    **_same("optim.name", "optimizer", "optimizer_type", "optimiser"),
+    **_same("optim.name", "optimizer", "optimizer_type", "optimizer"),
     **_same("optim.schedule", "lr_scheduler", "scheduler", "lr_schedule"),
     **_same("optim.warmup", "num_warmup_steps", "lr_warmup_steps"),
     **_same("optim.min_lr", "min_lr_ratio", "min_lr_rate", "cosine_min_lr_ratio"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from duoka.config.dialects.all import recognise, refuse_unread_form
+from duoka.config.dialects.all import recognize, refuse_unread_form
 from duoka.config.dialects.deepspeed import without_comments
 from duoka.config.dialects.engine import Leaf, agreeing_leaves, refusal_of, unknown_key, with_overrides
 from duoka.config.dialects.rows import Refusal, asks_for_nothing, comma_list, is_none, is_true, number, whole
@@ -165,7 +165,7 @@ def read_asked(path: str | Path, purpose: Purpose, overrides: Sequence[str] = ()
     name = shown_path(path)
     source = without_comments(text) if text and path.suffix.lower() == ".json" else text
     tree = parse_yaml(source, name, layers.faults, equal_twice=[]) if source else None
-    dialect = None if tree is None else recognise(tree)
+    dialect = None if tree is None else recognize(tree)
     unread = refuse_unread_form(tree) if tree is not None and isinstance(tree.value, dict) else None
     layers.faults += [unread] if unread is not None else []
     if layers.faults:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from duoka.config.dialects.all import dialects, recognise, refuse_unread_form, speaks
+from duoka.config.dialects.all import dialects, recognize, refuse_unread_form, speaks
 from duoka.config.dialects.deepspeed import without_comments
 from duoka.config.dialects.engine import is_default, translate, with_overrides
 from duoka.config.dialects.rows import Dialect, Start
@@ -72,7 +72,7 @@ def read_layers(path: Path, layers: Layers) -> None:
     files = _read_chain(path, layers, (), None)
     while files:
         below = files.pop()
-        dialect, group = recognise(below.tree), [below]
+        dialect, group = recognize(below.tree), [below]
         while files and dialect is not None and speaks(files[-1].tree, dialect):
             group.append(files.pop())
         tree = _in_our_words(group, dialect, layers, is_top=not files)

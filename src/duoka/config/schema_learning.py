@@ -99,7 +99,7 @@ class DataConfig(Section):
         False, description="Pack samples into rows of exactly max_length, so that shapes never change."
     )
     stream: bool = Field(
-        False, description="Read Parquet text while it is learned, instead of tokenising it before (stage pretrain)."
+        False, description="Read Parquet text while it is learned, instead of tokenizing it before (stage pretrain)."
     )
     streams: Annotated[Whole, Field(ge=1)] | None = Field(
         None, description="Parts of a stream that are read side by side; default: what divides a batch's rows, to 64."
@@ -107,7 +107,7 @@ class DataConfig(Section):
     targets: Literal["assistant", "last", "all"] = Field(
         "assistant", description="Learn every assistant turn, only the last one, or all tokens."
     )
-    workers: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Processes that tokenise; default: cores.")
+    workers: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Processes that tokenize; default: cores.")
 
     @property
     def packs(self) -> bool:

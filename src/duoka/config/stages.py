@@ -13,7 +13,7 @@ from pydantic import Field
 
 from duoka.config.fields import Section
 
-RecordKind = Literal["conversation", "text", "prompt", "preference", "labelled"]
+RecordKind = Literal["conversation", "text", "prompt", "preference", "labeled"]
 StageName = Literal["sft", "pretrain"]
 
 

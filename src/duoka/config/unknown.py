@@ -23,7 +23,7 @@ _SHORT = 4  # letters; shorter foreign names are like too many words to be guess
 @dataclass
 class _Found:
     faults: list[Fault]
-    meant: set[str]  # dotted names of keys that misspelt words stand for
+    meant: set[str]  # dotted names of keys that misspelled words stand for
 
 
 def take_known_keys(tree: Tree, faults: list[Fault], broken: set[KeyPath]) -> Tree:

@@ -246,7 +246,7 @@ _SYNTAX: tuple[tuple[str, str, str, bool], ...] = (
     (
         "mapping values are not allowed",
         'there is a ": " where none can be',
-        'put a text that contains ": " in quotes, and indent this line like its neighbours',
+        'put a text that contains ": " in quotes, and indent this line like its neighbors',
         False,
     ),
     ("nested too deeply", "the file is nested too deeply to be a config", "close the brackets and blocks", False),

@@ -1,7 +1,7 @@
 """What is known of a config's samples for its plan: from tokens, from what an earlier run found, or from a look.
 
-`duoka train` measures the tokenised data and leaves the figures in the cache, where `duoka plan` finds them as long as
-files and settings are the same. Never tokenises anything, knows no torch; a look reads some megabytes at most.
+`duoka train` measures the tokenized data and leaves the figures in the cache, where `duoka plan` finds them as long as
+files and settings are the same. Never tokenizes anything, knows no torch; a look reads some megabytes at most.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _TOKENS_PER_MESSAGE = 5
 
 
 def lengths_of(prepared: PreparedData, config: RunConfig) -> Lengths:
-    """Of tokenised data: exact, and the fullest of the batches that this run will see."""
+    """Of tokenized data: exact, and the fullest of the batches that this run will see."""
     from duoka.data.feed.stream_source import StreamSource
 
     train = prepared.train
     if isinstance(train, StreamSource):
         row_tokens = train.packing.row_tokens
-        return Lengths("tokenised", None, float(row_tokens), row_tokens)
+        return Lengths("tokenized", None, float(row_tokens), row_tokens)
     some = slice(None, None, max(1, len(train) // _MOST_SAMPLES))
     plan = plan_epochs(train, config.train, some)
     batch = sorted(plan.lengths[_fullest(plan, config.train)].tolist(), reverse=True)
-    return Lengths("tokenised", len(train), float(train.lengths.mean()), int(train.lengths.max()), tuple(batch))
+    return Lengths("tokenized", len(train), float(train.lengths.mean()), int(train.lengths.max()), tuple(batch))
 
 
 def _fullest(plan: EpochPlan, train: TrainConfig) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The data report as one HTML page: counts, token histogram, and samples with what is learned in colour.
+"""The data report as one HTML page: counts, token histogram, and samples with what is learned in color.
 
 `duoka data inspect --html` writes it. Nothing in it is fetched from anywhere.
 """

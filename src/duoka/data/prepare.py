@@ -1,4 +1,4 @@
-"""Data of a config to token stores: found, tokenised once, split and mixed, and reported.
+"""Data of a config to token stores: found, tokenized once, split and mixed, and reported.
 
 The launcher calls `prepare_data` before any process group exists; workers call it again and find the work done. What
 it writes is keyed by content (data, template, tokenizer, options), appears in one step, and is never changed after.
@@ -28,7 +28,7 @@ from duoka.data.read.registry import MOST_FAULTS, ResolvedSet, find_sets, max_re
 from duoka.data.report import DataReport, SetReport, count_lengths, measure_padding
 from duoka.data.tokens.template import Sample
 from duoka.data.tokens.token_store import TokenPart, TokenStore, write_part
-from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, tokenise_pieces
+from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, tokenize_pieces
 from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import DataError, Fault, Faults, StorageError
 from duoka.hub.models import find_tokenizer_folder
@@ -114,7 +114,7 @@ def _with_stream(
     config: RunConfig,
     tokenizer: ChatTokenizer,
 ) -> PreparedData:
-    """Only what is measured on is tokenised ahead."""
+    """Only what is measured on is tokenized ahead."""
     evaluation = None
     if parts:
         store = TokenStore([part for _, part in parts])
@@ -207,10 +207,10 @@ def _prepare_set(
     reused = TokenPart.is_whole(folder)
     if not reused:
         try:
-            with hold_lock(root / f"{key}.lock", on_wait=lambda: say(f"{found.name}: another run is tokenising it")):
+            with hold_lock(root / f"{key}.lock", on_wait=lambda: say(f"{found.name}: another run is tokenizing it")):
                 reused = TokenPart.is_whole(folder)  # that other run may have done it meanwhile
                 if not reused:
-                    _tokenise_set(found, data, job, tokenizer, folder, say)
+                    _tokenize_set(found, data, job, tokenizer, folder, say)
         except OSError as error:
             raise StorageError(
                 f"cannot keep the tokens of {found.name!r}: {error.strerror or error}",
@@ -235,7 +235,7 @@ def _prepare_set(
     return part, report
 
 
-def _tokenise_set(
+def _tokenize_set(
     found: ResolvedSet,
     data: DataConfig,
     job: Job,
@@ -256,7 +256,7 @@ def _tokenise_set(
         faults = sum(len(result.long) + (data.on_bad == "error") * len(result.bad) for result in results.values())
         return faults < MOST_FAULTS
 
-    tokenise_pieces(pieces, job, tokenizer, draft, num_workers=num_workers, done=done)
+    tokenize_pieces(pieces, job, tokenizer, draft, num_workers=num_workers, done=done)
     ordered = [results[number] for number in sorted(results)]
     bad = [fault for result in ordered for fault in result.bad] + lost
     long = [fault for result in ordered for fault in result.long]
@@ -352,7 +352,7 @@ class _Progress:
         took_s = now - self.started
         left = format_seconds(took_s / share - took_s)
         speed = f"{format_count(self.num_tokens)} tokens, {format_count(self.num_tokens / took_s)}/s"
-        self.say(f"{self.name}: tokenising, {share:.0%} ({speed}, {left} left)")
+        self.say(f"{self.name}: tokenizing, {share:.0%} ({speed}, {left} left)")
 
 
 # -------------------------------------------------------------------------------------------- the key

@@ -22,7 +22,7 @@ _LITTLE = frozenset(
 
 
 def split_words(text: str) -> set[str]:
-    """Words and numbers in small letters, compound ones in their parts too; of Chinese, every two neighbours."""
+    """Words and numbers in small letters, compound ones in their parts too; of Chinese, every two neighbors."""
     text = text.lower()
     found = {part for word in _LATIN.findall(text) for part in (word, *re.split(r"[._-]", word))}
     pairs = {run[i : i + 2] for run in _CHINESE.findall(text) for i in range(max(1, len(run) - 1))}
@@ -47,7 +47,7 @@ def best_topic(question: str, topics: Mapping[str, Mapping[str, Any]]) -> str | 
     weights = {word: math.log(1 + len(bags) / (0.5 + count)) for word, count in num_with.items()}
     for word in asked:
         if not num_with[word] and _CHINESE.fullmatch(word):
-            weights[word] /= 4  # most neighbours that stand nowhere are the end of one word and the start of another
+            weights[word] /= 4  # most neighbors that stand nowhere are the end of one word and the start of another
 
     def share(name: str) -> float:
         # What a topic is called says more than what it mentions.

@@ -138,7 +138,7 @@ def _check_dp(config: RunConfig, folder: Path) -> list[Fault]:
         return []
     how = facts["quantization_config"]
     method = how.get("quant_method", "low-bit") if isinstance(how, dict) else "low-bit"
-    what = f"parallel.strategy is dp, and {str(folder)!r} is quantised ({method}): its weights cannot be copied by dp"
+    what = f"parallel.strategy is dp, and {str(folder)!r} is quantized ({method}): its weights cannot be copied by dp"
     return [Fault(what, key="parallel.strategy", fix="write:   strategy: ddp   (one process per GPU)")]
 
 

@@ -1,7 +1,7 @@
 """From a folder to a module that answers a batch with its summed loss.
 
 transformers builds the model on the meta device and fills it from safetensors; adapters come through PEFT.
-`LossModel` is what gets parallelised and trained: its forward is the only one that training calls.
+`LossModel` is what gets parallelized and trained: its forward is the only one that training calls.
 """
 
 from __future__ import annotations

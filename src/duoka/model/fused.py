@@ -1,7 +1,7 @@
 """Parts of a transformer with fewer passes over memory, and with less kept for the backward pass, than written plainly.
 
 `apply_fused` looks for norms, gated MLPs and adapters, tries each kind beside the model's own code on random numbers,
-and replaces those that answer the same. What it does not recognise stays as it is. Not for torch.compile, which fuses.
+and replaces those that answer the same. What it does not recognize stays as it is. Not for torch.compile, which fuses.
 """
 
 from __future__ import annotations

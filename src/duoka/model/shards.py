@@ -1,7 +1,7 @@
 """Weights by boxes: a model is built without memory, and each rank reads only the part of each tensor that it keeps.
 
 Called when the layout shards weights. What cannot be built this way (names that transformers converts on loading,
-quantised weights, buffers that nobody knows how to fill) is said by returning None: the caller then loads it whole.
+quantized weights, buffers that nobody knows how to fill) is said by returning None: the caller then loads it whole.
 """
 
 from __future__ import annotations

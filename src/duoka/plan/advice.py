@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from duoka.plan.catalogue import Cluster
+from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Work, static_memory
 from duoka.plan.traffic import Exchange, dp_root_bytes

@@ -120,4 +120,4 @@ def count_steps(train: TrainConfig, lengths: Lengths | None, horizon: Horizon | 
     ends = [steps for steps in (train.max_steps, horizon.steps if horizon else None) if steps is not None]
     if train.epochs is not None:
         ends.append(max(1, round(train.epochs * per_epoch)))
-    return Steps(per_epoch, min(ends), is_exact=lengths.basis == "tokenised")
+    return Steps(per_epoch, min(ends), is_exact=lengths.basis == "tokenized")

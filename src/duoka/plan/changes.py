@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from duoka.config.schema import LoraConfig
-from duoka.plan.catalogue import Cluster
+from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
 from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.speed import estimate_speed

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from duoka.config.schema import CheckpointConfig
-from duoka.plan.catalogue import Cluster
+from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Work
 from duoka.plan.speed import Speed

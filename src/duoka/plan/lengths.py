@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from duoka.units import Amount
 
-Basis = Literal["tokenised", "sampled"]
+Basis = Literal["tokenized", "sampled"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Lengths:
         """Where the figures come from, as a plan says it."""
         number = "" if self.num_samples is None else f"{self.num_samples:,} "
         about = "about " if self.basis == "sampled" else ""
-        source = "tokenised samples" if self.basis == "tokenised" else "samples, by a look into the files"
+        source = "tokenized samples" if self.basis == "tokenized" else "samples, by a look into the files"
         return f"{about}{number}{source} (mean {about}{self.mean:,.0f} tokens, longest {self.longest:,})"
 
     def cut(self, max_length: int) -> Lengths:
@@ -50,7 +50,8 @@ class Lengths:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Lengths:
         """What `to_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
-        basis: Basis = "tokenised" if raw["basis"] == "tokenised" else "sampled"
+        # Runs of earlier versions wrote the other spelling.
+        basis: Basis = "tokenized" if raw["basis"] in ("tokenized", "tokenised") else "sampled"
         number = None if raw["num_samples"] is None else int(raw["num_samples"])
         batch = tuple(int(length) for length in raw["batch"])
         return cls(basis, number, float(raw["mean"]), int(raw["longest"]), batch)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from duoka.config.schema import LoraConfig
-from duoka.plan.catalogue import Cluster, parse_cluster, read_rows
+from duoka.plan.catalog import Cluster, parse_cluster, read_rows
 from duoka.plan.layout import Layout, Precision, Recompute, parse_layout
 from duoka.plan.memory import Memory, estimate_memory
 from duoka.plan.recipe import Program, Work

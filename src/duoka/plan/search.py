@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from duoka.plan.catalogue import Cluster
+from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout, Recompute, Strategy
 from duoka.plan.memory import FITS, Memory
 from duoka.plan.shape import ModelShape

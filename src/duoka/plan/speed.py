@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from duoka.plan.activations import activation_bytes_per_token
-from duoka.plan.catalogue import Cluster
+from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Work, shares

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from duoka.plan.catalogue import Cluster
+from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Share, Work, shares
 
@@ -90,7 +90,7 @@ def dp_root_bytes(work: Work, num_devices: int) -> tuple[float, float]:
 
 
 def place_group(size: int, stride: int, per_node: int) -> Group:
-    """`size` ranks that lie `stride` apart, when a node holds `per_node` neighbours."""
+    """`size` ranks that lie `stride` apart, when a node holds `per_node` neighbors."""
     members = max(1, min(size, per_node // stride))
     return Group(members, -(-size // members), max(1, min(stride, per_node)) if size > members else 1)
 
@@ -100,7 +100,7 @@ def traffic(
 ) -> tuple[Exchange, ...]:
     """All that one rank exchanges in an optimizer step of `accumulation` micro-batches of `tokens` tokens.
 
-    Ranks are laid out with tensor neighbours innermost, then sequence, then data, and stages outermost.
+    Ranks are laid out with tensor neighbors innermost, then sequence, then data, and stages outermost.
     """
     share = shares(work, layout, accumulation)[0]
     found = _data_traffic(work, layout, share, per_node, accumulation, reshard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from duoka.plan.catalogue import Cluster
+from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, model_flops_per_token
 from duoka.plan.layout import Layout
 from duoka.plan.task import Task

@@ -1,4 +1,4 @@
-"""The folder that keeps work between runs (converted models, tokenised data), and the lock that guards one piece.
+"""The folder that keeps work between runs (converted models, tokenized data), and the lock that guards one piece.
 
 Everything in it can be made again: deleting the folder costs time, never results.
 """

@@ -1,6 +1,6 @@
 """Loss, perplexity and token accuracy of a model over a data set: every sample once, on any number of processes.
 
-Called by `duoka eval` in each process of its world. Data is tokenised (or found in the cache) before the world meets.
+Called by `duoka eval` in each process of its world. Data is tokenized (or found in the cache) before the world meets.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def read_eval_data(
     pad_id = read_tokenizer(config, trained.config_base, trained.base).pad_id
     lengths = lengths_of(prepared, config)
     if names:
-        assert not isinstance(prepared.train, StreamSource), "names are tokenised ahead"
+        assert not isinstance(prepared.train, StreamSource), "names are tokenized ahead"
         return EvalData(config, ", ".join(names), prepared.train, pad_id, lengths, prepared.text_bytes)
     if prepared.eval is None:
         raise ConfigError(f"{trained.name} has no evaluation data left", fix="name what to measure on: --data NAME")

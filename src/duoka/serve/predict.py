@@ -94,7 +94,7 @@ def _read_examples(config: RunConfig, base: Path) -> Iterator[Example | Prompt]:
         pieces = (piece for path in found.files for piece in find_pieces(path, _PIECE_BYTES))
         for record in (record for piece in pieces if not isinstance(piece, Fault) for record in read_piece(piece)):
             if isinstance(record, Fault):
-                continue  # measured and reported when the same data were tokenised
+                continue  # measured and reported when the same data were tokenized
             if left <= 0:
                 break
             left -= 1

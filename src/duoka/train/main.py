@@ -29,7 +29,7 @@ def run_worker(loaded: Loaded, run: RunFolder, on_hang: Callable[[str], None] | 
 
     `on_hang` is for a rank that nobody supervises: it is called from a thread when the rank stands still.
     """
-    # Before the process group: a collective that waits for a tokeniser looks like a hang. Whoever started this
+    # Before the process group: a collective that waits for a tokenizer looks like a hang. Whoever started this
     # process has prepared everything and said so; what is found here is reused silently.
     place = read_rank_environment()
     heart = Heart(run, place.rank if place else 0)
@@ -45,7 +45,7 @@ def run_worker(loaded: Loaded, run: RunFolder, on_hang: Callable[[str], None] | 
 
 
 def read_inputs(loaded: Loaded, run: RunFolder) -> Inputs:
-    """The model's folder and the tokenised data; made once, reused by every other rank and run."""
+    """The model's folder and the tokenized data; made once, reused by every other rank and run."""
     folder = model_folder(loaded.config.model, loaded.base)
     return Inputs(loaded, run, folder, prepare_data(loaded.config, loaded.base, folder))
 

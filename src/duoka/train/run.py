@@ -36,7 +36,7 @@ from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
 from duoka.parallel.measure import Measured
 from duoka.parallel.mesh import Mesh, build_mesh
-from duoka.plan.catalogue import local_cluster
+from duoka.plan.catalog import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape

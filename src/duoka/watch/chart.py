@@ -25,7 +25,7 @@ from duoka.watch.scale import (
 
 MOST_POINTS = 900  # more than a screen can show side by side
 
-# Colours that also differ for colour-blind readers, on both grounds.
+# Colors that also differ for color-blind readers, on both grounds.
 STYLE = """
 .dk{--ink:#1f2430;--soft:#6b7280;--grid:#e7e9ee;--main:#2f6bde;--other:#d97706;--mark:#9aa1ad;--ground:none;
 font:12px ui-sans-serif,system-ui,-apple-system,"Segoe UI","Noto Sans","PingFang SC",sans-serif}

@@ -118,7 +118,7 @@ class History:
         return sum(step.step_s or 0.0 for step in self.steps)
 
     def tokens_per_s(self) -> float | None:
-        """Tokens over seconds of all steps that know both: a mean of rates would favour the short steps."""
+        """Tokens over seconds of all steps that know both: a mean of rates would favor the short steps."""
         known = [(step.num_tokens, step.step_s) for step in self.steps if step.num_tokens and step.step_s]
         seconds = sum(step_s for _, step_s in known)
         return sum(tokens for tokens, _ in known) / seconds if seconds > 0 else None

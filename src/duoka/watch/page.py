@@ -45,7 +45,7 @@ details[open] summary{margin-bottom:10px}footer{color:var(--soft);margin-top:22p
 @media print{body{background:#fff}.card{break-inside:avoid}}
 """
 
-# Parts of a step in the order in which they happen; told apart by colour and by lightness.
+# Parts of a step in the order in which they happen; told apart by color and by lightness.
 PART_COLOURS = {
     "data": "#94a3b8",
     "forward": "#2f6bde",

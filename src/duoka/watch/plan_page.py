@@ -65,7 +65,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _stack(parts: Mapping[str, float], whole: float, words: Callable[[float], str]) -> str:
-    """One bar of coloured parts, with its key; what is left of `whole` stays empty."""
+    """One bar of colored parts, with its key; what is left of `whole` stays empty."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     cells = "".join(
         f'<i style="width:{100 * size / whole:.2f}%;background:{_COLOURS.get(name, "#cbd5e1")}"></i>'

@@ -270,7 +270,7 @@ def _config_card(history: History) -> str:
 
 
 def end_lines(run: RunFolder, *, encoding: str | None = None) -> list[str]:
-    """The closing report for a terminal of 80 columns, without colours."""
+    """The closing report for a terminal of 80 columns, without colors."""
     history = read_history(run)
     cause = cause_lines(history.status)
     if not history.steps:

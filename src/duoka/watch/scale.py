@@ -18,7 +18,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring points drawn as one: where they lie, their mean, and how far they spread."""
+    """Neighboring points drawn as one: where they lie, their mean, and how far they spread."""
 
     x: float
     mean: float

@@ -25,7 +25,7 @@ def speaks(tree: Tree, dialect: Dialect) -> bool:
 
     Both are one file then: what the other tool does where a file is silent is asked of all that is written.
     """
-    own = recognise(tree)
+    own = recognize(tree)
     if own is not None or not tree.value:
         return own is dialect
     return all(
@@ -52,7 +52,7 @@ def refuse_unread_form(tree: Tree) -> Fault | None:
     return first.place.fault(what, fix=fix)
 
 
-def recognise(tree: Tree) -> Dialect | None:
+def recognize(tree: Tree) -> Dialect | None:
     """The dialect that a file is in, judged by its keys; None for duoka's own."""
     top = tree.plain_value()
     if not isinstance(top, dict):

@@ -263,7 +263,7 @@ _OF_TRAINING = ("stage", "output_dir", "learning_rate", "per_device_train_batch_
 
 
 def task_of(values: Mapping[str, Any]) -> str:
-    """What LLaMA-Factory does with a file: train, predict, prepare (tokenise and stop), export or chat."""
+    """What LLaMA-Factory does with a file: train, predict, prepare (tokenize and stop), export or chat."""
     if is_true(values.get("do_train")):
         return "train"
     has_data = not is_none(values.get("dataset"))

@@ -1,6 +1,6 @@
 """LLaMA-Factory's keys without a meaning of their own here: reported with a reason, or refused with one.
 
-llamafactory.py joins these rows to its own. A key moves there when duoka comes to honour it.
+llamafactory.py joins these rows to its own. A key moves there when duoka comes to honor it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _refused_methods() -> list[Row]:
 
 def _refused_training() -> list[Row]:
     return [
-        *refused("data that streams is not there yet; local files are tokenised once and memory-mapped", "streaming"),
+        *refused("data that streams is not there yet; local files are tokenized once and memory-mapped", "streaming"),
         *refused("sets are laid end to end and shuffled; weights can be given in duoka's own data.train",
                  "mix_strategy", "interleave_probs", off=("concat",)),
         *refused("every epoch is shuffled with the seed", "disable_shuffling"),

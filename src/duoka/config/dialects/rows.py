@@ -55,7 +55,7 @@ class Answer:
 
 
 class Refusal(ValueError):
-    """A value that would change the result, and that duoka cannot honour; `name` when it is another key's."""
+    """A value that would change the result, and that duoka cannot honor; `name` when it is another key's."""
 
     def __init__(self, what: str, fix: str = "", name: str = "") -> None:
         super().__init__(what)
@@ -146,7 +146,7 @@ def is_false(value: Any) -> bool:
 
 
 def read_switch(value: Any, name: str) -> bool:
-    """On or off. A misspelt word is neither: taken for off, it would make another run than the one that was meant."""
+    """On or off. A misspelled word is neither: taken for off, it would make another run than the one that was meant."""
     if not is_true(value) and not is_false(value):
         raise Refusal(f"{name} must be true or false, got {shown(value)}", f"write:   {name}: true   or   false", name)
     return is_true(value)
@@ -257,7 +257,7 @@ def batch_answer(micro: Any, accumulation: Any, asked: Asked, names: tuple[str, 
 
 
 def timeout_answer(value: Any, name: str, default: str = "10min") -> Answer:
-    """A timeout of years hides hangs; people write it because others tokenise while ranks wait. Here nobody waits."""
+    """A timeout of years hides hangs; people write it because others tokenize while ranks wait. Here nobody waits."""
     seconds = number(value, name)
     if seconds <= 0:
         raise Refusal(f"{name} must be more than 0 seconds, got {value}")

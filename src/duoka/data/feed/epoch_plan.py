@@ -155,7 +155,7 @@ def shuffled(count: int, name: str) -> np.ndarray:
 
 
 def mix_keys(keys: np.ndarray) -> None:
-    """splitmix64's finalizer, in place: neighbours in, unrelated numbers out, one to one."""
+    """splitmix64's finalizer, in place: neighbors in, unrelated numbers out, one to one."""
     keys *= np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         keys ^= keys >> np.uint64(shift)

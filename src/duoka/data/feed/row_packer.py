@@ -20,7 +20,7 @@ from duoka.data.feed.epoch_plan import shuffled
 from duoka.data.tokens.template import Sample
 from duoka.errors import ConfigError, DataError
 
-Tokenise = Callable[[list[str]], list[list[int]]]
+Tokenize = Callable[[list[str]], list[list[int]]]
 _DOCUMENTS_AT_ONCE = 64
 
 
@@ -121,7 +121,7 @@ class Packing:
     """How documents become rows."""
 
     row_tokens: int
-    tokenise: Tokenise
+    tokenize: Tokenize
     begin_id: int | None  # stands before every document, and before every later part of one
 
 
@@ -204,7 +204,7 @@ class VirtualStream:
         texts = _read_texts(unit)
         for at in range(skip, len(texts), _DOCUMENTS_AT_ONCE):
             some = [text or "" for text in texts.slice(at, _DOCUMENTS_AT_ONCE).to_pylist()]
-            yield from enumerate(self.packing.tokenise(some), start=at)
+            yield from enumerate(self.packing.tokenize(some), start=at)
 
     _after: Cursor = Cursor()
 

@@ -26,7 +26,7 @@ _MOST_STREAMS = 64  # each keeps a row group's text in memory
 
 @dataclass(frozen=True)
 class StreamSource:
-    """Text that is read and tokenised while it is learned: where a TokenStore stands for other data."""
+    """Text that is read and tokenized while it is learned: where a TokenStore stands for other data."""
 
     files: tuple[Path, ...]
     plan: StreamPlan
@@ -81,7 +81,7 @@ def build_source(sets: Sequence[ResolvedSet], config: RunConfig, tokenizer: Chat
     rows = rows_per_batch(parse_amount(config.train.global_batch), row_tokens)
     num_streams = _count_streams(rows, config.data.streams, units)
 
-    def tokenise(texts: list[str]) -> list[list[int]]:
+    def tokenize(texts: list[str]) -> list[list[int]]:
         # In one call, because it lets other threads work meanwhile: the one that trains.
         encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
         skip = int(tokenizer.bos_id is not None)  # the stream writes it itself
@@ -93,7 +93,7 @@ def build_source(sets: Sequence[ResolvedSet], config: RunConfig, tokenizer: Chat
     return StreamSource(
         files=tuple(path for found in sets for path in found.files),
         plan=StreamPlan(units, num_streams=num_streams, seed=config.train.seed),
-        packing=Packing(row_tokens, tokenise, tokenizer.bos_id),
+        packing=Packing(row_tokens, tokenize, tokenizer.bos_id),
         rows_per_stream=rows // num_streams,
         tokenizer_fingerprint=tokenizer.fingerprint,
     )

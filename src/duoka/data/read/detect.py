@@ -42,7 +42,7 @@ def _with_label(form: SetFormat, record: dict[str, Any]) -> SetFormat:
     """A yes or no beside the answer is a label of it."""
     for name in ("kto_tag", "label"):
         if isinstance(record.get(name), bool) or str(record.get(name)).lower() in ("true", "false"):
-            return SetFormat(form.name, {**form.columns, "kto_tag": name}, form.tags, "labelled")
+            return SetFormat(form.name, {**form.columns, "kto_tag": name}, form.tags, "labeled")
     return form
 
 

@@ -65,7 +65,7 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """A conversation whose last answer somebody liked, or did not (KTO)."""
 
     messages: tuple[Message, ...]
@@ -75,14 +75,14 @@ class Labelled:
     line: int = 0
 
 
-AnyExample = Example | Text | Prompt | Preference | Labelled
+AnyExample = Example | Text | Prompt | Preference | Labeled
 Kind = RecordKind
 KIND_WORDS: dict[Kind, str] = {
     "conversation": "conversations",
     "text": "plain text",
     "prompt": "prompts without answers",
     "preference": "preference pairs (ranking)",
-    "labelled": "answers labelled good or bad (kto_tag)",
+    "labeled": "answers labeled good or bad (kto_tag)",
 }
 
 

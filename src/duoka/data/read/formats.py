@@ -1,7 +1,7 @@
 """The table of data formats, and a record's way through it: read by its format, checked, or refused with a fix.
 
 A new format is a reader in a file of its own and a row in `FORMATS`. Readers raise `BadRecord`; no file and no
-tokenizer is known here. record_kinds.py reads what is no plain conversation, detect.py recognises formats.
+tokenizer is known here. record_kinds.py reads what is no plain conversation, detect.py recognizes formats.
 """
 
 from __future__ import annotations

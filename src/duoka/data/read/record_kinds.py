@@ -1,6 +1,6 @@
-"""Records of every kind: conversations, plain text, prompts, preference pairs, labelled answers.
+"""Records of every kind: conversations, plain text, prompts, preference pairs, labeled answers.
 
-`read_record` is what registry and tokenise call for any data set. A format (alpaca, messages, ...) says how the
+`read_record` is what registry and tokenize call for any data set. A format (alpaca, messages, ...) says how the
 conversation is written; the kind says what stands beside it. Raises BadRecord, like the formats.
 """
 
@@ -16,7 +16,7 @@ from duoka.data.read.example import (
     AnyExample,
     BadRecord,
     Kind,
-    Labelled,
+    Labeled,
     Message,
     Preference,
     Prompt,
@@ -73,7 +73,7 @@ def _read_prompt(record: dict[str, Any], form: SetFormat, source: str, line: int
     return Prompt(tuple(messages), read_tools(tools), source, line)
 
 
-def _read_labelled(record: dict[str, Any], form: SetFormat, source: str, line: int) -> Labelled:
+def _read_labeled(record: dict[str, Any], form: SetFormat, source: str, line: int) -> Labeled:
     name = form.columns["kto_tag"]
     if name not in record:
         raise BadRecord(no_column(name, record), misread=True)
@@ -84,7 +84,7 @@ def _read_labelled(record: dict[str, Any], form: SetFormat, source: str, line: i
         raise BadRecord(f"{name!r} is {kind_of(label)}, and must be true or false", "true for an answer people liked")
     plain = SetFormat(form.name, form.columns, form.tags)
     example = read_example(record, plain)
-    return Labelled(example.messages, label, example.tools, source, line)
+    return Labeled(example.messages, label, example.tools, source, line)
 
 
 def _read_preference(record: dict[str, Any], form: SetFormat, source: str, line: int) -> Preference:
@@ -138,7 +138,7 @@ def _check(messages: list[Message], ends: str) -> None:
 _READERS: dict[Kind, Callable[[dict[str, Any], SetFormat, str, int], AnyExample]] = {
     "text": _read_plain,
     "prompt": _read_prompt,
-    "labelled": _read_labelled,
+    "labeled": _read_labeled,
     "preference": _read_preference,
 }
 
@@ -151,7 +151,7 @@ def kind_of_columns(form: SetFormat, *, ranking: bool) -> SetFormat:
     if ranking:
         return replace(form, kind="preference")
     if columns.get("kto_tag"):
-        return replace(form, kind="labelled")
+        return replace(form, kind="labeled")
     if form.name == "alpaca" and "prompt" in columns and "response" not in columns:
         return replace(form, kind="prompt")
     return form

@@ -1,7 +1,7 @@
 """Names in `data.train` and `data.eval` to files and formats: registered, built in, by path, or on the Hub.
 
 Config checks call `check_data` before anything starts; `prepare` calls `find_sets`. Reads a little of each file,
-never tokenises, knows no torch. dataset_info.py reads the registry's files.
+never tokenizes, knows no torch. dataset_info.py reads the registry's files.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _check_stream(sets: list[ResolvedSet]) -> list[Fault]:
         other = next((path for path in found.files if path.suffix.lower() != ".parquet"), None)
         if found.split == "train" and other is not None:
             what = f"data.stream reads the row groups of Parquet files, and {other.name} is none"
-            fix = "delete stream: the text is then tokenised once, before training; or write it as Parquet"
+            fix = "delete stream: the text is then tokenized once, before training; or write it as Parquet"
             return [Fault(what, key="data.stream", fix=fix)]
     return []
 
@@ -226,4 +226,4 @@ def _describe(form: SetFormat) -> str:
         said = f"{columns.get('messages', 'chosen')}: {tags['role_tag']} {tags['user_tag']}/{tags['assistant_tag']}"
     if form.kind == "preference":
         return f"{said}; {columns['chosen']} before {columns['rejected']}"
-    return f"{said}; label {columns['kto_tag']}" if form.kind == "labelled" else said
+    return f"{said}; label {columns['kto_tag']}" if form.kind == "labeled" else said

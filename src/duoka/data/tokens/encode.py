@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from duoka.data.read.example import AnyExample, BadRecord, Example, Labelled, Message, Preference, Prompt, Text
+from duoka.data.read.example import AnyExample, BadRecord, Example, Labeled, Message, Preference, Prompt, Text
 from duoka.data.tokens.template import Sample, Span, Targets, mark_targets, mark_tokens, render_prompt
 from duoka.data.tokens.tokenizer import ChatTokenizer, Tokens
 
@@ -107,7 +107,7 @@ def _finish(example: AnyExample, parts: tuple[Sample, ...], tokenizer: ChatToken
     mark = 0
     if isinstance(example, Preference):
         mark = len(parts[0].input_ids)
-    elif isinstance(example, Labelled):
+    elif isinstance(example, Labeled):
         mark = int(example.is_good)
     texts = _texts_of(example)
     num_unknown = _count_unknown(parts, texts, tokenizer)
@@ -123,7 +123,7 @@ def frame_text(ids: list[int], tokenizer: ChatTokenizer) -> list[int]:
     return ids
 
 
-def _talk(messages: tuple[Message, ...], example: Preference | Labelled) -> Example:
+def _talk(messages: tuple[Message, ...], example: Preference | Labeled) -> Example:
     return Example(messages, example.tools, example.source, example.line)
 
 
@@ -150,7 +150,7 @@ def fit_length(encoded: Encoded, max_length: int, on_long: str, example: AnyExam
     """A record that is too long, cut as configured; empty when it has to be dropped."""
     if on_long == "split" and isinstance(example, Example):
         return [Encoded((part,)) for part in split_sample(encoded.parts[0], max_length) if part.num_targets]
-    if on_long in ("truncate", "split") and isinstance(example, (Example, Preference, Labelled)):
+    if on_long in ("truncate", "split") and isinstance(example, (Example, Preference, Labeled)):
         parts = tuple(Sample(part.input_ids[:max_length], part.is_target[:max_length]) for part in encoded.parts)
         mark = len(parts[0].input_ids) if isinstance(example, Preference) else encoded.mark
         return [Encoded(parts, mark)]

@@ -1,4 +1,4 @@
-"""Tokenised samples on disk, memory-mapped: what training reads, and how it is written.
+"""Tokenized samples on disk, memory-mapped: what training reads, and how it is written.
 
 A `TokenPart` is one data set's folder of plain arrays, never changed once it is there; a `TokenStore` is a choice of
 samples from several parts (a mixture, a split). `prepare` makes both; the loader only reads.
@@ -9,7 +9,7 @@ samples from several parts (a mixture, a split). `prepare` makes both; the loade
     meta.json: what it is, written last
 
 A mark is what a kind of data has to say of a sample: how many of a preference pair's tokens are the chosen part, or
-whether a labelled answer is good (1) or not (0).
+whether a labeled answer is good (1) or not (0).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pieces of files to tokens: the work itself, and the processes that share it.
 
-`prepare` calls `tokenise_pieces`. Small data is done on the spot; large data by processes that are plain programs of
+`prepare` calls `tokenize_pieces`. Small data is done on the spot; large data by processes that are plain programs of
 their own (`python -m duoka.data.tokens.tokenize JOB`), so that neither a script without a main guard nor threads in the
 caller can break them. Finished pieces are kept on disk until the set is whole: interrupted work goes on from there.
 """
@@ -89,7 +89,7 @@ class PieceResult:
         return cls(Counts(**raw["counts"]), bad, long)
 
 
-def tokenise_piece(
+def tokenize_piece(
     piece: Piece, limit: int | None, job: Job, tokenizer: ChatTokenizer
 ) -> tuple[PieceResult, list[Encoded]]:
     """The samples of a piece's first `limit` records, in order."""
@@ -188,7 +188,7 @@ def _write_piece(draft: Path, number: int, result: PieceResult, samples: list[En
 # ---------------------------------------------------------------------------------------- sharing work
 
 
-def tokenise_pieces(
+def tokenize_pieces(
     pieces: list[tuple[Piece, int | None]],
     job: Job,
     tokenizer: ChatTokenizer,
@@ -209,7 +209,7 @@ def tokenise_pieces(
     num_workers = min(num_workers, len(todo))
     if num_workers <= 1 or size_bytes < SMALL_BYTES:
         for number, piece, limit in todo:
-            result, samples = tokenise_piece(piece, limit, job, tokenizer)
+            result, samples = tokenize_piece(piece, limit, job, tokenizer)
             _write_piece(draft, number, result, samples)
             if not done(number, result):
                 return
@@ -284,7 +284,7 @@ def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Any], finish
         if answer.strip() != str(number):
             code = worker.wait()
             where = f"{piece.path}, from line {piece.line}"
-            finished.put(WorkerFailed(f"a process that tokenises died (exit code {code})", where=where))
+            finished.put(WorkerFailed(f"a process that tokenizes died (exit code {code})", where=where))
             return
         finished.put(number)
 
@@ -297,7 +297,7 @@ def main(draft: Path) -> None:
     tokenizer = ChatTokenizer.load(draft / "tokenizer.json")
     for line in sys.stdin:
         number, piece, limit = json.loads(line)
-        result, samples = tokenise_piece(Piece(**piece), limit, job, tokenizer)
+        result, samples = tokenize_piece(Piece(**piece), limit, job, tokenizer)
         _write_piece(draft, number, result, samples)
         print(number, flush=True)
 

@@ -104,7 +104,7 @@ class ChatTokenizer:
         return digest.hexdigest()
 
     def save(self, file: Path) -> None:
-        """All of it in one file, so that processes that tokenise need not find it again."""
+        """All of it in one file, so that processes that tokenize need not find it again."""
         facts = {name: getattr(self, name) for name in _FACTS}
         write_json_atomic(file, {**facts, "backend": self.backend.to_str()})
 

@@ -9,8 +9,8 @@ import pytest
 
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
-from duoka.plan import catalogue
-from duoka.plan.catalogue import cluster_of, devices, find_device, hardware_key, match_gpu, networks, parse_cluster
+from duoka.plan import catalog
+from duoka.plan.catalog import cluster_of, devices, find_device, hardware_key, match_gpu, networks, parse_cluster
 from duoka.plan.hardware import Gpu, Machine
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import estimate_memory
@@ -21,7 +21,7 @@ GIB = 2**30
 LAPTOP = Machine(4, 16 * GIB, 12 * GIB, cpu_name="A CPU")
 
 
-def test_the_catalogue_is_whole_and_every_row_says_where_it_comes_from():
+def test_the_catalog_is_whole_and_every_row_says_where_it_comes_from():
     assert len(devices()) >= 30
     for device in devices().values():
         assert device.source and device.link in networks() and device.network in networks(), device.name
@@ -87,7 +87,7 @@ def test_what_was_measured_here_overrides_and_elsewhere_does_not(tmp_path):
     own = {"device": hardware_key(LAPTOP), "fp32_flops": 1.5e11, "link_bytes_per_s": 2e9, "link_latency_s": 1e-4}
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(own), encoding="utf-8")
-    cluster = cluster_of(LAPTOP, 1, 2, catalogue.read_hardware(path))
+    cluster = cluster_of(LAPTOP, 1, 2, catalog.read_hardware(path))
     assert (cluster.device.fp32_flops, cluster.link.bytes_per_s, cluster.is_measured) == (1.5e11, 2e9, True)
     shares = [
         cluster_of(
@@ -103,7 +103,7 @@ def test_what_was_measured_here_overrides_and_elsewhere_does_not(tmp_path):
     assert not other.is_measured and "guess" in other.notes[0]
     path.write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"hardware\.json"):
-        catalogue.read_hardware(path)
+        catalog.read_hardware(path)
 
 
 @pytest.mark.parametrize("name", ["single", "ddp8", "fsdp8·tp2", "hsdp2x8", "zero1x8·tp4·pp12", "zero2x4·sp2"])
