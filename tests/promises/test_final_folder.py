@@ -24,10 +24,9 @@ def write_all(folder, models, strategies, split, processes):
     import duoka.store.final_folder as room
     from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
-    from duoka.parallel.mesh import build_mesh
     from duoka.runs.folder import RunFolder
     from duoka.train.main import read_inputs
-    from duoka.train.run import _agree_on_plan, build_engine
+    from duoka.train.run import build_run
 
     def never(*_):
         raise AssertionError("a whole tensor was gathered")
@@ -50,10 +49,10 @@ def write_all(folder, models, strategies, split, processes):
             run.make()
             inputs = read_inputs(loaded, run)
             world = world or start_world(loaded.config.parallel)
-            plan = _agree_on_plan(inputs, world, None, [])
-            mesh = build_mesh(plan.layout, world)
-            engine, _ = build_engine(inputs, plan, mesh)
-            lm, sources = engine.bare.lm, room.ResultSources(inputs.folder, inputs.folder)
+            built = build_run(inputs, world)
+            built.store.close()
+            plan, mesh = built.plan, built.mesh
+            lm, sources = built.contents.engine.bare.lm, room.ResultSources(inputs.folder, inputs.folder)
             written.clear()
             room.write_final(lm, mesh, lambda sources=sources: sources, run.final)
             whole = {id(p): p.numel() * torch.finfo(room.base_dtype(inputs.folder)).bits // 8 for p in lm.parameters()}

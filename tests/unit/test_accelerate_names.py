@@ -36,6 +36,14 @@ OUR_DEFAULTS = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def world_of_one():
+    """Ours makes one where DDP is asked for, for the life of a script; here other tests follow."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def test_every_name_of_theirs_is_here_or_refused_by_name():
     for place in ("accelerate", "accelerate.utils"):
         module = importlib.import_module(place)

@@ -253,7 +253,7 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
     [
         ({"learnin_rate": 1}, ("unknown key learnin_rate", "did you mean learning_rate")),
         ({"template": "qwen9"}, ("no template qwen9", "did you mean qwen")),
-        ({"stage": "ppo"}, ("stage ppo", "does not have yet")),
+        ({"stage": "ppo"}, ("stage: ppo", "does not have yet")),
         ({"stage": "stf"}, ("did you mean sft",)),
         ({"optim": "paged_adamw_8bit"}, ("moves its state to the host", "optim: adamw_8bit")),
         ({"use_adam_mini": True}, ("use_adam_mini true is refused",)),

@@ -103,13 +103,13 @@ def test_windows_are_tried_at_lengths_that_leave_them(monkeypatch):
     from duoka.model import attention
 
     def forgetful(*args, **kwargs):
-        return attention.attend(*args, **{name: value for name, value in kwargs.items() if name != forgotten})
+        return attention.attend(*args, **{name: value for name, value in kwargs.items() if name not in forgotten})
 
     try:
         AttentionInterface.register("duoka", forgetful)
-        forgotten = "sliding_window"
+        forgotten = ("sliding_window",)
         assert SelfTest(config).layout is None
-        forgotten = "cu_seq_lens_q"
+        forgotten = ("cu_seq_lens_q", "documents")
         assert SelfTest(config).layout == "padded"
     finally:
         right()

@@ -168,8 +168,8 @@ class LossModel(torch.nn.Module):
         labels: torch.Tensor,  # (rows, tokens), already shifted
         position_ids: torch.Tensor,  # (rows, tokens)
         boundaries: torch.Tensor | Documents | None = None,
-        answer: Answer = "loss",
         token_keys: torch.Tensor | None = None,  # (rows, tokens), what dropout is counted from
+        answer: Answer = "loss",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`loss`: (summed loss, correct target tokens); the second is counted in eval mode only.
 

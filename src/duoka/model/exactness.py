@@ -199,8 +199,8 @@ def choose_rows(config: RunConfig, folder: Path) -> RowChoice:
     what = f"documents of model type {tested.name} see each other when they are packed"
     if not math.isfinite(packed.error):
         what = f"model type {tested.name} cannot be packed"
-    if config.stage == "pretrain" or config.data.fixed_rows:
-        needs = "stage pretrain learns" if config.stage == "pretrain" else "data.fixed_rows makes"
+    if config.stage.kind.reads_text or config.data.fixed_rows:
+        needs = f"stage {config.stage.name} learns" if config.stage.kind.reads_text else "data.fixed_rows makes"
         raise ConfigError(
             f"{needs} rows that hold several documents, and {what}", where=found, fix="use another model",
         )  # fmt: skip
