@@ -33,7 +33,7 @@ demo: $(STAMP)  ## fine-tune a real 135M chat model, ask it before and after, ex
 # Two files at a time: what one waits for (a world that ends, a grace time) the other uses.
 test: $(STAMP)  ## all tests
 	@$(COMPILE)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of what holds
 	@DUOKA_TEST_GPUS=1 $(BIN)/python -m pytest tests/gpu
