@@ -13,7 +13,7 @@ from tiny import write_tiny_model
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.hub.base import model_fingerprint
-from duoka.hub.models import check_model, find_model, model_folder
+from duoka.hub.models import check_model, find_model, model_folder, resolve_tokenizer
 
 
 def config_of(name, **more):
@@ -141,3 +141,20 @@ def test_one_changed_matrix_gives_another_fingerprint(tmp_path, tiny_model):
     for name in tensors:
         save_file(tensors | {name: tensors[name] + 1}, weights, metadata={"format": "pt"})
         assert model_fingerprint(copied) != model_fingerprint(tiny_model), name
+
+
+def test_a_tokenizer_is_one_folder_wherever_it_is_named(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def resolve(name):
+        return resolve_tokenizer(config_of("m", tokenizer=name).model, tmp_path, tiny_model)
+
+    assert resolve(None) == tiny_model
+    shutil.copytree(tiny_model, tmp_path / "runs/tok/final")
+    assert resolve("runs/tok") == tmp_path / "runs/tok/final", "of a run, what it made"
+    write_snapshot(tmp_path / "hub", "org/tok", "abc", branch="main", model=tiny_model)
+    assert resolve("org/tok").name == "abc"
+    for name in ("org/not-there", "./no/folder"):
+        with pytest.raises(ConfigError, match=r"model\.tokenizer is"):
+            resolve(name)

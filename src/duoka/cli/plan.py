@@ -227,7 +227,7 @@ def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
 
 
 def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
-    from duoka.hub.models import fetch_config, find_model, tokenizer_of_new
+    from duoka.hub.models import fetch_config, find_model, local_tokenizer
     from duoka.hub.new_model import read_vocabulary
     from duoka.plan.shape import DEMO_FACTS, facts_of_new, read_facts
 
@@ -235,7 +235,7 @@ def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
     if source.is_demo:
         return dict(DEMO_FACTS)
     if source.is_new:
-        folder = tokenizer_of_new(model, base)
+        folder = local_tokenizer(model, base)
         return facts_of_new(model, _DEPTH_VOCABULARY if folder is None else read_vocabulary(folder))
     if source.folder is not None:
         return read_facts(source.folder)

@@ -31,7 +31,7 @@ from duoka.data.tokens.token_store import TokenPart, TokenStore, write_part
 from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, tokenize_pieces
 from duoka.data.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from duoka.errors import DataError, Fault, Faults, StorageError
-from duoka.hub.models import find_tokenizer_folder
+from duoka.hub.models import resolve_tokenizer
 from duoka.runs.cache import cache_folder, file_version, hold_lock, is_settled, make_folder
 from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds, parse_amount
@@ -133,15 +133,8 @@ def _with_stream(
 
 def read_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> ChatTokenizer:
     """The run's tokenizer: that of the model, unless the config names another."""
-    folder = find_tokenizer(config, base, model_folder)
+    folder = resolve_tokenizer(config.model, base, model_folder)
     return load_tokenizer(folder, config.model.template, trust_remote_code=config.model.trust_remote_code)
-
-
-def find_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> Path | str:
-    """The folder, or the Hub id, of the run's tokenizer."""
-    if config.model.tokenizer is None or config.model.depth is not None:
-        return model_folder  # a new model's folder begins with its tokenizer
-    return find_tokenizer_folder(config.model, base) or config.model.tokenizer
 
 
 def _build_report(

@@ -98,7 +98,7 @@ def _check_new(model: ModelConfig, base: Path) -> list[Fault]:
     """A new model has nothing of its own but sizes: the tokenizer must be there."""
     if not model.tokenizer:
         return []  # a rule's matter
-    folder = tokenizer_of_new(model, base)
+    folder = local_tokenizer(model, base)
     if folder is None and model.tokenizer == DEMO:
         return _check_demo("model.tokenizer")
     if folder is None and _is_hub_id(model.tokenizer):
@@ -112,9 +112,10 @@ def _check_new(model: ModelConfig, base: Path) -> list[Fault]:
     return [Fault(what, key="model.tokenizer", fix=_MAKE_TOKENIZER)]
 
 
-def tokenizer_of_new(model: ModelConfig, base: Path) -> Path | None:
-    """The folder with a new model's tokenizer, as far as it is on this machine; of a run, what it made."""
-    folder = find_tokenizer_folder(model, base)
+def local_tokenizer(model: ModelConfig, base: Path) -> Path | None:
+    """The folder that `model.tokenizer` names, as far as it is on this machine; of a run, what it made."""
+    given = given_path(model.tokenizer or "")
+    folder = next((place for place in (given, base / given) if model.tokenizer and is_folder(place)), None)
     if folder is not None:
         is_run = not _has_tokenizer(folder) and _has_tokenizer(folder / "final")
         return folder / "final" if is_run else folder
@@ -123,12 +124,6 @@ def tokenizer_of_new(model: ModelConfig, base: Path) -> Path | None:
 
 def _has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file()
-
-
-def find_tokenizer_folder(model: ModelConfig, base: Path) -> Path | None:
-    """The local folder that `model.tokenizer` names, from here or from the YAML's folder."""
-    given = given_path(model.tokenizer or "")
-    return next((place for place in (given, base / given) if model.tokenizer and is_folder(place)), None)
 
 
 def _check_dp(config: RunConfig, folder: Path) -> list[Fault]:
@@ -192,15 +187,24 @@ def model_folder(model: ModelConfig, base: Path, say: Callable[[str], None] = la
     if source.is_demo:
         return _demo_folder(say)
     if source.is_new:
-        return new_model_folder(model, _tokenizer_folder(model, base, say), say)
+        return new_model_folder(model, _named_tokenizer(model, base, say), say)
     assert source.hub_id is not None
     cached = _cached_hub_folder(source.hub_id, model.revision, _is_whole)
     return cached or _fetch_hub_folder("model.name", source.hub_id, model, say)
 
 
-def _tokenizer_folder(model: ModelConfig, base: Path, say: Callable[[str], None]) -> Path:
-    """A local folder with a new model's tokenizer; made or fetched once, then reused."""
-    folder = tokenizer_of_new(model, base)
+def resolve_tokenizer(
+    model: ModelConfig, base: Path, model_folder: Path, say: Callable[[str], None] = lambda text: None
+) -> Path:
+    """The local folder of a run's tokenizer: its model's, unless the config names another; fetched once."""
+    if model.tokenizer is None or model.depth is not None:
+        return model_folder  # a new model's folder begins with its tokenizer
+    return _named_tokenizer(model, base, say)
+
+
+def _named_tokenizer(model: ModelConfig, base: Path, say: Callable[[str], None]) -> Path:
+    """A local folder with the tokenizer that `model.tokenizer` names; made or fetched once, then reused."""
+    folder = local_tokenizer(model, base)
     if folder is None and model.tokenizer == DEMO:
         return _demo_folder(say)
     if folder is None and model.tokenizer is not None and _is_hub_id(model.tokenizer):
@@ -282,7 +286,7 @@ def _fetch_hub_folder(key: str, hub_id: str, model: ModelConfig, say: Callable[[
     revision, patterns = None, list(TOKENIZER_FILES)
     if key == "model.name":
         revision, patterns = model.revision, ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-        patterns += ["*.py"] if model.trust_remote_code else []
+    patterns += ["*.py"] if model.trust_remote_code else []
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from duoka.comm.world import World, end_world, start_world
 from duoka.config.loaded import Loaded
-from duoka.data.prepare import find_tokenizer, prepare_data
+from duoka.data.prepare import prepare_data
 from duoka.errors import StoppedEarly
-from duoka.hub.models import model_folder
+from duoka.hub.models import model_folder, resolve_tokenizer
 from duoka.model.lora import count_parameters
 from duoka.optim.build import describe_optimizer
 from duoka.process.environ import read_rank_environment
@@ -107,5 +106,5 @@ def _result_sources(inputs: Inputs) -> ResultSources:
     """The tokenizer and the template that training used."""
     tokenizer = inputs.tokenizer()
     template = tokenizer.template if tokenizer.template_name != "model" else None
-    folder = find_tokenizer(inputs.config, inputs.loaded.base, inputs.folder)
-    return ResultSources(inputs.folder, folder if isinstance(folder, Path) else inputs.folder, template)
+    folder = resolve_tokenizer(inputs.config.model, inputs.loaded.base, inputs.folder)
+    return ResultSources(inputs.folder, folder, template)

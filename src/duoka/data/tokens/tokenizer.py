@@ -185,14 +185,13 @@ class ChatTokenizer:
         return text
 
 
-def load_tokenizer(folder: Path | str, template: str = "auto", *, trust_remote_code: bool = False) -> ChatTokenizer:
+def load_tokenizer(folder: Path, template: str = "auto", *, trust_remote_code: bool = False) -> ChatTokenizer:
     """The tokenizer in a model's folder. Raises ConfigError when it, or the template's name, is none."""
-    path = Path(folder)
-    config = _read_json(path / "tokenizer_config.json")
-    file = path / "tokenizer.json"
+    config = _read_json(folder / "tokenizer_config.json")
+    file = folder / "tokenizer.json"
     if file.is_file():
-        backend, special = _read_backend(file), _special_tokens(path, config)
-        own = _own_templates(path, config)
+        backend, special = _read_backend(file), _special_tokens(folder, config)
+        own = _own_templates(folder, config)
         if not _knows(backend, config):
             backend, special, own = _load_with_transformers(folder, trust_remote_code)
     else:
@@ -267,9 +266,7 @@ def _knows(backend: Tokenizer, config: Mapping[str, Any]) -> bool:
     return all(backend.token_to_id(token["content"]) == int(number) for number, token in added.items())
 
 
-def _load_with_transformers(
-    folder: Path | str, trust_remote_code: bool
-) -> tuple[Tokenizer, dict[str, str], dict[str, str]]:
+def _load_with_transformers(folder: Path, trust_remote_code: bool) -> tuple[Tokenizer, dict[str, str], dict[str, str]]:
     """For folders and Hub ids without a complete tokenizer.json. Slow: this imports torch."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
