@@ -319,7 +319,7 @@ def test_averages_of_others_are_refused_by_name(stages):
         optimizer = build_optimizer(named, config.optim)
         contents = SimpleNamespace(optimizer=optimizer, engine=SimpleNamespace(named_trainable=lambda: named))
         with pytest.raises(ConfigError) as caught:
-            take_over_state(config, RunFolder(stages / "new"), stages, World(), contents, print)
+            take_over_state(config.optim, RunFolder(stages / "new"), stages, World(), contents, print)
         return str(caught.value)
 
     other = refusal("one", "optim.name=lamb", "optim.adamw_lr=null")

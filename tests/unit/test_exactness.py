@@ -41,7 +41,7 @@ def test_a_llama_is_packed_with_our_head(tmp_path, fresh):
     rows = choose_rows(run_config(folder), folder)
     assert rows.packing and not rows.notes
     assert rows.applied_to(run_config(folder)).data.packing is True
-    assert not needs_own_logits(run_config(folder), folder, packing=True)
+    assert not needs_own_logits(run_config(folder).model, folder, packing=True)
 
 
 def test_layers_that_drop_the_borders_are_padded_with_a_note(tmp_path, fresh):
@@ -89,7 +89,7 @@ def test_what_is_exact_in_no_way_is_refused(tmp_path, fresh, model_type):
 def test_a_head_of_more_than_a_matrix_leaves_the_loss_to_the_models_logits(tmp_path, fresh):
     folder = config_folder(tmp_path, "modernbert-decoder")
     assert choose_rows(run_config(folder), folder).packing
-    assert needs_own_logits(run_config(folder), folder, packing=True)
+    assert needs_own_logits(run_config(folder).model, folder, packing=True)
 
 
 def test_windows_are_tried_at_lengths_that_leave_them(monkeypatch):

@@ -112,7 +112,7 @@ def test_a_pair_is_one_sample_with_both_answers_as_targets(
     prepared: Any, tiny_tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     store = prepared([{"prompt": "q", "chosen": "good", "rejected": "worse"}]).train
-    tokenizer = read_tokenizer(prepared.config, tmp_path, tiny_tokenizer_folder)
+    tokenizer = read_tokenizer(prepared.config.model, tmp_path, tiny_tokenizer_folder)
     sample, cut = store.sample(0), int(store.marks[0])
     parts = [
         Sample(sample.input_ids[:cut], sample.is_target[:cut]),
@@ -131,7 +131,7 @@ def test_a_label_is_kept_beside_its_sample(prepared: Any) -> None:
 
 def test_a_prompt_ends_where_the_assistant_begins(prepared: Any, tiny_tokenizer_folder: Path, tmp_path: Path) -> None:
     store = prepared([{"prompt": "q"}]).train
-    tokenizer = read_tokenizer(prepared.config, tmp_path, tiny_tokenizer_folder)
+    tokenizer = read_tokenizer(prepared.config.model, tmp_path, tiny_tokenizer_folder)
     assert tokenizer.decode(store.sample(0).input_ids.tolist()).endswith("<|im_start|>assistant\n")
     assert store.sample(0).num_targets == 0
 

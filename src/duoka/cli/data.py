@@ -41,7 +41,7 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
         _say(f"note: duoka train would refuse it: {fault.what}")
     folder = model_folder(loaded.config.model, loaded.base, _say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=_say)
-    tokenizer = read_tokenizer(loaded.config, loaded.base, folder)
+    tokenizer = read_tokenizer(loaded.config.model, loaded.base, folder)
     shown = [_look_at(prepared, place, tokenizer) for place in _places(prepared.num_shown, samples)]
     if html is not None:
         write_text_atomic(Path(html), build_page(prepared.report, shown, f"Data of {Path(config).name}"))

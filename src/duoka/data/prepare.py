@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from duoka.config.schema import DataConfig, RunConfig
+from duoka.config.schema import DataConfig, ModelConfig, RunConfig, StageConfig
 from duoka.data.feed.epoch_plan import EpochPlan
 from duoka.data.feed.stream_source import StreamSource, build_source
 from duoka.data.feed.text_rows import TextRows, as_samples
@@ -85,7 +85,7 @@ def prepare_data(
 ) -> PreparedData:
     """Token stores for a config. Raises Faults (wrong records), DataError (nothing left), StorageError."""
     sets = find_sets(config, base)
-    tokenizer = read_tokenizer(config, base, model_folder)
+    tokenizer = read_tokenizer(config.model, base, model_folder)
     streamed = [found for found in sets if config.data.stream and found.split == "train"]
     kept = [found for found in sets if found not in streamed]
     prepared = [_prepare_set(found, config.data, tokenizer, say) for found in kept]
@@ -99,11 +99,11 @@ def prepare_data(
     held_out = [found for found in kept if found.split == "eval"] or kept
     evaluation = as_samples(mixture.eval, held_out, config.data.max_length) if mixture.eval else None
     report = _build_report(mixture, train, evaluation, reports, notes, tokenizer, config)
-    return PreparedData(train, evaluation, report, tokenizer.pad_id, _text_bytes(config, tokenizer))
+    return PreparedData(train, evaluation, report, tokenizer.pad_id, _text_bytes(config.stage, tokenizer))
 
 
-def _text_bytes(config: RunConfig, tokenizer: ChatTokenizer) -> np.ndarray | None:
-    return tokenizer.text_bytes if config.stage.kind.reads_text else None
+def _text_bytes(stage: StageConfig, tokenizer: ChatTokenizer) -> np.ndarray | None:
+    return tokenizer.text_bytes if stage.kind.reads_text else None
 
 
 def _with_stream(
@@ -128,13 +128,13 @@ def _with_stream(
         row_tokens=config.data.max_length,
         notes=notes,
     )
-    return PreparedData(source, evaluation, report, tokenizer.pad_id, _text_bytes(config, tokenizer))
+    return PreparedData(source, evaluation, report, tokenizer.pad_id, _text_bytes(config.stage, tokenizer))
 
 
-def read_tokenizer(config: RunConfig, base: Path, model_folder: Path) -> ChatTokenizer:
+def read_tokenizer(model: ModelConfig, base: Path, model_folder: Path) -> ChatTokenizer:
     """The run's tokenizer: that of the model, unless the config names another."""
-    folder = resolve_tokenizer(config.model, base, model_folder)
-    return load_tokenizer(folder, config.model.template, trust_remote_code=config.model.trust_remote_code)
+    folder = resolve_tokenizer(model, base, model_folder)
+    return load_tokenizer(folder, model.template, trust_remote_code=model.trust_remote_code)
 
 
 def _build_report(

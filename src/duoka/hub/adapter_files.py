@@ -19,7 +19,7 @@ from duoka.config.adapters import (
     named_adapters,
     read_adapter,
 )
-from duoka.config.schema import LoraConfig, RunConfig
+from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError, Fault
 from duoka.hub.base import other_base, read_base
 from duoka.plan.shape import ModelShape, adapted_linears, demo_shape, read_shape
@@ -52,20 +52,20 @@ def read_shapes(folder: Path) -> Shapes:
     return shapes
 
 
-def check_fit(config: RunConfig, base: Path, folder: Path | None) -> list[Fault]:
+def check_fit(lora: LoraConfig | None, base: Path, folder: Path | None) -> list[Fault]:
     """Faults of adapters that do not belong beside the model in `folder`, by default the demo."""
     faults: list[Fault] = []
-    if not named_adapters(config.lora):
+    if not named_adapters(lora):
         return faults
     shape = demo_shape() if folder is None else read_shape(folder)
-    for key, name in named_adapters(config.lora):
+    for key, name in named_adapters(lora):
         try:
             facts = read_adapter(name, base, key)
             for what, fix in _misfits(facts, shape, is_merged=key.startswith("lora.merge")):
                 faults.append(Fault(f"{key} is {name!r}, {what}", key=key, fix=fix))
         except ConfigError as error:
             faults.append(Fault(error.what, key=key, fix=error.fix or ""))
-    return faults or check_counted_once(named_adapters(config.lora), base)
+    return faults or check_counted_once(named_adapters(lora), base)
 
 
 def note_other_bases(lora: LoraConfig | None, base: Path, folder: Path) -> list[str]:

@@ -19,7 +19,7 @@ from urllib.request import getproxies
 
 from duoka.config.adapters import check_adapters
 from duoka.config.paths import given_path, is_folder, is_there
-from duoka.config.schema import ModelConfig, RunConfig
+from duoka.config.schema import ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError, Fault
 from duoka.hub.adapter_files import check_fit
 from duoka.hub.new_model import TOKENIZER_FILES, new_model_folder
@@ -75,16 +75,16 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
     if source.is_new:
         return _check_new(config.model, base)
     if source.is_demo:
-        return _check_demo("model.name") or check_fit(config, base, None)
+        return _check_demo("model.name") or check_fit(config.lora, base, None)
     if source.hub_id is not None:
         cached = _cached_hub_folder(source.hub_id, config.model.revision, _is_whole)
         if cached is not None:
-            return check_fit(config, base, cached)
+            return check_fit(config.lora, base, cached)
         return _check_hub("model.name", source.hub_id, _WRITE) or check_adapters(config, base)
     if source.folder is None:
         return []
-    faults = _check_folder(source.folder) or _check_dp(config, source.folder)
-    return faults or check_fit(config, base, source.folder)
+    faults = _check_folder(source.folder) or _check_dp(config.parallel, source.folder)
+    return faults or check_fit(config.lora, base, source.folder)
 
 
 def _check_demo(key: str) -> list[Fault]:
@@ -126,10 +126,10 @@ def _has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file()
 
 
-def _check_dp(config: RunConfig, folder: Path) -> list[Fault]:
+def _check_dp(parallel: ParallelConfig, folder: Path) -> list[Fault]:
     """DataParallel copies the weights to each GPU anew, which packed low-bit weights do not survive."""
     facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config.parallel.strategy != "dp" or "quantization_config" not in facts:
+    if parallel.strategy != "dp" or "quantization_config" not in facts:
         return []
     how = facts["quantization_config"]
     method = how.get("quant_method", "low-bit") if isinstance(how, dict) else "low-bit"

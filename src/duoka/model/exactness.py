@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 
-from duoka.config.schema import RunConfig
+from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.model.attention import NAME, register_attention, register_watched_attention
 from duoka.model.build import LossModel, quiet_loading
@@ -211,9 +211,9 @@ def choose_rows(config: RunConfig, folder: Path) -> RowChoice:
     return RowChoice(False, (f"padded rows, not packed ones: {what} ({packed.sentence()})",))
 
 
-def needs_own_logits(config: RunConfig, folder: Path, packing: bool) -> bool:
+def needs_own_logits(model: ModelConfig, folder: Path, packing: bool) -> bool:
     """Whether the loss takes the model's own logits, because our head is not all that it does after its layers."""
-    tested = check_architecture(folder, trust_remote_code=config.model.trust_remote_code)
+    tested = check_architecture(folder, trust_remote_code=model.trust_remote_code)
     return tested.trial("packed" if packing else "padded").own_logits
 
 

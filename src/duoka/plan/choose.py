@@ -13,7 +13,7 @@ from typing import cast
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES, WHOLE_WEIGHT_OPTIMIZERS
 from duoka.config.rules_parallel import ddp_settings
-from duoka.config.schema import RunConfig
+from duoka.config.schema import DataConfig, RunConfig, TrainConfig
 from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
 from duoka.plan.hardware import Machine
@@ -119,7 +119,7 @@ def choose_layout(
     layout = Layout(
         dp=world_size,
         strategy="single" if world_size == 1 else "ddp",
-        precision=_choose_precision(config, machine, reasons, warnings),
+        precision=_choose_precision(config.train, machine, reasons, warnings),
         micro=Amount(config.data.max_length, "tokens"),
         packing=config.data.packs,
         offload=config.parallel.offload,
@@ -134,11 +134,11 @@ def choose_layout(
         warnings.append(_why_not_dp(machine))
     if given is None:
         layout = _with_strategy(config, task, layout, available_bytes, local_size or world_size, reasons)
-    smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
-    layout = replace(layout, recompute=_choose_recompute(config, task, smallest, available_bytes, reasons))
+    smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
+    layout = replace(layout, recompute=_choose_recompute(config.train, task, smallest, available_bytes, reasons))
     if config.train.micro_batch != "auto":
-        return Choice(_with_given_micro(layout, config), reasons, tuple(warnings))
-    layout = _choose_micro(config, task, layout, machine, available_bytes, reasons)
+        return Choice(_with_given_micro(layout, config.train), reasons, tuple(warnings))
+    layout = _choose_micro(config.data, task, layout, machine, available_bytes, reasons)
     return Choice(layout, reasons, tuple(warnings))
 
 
@@ -174,7 +174,7 @@ def _with_strategy(
     if size == 1:
         reasons["parallel.strategy"] = "single: one process"
         return layout
-    smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config)
+    smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
     need = memory_of(task, smallest).peak_bytes
     # Packed weights are not cut either.
     is_whole = config.optim.name in WHOLE_WEIGHT_OPTIMIZERS or config.model.quantization != "none"
@@ -194,8 +194,8 @@ def _with_strategy(
     return replace(layout, strategy="fsdp", shard=size)
 
 
-def _choose_precision(config: RunConfig, machine: Machine, reasons: dict[str, str], warnings: list[str]) -> Precision:
-    asked = config.train.precision
+def _choose_precision(train: TrainConfig, machine: Machine, reasons: dict[str, str], warnings: list[str]) -> Precision:
+    asked = train.precision
     if asked == "auto":
         chosen = "bf16" if machine.has_native_bf16 else "fp32"
         reasons["train.precision"] = f"{chosen}: {machine.bf16_reason}"
@@ -205,19 +205,19 @@ def _choose_precision(config: RunConfig, machine: Machine, reasons: dict[str, st
     return asked
 
 
-def _with_given_micro(layout: Layout, config: RunConfig) -> Layout:
-    return replace(layout, micro=parse_amount(config.train.micro_batch))
+def _with_given_micro(layout: Layout, train: TrainConfig) -> Layout:
+    return replace(layout, micro=parse_amount(train.micro_batch))
 
 
 def _choose_recompute(
-    config: RunConfig,
+    train: TrainConfig,
     task: Task,
     layout: Layout,
     available_bytes: int,
     reasons: dict[str, str],
 ) -> Recompute:
     """`layout` has the smallest micro-batch that may be chosen: recomputing is the dearer way to save memory."""
-    asked = config.train.recompute
+    asked = train.recompute
     if asked != "auto":
         return asked
     need = memory_of(task, layout).peak_bytes
@@ -231,7 +231,7 @@ def _choose_recompute(
 
 
 def _choose_micro(
-    config: RunConfig,
+    data: DataConfig,
     task: Task,
     layout: Layout,
     machine: Machine,
@@ -239,7 +239,7 @@ def _choose_micro(
     reasons: dict[str, str],
 ) -> Layout:
     cap = GPU_TOKENS if machine.device == "cuda" else CPU_TOKENS
-    longest = config.data.max_length
+    longest = data.max_length
     for tokens in _ladder(cap, longest):
         rung = replace(layout, micro=Amount(tokens, "tokens"))
         memory = memory_of(task, rung)

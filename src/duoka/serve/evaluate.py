@@ -104,7 +104,7 @@ def read_eval_data(
     if precision != "auto":
         config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
     prepared = prepare_data(config, trained.config_base, trained.base, say=say)
-    pad_id = read_tokenizer(config, trained.config_base, trained.base).pad_id
+    pad_id = read_tokenizer(config.model, trained.config_base, trained.base).pad_id
     lengths = lengths_of(prepared, config)
     if names:
         assert not isinstance(prepared.train, StreamSource), "names are tokenized ahead"
@@ -161,7 +161,7 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
         max_length=data.config.data.max_length, pad_id=data.pad_id,
     )  # fmt: skip
     sizes = None if data.text_bytes is None else torch.from_numpy(data.text_bytes)
-    own_logits = needs_own_logits(data.config, trained.base, layout.packing)
+    own_logits = needs_own_logits(data.config.model, trained.base, layout.packing)
     model = LossModel(lm, own_logits=own_logits).to(world.device)
     measured = measure_loss(model, batches, world, layout.precision, token_bytes=sizes)
     assert measured is not None  # nobody is asked whether to stop

@@ -281,7 +281,7 @@ def load_chat_tokenizer(trained: Trained) -> ChatTokenizer:
 
     if trained.config is None:
         return load_tokenizer(trained.tokenizer_folder, trained.template)
-    return read_tokenizer(trained.config, trained.config_base, trained.base)
+    return read_tokenizer(trained.config.model, trained.config_base, trained.base)
 
 
 def describe(trained: Trained) -> str:

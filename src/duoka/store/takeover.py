@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from duoka.comm.world import World
-from duoka.config.schema import RunConfig
+from duoka.config.schema import OptimConfig
 from duoka.errors import ConfigError, StorageError
 from duoka.optim.build import optimizer_tensors
 from duoka.runs.folder import RunFolder
@@ -27,15 +27,15 @@ _AGAIN = "delete optim.state: the optimizer begins with empty state"
 _MOST_SHOWN = 3
 
 
-def take_over_state(config: RunConfig, run: RunFolder, base: Path, world: World, contents: Contents, say: Say) -> None:
+def take_over_state(optim: OptimConfig, run: RunFolder, base: Path, world: World, contents: Contents, say: Say) -> None:
     """Fill the optimizer with the state (moments, momentum) that `optim.state` names."""
-    assert config.optim.state
-    asked = config.optim.state
+    assert optim.state
+    asked = optim.state
     folder = _find(asked, run, base, world, say)
     before = config_of(folder).optim.name
-    if before != config.optim.name:
+    if before != optim.name:
         raise ConfigError(
-            f"optim.state is {asked!r}, which was trained by {before}; optim.name is {config.optim.name} here, and "
+            f"optim.state is {asked!r}, which was trained by {before}; optim.name is {optim.name} here, and "
             "its optimizer state is incompatible",
             fix=f"write   name: {before}   or {_AGAIN}",
         )

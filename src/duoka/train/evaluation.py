@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from duoka.config.schema import RunConfig
+from duoka.config.schema import DataConfig
 from duoka.data.feed.loader import eval_batches
 from duoka.data.prepare import PreparedData
 from duoka.parallel.engine import Engine
@@ -15,7 +15,7 @@ from duoka.plan.layout import Layout
 
 
 def build_evaluation(
-    prepared: PreparedData, config: RunConfig, layout: Layout, engine: Engine
+    prepared: PreparedData, data: DataConfig, layout: Layout, engine: Engine
 ) -> Callable[[Callable[[], bool]], Measured | None] | None:
     """None where there is nothing to evaluate on. The function returns None when a rank was asked to stop."""
     store, text_bytes, mesh = prepared.eval, prepared.text_bytes, engine.mesh
@@ -26,7 +26,7 @@ def build_evaluation(
     def evaluate(is_stopped: Callable[[], bool]) -> Measured | None:
         batches = eval_batches(
             store, rank=mesh.data.rank, num_ranks=mesh.data.size, micro=layout.micro, packing=layout.packing,
-            max_length=config.data.max_length, pad_id=prepared.pad_id,
+            max_length=data.max_length, pad_id=prepared.pad_id,
         )  # fmt: skip
 
         def all_are_stopped() -> bool:

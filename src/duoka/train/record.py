@@ -16,7 +16,7 @@ import torch
 
 from duoka.comm.ledger import sent_bytes
 from duoka.comm.world import World
-from duoka.config.schema import RunConfig
+from duoka.config.schema import LogConfig, RunConfig
 from duoka.plan.yardstick import Yardstick
 from duoka.process.lifeline import launcher_speaks
 from duoka.runs.events import EventWriter, rank_log
@@ -49,7 +49,7 @@ class Recorder:
         self.world = world
         self.total_steps = total_steps
         self._rank_events = EventWriter(rank_log(run, world.rank))
-        self._sinks = Sinks(_build_sinks(config) if world.is_main else (), warn=self._warn)
+        self._sinks = Sinks(_build_sinks(config.log) if world.is_main else (), warn=self._warn)
         self._facts = RunFacts(
             run.path.resolve().name, run.path, total_steps, first_step, world.size, config.model_dump(mode="json"),
             goes_on=True,
@@ -158,10 +158,10 @@ class Recorder:
         self._sinks.close()
 
 
-def _build_sinks(config: RunConfig) -> list[Sink]:
+def _build_sinks(log: LogConfig) -> list[Sink]:
     """In the order in which they hear; the screen last to be closed but one, for it shows the others' trouble."""
-    own: list[Sink] = [EventLog(), Console(config.log.every), StatusFiles()]
-    return [*own, *(build_sink(name) for name in config.log.to)]
+    own: list[Sink] = [EventLog(), Console(log.every), StatusFiles()]
+    return [*own, *(build_sink(name) for name in log.to)]
 
 
 def peak_memory_bytes() -> int:

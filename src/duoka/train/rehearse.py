@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from duoka.comm.world import World
-from duoka.config.schema import RunConfig
+from duoka.config.schema import TrainConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.errors import DoesNotFit
 from duoka.optim.build import optimizer_tensors
@@ -22,9 +22,9 @@ from duoka.train.step import StepResult
 from duoka.units import format_bytes
 
 
-def is_asked(config: RunConfig, world: World) -> bool:
+def is_asked(train: TrainConfig, world: World) -> bool:
     """`auto`: where memory is a card's own. Host memory is shared, and swaps before it ends."""
-    return config.train.rehearse is True or (config.train.rehearse == "auto" and world.device.type == "cuda")
+    return train.rehearse is True or (train.rehearse == "auto" and world.device.type == "cuda")
 
 
 def rehearse_largest(

@@ -79,7 +79,7 @@ class Inputs:
         return self.loaded.config
 
     def tokenizer(self) -> ChatTokenizer:
-        return read_tokenizer(self.config, self.loaded.base, self.folder)
+        return read_tokenizer(self.config.model, self.loaded.base, self.folder)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Run:
         record.start(contents.state, world_size=self.world.size, layout=plan.layout.to_json())
         for note in self.notes:
             record.event("warning", step=contents.state.step, text=note)
-        self.evaluate = build_evaluation(inputs.prepared, config, plan.layout, engine)
+        self.evaluate = build_evaluation(inputs.prepared, config.data, plan.layout, engine)
         self.saver = Saver(self.store, contents, self.settings, record, self.world)
         self.guard = MemoryGuard(config, plan, record, self.feed)
         self.nonfinite = NonFinite(config.faults.nonfinite, self.saver, record)
@@ -134,7 +134,7 @@ class Run:
             Sampler(engine, plan.layout, record, prompts),
             GarbageCollection(),
         ))  # fmt: skip
-        if is_asked(config, self.world):
+        if is_asked(config.train, self.world):
             rehearse_largest(engine, contents.optimizer, self.stage, self.guard)
 
 
@@ -225,7 +225,7 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     roles = assign_roles(lm, core, find_layers(core))
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     matrices = whole if config.optim.name == "muon" else ()
-    own_logits = needs_own_logits(config, inputs.folder, plan.layout.packing)
+    own_logits = needs_own_logits(config.model, inputs.folder, plan.layout.packing)
     model = stage.wrap(lm, own_logits=own_logits)
     return parallelize(model, plan.layout, config.parallel, mesh, source, matrices), roles
 
@@ -254,4 +254,4 @@ def _go_on(inputs: Inputs, found: Path | None, store: CheckpointStore, contents:
         store.load(found, contents)
         contents.engine.resumed()
     elif inputs.config.optim.state is not None:
-        take_over_state(inputs.config, inputs.run, inputs.loaded.base, store.world, contents, notes.append)
+        take_over_state(inputs.config.optim, inputs.run, inputs.loaded.base, store.world, contents, notes.append)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from duoka.comm.world import World
-from duoka.config.schema import RunConfig
+from duoka.config.schema import LogConfig, RunConfig
 from duoka.data.prepare import PreparedData
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.build import LossModel
@@ -65,11 +65,11 @@ def read_prompts(
     if not config.log.samples or prepared.eval is None:
         return None
     tokenizer = read_tokenizer()
-    return Prompts(_find_prompts(prepared, config, tokenizer), tokenizer)
+    return Prompts(_find_prompts(prepared, config.log, tokenizer), tokenizer)
 
 
-def _find_prompts(prepared: PreparedData, config: RunConfig, tokenizer: ChatTokenizer) -> list[list[int]]:
-    asked, rows = config.log.samples, prepared.eval
+def _find_prompts(prepared: PreparedData, log: LogConfig, tokenizer: ChatTokenizer) -> list[list[int]]:
+    asked, rows = log.samples, prepared.eval
     assert rows is not None
     if isinstance(asked, tuple):
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]

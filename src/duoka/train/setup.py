@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from duoka import __version__
 from duoka.config.derive import rules_kept
-from duoka.config.schema import LoraConfig, RunConfig
+from duoka.config.schema import LoraConfig, RunConfig, TrainConfig
 from duoka.errors import ConfigError
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.plan.layout import Layout
@@ -129,21 +129,21 @@ def keep_choices(plan: Plan, config: RunConfig, found: Path | None, short: tuple
     `short`: what a micro-batch may hold at most since memory was short in this run, and with how many tokens it was.
     """
     if found is not None:
-        plan = _as_before(plan, config, found)
+        plan = _as_before(plan, config.train, found)
     micro = plan.layout.micro
     if short is None or config.train.micro_batch != "auto" or micro.count <= short[0]:
         return plan
     return plan_with_less(plan, *short)
 
 
-def _as_before(plan: Plan, config: RunConfig, found: Path) -> Plan:
+def _as_before(plan: Plan, train: TrainConfig, found: Path) -> Plan:
     before = Layout.from_json(read_manifest(found).layout)
     kept: dict[str, Any] = {}
-    if config.train.precision == "auto":
+    if train.precision == "auto":
         kept["precision"] = before.precision
     if before.dp == plan.layout.dp:
-        kept |= {"micro": before.micro} if config.train.micro_batch == "auto" else {}
-        kept |= {"recompute": before.recompute} if config.train.recompute == "auto" else {}
+        kept |= {"micro": before.micro} if train.micro_batch == "auto" else {}
+        kept |= {"recompute": before.recompute} if train.recompute == "auto" else {}
     return replace(plan, layout=replace(plan.layout, **kept))
 
 

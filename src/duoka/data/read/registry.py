@@ -53,20 +53,20 @@ def check_data(config: RunConfig, base: Path) -> list[Fault]:
             better = "".join(f", or write   stage: {name}" for name in stages_that_read(found.form.kind)[:1])
             fix = f"name another set{better}"
             faults.append(Fault(what, key=f"data.{found.split}", file=str(found.files[0]), fix=fix))
-    return faults + _check_content(config, [found for found in sets if found.form.kind in known])
+    return faults + _check_content(config.data, [found for found in sets if found.form.kind in known])
 
 
 def check_sets(config: RunConfig, base: Path) -> list[Fault]:
     """Faults of data sets and their records, as far as reading for half a second goes; the first ten records."""
     sets, faults = _find(config, base)
-    return faults + _check_content(config, sets)
+    return faults + _check_content(config.data, sets)
 
 
-def _check_content(config: RunConfig, sets: list[ResolvedSet]) -> list[Fault]:
-    faults = _check_weights(config.data)
-    if config.data.on_bad == "error":
+def _check_content(data: DataConfig, sets: list[ResolvedSet]) -> list[Fault]:
+    faults = _check_weights(data)
+    if data.on_bad == "error":
         ends = time.monotonic() + _CHECK_S
-        for fault in (fault for found in sets for fault in check_records(found, config.data.max_length, ends)):
+        for fault in (fault for found in sets for fault in check_records(found, data.max_length, ends)):
             faults.append(fault)
             if len(faults) >= MOST_FAULTS:
                 break
