@@ -27,7 +27,7 @@ from duoka.cluster.launch import (
 )
 from duoka.cluster.meeting import Rules
 from duoka.cluster.passthrough import PlainCopy
-from duoka.cluster.ranks import Place, Ranks, node_environment
+from duoka.cluster.ranks import RankPlace, Ranks, node_environment
 from duoka.cluster.verdict import Kind, Verdict, failed
 from duoka.errors import ConfigError, DataError, DoesNotFit, StorageError
 from duoka.process.environ import RankEnvironment
@@ -171,7 +171,7 @@ def test_every_rank_gets_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     start = {**os.environ, "NNODES": "2"}
     env = start if nodes == 1 else node_environment(2, start)
     monkeypatch.chdir(tmp_path)
-    ranks = Ranks(Place(nodes - 1, nodes, 2, "10.0.0.1", 1234), [sys.executable, "-c", script], env)
+    ranks = Ranks(RankPlace(nodes - 1, nodes, 2, "10.0.0.1", 1234), [sys.executable, "-c", script], env)
     try:
         while ranks.look():
             time.sleep(0.02)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from duoka.data.prepare import prepare_data
-from duoka.data.read.records import Piece, Record, check_file, find_pieces, read_piece
+from duoka.data.read.records import FilePiece, Record, check_file, find_pieces, read_piece
 from duoka.data.read.registry import check_sets
 from duoka.errors import Fault
 
@@ -57,7 +57,7 @@ def read_all(path: Path, piece_bytes: int) -> list[Any]:
     return [
         record.value if isinstance(record, Record) else record
         for piece in pieces
-        for record in (read_piece(piece) if isinstance(piece, Piece) else [piece])
+        for record in (read_piece(piece) if isinstance(piece, FilePiece) else [piece])
     ]
 
 
@@ -79,7 +79,7 @@ def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str, pi
 def test_pieces_can_be_read_in_any_order(tmp_path: Path, name: str) -> None:
     """Each process reads some of them; what it read before must not matter."""
     path = write_records(tmp_path / name, TRICKY)
-    pieces = [piece for piece in find_pieces(path, 100) if isinstance(piece, Piece)]
+    pieces = [piece for piece in find_pieces(path, 100) if isinstance(piece, FilePiece)]
     assert len(pieces) > 2
     forward = [[record.value for record in read_piece(piece) if isinstance(record, Record)] for piece in pieces]
     for order in (list(range(len(pieces)))[::-1], list(range(0, len(pieces), 2)), [1, 0, 1]):

@@ -11,7 +11,7 @@ import pytest
 from data_kit import alpaca_record, config_for, messages_record, sharegpt_record, simple_records, write_jsonl
 
 from duoka.data.read.record_kinds import read_record
-from duoka.data.read.records import Piece, Record, find_pieces, read_piece
+from duoka.data.read.records import FilePiece, Record, find_pieces, read_piece
 from duoka.data.read.registry import ResolvedSet, check_data, find_sets, registered_sets
 from duoka.errors import Fault, Faults
 
@@ -21,7 +21,7 @@ TUTORIAL_BLOCK = guides.ENTRY.replace('"user",\n', '"user", \n')
 
 def read_all(found: ResolvedSet) -> list[Any]:
     pieces = [piece for path in found.files for piece in find_pieces(path, 100)]
-    records = [record for piece in pieces if isinstance(piece, Piece) for record in read_piece(piece)]
+    records = [record for piece in pieces if isinstance(piece, FilePiece) for record in read_piece(piece)]
     return [read_record(record.value, found.form) for record in records if isinstance(record, Record)]
 
 
@@ -114,7 +114,7 @@ def test_pieces_hold_every_record_once_with_its_line(tmp_path: Path, piece_bytes
         path = tmp_path / name
         lines = path.read_text(encoding="utf-8").splitlines()
         pieces = find_pieces(path, piece_bytes)
-        read = [record for piece in pieces if isinstance(piece, Piece) for record in read_piece(piece)]
+        read = [record for piece in pieces if isinstance(piece, FilePiece) for record in read_piece(piece)]
         assert [record.value for record in read if isinstance(record, Record)] == records
         assert all(lines[record.line - 1].strip().startswith("{") for record in read)
 

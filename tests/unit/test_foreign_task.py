@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tiny import write_conversations
 
 from duoka.cli import cli
-from duoka.cli.chat import Given, choose_sampling
+from duoka.cli.chat import ChatOptions, choose_sampling
 from duoka.config.foreign_task import read_asked
 from duoka.errors import ConfigError, Faults
 from duoka.serve.predict import Prediction, bleu, rouge_l, rouge_n, score
@@ -84,13 +84,13 @@ def test_what_would_change_the_answer_is_refused(purpose: Any, keys: dict[str, A
 def test_flags_come_before_the_file_and_the_file_before_what_is_usual() -> None:
     asked = read_asked(write(model_name_or_path="m", temperature=0.3, top_p=0.5, seed=4), "chat")
     assert asked is not None
-    chosen = choose_sampling(Given(temperature=0.9), asked, temperature=0.0, max_new_tokens=7)
+    chosen = choose_sampling(ChatOptions(temperature=0.9), asked, temperature=0.0, max_new_tokens=7)
     assert (chosen.temperature, chosen.top_p, chosen.max_new_tokens, chosen.seed) == (0.9, 0.5, 7, 4)
     still = read_asked(write(model_name_or_path="m", temperature=0.3, do_sample=False), "chat")
-    assert choose_sampling(Given(), still, temperature=0.7, max_new_tokens=7).temperature == 0
+    assert choose_sampling(ChatOptions(), still, temperature=0.7, max_new_tokens=7).temperature == 0
     wrong = read_asked(write(model_name_or_path="m", top_p=2), "chat")
     with pytest.raises(ConfigError, match="draw nothing"):
-        choose_sampling(Given(), wrong, temperature=0.7, max_new_tokens=7)
+        choose_sampling(ChatOptions(), wrong, temperature=0.7, max_new_tokens=7)
 
 
 def test_scores_are_those_computed_by_hand() -> None:

@@ -12,7 +12,7 @@ from duoka.cli import run as duoka
 from duoka.config.schema import LoraConfig
 from duoka.model.build import load_model
 from duoka.model.lora import count_parameters
-from duoka.model.quantize import Packing, decode_fast, read_weight
+from duoka.model.quantize import Quantization, decode_fast, read_weight
 from duoka.model.request import ModelRequest
 
 pytest.importorskip("bitsandbytes", reason="duoka[quant] is not installed")
@@ -24,7 +24,7 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 
 
 def test_packed_weights_are_the_nearest_of_the_table_by_blocks_of_64(tiny_model):
-    packing = Packing("nf4", double=False, unpacked=True)
+    packing = Quantization("nf4", double=False, unpacked=True)
     got = load_model(ModelRequest(tiny_model, dtype=torch.float32, packing=packing)).state_dict()
     plain = load_model(ModelRequest(tiny_model, dtype=torch.float32)).state_dict()
     for name, weight in plain.items():
@@ -72,8 +72,8 @@ def test_training_on_a_packed_base_is_training_on_its_values_before_and_after_an
     base = write_tiny_model(tmp_path / "base", tied=False, hidden=hidden)
     lora = LoraConfig(rank=4, dropout=0.0)
     given = {"dtype": dtype, "lora": lora, "attention": "sdpa"}
-    packed = load_model(ModelRequest(base, packing=Packing("nf4", double=False), **given))
-    plain = load_model(ModelRequest(base, packing=Packing("nf4", double=False, unpacked=True), **given))
+    packed = load_model(ModelRequest(base, packing=Quantization("nf4", double=False), **given))
+    plain = load_model(ModelRequest(base, packing=Quantization("nf4", double=False, unpacked=True), **given))
     for lm in (packed, plain):
         for name, parameter in lm.named_parameters():
             if "lora_B" in name:
@@ -93,7 +93,7 @@ def test_models_that_write_answers_may_use_the_packers_own_layout(tmp_path):
     """Where the CPU computes bf16; elsewhere these are the exact products again. Measured: 0.8% of the logits' norm."""
     base = write_tiny_model(tmp_path / "base", tied=False, hidden=128)
     fast, exact = (
-        load_model(ModelRequest(base, dtype=torch.bfloat16, packing=Packing("nf4", double=True))).eval()
+        load_model(ModelRequest(base, dtype=torch.bfloat16, packing=Quantization("nf4", double=True))).eval()
         for _ in range(2)
     )
     decode_fast(fast)
@@ -107,7 +107,9 @@ def test_models_that_write_answers_may_use_the_packers_own_layout(tmp_path):
 def test_a_base_is_packed_the_same_in_whatever_it_computes(stored, tmp_path):
     base = write_tiny_model(tmp_path / "base", tied=False, dtype=stored)
     fp32, bf16 = (
-        load_model(ModelRequest(base, dtype=dtype, packing=Packing("nf4", double=False, unpacked=True))).state_dict()
+        load_model(
+            ModelRequest(base, dtype=dtype, packing=Quantization("nf4", double=False, unpacked=True))
+        ).state_dict()
         for dtype in (torch.float32, torch.bfloat16)
     )
     for name, weight in bf16.items():
@@ -150,7 +152,7 @@ def test_what_is_exported_answers_as_packed_base_and_adapter(run, tmp_path, caps
 
 def test_a_packed_model_has_as_many_parameters_as_it_came_with(tiny_model):
     plain, packed = (
-        load_model(ModelRequest(tiny_model, dtype=torch.float32, packing=p)) for p in (None, Packing("fp4", True))
+        load_model(ModelRequest(tiny_model, dtype=torch.float32, packing=p)) for p in (None, Quantization("fp4", True))
     )
     assert count_parameters(packed)[0] == count_parameters(plain)[0]
 
@@ -164,8 +166,8 @@ def test_only_packed_models_import_the_packer(tiny_model):
         f"given = dict(folder=Path({str(tiny_model)!r}), dtype=torch.float32, lora=LoraConfig(rank=2))\n"
         "model = load_model(ModelRequest(**given))\n"
         "assert 'bitsandbytes' not in sys.modules and 'peft' in sys.modules\n"
-        "from duoka.model.quantize import Packing\n"
-        "packing = Packing('nf4', double=False, unpacked=False)\n"
+        "from duoka.model.quantize import Quantization\n"
+        "packing = Quantization('nf4', double=False, unpacked=False)\n"
         "model = load_model(ModelRequest(**given, packing=packing))\n"
         "kinds = {type(module).__module__ for module in model.modules()}\n"
         "assert 'peft.tuners.lora.bnb' in kinds, kinds\n"

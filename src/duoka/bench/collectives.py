@@ -37,7 +37,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Timing:
     """`seconds` is the best of several rounds, each as long as its slowest rank."""
 
     name: str
@@ -55,7 +55,7 @@ class CommReport:
     backend: str
     device: str
     rounds: int
-    collectives: tuple[Measured, ...]
+    collectives: tuple[Timing, ...]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,7 +81,7 @@ def check_collectives(world: World, buffer_bytes: int, rounds: int) -> CommRepor
     return CommReport(world.size, nodes, world.backend, world.device.type, rounds, measured)
 
 
-def _measure(case: Case, world: World, rounds: int) -> Measured:
+def _measure(case: Case, world: World, rounds: int) -> Timing:
     best = float("inf")
     for _ in range(rounds):
         own, out = case.own(), case.out()
@@ -103,7 +103,7 @@ def _measure(case: Case, world: World, rounds: int) -> Measured:
             )
         best = min(best, max(world.gather(seconds)))
     speed = case.sent_per_byte * case.buffer_bytes / best if case.buffer_bytes else None
-    return Measured(case.name, case.buffer_bytes, best, speed)
+    return Timing(case.name, case.buffer_bytes, best, speed)
 
 
 def _settle(world: World) -> None:

@@ -28,9 +28,9 @@ def command(config: str, overrides: tuple[str, ...], nproc: int | None, only: st
     Each trial trains 12 steps beside the run's output folder, in OUTPUT-chaos, and must end in the weights of a run
     that nobody disturbed. Your own runs are not touched. Exit code 3 when a trial was lost.
     """
-    from duoka.cluster.chaos import choose_trials
+    from duoka.cluster.chaos import chaos.choose_trials
 
-    trials = choose_trials(only)
+    trials = chaos.choose_trials(only)
     if list_only:
         click.echo("\n".join(f"  {trial.name:<14} {trial.what}" for trial in trials))
         return 0
@@ -43,7 +43,8 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
     from dataclasses import replace
 
     from duoka.cli.train import load_checked
-    from duoka.cluster.chaos import NUM_STEPS, Lost, Stage, choose_trials, clear, patience_for, run_reference, run_trial
+    from duoka.cluster import chaos
+    from duoka.cluster.chaos import TrialRun
     from duoka.cluster.launch import count_processes
     from duoka.cluster.run_lock import find_run_folder
     from duoka.errors import ConfigError, WorkerFailed
@@ -61,29 +62,29 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
     scratch.mkdir(parents=True)
     short = (*overrides, *_shortened(loaded))
 
-    def stage(name: str) -> Stage:
-        return Stage(config, short, num_processes, RunFolder(scratch / name), scratch / f"{name}.log")
+    def stage(name: str) -> TrialRun:
+        return TrialRun(config, short, num_processes, RunFolder(scratch / name), scratch / f"{name}.log")
 
-    trials, outcomes = choose_trials(only), []
+    trials, outcomes = chaos.choose_trials(only), []
     many = f"{num_processes} process{'es' if num_processes > 1 else ''}"
-    click.echo(f"{NUM_STEPS} steps on {many} in {scratch}, first undisturbed, then {len(trials)} times struck")
+    click.echo(f"{chaos.NUM_STEPS} steps on {many} in {scratch}, first undisturbed, then {len(trials)} times struck")
     try:
         calm, started = stage("reference"), time.monotonic()
         try:
-            reference = run_reference(calm)
-        except Lost as error:
+            reference = chaos.run_reference(calm)
+        except chaos.Lost as error:
             fix = f"see {calm.log}; and delete {scratch}"
             raise WorkerFailed(f"the run fails without being struck: {error}", fix=fix) from None
-        calm_s, hang_after_s = time.monotonic() - started, patience_for(calm.run)
+        calm_s, hang_after_s = time.monotonic() - started, chaos.patience_for(calm.run)
         about = format_seconds(_SECOND_START * calm_s * len(trials))
         click.echo(f"  undisturbed: {format_seconds(calm_s)}; the trials take about {about}")
         for trial in trials:
             own_stage = replace(stage(trial.name), hang_after_s=hang_after_s)
-            outcome = run_trial(trial, own_stage, reference, same_bits=machine.device == "cpu")
+            outcome = chaos.run_trial(trial, own_stage, reference, same_bits=machine.device == "cpu")
             outcomes.append(outcome)
             click.echo("\n".join(_row(outcome)))
             if not outcome.lost and not keep:
-                clear(own_stage)
+                chaos.clear(own_stage)
     except (KeyboardInterrupt, click.Abort):
         if not keep and not any(outcome.lost for outcome in outcomes):
             shutil.rmtree(scratch, ignore_errors=True)
@@ -101,12 +102,12 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
 
 def _shortened(loaded: Loaded) -> tuple[str, ...]:
     """The same run, of a dozen steps with saves between them, as long as its data are small."""
-    from duoka.cluster.chaos import NUM_STEPS, SAVE_EVERY
+    from duoka.cluster.chaos import chaos.NUM_STEPS, SAVE_EVERY
 
     # A few steps an epoch are enough for the trials; how often the data come round changes nothing for them.
     often = () if loaded.config.stage.kind.reads_text else ("train.epochs=10000",)
     return (
-        *often, f"train.max_steps={NUM_STEPS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=2",
+        *often, f"train.max_steps={chaos.NUM_STEPS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=2",
         "checkpoint.resume=auto", "log.every=1",
     )  # fmt: skip
 

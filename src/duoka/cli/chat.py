@@ -59,7 +59,7 @@ def command(
 
     trained, asked = find_target(target, overrides, "chat", checkpoint, say)
     in_terminal = prompt is None and sys.stdin.isatty()
-    given = Given(temperature, top_p, max_new_tokens, seed)
+    given = ChatOptions(temperature, top_p, max_new_tokens, seed)
     system = asked.get("default_system") if asked is not None and system is None else system
     chat = Chat(
         load_for_chat(trained, base_only=base),
@@ -78,7 +78,7 @@ def command(
 
 
 @dataclass(frozen=True)
-class Given:
+class ChatOptions:
     """What the flags say about drawing; None: nothing."""
 
     temperature: float | None = None
@@ -87,7 +87,9 @@ class Given:
     seed: int | None = None
 
 
-def choose_sampling(given: Given, asked: AskedFile | None, *, temperature: float, max_new_tokens: int) -> Sampling:
+def choose_sampling(
+    given: ChatOptions, asked: AskedFile | None, *, temperature: float, max_new_tokens: int
+) -> Sampling:
     """Flags before the file, the file before what is usual here."""
     from duoka.errors import ConfigError
     from duoka.serve.generate import Sampling

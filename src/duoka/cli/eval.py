@@ -78,7 +78,7 @@ def command(
 
 def _predict(trained: Trained, asked: AskedFile, read: Callable[[], EvalData], base: bool, as_json: bool) -> int:
     """The loss over the file's data, its answers, and how near they come; rank 0 writes them."""
-    from duoka.cli.chat import Given, choose_sampling, say
+    from duoka.cli.chat import ChatOptions, choose_sampling, say
     from duoka.comm.world import end_world, start_world
     from duoka.errors import ConfigError
     from duoka.serve.evaluate import evaluate_in
@@ -90,7 +90,9 @@ def _predict(trained: Trained, asked: AskedFile, read: Callable[[], EvalData], b
         raise ConfigError(f"{asked.path} does not say where answers go", fix="write:   output_dir: saves/predict")
     data = read()
     draws = asked.is_on("do_sample")
-    sampling = choose_sampling(Given(temperature=None if draws else 0.0), asked, temperature=0.95, max_new_tokens=1024)
+    sampling = choose_sampling(
+        ChatOptions(temperature=None if draws else 0.0), asked, temperature=0.95, max_new_tokens=1024
+    )
     world = start_world(data.config.parallel)
     try:
         speak = say if world.is_main and not as_json else _silence

@@ -238,12 +238,12 @@ def _settings_of(asked: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     from duoka.config.dialects.engine import grow, translate
     from duoka.config.dialects.rows import Start
     from duoka.config.overlays import read_pointed
-    from duoka.config.yaml_lines import Place
+    from duoka.config.yaml_lines import SourcePlace
     from duoka.errors import Faults
     from duoka.plan.hardware import read_machine
 
     told = {name: value for name, value in asked.items() if value not in ("", None)}
-    tree = grow({"distributed_type": "NO", **told}, Place("accelerate launch", 0, ""), "")
+    tree = grow({"distributed_type": "NO", **told}, SourcePlace("accelerate launch", 0, ""), "")
     start = Start(num_ranks, bool(read_machine().gpus))
     done = translate(dialects()["accelerate"], tree, start, dialects(), Path(), read_pointed)
     if done.faults:

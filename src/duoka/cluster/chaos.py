@@ -39,7 +39,7 @@ class Lost(Exception):
 
 
 @dataclass
-class Stage:
+class TrialRun:
     """One trial's run: the config, where it works, and the process that a user would have started."""
 
     config: str
@@ -120,21 +120,21 @@ class Stage:
             self._process.wait()
 
 
-def kill_rank(stage: Stage) -> None:
+def kill_rank(stage: TrialRun) -> None:
     stage.start("--restarts", "1")
     strike(stage.wait_for_step()[-1:], "SIGKILL")
     stage.expect(0)
     stage.expect_said("was killed by SIGKILL", "restart 1 of 1")
 
 
-def kill_all(stage: Stage) -> None:
+def kill_all(stage: TrialRun) -> None:
     stage.start("--restarts", "1")
     strike(stage.wait_for_step(), "SIGKILL")
     stage.expect(0)
     stage.expect_said("restart 1 of 1")
 
 
-def kill_launcher(stage: Stage) -> None:
+def kill_launcher(stage: TrialRun) -> None:
     stage.start()
     stage.wait_for_step()
     stage.process.kill()
@@ -147,7 +147,7 @@ def kill_launcher(stage: Stage) -> None:
     stage.go_on()
 
 
-def ask_to_stop(stage: Stage) -> None:
+def ask_to_stop(stage: TrialRun) -> None:
     stage.start()
     stage.wait_for_step()
     stage.process.terminate()
@@ -155,40 +155,40 @@ def ask_to_stop(stage: Stage) -> None:
     stage.go_on()
 
 
-def stop_rank(stage: Stage) -> None:
+def stop_rank(stage: TrialRun) -> None:
     stage.start("--restarts", "1", f"faults.hang_after={stage.hang_after_s:g}")
     strike(stage.wait_for_step()[:1], "SIGSTOP")
     stage.expect(0)
     stage.expect_said("is stopped (SIGSTOP", "stacks of")
 
 
-def wait_for_ever(stage: Stage) -> None:
+def wait_for_ever(stage: TrialRun) -> None:
     order = f"hang step={STRUCK_AT} rank={stage.num_processes - 1}"
     stage.start("--restarts", "1", f"faults.hang_after={stage.hang_after_s:g}", env={INJECT: order})
     stage.expect(0)
     stage.expect_said("the run hangs after step", "stacks of")
 
 
-def become_nan(stage: Stage) -> None:
+def become_nan(stage: TrialRun) -> None:
     order = f"nan step={STRUCK_AT} rank={stage.num_processes - 1}"
     stage.start("faults.nonfinite=rollback", env={INJECT: order})
     stage.expect(0)
     stage.expect_said("is not finite; back to step-")
 
 
-def flip_byte(stage: Stage) -> None:
+def flip_byte(stage: TrialRun) -> None:
     _damage(stage, _flip)
 
 
-def cut_file(stage: Stage) -> None:
+def cut_file(stage: TrialRun) -> None:
     _damage(stage, lambda path: os.truncate(path, path.stat().st_size // 2))
 
 
-def lose_file(stage: Stage) -> None:
+def lose_file(stage: TrialRun) -> None:
     _damage(stage, Path.unlink)
 
 
-def _damage(stage: Stage, harm: Callable[[Path], None]) -> None:
+def _damage(stage: TrialRun, harm: Callable[[Path], None]) -> None:
     stage.start()
     stage.wait_for_step()
     stage.process.terminate()
@@ -207,7 +207,7 @@ def _flip(path: Path) -> None:
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-def fill_disk(stage: Stage) -> None:
+def fill_disk(stage: TrialRun) -> None:
     reference = stage.run.path.parent / "reference" / "checkpoints"
     largest = max(path.stat().st_size for path in reference.glob("step-*/*.safetensors"))
     stage.start(most_bytes=largest - 1)
@@ -219,7 +219,7 @@ def fill_disk(stage: Stage) -> None:
 class Trial:
     name: str
     what: str
-    strike: Callable[[Stage], None]
+    strike: Callable[[TrialRun], None]
 
 
 TRIALS = (
@@ -258,7 +258,7 @@ def choose_trials(names: str) -> tuple[Trial, ...]:
     return tuple(known[name] for name in wanted) if wanted else TRIALS
 
 
-def run_reference(stage: Stage) -> str:
+def run_reference(stage: TrialRun) -> str:
     """The run that nobody disturbs; returns the digest of its weights."""
     stage.start()
     try:
@@ -276,7 +276,7 @@ def patience_for(run: RunFolder) -> float:
     return max(5.0, 4 * max(float(event["step_s"]) for event in read_steps(run)[1:]))
 
 
-def run_trial(trial: Trial, stage: Stage, reference: str, *, same_bits: bool) -> Outcome:
+def run_trial(trial: Trial, stage: TrialRun, reference: str, *, same_bits: bool) -> Outcome:
     """Strike, see how it ends, compare the weights (where the device repeats itself bit for bit)."""
     started, lost = time.monotonic(), ""
     try:
@@ -300,6 +300,6 @@ def digest(final: Path) -> str:
     return total.hexdigest()
 
 
-def clear(stage: Stage) -> None:
+def clear(stage: TrialRun) -> None:
     """Remove what a trial wrote; its log stays."""
     shutil.rmtree(stage.run.path, ignore_errors=True)

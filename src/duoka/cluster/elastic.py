@@ -21,7 +21,7 @@ from duoka.cluster.launch import ALLOW_LOOPBACK
 from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Meeting, Rules
 from duoka.cluster.patience import StopPatience
-from duoka.cluster.ranks import Place, Ranks, node_environment
+from duoka.cluster.ranks import RankPlace, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals, write_end
 from duoka.cluster.verdict import INTERRUPTED, LEFT_AT_ONCE, Kind, Verdict, stopped, verdict_of
 from duoka.errors import ConfigError, DuokaError, StorageError, WorkerFailed
@@ -298,7 +298,7 @@ class _Machine:
     def _begin(self, message: dict[str, Any]) -> None:
         self._end_ranks()
         self.world = int(message["go"])
-        place = Place(
+        place = RankPlace(
             int(message["node"]),
             int(message["num_nodes"]),
             self.spec.num_processes,

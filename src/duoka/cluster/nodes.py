@@ -17,7 +17,7 @@ from duoka.cluster.launch import ALLOW_LOOPBACK, check_port
 from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Rules
 from duoka.cluster.patience import StopPatience
-from duoka.cluster.ranks import START_NAMES, Place, Ranks, node_environment
+from duoka.cluster.ranks import START_NAMES, RankPlace, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
 from duoka.errors import Fault, Faults
@@ -210,7 +210,7 @@ class FixedNodes:
 
     def start(self, spec: Spec, say: Say) -> Verdict:
         """This machine's ranks, until all have ended; the first failure ends the rest. Each says itself what it was."""
-        place = Place(self.node, self.num_machines, spec.num_processes, self.master_addr, self.master_port)
+        place = RankPlace(self.node, self.num_machines, spec.num_processes, self.master_addr, self.master_port)
         say(str(place))
         request, patience = Request(), StopPatience(spec.run, spec.stop_within_s)
         with listen_to_signals(request):
@@ -229,7 +229,7 @@ class FixedNodes:
         return _judge(place, ranks.watch.first_failure)
 
 
-def _judge(place: Place, end: RankExit | None) -> Verdict:
+def _judge(place: RankPlace, end: RankExit | None) -> Verdict:
     if end is None:
         return Verdict(Kind.DONE)
     if end.code < 0:

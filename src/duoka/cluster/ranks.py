@@ -34,7 +34,7 @@ _LEAVING = (RESUME_ME, -signal.SIGTERM, 128 + signal.SIGTERM)  # while they were
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """This machine among `num_nodes` that start `num_processes` ranks each."""
 
     node: int
@@ -63,7 +63,7 @@ class Ranks:
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlace,
         command: Sequence[str],
         env: Mapping[str, str],
         *,
@@ -167,7 +167,7 @@ def node_environment(num_processes: int, env: Mapping[str, str] = os.environ) ->
 
 
 def _start(
-    place: Place,
+    place: RankPlace,
     local: int,
     command: Sequence[str],
     env: Mapping[str, str],

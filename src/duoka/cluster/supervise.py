@@ -22,7 +22,7 @@ from duoka.cluster.launch import WorldSpec, build_environment, hold_free_port
 from duoka.cluster.passthrough import Channel, PlainCopy, open_channels
 from duoka.cluster.patience import StopPatience
 from duoka.cluster.probe import count_usable_cores
-from duoka.cluster.ranks import Place, Ranks
+from duoka.cluster.ranks import RankPlace, Ranks
 from duoka.cluster.verdict import Verdict
 from duoka.errors import WorkerFailed
 from duoka.process.environ import LOOPBACK
@@ -87,7 +87,7 @@ class _World:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         port, self._held_port = hold_free_port()
-        place = Place(0, 1, spec.num_processes, LOOPBACK, spec.port or port)
+        place = RankPlace(0, 1, spec.num_processes, LOOPBACK, spec.port or port)
         self.ranks = Ranks(
             place, spec.command, build_environment(spec, count_usable_cores()),
             streams=(self._channels[0].child_end, self._channels[-1].child_end),

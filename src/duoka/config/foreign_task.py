@@ -17,7 +17,7 @@ from duoka.config.dialects.engine import Leaf, agreeing_leaves, refusal_of, unkn
 from duoka.config.dialects.rows import Refusal, asks_for_nothing, comma_list, is_none, is_true, number, whole
 from duoka.config.overlays import Layers, expand_env, read_layers, read_overrides, read_text, shown_path
 from duoka.config.paths import is_folder, is_there
-from duoka.config.yaml_lines import Place, parse_yaml
+from duoka.config.yaml_lines import SourcePlace, parse_yaml
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import ConfigError, Fault, Faults
 
@@ -72,7 +72,7 @@ class AskedFile:
     title: str
     values: dict[str, Any]
     notes: tuple[str, ...]
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, SourcePlace] = field(default_factory=dict)
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.values.get(name)
@@ -96,7 +96,7 @@ class AskedFile:
         try:
             return check(value, name)
         except Refusal as error:
-            place = self.places.get(name, Place(str(self.path), 0, ""))
+            place = self.places.get(name, SourcePlace(str(self.path), 0, ""))
             raise Faults([place.fault(error.what, key=name, fix=error.fix)]) from None
 
     @property
@@ -178,7 +178,7 @@ def read_asked(path: str | Path, purpose: Purpose, overrides: Sequence[str] = ()
         for word in left
     ]
     values: dict[str, Any] = {}
-    places: dict[str, Place] = {}
+    places: dict[str, SourcePlace] = {}
     passed: list[str] = []
     for leaf in agreeing_leaves(dialect, expand_env(tree, layers), layers.faults):
         row = dialect.rows.get(leaf.name)
@@ -203,5 +203,5 @@ def _cannot(purpose: Purpose, leaf: Leaf) -> Fault | None:
     off, reason = _CANNOT[purpose].get(leaf.name, (None, ""))
     if off is None or asks_for_nothing(leaf.value, off):
         return None
-    place: Place = leaf.tree.place
+    place: SourcePlace = leaf.tree.place
     return place.fault(f"{leaf.shown} {leaf.value} is refused: {reason}", key=leaf.shown, fix=f"delete {leaf.shown}")

@@ -32,7 +32,7 @@ from duoka.config.schema import NAMED_BLOCKS, RunConfig
 from duoka.config.unknown import take_known_keys
 from duoka.config.values import build_config
 from duoka.config.write import Difference, config_hash, resolved_yaml, result_differences, result_values
-from duoka.config.yaml_lines import Place, Tree, printable
+from duoka.config.yaml_lines import SourcePlace, Tree, printable
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import Fault, Faults
 
@@ -66,11 +66,11 @@ def load_config(
     _refuse_side_files(layers, path)
     _refuse_other_tasks(layers, path)
     was_read = layers.tree is not None
-    tree = layers.tree if layers.tree is not None else Tree({}, Place(shown_path(path), 0, ""))
+    tree = layers.tree if layers.tree is not None else Tree({}, SourcePlace(shown_path(path), 0, ""))
     for override in layers.overrides:
         tree = merge(tree, override)
     # A merged tree stands where the top layer stood; what is missing is missing in the file.
-    tree = replace(tree, place=Place(shown_path(path), 0, ""))
+    tree = replace(tree, place=SourcePlace(shown_path(path), 0, ""))
     tree = expand_env(take_known_keys(tree, layers.faults, layers.broken), layers)
     if not was_read:
         raise Faults(_finish(layers, path))

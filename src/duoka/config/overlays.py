@@ -18,7 +18,7 @@ from duoka.config.dialects.engine import is_default, translate, with_overrides
 from duoka.config.dialects.rows import Dialect, Start
 from duoka.config.paths import given_path, is_file, is_folder
 from duoka.config.schema import NAMED_BLOCKS
-from duoka.config.yaml_lines import Place, Tree, parse_yaml, printable, scalar_value
+from duoka.config.yaml_lines import SourcePlace, Tree, parse_yaml, printable, scalar_value
 from duoka.errors import Fault
 from duoka.registry import nearest
 
@@ -90,7 +90,7 @@ def _above(below: Tree, top: Tree) -> Tree:
     return replace(top, value=kept)
 
 
-def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: Place | None) -> list[_File]:
+def _read_chain(path: Path, layers: Layers, above: tuple[Path, ...], asked_at: SourcePlace | None) -> list[_File]:
     """A file and those below it, the first on top; less where one cannot be read."""
     text = read_text(path, layers.faults, asked_at)
     if text is None:
@@ -170,7 +170,7 @@ def _in_our_words(files: list[_File], dialect: Dialect | None, layers: Layers, *
     layers.notes += done.notes
     layers.faults += done.faults
     layers.broken |= {tuple(fault.key.split(".")) for fault in done.faults if fault.key}
-    return _protected(done.tree(Place(name, 0, "")))
+    return _protected(done.tree(SourcePlace(name, 0, "")))
 
 
 def _protected(tree: Tree) -> Tree:
@@ -184,7 +184,7 @@ def _protected(tree: Tree) -> Tree:
     return tree
 
 
-def read_pointed(path: str, asked_at: Place, folder: Path, faults: list[Fault]) -> Tree | None:
+def read_pointed(path: str, asked_at: SourcePlace, folder: Path, faults: list[Fault]) -> Tree | None:
     """The file that a key of another tool points to: from the current folder, then from the config's."""
     places = (given_path(path), folder / path)
     found = next((place for place in places if is_file(place)), None)
@@ -224,7 +224,7 @@ def _text_of(key: str, tree: Tree, layers: Layers) -> str | None:
     return None
 
 
-def read_text(path: Path, faults: list[Fault], asked_at: Place | None) -> str | None:
+def read_text(path: Path, faults: list[Fault], asked_at: SourcePlace | None) -> str | None:
     """The text of a config file; BOM and CRLF are fine."""
     name = shown_path(path)
 
@@ -293,7 +293,7 @@ def read_overrides(overrides: Iterable[str], layers: Layers) -> list[Tree]:
     """`key.sub=value` words as trees; values are read as YAML. A later word wins over an earlier one."""
     trees = []
     for word in overrides:
-        place = Place(COMMAND_LINE, 0, printable(word))
+        place = SourcePlace(COMMAND_LINE, 0, printable(word))
         key, equals, text = word.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):

@@ -40,7 +40,7 @@ _CORE_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "b
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePlace:
     """Where a value was written. `line` is 1-based, and 0 on the command line."""
 
     file: str
@@ -59,7 +59,7 @@ class Tree:
     """
 
     value: Any
-    place: Place
+    place: SourcePlace
     is_plain: bool = False
     is_bare: bool = False
     env: tuple[str, ...] = ()  # the environment variables that it came from
@@ -88,7 +88,7 @@ class Tree:
                 return None
         return here
 
-    def nearest_place(self, path: tuple[str | int, ...]) -> Place | None:
+    def nearest_place(self, path: tuple[str | int, ...]) -> SourcePlace | None:
         """The place of the longest part of the path that was written: `model: demo` for model.name."""
         for length in range(len(path), 0, -1):
             found = self.at(path[:length])
@@ -133,7 +133,12 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
 
 
 def parse_yaml(
-    text: str, file: str, faults: list[Fault], *, place: Place | None = None, equal_twice: list[Fault] | None = None
+    text: str,
+    file: str,
+    faults: list[Fault],
+    *,
+    place: SourcePlace | None = None,
+    equal_twice: list[Fault] | None = None,
 ) -> Tree | None:
     """The tree of one document, or None when it is empty or no YAML. `place` overrides every line's own place.
 
@@ -154,7 +159,7 @@ class _Builder:
     """Turns PyYAML's nodes into trees, and reports what YAML allows but a config must not have."""
 
     def __init__(
-        self, lines: list[str], file: str, faults: list[Fault], place: Place | None, equal_twice: list[Fault]
+        self, lines: list[str], file: str, faults: list[Fault], place: SourcePlace | None, equal_twice: list[Fault]
     ) -> None:
         self._lines, self._file, self._faults, self._place = lines, file, faults, place
         self._equal_twice = equal_twice
@@ -162,7 +167,7 @@ class _Builder:
         self._shown: dict[int, str] = {}
         self._open: set[int] = set()
 
-    def build(self, node: Node, place: Place | None) -> Tree:
+    def build(self, node: Node, place: SourcePlace | None) -> Tree:
         place = place or self._place_of(node)
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES or id(node) in self._open:
@@ -222,13 +227,13 @@ class _Builder:
             else:
                 self._faults.append(part.place.fault("<<: takes an alias of a block", fix="write:   <<: *name"))
 
-    def _place_of(self, node: Node) -> Place:
+    def _place_of(self, node: Node) -> SourcePlace:
         if self._place is not None:
             return self._place
         line = node.start_mark.line
         if line not in self._shown:  # made once: thousands of values may stand in one line
             self._shown[line] = printable(self._lines[line]) if line < len(self._lines) else ""
-        return Place(self._file, line + 1, self._shown[line])
+        return SourcePlace(self._file, line + 1, self._shown[line])
 
 
 def printable(line: str) -> str:
@@ -286,7 +291,7 @@ _SYNTAX: tuple[tuple[str, str, str, bool], ...] = (
 )
 
 
-def _syntax_faults(error: yaml.YAMLError, lines: list[str], file: str, place: Place | None) -> list[Fault]:
+def _syntax_faults(error: yaml.YAMLError, lines: list[str], file: str, place: SourcePlace | None) -> list[Fault]:
     """The one thing that PyYAML stopped at, or every line that is indented with a tab."""
     problem = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
     what, fix, at_context = f"this is not YAML: {problem}", "", False

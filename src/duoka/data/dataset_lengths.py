@@ -21,7 +21,7 @@ from duoka.config.schema import RunConfig, TrainConfig
 from duoka.data.feed.epoch_plan import EpochPlan, plan_epochs
 from duoka.data.read.example import AnyExample, BadRecord
 from duoka.data.read.record_kinds import read_record
-from duoka.data.read.records import Piece, Record, find_pieces, read_piece
+from duoka.data.read.records import FilePiece, Record, find_pieces, read_piece
 from duoka.data.read.registry import ResolvedSet, find_sets
 from duoka.errors import Fault, Faults, StorageError
 from duoka.plan.lengths import Lengths
@@ -154,9 +154,9 @@ def _look_at(found: ResolvedSet) -> tuple[list[int], float]:
     return guessed, num_records * max(1.0, size / read) if room <= 0 else float(num_records)
 
 
-def _pieces(found: ResolvedSet) -> Iterator[Piece]:
+def _pieces(found: ResolvedSet) -> Iterator[FilePiece]:
     for path in found.files:
-        yield from (piece for piece in find_pieces(path, _READ_BYTES // 4) if isinstance(piece, Piece))
+        yield from (piece for piece in find_pieces(path, _READ_BYTES // 4) if isinstance(piece, FilePiece))
 
 
 def _guess_tokens(example: AnyExample) -> int:

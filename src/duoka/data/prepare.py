@@ -23,7 +23,7 @@ from duoka.data.feed.epoch_plan import EpochPlan
 from duoka.data.feed.stream_source import StreamSource, build_source
 from duoka.data.feed.text_rows import TextRows, as_samples
 from duoka.data.mixture import Mixture, mix_parts
-from duoka.data.read.records import Piece, find_pieces, read_piece
+from duoka.data.read.records import FilePiece, find_pieces, read_piece
 from duoka.data.read.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
 from duoka.data.report import DataReport, SetReport, count_lengths, measure_padding
 from duoka.data.tokens.template import Sample
@@ -276,12 +276,12 @@ def _tokenize_set(
 
 def _cut_set(
     found: ResolvedSet, num_workers: int, max_record: int
-) -> tuple[list[tuple[Piece, int | None]], list[Fault]]:
+) -> tuple[list[tuple[FilePiece, int | None]], list[Fault]]:
     """Pieces of all files in order, each with how many of its records count, and what no piece can be made of."""
     size_bytes = sum(path.stat().st_size for path in found.files)
     least, most = _PIECE_BYTES
     piece_bytes = min(max(size_bytes // (8 * num_workers), least), most)
-    pieces: list[tuple[Piece, int | None]] = []
+    pieces: list[tuple[FilePiece, int | None]] = []
     lost: list[Fault] = []
     room = found.max_samples
     for path in found.files:
@@ -299,7 +299,7 @@ def _cut_set(
     return pieces, lost
 
 
-def _open_draft(draft: Path, pieces: list[tuple[Piece, int | None]]) -> Path:
+def _open_draft(draft: Path, pieces: list[tuple[FilePiece, int | None]]) -> Path:
     """The folder of finished pieces; what an earlier run left counts only if it cut the files in the same places."""
     plan = {"pieces": [[*astuple(piece), limit] for piece, limit in pieces]}
     if read_json(draft / "pieces.json") != plan:
@@ -334,7 +334,7 @@ class _Progress:
         self.done_bytes = 0
         self.num_tokens = 0
 
-    def add(self, piece: Piece, counts: Counts) -> None:
+    def add(self, piece: FilePiece, counts: Counts) -> None:
         self.done_bytes += piece.size_bytes
         self.num_tokens += counts.num_tokens
         now = time.monotonic()

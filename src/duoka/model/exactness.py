@@ -43,7 +43,7 @@ _BREAKS = (
 
 
 @dataclass(frozen=True)
-class Trial:
+class LayoutTrial:
     """One way to lay documents out, held against each document alone.
 
     `error` is relative, of the loss or of the gradient, whichever is more; `own_logits`: as computed with the model's
@@ -94,10 +94,10 @@ class SelfTest:
         self.name = str(getattr(config, "model_type", "") or type(config).__name__)
         self._trust = trust_remote_code
         self._documents = _draw_documents()
-        self._done: dict[LayOut, Trial] = {}
+        self._done: dict[LayOut, LayoutTrial] = {}
         self._tiny, self._alone = self._find_copy(config)
 
-    def trial(self, layout: LayOut) -> Trial:
+    def trial(self, layout: LayOut) -> LayoutTrial:
         if layout not in self._done:
             with quiet_loading():
                 self._done[layout] = self._try(layout, self._alone or self._learn_alone(self._tiny))
@@ -133,12 +133,12 @@ class SelfTest:
         loss = _loss_alone(model, self._documents)
         return _Alone(model.state_dict(), float(loss.detach()), _gradients(model, loss))
 
-    def _try(self, layout: LayOut, alone: _Alone) -> Trial:
+    def _try(self, layout: LayOut, alone: _Alone) -> LayoutTrial:
         try:
             model = build_tiny(self._tiny, NAME, trust_remote_code=self._trust)
             model.load_state_dict(alone.weights)
         except _BREAKS as error:
-            return Trial(math.inf, why=f"its attention takes no other implementation ({_in_one_line(error)})")
+            return LayoutTrial(math.inf, why=f"its attention takes no other implementation ({_in_one_line(error)})")
         batch = (_pack if layout == "packed" else _pad)(self._documents)
         trials = []
         for own_logits in (False, True):
@@ -146,7 +146,7 @@ class SelfTest:
             if trials[-1].is_exact:
                 return trials[-1]
         best = min(trials, key=lambda one: one.error)
-        return best if best.why else Trial(best.error, best.own_logits, self._reason(layout, batch))
+        return best if best.why else LayoutTrial(best.error, best.own_logits, self._reason(layout, batch))
 
     def _reason(self, layout: LayOut, batch: dict[str, torch.Tensor]) -> str:
         """Why it is off, as far as can be seen from outside."""
@@ -231,15 +231,15 @@ def _loss_alone(model: torch.nn.Module, documents: list[torch.Tensor]) -> torch.
     return total
 
 
-def _measure(model: torch.nn.Module, batch: dict[str, torch.Tensor], own_logits: bool, alone: _Alone) -> Trial:
+def _measure(model: torch.nn.Module, batch: dict[str, torch.Tensor], own_logits: bool, alone: _Alone) -> LayoutTrial:
     try:
         with torch.enable_grad():
             loss, _ = LossModel(model, own_logits=own_logits)(**batch)
         gradients = _gradients(model, loss)
     except _BREAKS as error:
-        return Trial(math.inf, own_logits, _in_one_line(error))
+        return LayoutTrial(math.inf, own_logits, _in_one_line(error))
     error = max(abs(float(loss.detach()) / alone.loss - 1), _distance(gradients, alone.gradients))
-    return Trial(error if math.isfinite(error) else math.inf, own_logits)
+    return LayoutTrial(error if math.isfinite(error) else math.inf, own_logits)
 
 
 def _labels(document: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from duoka.model.result import base_dtype
 
 
 @dataclass(frozen=True)
-class Packing:
+class Quantization:
     """`unpacked`: with the values that packing leaves, but in plain matrices that adapters can be merged into."""
 
     kind: str  # nf4 or fp4
@@ -33,7 +33,7 @@ class Packing:
     unpacked: bool = False
 
     @classmethod
-    def of(cls, model: ModelConfig | None, *, unpacked: bool = False) -> Packing | None:
+    def of(cls, model: ModelConfig | None, *, unpacked: bool = False) -> Quantization | None:
         """What a config asks for; None: weights as they came."""
         if model is None or model.quantization == "none":
             return None
@@ -137,7 +137,7 @@ def _exact_linear() -> type:
     return ExactLinear4bit
 
 
-def compute_in(model: torch.nn.Module, dtype: torch.dtype, packing: Packing) -> None:
+def compute_in(model: torch.nn.Module, dtype: torch.dtype, packing: Quantization) -> None:
     """Make a model that was just packed compute in `dtype`, by the weights that packing left; in place."""
     from bitsandbytes.nn import Linear4bit
 

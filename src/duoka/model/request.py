@@ -9,7 +9,7 @@ import torch
 
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.model.adapters import Earlier
-from duoka.model.quantize import Packing
+from duoka.model.quantize import Quantization
 
 
 @dataclass(frozen=True)
@@ -23,5 +23,5 @@ class ModelRequest:
     seed: int = 0
     attention: str = "duoka"
     trust_remote_code: bool = False
-    packing: Packing | None = None  # of the layers' matrices
+    packing: Quantization | None = None  # of the layers' matrices
     earlier: Earlier | None = None  # adapters that are merged into them, or are where the adapters begin

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from duoka.plan.layout import Layout
-from duoka.plan.recipe import Program, Share, Work
+from duoka.plan.recipe import ModelShare, Program, Work
 from duoka.plan.shape import adapted_linears
 
 # Logits of one chunk of the loss in fp32. model/loss.py works in the same chunks; a test holds the two together.
@@ -102,7 +102,7 @@ def selective_bytes(work: Work, layout: Layout) -> float:
     return entry + size * (products + shape.q_size + adapters + ranks) + 4 * shape.num_heads
 
 
-def loss_bytes(work: Work, layout: Layout, share: Share, tokens: int) -> tuple[int, int]:
+def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tuple[int, int]:
     """(while the loss is computed, what stays of it until its backward pass)."""
     shape, half = work.shape, layout.precision != "fp32"
     if not share.has_head:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from duoka.plan.published import Point
+from duoka.plan.published import PublishedRun
 from duoka.plan.speed import Rates
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def pooled(folds: Sequence[Fold], quantity: str) -> tuple[float, float]:
     return statistics.median(sizes), sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
 
 
-Predict = Callable[[Point, Sequence[float]], float]  # of a point under constants: predicted / measured
+Predict = Callable[[PublishedRun, Sequence[float]], float]  # of a point under constants: predicted / measured
 
 
-def cross_validate(points: Sequence[Point]) -> tuple[Fold, ...]:
+def cross_validate(points: Sequence[PublishedRun]) -> tuple[Fold, ...]:
     """A fold per source and quantity."""
     timed = [point for point in points if point.step_s and point.ran]
     weighed = [point for point in points if point.memory_bytes is not None]
@@ -74,14 +74,14 @@ def cross_validate(points: Sequence[Point]) -> tuple[Fold, ...]:
     )
 
 
-def _time_ratio(point: Point, values: Sequence[float]) -> float:
+def _time_ratio(point: PublishedRun, values: Sequence[float]) -> float:
     products, attention, half_tokens, touches = values
     generation = point.cluster.device.generation
     rates = Rates({generation: products}, {generation: attention}, half_tokens, touches)
     return point.plan_speed(rates).step_s / (point.step_s or 1.0)
 
 
-def _memory_ratio(point: Point, values: Sequence[float]) -> float:
+def _memory_ratio(point: PublishedRun, values: Sequence[float]) -> float:
     """A program's way to keep numbers is known of it, not fitted; what is fitted is what no document tells."""
     memory = point.plan_memory()
     own = (values[0] + values[1] * len(point.layout.axes)) * 2**30
@@ -89,11 +89,14 @@ def _memory_ratio(point: Point, values: Sequence[float]) -> float:
 
 
 def _folds(
-    quantity: str, points: Sequence[Point], constants: Sequence[tuple[str, float, float, float]], predict: Predict
+    quantity: str,
+    points: Sequence[PublishedRun],
+    constants: Sequence[tuple[str, float, float, float]],
+    predict: Predict,
 ) -> list[Fold]:
     found = []
     for source in dict.fromkeys(point.project for point in points):
-        others: dict[str, list[Point]] = {}
+        others: dict[str, list[PublishedRun]] = {}
         for point in points:
             if point.project != source:
                 others.setdefault(point.project, []).append(point)
@@ -112,14 +115,14 @@ def _folds(
     return found
 
 
-def _some(rows: list[Point]) -> list[Point]:
+def _some(rows: list[PublishedRun]) -> list[PublishedRun]:
     """Evenly chosen, so that a source with many rows costs no more time than one with few."""
     every = max(1, -(-len(rows) // _ROWS_PER_SOURCE))
     return rows[::every]
 
 
 def _fit(
-    sources: Sequence[Sequence[Point]], constants: Sequence[tuple[str, float, float, float]], predict: Predict
+    sources: Sequence[Sequence[PublishedRun]], constants: Sequence[tuple[str, float, float, float]], predict: Predict
 ) -> list[float]:
     """Least squares of the logarithms of predicted / measured, each source as heavy as any other (Gauss-Newton)."""
     import numpy as np

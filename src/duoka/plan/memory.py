@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from duoka.plan.activations import activation_bytes_per_token, boundary_bytes, loss_bytes, selective_bytes
 from duoka.plan.layout import Layout
-from duoka.plan.recipe import Share, StaticMemory, Work, copy_bytes, shares, static_memory
+from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
 
 # A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
 # measured). The upper end has what glibc keeps of freed blocks, up to 250 MiB more, from run to run others.
@@ -78,7 +78,7 @@ def estimate_memory(
 
 
 def _estimate(
-    work: Work, layout: Layout, share: Share, sizes: tuple[int, int], length: int, eval_tokens: int
+    work: Work, layout: Layout, share: ModelShare, sizes: tuple[int, int], length: int, eval_tokens: int
 ) -> Memory:
     """`sizes`: tokens of the first micro-batch, and of the fullest later one."""
     static = static_memory(work, layout, share)
@@ -129,7 +129,7 @@ def _estimate(
     )
 
 
-def _pass_moments(work: Work, layout: Layout, share: Share, tokens: int, length: int) -> dict[str, dict[str, int]]:
+def _pass_moments(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> dict[str, dict[str, int]]:
     """What passes by at the loss and at both ends of the backward pass of one micro-batch."""
     one_layer, kept, _ = _activations(work, layout, share, tokens, length)
     loss, head_gradient = loss_bytes(work, layout, share, tokens)
@@ -143,7 +143,7 @@ def _pass_moments(work: Work, layout: Layout, share: Share, tokens: int, length:
     }
 
 
-def _activations(work: Work, layout: Layout, share: Share, tokens: int, length: int) -> tuple[int, int, str]:
+def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> tuple[int, int, str]:
     """(of one whole layer, kept of all layers until the backward pass, the formula)."""
     per_layer, formula = activation_bytes_per_token(work, layout, length)
     one_layer = int(per_layer * tokens)
@@ -169,7 +169,7 @@ def _framework_bytes(work: Work, layout: Layout) -> tuple[int, int, int]:
 
 
 def _name_formulas(
-    work: Work, layout: Layout, static: StaticMemory, activations: str, share: Share
+    work: Work, layout: Layout, static: StaticMemory, activations: str, share: ModelShare
 ) -> Mapping[str, str]:
     flight = f", {share.in_flight} micro-batches in the pipeline" if share.in_flight > 1 else ""
     whole = work.program is not None and work.program.logits
@@ -205,7 +205,7 @@ def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
     return dict.fromkeys(parts, 0)
 
 
-def _gathered_bytes(work: Work, layout: Layout, share: Share) -> dict[str, int]:
+def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, int]:
     """What FSDP holds whole at each moment: layers that compute and are fetched, the ends, gradients on their way."""
     size = 4 if layout.precision == "fp32" else 2
     if work.program is not None:
@@ -224,7 +224,7 @@ def _gathered_bytes(work: Work, layout: Layout, share: Share) -> dict[str, int]:
     }
 
 
-def _cast_bytes(work: Work, layout: Layout, share: Share) -> int:
+def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     """Half-precision copies that autocast keeps of the fp32 weights it multiplies with."""
     if layout.precision == "fp32" or layout.is_sharded or work.program is not None:
         return 0  # what is gathered comes in half precision
@@ -237,7 +237,7 @@ def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
     return 3 * size * tokens * (work.shape.intermediate_size + work.shape.hidden_size) // layout.tp
 
 
-def _optimizer_bytes(work: Work, layout: Layout, share: Share) -> int:
+def _optimizer_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     """Temporaries of an optimizer that is not fused: of one tensor at a time on CPU, of all at once on CUDA."""
     if work.program is not None or work.optimizer == "adamw":
         return 0

@@ -37,7 +37,7 @@ PROGRAMS: Mapping[str, Program] = {
 
 
 @dataclass(frozen=True)
-class Point:
+class PublishedRun:
     """One published run: what it was, what was measured, and what the plan says of it."""
 
     id: str
@@ -73,9 +73,9 @@ class Point:
         return estimate_speed(self.work, self.layout, self.cluster, self.load, rates=rates)
 
 
-def read_points() -> tuple[list[Point], dict[str, int]]:
+def read_points() -> tuple[list[PublishedRun], dict[str, int]]:
     """(all rows that say enough, how many are left out by reason)."""
-    points: list[Point] = []
+    points: list[PublishedRun] = []
     unused: dict[str, int] = {}
     for row in read_rows("published.csv"):
         if row["why_unused"]:
@@ -85,7 +85,7 @@ def read_points() -> tuple[list[Point], dict[str, int]]:
     return points, unused
 
 
-def _point(row: Mapping[str, str]) -> Point:
+def _point(row: Mapping[str, str]) -> PublishedRun:
     shape, program = _shape(row), PROGRAMS[row["program"]]
     layout = replace(
         parse_layout(row["layout"]),
@@ -104,7 +104,7 @@ def _point(row: Mapping[str, str]) -> Point:
         step = tokens / (float(row["tokens_per_s_per_device"]) * cluster.num_devices)
     unit = 2**30 if row["memory_unit"].startswith("GiB") else 1e9
     lora = LoraConfig(rank=8) if row["task"] in ("lora", "qlora") else None
-    return Point(
+    return PublishedRun(
         id=row["id"],
         model=row["model"],
         shape=shape,

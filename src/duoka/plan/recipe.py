@@ -107,7 +107,7 @@ def copy_bytes(work: Work, layout: Layout) -> int:
 
 
 @dataclass(frozen=True)
-class Share:
+class ModelShare:
     """What one rank has of the model: a pipeline's stage, cut by the tensor axis. All numbers are of this rank."""
 
     num_layers: int
@@ -121,10 +121,10 @@ class Share:
     block_linear: int
 
 
-def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[Share, ...]:
+def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShare, ...]:
     """The stages that may be the fullest: the first holds most micro-batches, the last has the loss."""
     shape, tp, pp = work.shape, layout.tp, layout.pp
-    whole = Share(
+    whole = ModelShare(
         num_layers=shape.num_layers,
         embedding=shape.num_embedding // tp,
         head=shape.num_head // tp,
@@ -140,7 +140,7 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[Share, ..
     layers = -(-shape.num_layers // pp)
     part = layers / shape.num_layers
 
-    def stage(ends: int, embedding: int, head: int, has_head: bool, in_flight: int) -> Share:
+    def stage(ends: int, embedding: int, head: int, has_head: bool, in_flight: int) -> ModelShare:
         inside = int(part * shape.num_in_layers) // tp + ends
         some = work.lora is not None or work.train_only is not None
         trained = int(part * work.num_trainable) // tp if some else inside
@@ -179,7 +179,7 @@ class StaticMemory:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
-def static_memory(work: Work, layout: Layout, share: Share | None = None) -> StaticMemory:
+def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -> StaticMemory:
     """What a rank holds at the end of a step's backward passes, activations and what passes by apart."""
     share = share or shares(work, layout)[0]
     if work.program is not None:
@@ -218,7 +218,7 @@ def static_memory(work: Work, layout: Layout, share: Share | None = None) -> Sta
     return StaticMemory(layout.strategy, *own, formula, host if work.device == "cuda" else 0)
 
 
-def _gathered_whole(work: Work, precision: str, share: Share) -> tuple[int, str]:
+def _gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int, str]:
     """Weights whole in the type that computes; what begins the residual stream, the embedding, stays fp32."""
     if precision == "fp32":
         return 4 * share.trainable, "4Pt"
@@ -227,7 +227,7 @@ def _gathered_whole(work: Work, precision: str, share: Share) -> tuple[int, str]
     return 2 * share.trainable + 2 * share.embedding, "2Pt + 2 of the embedding"
 
 
-def _static_of_program(program: Program, layout: Layout, share: Share) -> StaticMemory:
+def _static_of_program(program: Program, layout: Layout, share: ModelShare) -> StaticMemory:
     """The same families with the program's own bytes: which of weights, gradients and state are shared out."""
     ranks, train = layout.shard, share.trainable
     split = {"zero1": (1, 1, ranks), "zero2": (1, ranks, ranks), "fsdp": (ranks,) * 3, "hsdp": (ranks,) * 3}

@@ -12,7 +12,7 @@ from typing import Literal
 
 from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
-from duoka.plan.recipe import Share, Work, shares
+from duoka.plan.recipe import ModelShare, Work, shares
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 When = Literal["forward", "backward", "end", "between"]  # `between`: nothing of this rank's work can hide it
@@ -126,7 +126,7 @@ def traffic(
 
 
 def _data_traffic(
-    work: Work, layout: Layout, share: Share, per_node: int, accumulation: int, reshard: bool
+    work: Work, layout: Layout, share: ModelShare, per_node: int, accumulation: int, reshard: bool
 ) -> list[Exchange]:
     if layout.dp == 1:
         return []

@@ -13,7 +13,7 @@ from typing import Any
 from duoka.plan.crossval import Fold, cross_validate, pooled
 from duoka.plan.flops import megatron_flops_per_token, palm_flops_per_token
 from duoka.plan.memory import TIGHT
-from duoka.plan.published import Point, read_points
+from duoka.plan.published import PublishedRun, read_points
 
 # What the plan promises of itself on these rows: (median, p90) of the relative error, and right answers.
 PROMISED = {"memory": (0.10, 0.25), "step time": (0.15, 0.35)}
@@ -116,12 +116,12 @@ def validate() -> Validation:
     )
 
 
-Found = list[tuple[Point, float]]
+Found = list[tuple[PublishedRun, float]]
 
 
 def _groups(found: Found) -> Iterable[tuple[str, Found]]:
     """Rows that constants were fitted to, then each other source; titles say which."""
-    key: Callable[[Point], str] = lambda point: (  # noqa: E731
+    key: Callable[[PublishedRun], str] = lambda point: (  # noqa: E731
         f"{'fitted' if point.split == 'fit' else 'judging'}: {point.project} {point.cluster.device.name}"
     )
     titles = list(dict.fromkeys(key(point) for point, _ in found))
@@ -143,7 +143,7 @@ def _summary(quantity: str, rows: str, found: Found) -> Errors:
     )
 
 
-def _flops_error(point: Point) -> float | None:
+def _flops_error(point: PublishedRun) -> float | None:
     """Does the named formula give the share of the peak that the source printed from its own tokens per second?"""
     if point.flops_share is None or point.step_s is None:
         return None
@@ -153,15 +153,15 @@ def _flops_error(point: Point) -> float | None:
     return per_token * point.load.tokens_per_step / (point.step_s * peak) / point.flops_share - 1
 
 
-def _memory_error(point: Point) -> float | None:
+def _memory_error(point: PublishedRun) -> float | None:
     if point.memory_bytes is None:
         return None
     return point.plan_memory().peak_bytes / point.memory_bytes - 1
 
 
-def _time_error(point: Point) -> float | None:
+def _time_error(point: PublishedRun) -> float | None:
     return point.plan_speed().step_s / point.step_s - 1 if point.step_s and point.ran else None
 
 
-def _is_right(point: Point) -> bool:
+def _is_right(point: PublishedRun) -> bool:
     return (point.plan_memory().peak_bytes <= TIGHT * point.cluster.device.memory_bytes) == point.ran

@@ -213,12 +213,12 @@ def load_trained(
     """
     from duoka.model.adapters import Earlier
     from duoka.model.build import load_adapter, load_model
-    from duoka.model.quantize import Packing
+    from duoka.model.quantize import Quantization
     from duoka.model.request import ModelRequest
 
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trained.trust_remote_code}
     if trained.config is not None and trained.full is None:
-        options["packing"] = Packing.of(trained.config.model, unpacked=unpacked)
+        options["packing"] = Quantization.of(trained.config.model, unpacked=unpacked)
     if base_only:
         seed = 0 if trained.config is None else trained.config.train.seed  # a new model's base is drawn from it
         lm = load_model(ModelRequest(trained.base, dtype=dtype, seed=seed, **options))

@@ -40,7 +40,7 @@ from duoka.store.host_live_copy import LiveFile
 from duoka.store.loading import fill_contents, random_name
 from duoka.store.resume import STATE
 from duoka.store.retention import DRAFT, Keep, make_way, remove_old
-from duoka.store.snapshot import CHUNK_BYTES, Chunk, Copier, HeapBuffer, HostBuffer, Share, plan_share, write_share
+from duoka.store.snapshot import CHUNK_BYTES, Chunk, Copier, HeapBuffer, HostBuffer, SavePlan, plan_share, write_share
 from duoka.store.state import read_random_state
 from duoka.units import format_bytes
 
@@ -108,7 +108,7 @@ class CheckpointStore:
         self.facts = facts or Facts()
         self.asynchronous = asynchronous
         self.waited_s = 0.0  # of the latest save, for the one before it
-        self._share: Share | None = None
+        self._share: SavePlan | None = None
         self._needed = 0  # bytes of a whole checkpoint
         self._buffer: HostBuffer | None = None
         self._live: LiveFile | None = None
@@ -131,7 +131,7 @@ class CheckpointStore:
         self._buffer = HostBuffer(size, self.world.device)
         self._warming = self._thread.submit(self._buffer.touch)
 
-    def _plan(self, contents: Contents) -> Share:
+    def _plan(self, contents: Contents) -> SavePlan:
         """What each rank writes, and what that comes to; all ranks call it together the first time."""
         if self._share is None:
             self._share = plan_share(contents.tensors(), self.world)

@@ -41,7 +41,7 @@ Chunk = tuple[memoryview, int]
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedPart:
     """One tensor, or this rank's shard of it, and where its bytes lie in the file."""
 
     index: MetadataIndex
@@ -50,15 +50,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Share:
+class SavePlan:
     """What this rank writes of a checkpoint: one file, laid out alike at every save of a run."""
 
     header: bytes
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedPart, ...]
     size_bytes: int  # of the file
 
 
-def plan_share(tensors: Mapping[str, torch.Tensor], world: World) -> Share:
+def plan_share(tensors: Mapping[str, torch.Tensor], world: World) -> SavePlan:
     """Divide what has to be written: shards where they are, replicated tensors in equal parts. All ranks call it."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), is_coordinator=world.is_main)
@@ -71,9 +71,9 @@ def plan_share(tensors: Mapping[str, torch.Tensor], world: World) -> Share:
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     header = _header(items, starts, sizes)
     pieces = tuple(
-        Piece(item.index, len(header) + start, size) for item, start, size in zip(items, starts, sizes, strict=True)
+        SavedPart(item.index, len(header) + start, size) for item, start, size in zip(items, starts, sizes, strict=True)
     )
-    return Share(header, pieces, len(header) + sum(sizes))
+    return SavePlan(header, pieces, len(header) + sum(sizes))
 
 
 def _dtype(item: WriteItem) -> torch.dtype:
@@ -178,11 +178,11 @@ def copy_on_host(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], num_threads
 class Copier:
     """Puts the file together in host memory, from the live tensors."""
 
-    def __init__(self, share: Share, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(self, share: SavePlan, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self.share = share
         self.device = device
         self._header = torch.frombuffer(bytearray(share.header), dtype=torch.uint8)
-        self._live: list[tuple[Piece, torch.Tensor]] = [
+        self._live: list[tuple[SavedPart, torch.Tensor]] = [
             (piece, find_state_dict_object(tensors, piece.index).detach())  # type: ignore[arg-type]
             for piece in share.pieces
         ]

@@ -27,7 +27,7 @@ from duoka.model.build import find_core, load_model
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.exactness import RowChoice, choose_rows, needs_own_logits
 from duoka.model.layers import find_layers
-from duoka.model.quantize import Packing
+from duoka.model.quantize import Quantization
 from duoka.model.request import ModelRequest
 from duoka.model.shards import build_without_memory
 from duoka.optim.build import build_optimizer
@@ -213,7 +213,7 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
         train_only=config.train_only,
         seed=config.train.seed,
         trust_remote_code=config.model.trust_remote_code,
-        packing=Packing.of(config.model),
+        packing=Quantization.of(config.model),
         earlier=Earlier.of(config.lora, inputs.loaded.base),
     )
     source = None

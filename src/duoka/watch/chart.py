@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from duoka.watch.scale import (
-    Bucket,
+    ChartBin,
     Point,
     log_ticks,
     nice_ticks,
@@ -169,7 +169,7 @@ def _path(frame: _Frame, points: Sequence[Point]) -> str:
     return "M" + "L".join(f"{frame.x(point.x):.1f} {frame.y(point.y):.1f}" for point in points)
 
 
-def _line(chart: Chart, frame: _Frame, points: Sequence[Point], buckets: Sequence[Bucket]) -> list[str]:
+def _line(chart: Chart, frame: _Frame, points: Sequence[Point], buckets: Sequence[ChartBin]) -> list[str]:
     out: list[str] = []
     if len(points) == 1:
         x, y = frame.x(points[0].x), frame.y(points[0].y)

@@ -23,7 +23,7 @@ _TAIL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Step:
+class LoggedStep:
     """One optimizer step, global numbers; None where the log has no number."""
 
     step: int
@@ -54,7 +54,7 @@ class History:
     """A run as its log tells it, after every resume. Who watches a run that goes on applies events as they come."""
 
     run: RunFolder
-    steps: list[Step] = field(default_factory=list)
+    steps: list[LoggedStep] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class History:
         elif kind == "end":
             self.end_reason = str(event.get("reason") or "")
 
-    def _put(self, step: Step) -> None:
+    def _put(self, step: LoggedStep) -> None:
         """Steps rise, each once: one that comes again, without a resume in between, counts as the later."""
         place = bisect.bisect_left(self.steps, step.step, key=lambda one: one.step)
         is_known = place < len(self.steps) and self.steps[place].step == step.step
@@ -201,8 +201,8 @@ def read_history(run: RunFolder) -> History:
     return history
 
 
-def _step(step: int, event: Mapping[str, Any]) -> Step:
-    return Step(
+def _step(step: int, event: Mapping[str, Any]) -> LoggedStep:
+    return LoggedStep(
         step=step,
         epoch=number(event.get("epoch")),
         loss=number(event.get("loss")),

@@ -17,7 +17,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class ChartBin:
     """Neighboring points drawn as one: where they lie, their mean, and how far they spread."""
 
     x: float
@@ -32,18 +32,18 @@ def points_of(steps: Sequence[float], values: Sequence[float | None]) -> list[Po
     return [Point(float(x), float(y)) for x, y in pairs if y is not None and math.isfinite(y)]
 
 
-def thin(points: Sequence[Point], most: int) -> list[Bucket]:
+def thin(points: Sequence[Point], most: int) -> list[ChartBin]:
     """At most `most` buckets with about equally many points each, in order; every point lies in one."""
     if not points:
         return []
     count = min(most, len(points))
     edges = [round(i * len(points) / count) for i in range(count + 1)]
-    out: list[Bucket] = []
+    out: list[ChartBin] = []
     for start, end in itertools.pairwise(edges):
         group = points[start:end]
         values = [point.y for point in group]
         middle = sum(point.x for point in group) / len(group)
-        out.append(Bucket(middle, sum(values) / len(values), min(values), max(values)))
+        out.append(ChartBin(middle, sum(values) / len(values), min(values), max(values)))
     return out
 
 

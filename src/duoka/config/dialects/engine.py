@@ -23,7 +23,7 @@ from duoka.config.dialects.rows import (
     is_none,
     read_switch,
 )
-from duoka.config.yaml_lines import Place, Tree
+from duoka.config.yaml_lines import SourcePlace, Tree
 from duoka.config.yaml_text import yaml_text
 from duoka.errors import Fault
 from duoka.registry import nearest
@@ -31,7 +31,7 @@ from duoka.registry import nearest
 COMMAND_LINE = "command line"
 _DEFAULT = "'s default"  # behind a tool's name: the origin of what its silence means
 # Reads a file that a config points to: its path, where that was written, the config's folder, faults to add to.
-ReadFile = Callable[[str, Place, Path, list[Fault]], "Tree | None"]
+ReadFile = Callable[[str, SourcePlace, Path, list[Fault]], "Tree | None"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Given:
 
     key: str
     value: Any
-    place: Place
+    place: SourcePlace
     name: str  # the other tool's
     source: Tree | None = None  # what was written, when it was taken over as it was
 
@@ -54,7 +54,7 @@ def is_default(tree: Tree) -> bool:
     return not tree.place.line and tree.place.file.endswith(_DEFAULT)
 
 
-def where_of(place: Place) -> str:
+def where_of(place: SourcePlace) -> str:
     return f"{Path(place.file).name}:{place.line}" if place.line else place.file
 
 
@@ -63,14 +63,16 @@ class Translated:
     """What became of a file: our keys by name, notices, faults."""
 
     given: dict[str, Given] = field(default_factory=dict)
-    said: list[tuple[str, Place, str]] = field(default_factory=list)  # key, where it stands, what is said about it
+    said: list[tuple[str, SourcePlace, str]] = field(
+        default_factory=list
+    )  # key, where it stands, what is said about it
     faults: list[Fault] = field(default_factory=list)
     task: str = ""  # what the other tool would do with the file
 
     @property
     def notes(self) -> list[str]:
         """What is said, each reason once with all the keys of a file that it is about."""
-        about: dict[tuple[str, str], list[tuple[str, Place]]] = {}
+        about: dict[tuple[str, str], list[tuple[str, SourcePlace]]] = {}
         for shown, place, text in self.said:
             about.setdefault((place.file, text), []).append((shown, place))
         return [f"{_keys(found)}: {text}" for (_, text), found in about.items()]
@@ -94,7 +96,7 @@ class Translated:
             )
         self.faults.append(new.place.fault(what, key=new.key, fix="keep one of them"))
 
-    def tree(self, place: Place) -> Tree:
+    def tree(self, place: SourcePlace) -> Tree:
         """Our keys as a nested tree; every leaf keeps its place and the name that it was written under."""
         root: dict[str, Any] = {}
         for given in self.given.values():
@@ -109,7 +111,7 @@ class Translated:
         return _closed(root, place)
 
 
-def _keys(found: list[tuple[str, Place]]) -> str:
+def _keys(found: list[tuple[str, SourcePlace]]) -> str:
     """`x.yaml:2 a, b, line 5 c`: keys of one file, with their lines where these change."""
     out, before = "", 0
     for shown, place in found:
@@ -121,13 +123,13 @@ def _keys(found: list[tuple[str, Place]]) -> str:
     return out
 
 
-def _closed(block: dict[str, Any], place: Place) -> Tree:
+def _closed(block: dict[str, Any], place: SourcePlace) -> Tree:
     trees = {key: value if isinstance(value, Tree) else _closed(value, place) for key, value in block.items()}
     first = next(iter(trees.values()), None)
     return Tree(trees, first.place if first is not None and first.place.line else place)
 
 
-def grow(value: Any, place: Place, spelled: str) -> Tree:
+def grow(value: Any, place: SourcePlace, spelled: str) -> Tree:
     """A plain value as a tree, all of it at one place."""
     if isinstance(value, dict):
         return Tree({key: grow(item, place, spelled) for key, item in value.items()}, place, spelled=spelled)
@@ -203,7 +205,7 @@ def _translate_into(
             _translate_into(out, others[row.opens], leaf.tree, asked, others, read_file)
         else:
             _apply_row(out, row, leaf, asked, said, by_name)
-    default = Place(f"{dialect.title}{_DEFAULT}", 0, "")
+    default = SourcePlace(f"{dialect.title}{_DEFAULT}", 0, "")
     for key, value in dialect.defaults(asked).items():
         if key not in out.given and all(fault.key != key for fault in out.faults):
             out.given[key] = Given(key, value, default, "")

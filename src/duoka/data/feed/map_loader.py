@@ -25,7 +25,7 @@ Order = Callable[[int], Sequence[Any]]  # of an epoch: sample numbers, or whole 
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """One rank's part of a global batch. Without samples, `batch` is None, or a filling that counts for nothing."""
 
     batch: Any
@@ -121,7 +121,7 @@ class ExactLoader(_Exact):
             self._units = (epoch, self.order(epoch))
         return self._units[1]
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[RankShare]:
         """The rest of the epoch. Only the samples that are still to come are read."""
         if self.is_at_end:
             self.set_epoch(self.epoch + 1)
@@ -139,7 +139,7 @@ class ExactLoader(_Exact):
         )
         for mine, group, batch in zip(own, groups, batches, strict=True):
             self.num_seen += len(group)
-            yield Share(batch, tuple(_sample_ids(mine)), len(_sample_ids(group)))
+            yield RankShare(batch, tuple(_sample_ids(mine)), len(_sample_ids(group)))
 
     def _asked(self, share: Any, group: Any) -> list[Any]:
         """What the data set is asked for; without samples of one's own, the group's first for filling."""
@@ -214,7 +214,7 @@ class ExactStream(_Exact):
             return iter(self.dataset)
         return itertools.islice(iter(self.dataset), self.num_seen, None)
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[RankShare]:
         for group, mine, num_global in self.groups(self.walk()):
             if self.drop_last and num_global < self.global_batch:
                 break
@@ -223,7 +223,7 @@ class ExactStream(_Exact):
             self.num_seen += self.places_per_step(num_global)
             self._inner = self.dataset.state_dict() if self._knows_its_place else None
             filled = own or (group[:1] if self.fill else [])
-            yield Share(self.collate(filled) if filled else None, tuple(range(first, first + len(own))), num_global)
+            yield RankShare(self.collate(filled) if filled else None, tuple(range(first, first + len(own))), num_global)
         self.set_epoch(self.epoch + 1)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from duoka.data.read.record import CUT, UTF8_BOM, Piece, Record, beginning, check_text
+from duoka.data.read.record import CUT, UTF8_BOM, FilePiece, Record, beginning, check_text
 from duoka.errors import Fault
 
 _BLOCK_BYTES = 1 << 20
@@ -71,19 +71,19 @@ def holds_lines(head: bytes) -> bool:
 # ---------------------------------------------------------------------------------------------- lines
 
 
-def cut_lines(path: Path, piece_bytes: int, kind: Literal["lines", "text"] = "lines") -> Iterator[Piece]:
+def cut_lines(path: Path, piece_bytes: int, kind: Literal["lines", "text"] = "lines") -> Iterator[FilePiece]:
     line = 1
     with path.open("rb") as file:
         start = len(UTF8_BOM) if file.read(len(UTF8_BOM)) == UTF8_BOM else 0
         file.seek(start)
         while block := file.read(piece_bytes):
             block += file.readline()
-            yield Piece(str(path), kind, start, start + len(block), line, len(block))
+            yield FilePiece(str(path), kind, start, start + len(block), line, len(block))
             start += len(block)
             line += block.count(b"\n")
 
 
-def read_lines(piece: Piece, parse: Callable[[str, int, bytes, int], Record | Fault], most: int) -> Iterator[Any]:
+def read_lines(piece: FilePiece, parse: Callable[[str, int, bytes, int], Record | Fault], most: int) -> Iterator[Any]:
     """`parse` of every line of a piece that is not blank."""
     with open(piece.path, "rb") as file:
         file.seek(piece.start)
@@ -112,7 +112,7 @@ def parse_json_line(path: str, number: int, line: bytes, max_record_bytes: int) 
 # ------------------------------------------------------------------------------------------- elements
 
 
-def cut_elements(path: Path, piece_bytes: int) -> Iterator[Piece | Fault]:
+def cut_elements(path: Path, piece_bytes: int) -> Iterator[FilePiece | Fault]:
     """Pieces of a JSON array. Its element boundaries are known only by parsing, so one process does that."""
     first: Element | None = None
     last: Element | None = None
@@ -130,11 +130,11 @@ def cut_elements(path: Path, piece_bytes: int) -> Iterator[Piece | Fault]:
         yield _piece_of(path, first, last)
 
 
-def _piece_of(path: Path, first: Element, last: Element) -> Piece:
-    return Piece(str(path), "elements", first.start, last.end, first.line, last.end - first.start)
+def _piece_of(path: Path, first: Element, last: Element) -> FilePiece:
+    return FilePiece(str(path), "elements", first.start, last.end, first.line, last.end - first.start)
 
 
-def read_elements(piece: Piece, max_record_bytes: int) -> Iterator[Record | Fault]:
+def read_elements(piece: FilePiece, max_record_bytes: int) -> Iterator[Record | Fault]:
     with open(piece.path, "rb") as file:
         file.seek(piece.start)
         part = _Part(file, piece.end - piece.start)

@@ -17,7 +17,7 @@ CUT = "the file was cut short, or a bracket, quote or comma is missing: write it
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A run of whole records in a file; `start` and `end` count what `kind` says, the first stands on `line`.
 
     lines, text, elements: bytes of the file. stream: records, for files that can only be read from their beginning.

@@ -10,12 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from duoka.data.read.json_files import cut_elements, cut_lines, holds_lines, parse_json_line, read_elements, read_lines
-from duoka.data.read.record import MAX_RECORD_BYTES, Piece, Record
+from duoka.data.read.record import MAX_RECORD_BYTES, FilePiece, Record
 from duoka.data.read.stream_files import PACKED, bare_suffix, cut_stream, parse_text_line, read_head, read_stream
 from duoka.data.read.table_files import check_parquet, cut_rows, read_rows
 from duoka.errors import Fault
 
-__all__ = ["KINDS", "MAX_RECORD_BYTES", "Piece", "Record", "check_file", "find_pieces", "is_data_file", "read_piece"]
+__all__ = [
+    "KINDS",
+    "MAX_RECORD_BYTES",
+    "FilePiece",
+    "Record",
+    "check_file",
+    "find_pieces",
+    "is_data_file",
+    "read_piece",
+]
 
 KINDS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt")
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
@@ -52,7 +61,7 @@ def check_file(path: Path) -> Fault | None:
     return None if head else Fault(f"{path.name} is empty", file=str(path))
 
 
-def find_pieces(path: Path, piece_bytes: int) -> Iterator[Piece | Fault]:
+def find_pieces(path: Path, piece_bytes: int) -> Iterator[FilePiece | Fault]:
     """Cut a file into pieces of about `piece_bytes`, at record boundaries. A Fault stands for what has none."""
     suffix = bare_suffix(path)
     if suffix == ".parquet":
@@ -68,7 +77,7 @@ def find_pieces(path: Path, piece_bytes: int) -> Iterator[Piece | Fault]:
     return cut_lines(path, piece_bytes) if is_lines else cut_elements(path, piece_bytes)
 
 
-def read_piece(piece: Piece, max_record_bytes: int = MAX_RECORD_BYTES) -> Iterator[Record | Fault]:
+def read_piece(piece: FilePiece, max_record_bytes: int = MAX_RECORD_BYTES) -> Iterator[Record | Fault]:
     """The records of a piece, in order; a Fault for each that is no JSON, no UTF-8 or far too large."""
     if piece.kind == "elements":
         return read_elements(piece, max_record_bytes)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from duoka.data.read.json_files import Element, holds_lines, parse_element, parse_json_line, walk_elements
-from duoka.data.read.record import UTF8_BOM, Piece, Record, beginning, check_text
+from duoka.data.read.record import UTF8_BOM, FilePiece, Record, beginning, check_text
 from duoka.errors import Fault
 from duoka.runs.cache import file_version
 
@@ -84,14 +84,14 @@ def _cannot_unpack(path: Path, error: Exception) -> Fault:
 # ---------------------------------------------------------------------------------------------- pieces
 
 
-def cut_stream(path: Path, piece_bytes: int) -> Iterator[Piece | Fault]:
+def cut_stream(path: Path, piece_bytes: int) -> Iterator[FilePiece | Fault]:
     """Pieces of about `piece_bytes` of unpacked text."""
     start = count = size_bytes = 0
     line = 1
     for raw in _walk(path):
         if isinstance(raw, Fault) and _ends_stream(raw):
             if count > start:
-                yield Piece(str(path), "stream", start, count, line, size_bytes)
+                yield FilePiece(str(path), "stream", start, count, line, size_bytes)
             yield raw
             return
         if count == start:
@@ -99,16 +99,16 @@ def cut_stream(path: Path, piece_bytes: int) -> Iterator[Piece | Fault]:
         count += 1
         size_bytes += _size_of(raw)
         if size_bytes >= piece_bytes:
-            yield Piece(str(path), "stream", start, count, line, size_bytes)
+            yield FilePiece(str(path), "stream", start, count, line, size_bytes)
             start, size_bytes = count, 0
     if count > start:
-        yield Piece(str(path), "stream", start, count, line, size_bytes)
+        yield FilePiece(str(path), "stream", start, count, line, size_bytes)
 
 
 _open = threading.local()
 
 
-def read_stream(piece: Piece, max_record_bytes: int) -> Iterator[Record | Fault]:
+def read_stream(piece: FilePiece, max_record_bytes: int) -> Iterator[Record | Fault]:
     """The records of a piece, from where this thread's last piece of the same file ended when that is before it."""
     path = Path(piece.path)
     raws, at = _take_open(piece)
@@ -117,7 +117,7 @@ def read_stream(piece: Piece, max_record_bytes: int) -> Iterator[Record | Fault]
     _open.kept = (piece.path, file_version(path), piece.end, raws)
 
 
-def _take_open(piece: Piece) -> tuple[Iterator[Any], int]:
+def _take_open(piece: FilePiece) -> tuple[Iterator[Any], int]:
     kept = getattr(_open, "kept", None)
     _open.kept = None
     if kept is not None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from duoka.data.read.record import Piece, Record, beginning, check_text
+from duoka.data.read.record import FilePiece, Record, beginning, check_text
 from duoka.errors import Fault
 
 _ROWS_AT_ONCE = 256
@@ -28,7 +28,7 @@ def check_parquet(path: Path) -> Fault | None:
     return None
 
 
-def cut_rows(path: Path, piece_bytes: int) -> Iterator[Piece | Fault]:
+def cut_rows(path: Path, piece_bytes: int) -> Iterator[FilePiece | Fault]:
     import pyarrow.parquet as pq
 
     start, size_bytes, row, first_row = 0, 0, 1, 1
@@ -39,11 +39,11 @@ def cut_rows(path: Path, piece_bytes: int) -> Iterator[Piece | Fault]:
         size_bytes += group_bytes
         row += num_rows
         if size_bytes >= piece_bytes or index == len(facts) - 1:
-            yield Piece(str(path), "rows", start, index + 1, first_row, size_bytes)
+            yield FilePiece(str(path), "rows", start, index + 1, first_row, size_bytes)
             start, size_bytes, first_row = index + 1, 0, row
 
 
-def read_rows(piece: Piece, max_record_bytes: int) -> Iterator[Record | Fault]:
+def read_rows(piece: FilePiece, max_record_bytes: int) -> Iterator[Record | Fault]:
     import pyarrow.parquet as pq
 
     row = piece.line

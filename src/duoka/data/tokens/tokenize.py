@@ -24,7 +24,7 @@ import numpy as np
 
 from duoka.data.read.example import AnyExample, BadRecord, SetFormat
 from duoka.data.read.record_kinds import read_record
-from duoka.data.read.records import Piece, Record, read_piece
+from duoka.data.read.records import FilePiece, Record, read_piece
 from duoka.data.tokens.encode import Encoded, encode_examples, fit_length
 from duoka.data.tokens.template import Targets
 from duoka.data.tokens.token_store import ARRAYS, Arrays, pack_arrays
@@ -90,7 +90,7 @@ class PieceResult:
 
 
 def tokenize_piece(
-    piece: Piece, limit: int | None, job: Job, tokenizer: ChatTokenizer
+    piece: FilePiece, limit: int | None, job: Job, tokenizer: ChatTokenizer
 ) -> tuple[PieceResult, list[Encoded]]:
     """The samples of a piece's first `limit` records, in order."""
     result: PieceResult = PieceResult()
@@ -189,7 +189,7 @@ def _write_piece(draft: Path, number: int, result: PieceResult, samples: list[En
 
 
 def tokenize_pieces(
-    pieces: list[tuple[Piece, int | None]],
+    pieces: list[tuple[FilePiece, int | None]],
     job: Job,
     tokenizer: ChatTokenizer,
     draft: Path,
@@ -222,7 +222,7 @@ def tokenize_pieces(
             return
 
 
-def _with_processes(todo: Iterable[tuple[int, Piece, int | None]], draft: Path, num_workers: int) -> Iterator[int]:
+def _with_processes(todo: Iterable[tuple[int, FilePiece, int | None]], draft: Path, num_workers: int) -> Iterator[int]:
     """Numbers of pieces as they are finished. Ends every process it started, however it is left."""
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for item in todo:
@@ -297,7 +297,7 @@ def main(draft: Path) -> None:
     tokenizer = ChatTokenizer.load(draft / "tokenizer.json")
     for line in sys.stdin:
         number, piece, limit = json.loads(line)
-        result, samples = tokenize_piece(Piece(**piece), limit, job, tokenizer)
+        result, samples = tokenize_piece(FilePiece(**piece), limit, job, tokenizer)
         _write_piece(draft, number, result, samples)
         print(number, flush=True)
 
