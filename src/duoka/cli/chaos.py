@@ -28,9 +28,9 @@ def command(config: str, overrides: tuple[str, ...], nproc: int | None, only: st
     Each trial trains 12 steps beside the run's output folder, in OUTPUT-chaos, and must end in the weights of a run
     that nobody disturbed. Your own runs are not touched. Exit code 3 when a trial was lost.
     """
-    from duoka.cluster.chaos import chaos.choose_trials
+    from duoka.cluster.chaos import choose_trials
 
-    trials = chaos.choose_trials(only)
+    trials = choose_trials(only)
     if list_only:
         click.echo("\n".join(f"  {trial.name:<14} {trial.what}" for trial in trials))
         return 0
@@ -102,12 +102,12 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
 
 def _shortened(loaded: Loaded) -> tuple[str, ...]:
     """The same run, of a dozen steps with saves between them, as long as its data are small."""
-    from duoka.cluster.chaos import chaos.NUM_STEPS, SAVE_EVERY
+    from duoka.cluster.chaos import NUM_STEPS, SAVE_EVERY
 
     # A few steps an epoch are enough for the trials; how often the data come round changes nothing for them.
     often = () if loaded.config.stage.kind.reads_text else ("train.epochs=10000",)
     return (
-        *often, f"train.max_steps={chaos.NUM_STEPS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=2",
+        *often, f"train.max_steps={NUM_STEPS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=2",
         "checkpoint.resume=auto", "log.every=1",
     )  # fmt: skip
 
