@@ -44,7 +44,6 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
 
     from duoka.cli.train import load_checked
     from duoka.cluster import chaos
-    from duoka.cluster.chaos import TrialRun
     from duoka.cluster.launch import count_processes
     from duoka.cluster.run_lock import find_run_folder
     from duoka.errors import ConfigError, WorkerFailed
@@ -62,8 +61,8 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
     scratch.mkdir(parents=True)
     short = (*overrides, *_shortened(loaded))
 
-    def stage(name: str) -> TrialRun:
-        return TrialRun(config, short, num_processes, RunFolder(scratch / name), scratch / f"{name}.log")
+    def stage(name: str) -> chaos.TrialRun:
+        return chaos.TrialRun(config, short, num_processes, RunFolder(scratch / name), scratch / f"{name}.log")
 
     trials, outcomes = chaos.choose_trials(only), []
     many = f"{num_processes} process{'es' if num_processes > 1 else ''}"
@@ -73,11 +72,11 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
         try:
             reference = chaos.run_reference(calm)
         except chaos.Lost as error:
-            fix = f"see {calm.log}; and delete {scratch}"
-            raise WorkerFailed(f"the run fails without being struck: {error}", fix=fix) from None
+            said = f"the run fails without being struck: {error}"
+            raise WorkerFailed(said, fix=f"see {calm.log}; and delete {scratch}") from None
         calm_s, hang_after_s = time.monotonic() - started, chaos.patience_for(calm.run)
-        about = format_seconds(_SECOND_START * calm_s * len(trials))
-        click.echo(f"  undisturbed: {format_seconds(calm_s)}; the trials take about {about}")
+        about = _SECOND_START * calm_s * len(trials)
+        click.echo(f"  undisturbed: {format_seconds(calm_s)}; the trials take about {format_seconds(about)}")
         for trial in trials:
             own_stage = replace(stage(trial.name), hang_after_s=hang_after_s)
             outcome = chaos.run_trial(trial, own_stage, reference, same_bits=machine.device == "cpu")
