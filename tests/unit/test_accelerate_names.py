@@ -121,10 +121,12 @@ CALLS = {
     "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2))": "",
     "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(hf_ds_config={'zero_optimization': {'stage': 3}}))": "",
     "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(hf_ds_config={'optimizer': {}}))": "makes the optimizer",
+    "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(hf_ds_config={'bf16': {'enabled': True}}))": "computes in bf16",
+    "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(hf_ds_config={'curriculum_learning': {}}))": "curriculum_learning",
     "Accelerator(deepspeed_plugin=u.DeepSpeedPlugin(zero_stage=2, gradient_clipping=1.0))": "clip_grad_norm_",
     "Accelerator(parallelism_config=u.ParallelismConfig())": "",
-    "Accelerator(parallelism_config=u.ParallelismConfig(dp_shard_size=2, tp_size=2))": "parallel.tp",
-    "Accelerator(parallelism_config=u.ParallelismConfig(sp_backend='deepspeed', sp_size=2))": "parallel.cp",
+    "Accelerator(parallelism_config=u.ParallelismConfig(dp_shard_size=2, tp_size=2))": "are not split yet",
+    "Accelerator(parallelism_config=u.ParallelismConfig(sp_backend='deepspeed', sp_size=2))": "are not split yet",
     "Accelerator(megatron_lm_plugin=u.MegatronLMPlugin(return_logits=True))": "MegatronLMPlugin is not in duoka",
     "Accelerator(log_with='wandb', project_config=u.ProjectConfiguration(project_dir='.', logging_dir='logs'))": "",
     "u.DummyScheduler(None, total_num_steps=1, warmup_num_steps=1)": "give `prepare` a scheduler of torch",
@@ -136,10 +138,10 @@ CALLS = {
     "u.is_xpu_available(), u.is_npu_available(), u.is_schedulefree_available()": "",
     "u.notebook_launcher(print, ('x',), num_processes=1)": "",
     "u.init_empty_weights()": "",
-    "u.prepare_pippy(None, split_points='auto', example_args=())": "parallel.pp",
+    "u.prepare_pippy(None, split_points='auto', example_args=())": "does not split a model into stages yet",
     "u.PrepareForLaunch(print, distributed_type='TPU')": "duoka launch",
     "Accelerator().torch_device_mesh": "torch_device_mesh",
-    "Accelerator().maybe_context_parallel(buffers=[], buffer_seq_dims=[], no_restore_buffers=set())": "parallel.cp",
+    "Accelerator().maybe_context_parallel(buffers=[], buffer_seq_dims=[], no_restore_buffers=set())": "sequences yet",
 }
 
 

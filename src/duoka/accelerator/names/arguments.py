@@ -28,7 +28,10 @@ NOTHING: dict[str, tuple[tuple[Any, ...], str]] = {
     "even_batches": ((None, True, False), ""),
     "use_seedable_sampler": ((None, True, False), ""),
     "rng_types": ((None,), "the order of data is a function of seed and epoch"),
-    "megatron_lm_plugin": ((None,), "duoka train splits layers (parallel.tp and parallel.pp of its YAML)"),
+    "megatron_lm_plugin": (
+        (None,),
+        'duoka does not split layers yet; shard the model:   Accelerator(strategy="zero3")',
+    ),
     "dynamo_backend": ((None, "no", "NO"), "write before prepare:   model.compile()"),
     "slice_fn_for_dispatch": ((None,), "ranks get their items before they are put together"),
     "downcast_bf16": ((None, False, "no"), "duoka computes on CPUs and GPUs"),

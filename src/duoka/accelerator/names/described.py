@@ -15,13 +15,13 @@ from duoka.plan.layout import Layout
 from duoka.torch_private import call_of
 
 NOT_HERE = {
-    "maybe_context_parallel": "duoka train splits sequences (parallel.cp of its YAML)",
+    "maybe_context_parallel": "duoka does not split sequences yet; shorter rows need less memory",
     "torch_device_mesh": "process groups are accelerator.mesh",
     "lomo_backward": "give `prepare` an optimizer of torch",
     "fp8_backend": 'fp8 is not there: write mixed_precision="bf16"',
     "fp8_recipe_handler": 'fp8 is not there: write mixed_precision="bf16"',
     "deepspeed_engine_wrapped": "ZeRO stages are duoka's own: there is no engine of DeepSpeed",
-    "deepspeed_ulysses_dl_adapter": "duoka train splits sequences (parallel.cp of its YAML)",
+    "deepspeed_ulysses_dl_adapter": "duoka does not split sequences yet; shorter rows need less memory",
     "ddp_handler": 'write:   parallel={"find_unused_parameters": True}',
 }
 

@@ -238,6 +238,15 @@ class DeepSpeedPlugin(Settings):
         "offload_param_device": "none",
     }
     same = ("zero3_save_16bit_model", "zero3_init_flag", "enable_msamp", "train_micro_batch_size_per_gpu")
+    read = (
+        "zero_optimization", "optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "bf16",
+        "fp16",
+    )  # fmt: skip
+    # Sizes that the loader has, what is printed, and a leave that duoka's own ZeRO does not need.
+    of_no_effect = (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "steps_per_print", "wall_clock_breakdown", "dump_state",
+        "zero_allow_untested_optimizer",
+    )  # fmt: skip
     refused = {  # noqa: RUF012
         "gradient_clipping": "write in the loop:   accelerator.clip_grad_norm_(model.parameters(), VALUE)",
         "offload_optimizer_device": "make the optimizer with duoka.optim.host.HostAdamW",
@@ -267,6 +276,13 @@ class DeepSpeedPlugin(Settings):
             raise ConfigError("the DeepSpeed config clips gradients", fix=self.refused["gradient_clipping"])
         if (steps := tree.get("gradient_accumulation_steps", "auto")) != "auto":
             self.gradient_accumulation_steps = steps
+        for precision in ("bf16", "fp16"):
+            if tree.get(precision, {}).get("enabled", "auto") not in ("auto", False):
+                fix = f'write "auto" there, and in the script:   Accelerator(mixed_precision="{precision}")'
+                raise ConfigError(f"the DeepSpeed config computes in {precision}", fix=fix)
+        if others := sorted(set(tree) - set(self.read) - set(self.of_no_effect)):
+            fix = "delete what is not needed; what is, write in the script"
+            raise ConfigError(f"the DeepSpeed config says {', '.join(others)}, which duoka does not read here", fix=fix)
 
     def arguments(self) -> dict[str, Any]:
         stages = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
@@ -291,7 +307,7 @@ class ParallelismConfig(Settings):
             if (getattr(self, name) or 1) > 1:
                 raise ConfigError(
                     f"ParallelismConfig({name}={getattr(self, name)}): own loops split data and shard models, no more",
-                    fix="duoka train splits layers and sequences too (parallel.tp and parallel.cp of its YAML)",
+                    fix='layers and sequences are not split yet; shard the model:   Accelerator(strategy="zero3")',
                 )
         replicas, shards = self.dp_replicate_size or 1, self.dp_shard_size or 1
         if shards == 1:
