@@ -80,4 +80,4 @@ def test_state_that_does_not_fit_is_said_in_second_one(monkeypatch):
     with pytest.raises(DoesNotFit, match="optimizer's state do not fit") as caught:
         rehearse.rehearse_largest(parallel, None, None, guard)
     assert "lora" in str(caught.value) and caught.value.exit_code == 4
-    assert not rehearse.is_asked(config, World())
+    assert not rehearse.is_asked(config.train, World())

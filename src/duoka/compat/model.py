@@ -23,9 +23,10 @@ def load_model(model: Part, accelerator: Accelerator | None = None) -> torch.nn.
     from duoka.hub.models import model_folder
     from duoka.model.adapters import Earlier
     from duoka.model.build import load_model as load
+    from duoka.model.request import ModelRequest
 
     config = model.run
-    lm = load(
+    request = ModelRequest(
         model_folder(config.model, model.loaded.base),
         dtype=torch.float32,
         lora=config.lora,
@@ -34,6 +35,7 @@ def load_model(model: Part, accelerator: Accelerator | None = None) -> torch.nn.
         trust_remote_code=config.model.trust_remote_code,
         earlier=Earlier.of(config.lora, model.loaded.base),
     )
+    lm = load(request)
     lm.train()
     if accelerator is None:
         return lm
