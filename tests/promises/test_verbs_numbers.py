@@ -245,15 +245,17 @@ def test_a_window_that_is_read_ahead_weighs_each_batch_by_itself(seen):
 
 def test_a_repeated_loss_counts_each_sample_once(seen):
     size, read = seen
-    if size < 3:
-        ours = read(f"repeated-{size}")
-        assert ours == {"mean": pytest.approx(10.5), "rows": 22, "tokens": 44}
+    if size == 3:
+        pytest.skip("its data are for one process and two")
+    ours = read(f"repeated-{size}")
+    assert ours == {"mean": pytest.approx(10.5), "rows": 22, "tokens": 44}
 
 
 def test_schedules_count_optimizer_steps_or_as_told(seen):
     size, read = seen
-    if size < 3:
-        assert read("schedules") == pytest.approx([0.5, 0.5 if size == 1 else 0.0, 0.5])
+    if size == 3:
+        pytest.skip("schedules are stepped on one process and two")
+    assert read("schedules") == pytest.approx([0.5, 0.5 if size == 1 else 0.0, 0.5])
 
 
 # ------------------------------------------------------------------------- in one process

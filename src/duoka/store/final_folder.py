@@ -159,7 +159,7 @@ def _begin(lm: torch.nn.Module, mesh: Mesh, base: Path, final: Path) -> _Draft |
                 out.truncate(size)
             for name, start in starts.items():
                 slots[name_of[id(tensors[name])]] = _Slot(file, start, tensors[name].dtype)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too must leave no half-written folder behind; it goes on upwards
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return _Draft(os.fspath(draft), slots)

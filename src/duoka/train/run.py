@@ -155,7 +155,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
         _go_on(inputs, found, store, contents, notes)  # or begin with an earlier stage's averages
         mean_length = inputs.prepared.mean_length
         settings = build_settings(config, feed, contents.state, mean_length, plan.horizon)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too must leave no thread and no group of the store behind; it goes on upwards
         store.close()
         raise
     return Run(inputs, found, notes, plan, mesh, stage, contents, feed, store, settings)
