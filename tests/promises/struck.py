@@ -48,8 +48,8 @@ def finish(process):
     return process.returncode, output
 
 
-def wait_for_step(run, step, strangers=()):
-    return wait_for_ranks(run, 2, lambda beat: beat.step >= step, strangers=strangers, within_s=WITHIN_S)
+def wait_for_step(run, step, old_pids=()):
+    return wait_for_ranks(run, 2, lambda beat: beat.step >= step, old_pids=old_pids, within_s=WITHIN_S)
 
 
 def same_weights(run, whole):

@@ -34,8 +34,8 @@ def write_all(folder, models, strategies, split, processes):
     torch.distributed.tensor.DTensor.full_tensor = room.gather_state = never
     split_by_size(split)
     written = []
-    write_box = room._write_box
-    room._write_box = lambda handle, start, values, *rest: (
+    write_box = room.write_box
+    room.write_box = lambda handle, start, values, *rest: (
         written.append(values.nbytes),
         write_box(handle, start, values, *rest),
     )
@@ -139,7 +139,7 @@ def write_once(folder, fails_on):
     if world.is_main:
         target.parent.mkdir(exist_ok=True)
     world.barrier()
-    write_run = room._write_run
+    write_run = room.write_run
     calls = []
 
     def full(handle, raw, where, heart):
@@ -148,13 +148,13 @@ def write_once(folder, fails_on):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_run(handle, raw, where, heart)
 
-    room._write_run = full
+    room.write_run = full
     with pytest.raises(StorageError, match="No space left"):
         room.write_final(lm, mesh, lambda: sources, target)
     world.barrier()  # rank 0 has cleaned up when it is here
     assert not list(target.parent.iterdir()), "half a result was left"
     world.barrier()
-    room._write_run = write_run
+    room.write_run = write_run
     room.write_final(lm, mesh, lambda: sources, target)
     end_world(world)
 
@@ -172,7 +172,7 @@ def die_in_the_middle(folder, target):
     from duoka.model.request import ModelRequest
     from duoka.parallel.mesh import Mesh
 
-    room._write_run = lambda *_: os._exit(9)
+    room.write_run = lambda *_: os._exit(9)
     lm = load_model(ModelRequest(folder / "odd", dtype=torch.float32))
     sources = room.ResultSources(folder / "odd", folder / "odd")
     room.write_final(lm, Mesh(World()), lambda: sources, target)

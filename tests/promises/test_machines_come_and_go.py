@@ -68,7 +68,7 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
     host = start(yaml, run, port, "host")
     machines = [host]
     try:
-        while f"holds the meeting at 127.0.0.1:{port}" not in (tmp_path / "host.log").read_text(encoding="utf-8"):
+        while f"owns the rendezvous at 127.0.0.1:{port}" not in (tmp_path / "host.log").read_text(encoding="utf-8"):
             assert host.poll() is None, (tmp_path / "host.log").read_text(encoding="utf-8")
             time.sleep(0.05)
         machines.append(start(yaml, run, port, "guest"))
@@ -90,8 +90,8 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
     said, guest = ((tmp_path / f"{name}.log").read_text(encoding="utf-8") for name in ("host", "back"))
     assert (
         " left after step " in said
-        and " has come" in said
-        and " leaves in good order" in said
+        and " has joined" in said
+        and " leaves on request" in said
         and "Traceback" not in said
     ), said
     assert "this machine has left; the same command comes back" in guest and "Traceback" not in guest, guest
@@ -119,7 +119,7 @@ def test_ranks_that_are_killed_while_their_machines_stay_cost_a_restart_each(tmp
     try:
         for step in (6, 20, 34):
             ranks = wait_for_ranks(
-                run, 2, lambda beat, step=step: beat.step >= step + dice.randint(0, 5), strangers=old, within_s=WITHIN_S
+                run, 2, lambda beat, step=step: beat.step >= step + dice.randint(0, 5), old_pids=old, within_s=WITHIN_S
             )
             time.sleep(dice.random() * 0.1)
             old = [beat.pid for beat in ranks.values()]

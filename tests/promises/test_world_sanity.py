@@ -1,4 +1,4 @@
-"""Promise 6: a world of strangers is refused, and replicas that drift are found and named."""
+"""Promise 6: ranks whose code, config or data differ are refused, and replicas that drift are found and named."""
 
 import os
 import time
@@ -93,7 +93,7 @@ def test_a_rank_with_another_config_model_or_data_is_refused(tmp_path, what):
     run_world(2, bring_another, yamls, tmp_path / "out", change, what)
 
 
-def meet_strangers():
+def meet_mismatched_ranks():
     world = start_world(ParallelConfig())
     check_same_everywhere(world, {"config": "same", "torch": "2"})
     mine = "abc" if world.rank == 0 else "xyz"
@@ -106,7 +106,7 @@ def meet_strangers():
 
 
 def test_ranks_with_other_data_are_named_before_the_first_step():
-    run_world(2, meet_strangers)
+    run_world(2, meet_mismatched_ranks)
 
 
 def flip_one_weight(yaml, folder):
@@ -149,7 +149,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 def test_the_checksum_sees_one_flipped_bit_and_two_swapped_elements(dtype, monkeypatch):
     import duoka.comm.checksum as room
 
-    monkeypatch.setattr(room, "_CHUNK", 16)  # places in several chunks
+    monkeypatch.setattr(room, "CHUNK_LENGTH", 16)  # places in several chunks
     torch.manual_seed(0)
     bits = torch.randint(0, 2 if dtype is torch.bool else 256, (41 * dtype.itemsize,), dtype=torch.uint8)
     tensor = bits.view(dtype)

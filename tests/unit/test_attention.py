@@ -112,8 +112,8 @@ def test_one_launch_for_all_documents_is_asked_for_the_same(monkeypatch, window)
     edges = torch.tensor([0, 7, 20], dtype=torch.int32)
     options = {"cu_seq_lens_q": edges, "sliding_window": window, "scaling": 0.3}
     want, _ = attend(torch.nn.Module(), *inputs, None, **options)
-    monkeypatch.setattr(room, "_find_varlen", lambda: kernel)
-    monkeypatch.setattr(room, "_has_kernel_for", lambda *_: True)
+    monkeypatch.setattr(room, "find_varlen", lambda: kernel)
+    monkeypatch.setattr(room, "has_kernel_for", lambda *_: True)
     ours, _ = attend(torch.nn.Module(), *inputs, None, **options)
     assert ours.shape == want.shape
     assert torch.allclose(ours, want, atol=1e-6)
@@ -131,8 +131,8 @@ def test_documents_are_measured_once_per_micro_batch(tiny_model, monkeypatch):
         given.append(documents)
         return torch.zeros_like(query).transpose(1, 2)
 
-    monkeypatch.setattr(room, "_has_kernel_for", lambda *_: True)
-    monkeypatch.setattr(room, "_attend_all_documents", kernel)
+    monkeypatch.setattr(room, "has_kernel_for", lambda *_: True)
+    monkeypatch.setattr(room, "attend_all_documents", kernel)
     model, docs = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32))), documents(256)
     batch = packed(docs)
     micro = Batch(**batch, attention_mask=None, num_targets=1, num_tokens=1, num_samples=1)

@@ -16,7 +16,7 @@ from duoka.plan.layout import Layout
 from duoka.runs.folder import RunFolder
 from duoka.runs.manifest import Manifest, write_file, write_manifest
 from duoka.runs.status import Status, write_status
-from duoka.store.resume import _compare
+from duoka.store.resume import compare_with_run
 
 
 @pytest.fixture
@@ -117,5 +117,7 @@ def test_an_allowed_change_of_precision_is_not_called_one_with_the_same_results(
     run = make_run(home)
     folder = make_checkpoint(run, 3, "train.precision=fp32")
     change = ["train.precision=bf16", "checkpoint.allow_changes=[train.precision]"]
-    notes = _compare(folder, load_config("sft.yaml", change).config, "data", home, Layout(precision="bf16")).notes()
+    notes = compare_with_run(
+        folder, load_config("sft.yaml", change).config, "data", home, Layout(precision="bf16")
+    ).notes()
     assert notes == ["allowed to change: train.precision fp32 -> bf16"]

@@ -274,7 +274,7 @@ def test_a_rank_writes_down_why_it_ends_and_leaves_with_its_code(
     fake = ModuleType("duoka.train.main")
     fake.run_worker = run_worker  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "duoka.train.main", fake)
-    monkeypatch.setattr(train_command, "_leave", left.append)
+    monkeypatch.setattr(train_command, "end_process", left.append)
     run = RunFolder(home / "runs/sft")
     with pytest.raises(type(error)):
         train_command.work(lambda: load_config("sft.yaml"), run, 1, supervised=True)

@@ -161,7 +161,7 @@ def test_an_array_is_read_whatever_falls_on_a_blocks_border(
     path = tmp_path_factory.mktemp("array") / "a.json"
     path.write_text(json.dumps(items, ensure_ascii=bool(block % 2), indent=indent), encoding="utf-8", newline="\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("duoka.data.read.json_files._BLOCK_BYTES", block)
+        patch.setattr("duoka.data.read.json_files.BLOCK_BYTES", block)
         assert read_all(path, piece_bytes) == items
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duoka.data.feed.epoch_plan import EpochPlan, _fill_bins, cost_of, row_cost, share_batch, share_rows, shuffled
+from duoka.data.feed.epoch_plan import EpochPlan, cost_of, fill_bins, row_cost, share_batch, share_rows, shuffled
 from duoka.units import Amount
 
 MAX_LENGTH = 512
@@ -201,7 +201,7 @@ class CountedLength(int):
 def _comparisons_of_packing(count: int) -> int:
     lengths = np.sort(np.random.default_rng(7).integers(1, 1 << 20, count))[::-1]
     CountedLength.comparisons = 0
-    _fill_bins([(place, CountedLength(length)) for place, length in enumerate(lengths.tolist())], 1 << 20)
+    fill_bins([(place, CountedLength(length)) for place, length in enumerate(lengths.tolist())], 1 << 20)
     return CountedLength.comparisons
 
 
@@ -224,7 +224,7 @@ def test_each_sample_goes_to_the_first_of_the_fullest_bins_with_room(lengths: li
             bins[fitting[0][1]].append(pair)
         else:
             bins.append([pair])
-    assert _fill_bins(pairs, size) == bins
+    assert fill_bins(pairs, size) == bins
 
 
 def test_a_sample_longer_than_max_length_is_a_bug_of_ours() -> None:

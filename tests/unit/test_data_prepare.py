@@ -132,7 +132,7 @@ def test_an_unchanged_old_file_is_not_read_for_its_hash_again(prepared: Any, dat
     opened: list[str] = []
     real = Path.open
     monkeypatch.setattr(Path, "open", lambda path, *args, **kw: (opened.append(path.name), real(path, *args, **kw))[1])
-    digest = prepare._file_digest(data, Path(os.environ["DUOKA_CACHE"]) / "tokens")
+    digest = prepare.file_digest(data, Path(os.environ["DUOKA_CACHE"]) / "tokens")
     assert digest and data.name not in opened
 
 
@@ -159,7 +159,7 @@ def test_a_damaged_cache_is_made_again(prepared: Any, data: Path, own_cache: Pat
 def test_an_interrupted_work_goes_on_where_it_stopped(
     prepared: Any, data: Path, monkeypatch: Any, own_cache: Path
 ) -> None:
-    monkeypatch.setattr(prepare, "_PIECE_BYTES", (500, 500))
+    monkeypatch.setattr(prepare, "PIECE_BYTES", (500, 500))
     real, done = tokenize.tokenize_piece, []
 
     def dying(piece: Any, *args: Any) -> Any:
@@ -184,7 +184,7 @@ def test_processes_give_the_same_as_one(prepared: Any, tmp_path: Path, monkeypat
     expected = prepared(path, on_bad="skip", workers=1)
     monkeypatch.setenv("DUOKA_CACHE", str(own_cache / "second"))
     monkeypatch.setattr(tokenize, "SMALL_BYTES", 0)
-    monkeypatch.setattr(prepare, "_PIECE_BYTES", (2000, 2000))
+    monkeypatch.setattr(prepare, "PIECE_BYTES", (2000, 2000))
     found = prepared(path, on_bad="skip", workers=2)
     assert not found.report.sets[0].reused
     assert ids_of(found.train) == ids_of(expected.train)
@@ -195,7 +195,7 @@ def test_processes_give_the_same_as_one(prepared: Any, tmp_path: Path, monkeypat
 
 def test_a_process_that_dies_is_told_with_its_place(prepared: Any, data: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tokenize, "SMALL_BYTES", 0)
-    monkeypatch.setattr(prepare, "_PIECE_BYTES", (500, 500))
+    monkeypatch.setattr(prepare, "PIECE_BYTES", (500, 500))
     monkeypatch.setattr(tokenize.sys, "executable", "/bin/false")
     with pytest.raises(WorkerFailed, match=r"tokenizes died .*\n.*data.jsonl, from line"):
         prepared(data, workers=2)
@@ -307,7 +307,7 @@ def test_the_counts_are_those_of_the_samples(prepared: Any, data: Path) -> None:
 
 
 def test_max_samples_takes_the_first(prepared: Any, data: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(prepare, "_PIECE_BYTES", (500, 500))
+    monkeypatch.setattr(prepare, "PIECE_BYTES", (500, 500))
     whole = ids_of(prepared(data).train)
     assert ids_of(prepared({"name": str(data), "max_samples": 17}).train) == whole[:17]
 

@@ -188,9 +188,9 @@ def test_no_more_than_one_row_group_is_read_again_to_go_on(tmp_path: Path, monke
     state = rank.state_dict()
     assert state["cursors"]["0"]["unit"] > 5
     reads = []
-    real = VirtualStream._read_unit
+    real = VirtualStream.read_unit
     monkeypatch.setattr(
-        VirtualStream, "_read_unit", lambda self, unit, skip: reads.append(unit) or real(self, unit, skip)
+        VirtualStream, "read_unit", lambda self, unit, skip: reads.append(unit) or real(self, unit, skip)
     )
     (fresh,) = ranks_of(files, 1, 1)
     fresh.load_state_dict(state)

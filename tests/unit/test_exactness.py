@@ -16,7 +16,7 @@ from duoka.model.tiny_copy import tiny_config
 @pytest.fixture
 def fresh(monkeypatch):
     """No architecture has been tried yet in this process."""
-    monkeypatch.setattr(exactness, "_KNOWN", {})
+    monkeypatch.setattr(exactness, "KNOWN", {})
 
 
 def config_folder(path, model_type, **changes):

@@ -16,7 +16,7 @@ from duoka.cli.explain import command
 from duoka.config.catalog import known_keys
 from duoka.errors import ConfigError, DuokaError
 from duoka.explain.find import LANGUAGES, chinese_keys, codes, find_entry, topics, value_words
-from duoka.explain.numbers import _TOPICS
+from duoka.explain.numbers import TOPICS
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
 ASKED_FOR = (  # topics of the guides that must have a text, by words that people use
@@ -100,7 +100,7 @@ def test_every_topic_has_a_title_a_text_and_a_word_on_guides_in_both_languages()
             assert all(topic[language][part].strip() for part in ("title", "text", "wrong")), name
             assert language == "en" or CHINESE.search(topic[language]["text"]), name
             assert language == "zh" or not CHINESE.search(topic[language]["text"] + topic[language]["wrong"]), name
-        assert topic.get("numbers", "batch") in _TOPICS, name
+        assert topic.get("numbers", "batch") in TOPICS, name
     for word in ASKED_FOR:
         assert find_entry(word, "en") is not None, word
 

@@ -9,7 +9,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from duoka.config.schema import LoraConfig
 from duoka.model.build import LossModel, load_model
-from duoka.model.fused import _AdaptedProduct, _RmsNorm, _SiluTimes, _SiluTimesDown, apply_fused
+from duoka.model.fused import AdaptedProduct, RmsNorm, SiluTimes, SiluTimesDown, apply_fused
 from duoka.model.loss import Goal
 from duoka.model.request import ModelRequest
 
@@ -20,12 +20,12 @@ def draw(*shape):
 
 def test_gradients_are_those_of_finite_differences():
     torch.manual_seed(0)
-    assert torch.autograd.gradcheck(lambda x, w: _RmsNorm.apply(x, w, 1e-3), (draw(2, 3, 5), draw(5)))
-    assert torch.autograd.gradcheck(_SiluTimes.apply, (draw(3, 4), draw(3, 4)))
-    assert torch.autograd.gradcheck(_SiluTimesDown.apply, (draw(2, 3, 4), draw(2, 3, 4), draw(5, 4)))
+    assert torch.autograd.gradcheck(lambda x, w: RmsNorm.apply(x, w, 1e-3), (draw(2, 3, 5), draw(5)))
+    assert torch.autograd.gradcheck(SiluTimes.apply, (draw(3, 4), draw(3, 4)))
+    assert torch.autograd.gradcheck(SiluTimesDown.apply, (draw(2, 3, 4), draw(2, 3, 4), draw(5, 4)))
     weight, bias = draw(6, 5).detach(), draw(6).detach()
     adapted = (draw(2, 3, 5), draw(2, 5), draw(6, 2))
-    assert torch.autograd.gradcheck(lambda x, a, b: _AdaptedProduct.apply(x, weight, bias, a, b, 1.7), adapted)
+    assert torch.autograd.gradcheck(lambda x, a, b: AdaptedProduct.apply(x, weight, bias, a, b, 1.7), adapted)
 
 
 def learn(folder, lora, fuse, dtype=torch.float32, autocast=False):

@@ -63,7 +63,7 @@ def test_nodes_without_fixed_places_meet(nodes: str, more: list[str]) -> None:
     meaning = meaning_of_torchrun([*line.split(), "src/train.py", "--config", "x.yaml"])
     meeting = ["--nproc", "2", "--nodes", nodes, "--meet", "10.0.0.1:1234"]
     assert meaning.words == ("train", "x.yaml", *meeting, *more) and not meaning.env
-    assert "a meeting of their own, at 10.0.0.1:1234" in meaning.notes[0]
+    assert "a rendezvous of their own, at 10.0.0.1:1234" in meaning.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_the_environment_of_guides_is_read() -> None:
     start = read({**TWO, "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "4", "MIN_NNODES": "2", "MAX_NNODES": "2"})
     assert start == NodeStart(2, 1, 4, "192.168.1.100", 29500)
     assert read({"MAX_RESTARTS": "3"}).restarts == 3
-    assert "of no use" in read({**TWO, "RDZV_ID": "7"}).notes[0]
+    assert "RDZV_ID is not used" in read({**TWO, "RDZV_ID": "7"}).notes[0]
 
 
 def test_nodes_that_may_leave_come_from_the_environment_or_from_flags() -> None:

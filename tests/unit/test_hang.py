@@ -102,7 +102,7 @@ def test_never_is_never_and_our_own_absence_is_nobodys_hang(run, clock):
 def test_a_stopped_rank_is_named_before_the_others_patience_ends(run, clock, monkeypatch):
     for rank in range(2):
         warm(run, rank, clock)
-    monkeypatch.setattr(hang, "_is_stopped", lambda pid: True)
+    monkeypatch.setattr(hang, "is_stopped", lambda pid: True)
     watch = HangWatch(run, None)
     found = wait(watch, clock, 200)
     assert 1060 < clock[0] < 1080 and "stopped (SIGSTOP" in found.lines[0]
@@ -130,7 +130,7 @@ def test_a_beat_is_read_as_written_and_old_ones_go(run):
 
 
 def test_a_rank_without_a_supervisor_watches_itself(run, monkeypatch):
-    monkeypatch.setattr(heart, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(heart, "LOOK_EVERY_S", 0.02)
     one = Heart(run, 0)
     one.warm_up()
     one.tell("backward", 4)
@@ -149,4 +149,4 @@ def test_a_rank_that_left_with_exit_code_0_is_named_when_the_others_wait_for_it(
         clock[0] += 5.0
         if found := watch.look(left=[2]):
             break
-    assert found.rank == 2 and "rank 2 of 3 left early, with exit code 0, and nobody has moved" in found.lines[0]
+    assert found.rank == 2 and "rank 2 of 3 left early, with exit code 0, and no other rank has moved" in found.lines[0]

@@ -114,6 +114,39 @@ def _reads_environment(node: ast.AST) -> bool:
     return loads and ast.unparse(node.value) == "os.environ"
 
 
+def test_tests_use_what_a_module_gives_out() -> None:
+    """A private name may change in any commit: what a test needs of a module is public there, or is not needed."""
+    private = [
+        f"{name_of(path)}:{line} {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line, name in _private_names(path)
+    ]
+    assert not private, f"tests that use private names of duoka: {private}"
+
+
+def _private_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Imported, read as `module._name` or `Class._name`, or patched; of instances nothing is known here."""
+    imported = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "duoka":
+            imported |= {one.asname or one.name for one in node.names}
+            yield from ((node.lineno, f"{node.module}.{one.name}") for one in node.names if _is_private(one.name))
+        elif isinstance(node, ast.Import):
+            imported |= {one.asname for one in node.names if one.asname and one.name.split(".")[0] == "duoka"}
+    for node in nodes_of(path):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and ast.unparse(node.value) in imported:
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            words = [one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            of_ours = ast.unparse(node.args[0]) in imported or (words[:1] and words[0].startswith("duoka."))
+            if of_ours and any(_is_private(word.rsplit(".", 1)[-1]) for word in words):
+                yield node.lineno, ".".join(words)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_loads_without_a_word(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from duoka.config.load import load_config

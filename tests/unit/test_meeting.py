@@ -11,7 +11,7 @@ import pytest
 
 from duoka.cluster import admission, connection, elastic, meeting
 from duoka.cluster.connection import Wire, prove, write_secret
-from duoka.cluster.elastic import _Machine
+from duoka.cluster.elastic import Machine
 from duoka.cluster.launcher import Spec
 from duoka.cluster.meeting import Meeting, Rules
 from duoka.cluster.supervise import Request
@@ -100,8 +100,8 @@ class Table:
 def seat(tmp_path, monkeypatch):
     monkeypatch.setattr(meeting, "LAST_CALL_S", 0.0)
     monkeypatch.setattr(meeting, "FIRST_WAIT_S", 0.0)
-    monkeypatch.setattr(meeting, "_FAREWELL_S", 0.1)
-    monkeypatch.setattr(connection, "_GOODBYE_S", 0.01)
+    monkeypatch.setattr(meeting, "FAREWELL_S", 0.1)
+    monkeypatch.setattr(connection, "GOODBYE_S", 0.01)
     tables = []
 
     def make(least, most, **rules):
@@ -185,7 +185,7 @@ def test_nobody_comes(seat):
     assert not table.meeting._world
     time.sleep(0.05)
     table.tend()
-    assert table.code("host") == 5 and "1 of at least 2 machines came" in table.last("host", "done")["lines"][0]
+    assert table.code("host") == 5 and "1 of at least 2 machines joined" in table.last("host", "done")["lines"][0]
 
 
 HOSTILE = (
@@ -196,43 +196,43 @@ HOSTILE = (
 )  # fmt: skip
 
 
-def test_strangers_are_shown_out_and_a_world_goes_on(seat, monkeypatch):
+def test_unverified_peers_are_rejected_and_a_world_goes_on(seat, monkeypatch):
     """Port scanners, other programs, machines without the secret: none is listened to, and nobody waits for them."""
     table = seat(1, 2)
     table.join("host", is_host=True)
-    strangers = [table.connect() for _ in HOSTILE]
+    hostile = [table.connect() for _ in HOSTILE]
     table.tend()
-    for line, words in zip(strangers, HOSTILE, strict=True):
+    for line, words in zip(hostile, HOSTILE, strict=True):
         line.socket.sendall(words)
-    monkeypatch.setattr(admission, "_PARTING_S", 0.0)
+    monkeypatch.setattr(admission, "PARTING_S", 0.0)
     table.tend(8)
-    for stranger, words in zip(strangers, HOSTILE, strict=True):
-        heard = stranger.take()
-        assert stranger.is_lost, f"{words[:40]} is still there"
-        assert all(set(one) <= {"meeting", "unknown"} for one in heard), "a stranger learns nothing"
-        stranger.close_now()
+    for peer, words in zip(hostile, HOSTILE, strict=True):
+        heard = peer.take()
+        assert peer.is_lost, f"{words[:40]} is still there"
+        assert all(set(one) <= {"meeting", "unknown"} for one in heard), "a peer learns nothing"
+        peer.close_now()
     assert len(table.meeting._members) == 1 and table.last("host", "stop") is None
-    assert table.said("host").count("127.0.0.1 was shown out") == 1, "said once, however often"
+    assert table.said("host").count("127.0.0.1 was rejected") == 1, "said once, however often"
     table.join("other", secret="of another run")
     assert table.last("other", "unknown") is True and table.last("other", "refused") is None
 
 
 def test_crowds_and_sluggards_at_the_door_cost_nothing(seat, monkeypatch):
-    monkeypatch.setattr(admission, "_MOST_STRANGERS", 4)
+    monkeypatch.setattr(admission, "MOST_UNVERIFIED", 4)
     table = seat(1, 2)
     table.join("host", is_host=True)
     crowd = [table.connect() for _ in range(8)]
     table.tend()
-    assert len(table.meeting._door._strangers) == 4, "the oldest had to go"
+    assert len(table.meeting._admission._unverified) == 4, "the oldest had to go"
     table.join("guest")
     assert table.last("host", "stop") == 1, "and who belongs here still comes in"
     monkeypatch.setattr(admission, "GREETING_S", 0.0)
-    for stranger in crowd:
-        stranger.send(beat=True)
+    for peer in crowd:
+        peer.send(beat=True)
     table.tend()
-    assert not table.meeting._door._strangers, "a beat is no greeting"
-    for stranger in crowd:
-        stranger.close_now()
+    assert not table.meeting._admission._unverified, "a beat is no greeting"
+    for peer in crowd:
+        peer.close_now()
 
 
 @pytest.mark.parametrize("words", [
@@ -252,7 +252,7 @@ def test_names_from_elsewhere_cannot_write_on_our_terminal(seat):
     table = seat(1, 3)
     table.join("host", is_host=True)
     table.join("\x1b]0;mine\x07 \ud800", wish=1)
-    assert "?]0;mine? ? has come" in table.said("host")
+    assert "?]0;mine? ? has joined" in table.said("host")
     table.join("odd", wish="soon")
     assert "odd" not in table.said("host")
 
@@ -305,7 +305,7 @@ def test_a_cut_link_is_noticed_by_both_and_by_the_machine_first(seat, monkeypatc
     far.ranks = types.SimpleNamespace(look=lambda: True, close=lambda: ended.append(len(table.meeting._members)))
     link.is_cut = True
     until(lambda: ended)
-    assert ended == [2] and "is gone: ending the ranks here" in said[-1]
+    assert ended == [2] and "is lost: ending the ranks here" in said[-1]
     far.request.stop_by = "SIGTERM"
     until(lambda: len(table.meeting._members) == 1)
     link.close()
@@ -315,7 +315,7 @@ def test_a_cut_link_is_noticed_by_both_and_by_the_machine_first(seat, monkeypatc
 def machine(rules, tmp_path, hello=None):
     said, run = [], RunFolder(tmp_path / "run")
     run.make()
-    return _Machine(rules, Spec((), 1, run), hello or {"is_host": False}, said.append, Request()), said
+    return Machine(rules, Spec((), 1, run), hello or {"is_host": False}, said.append, Request()), said
 
 
 def answer(server, one, secret):
@@ -333,7 +333,7 @@ def answer(server, one, secret):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(elastic, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(elastic, "RETRY_EVERY_S", 0.0)
 
 
 def test_a_machine_whose_meeting_is_gone_waits_a_while_and_says_why_it_ends(tmp_path, monkeypatch, at_once):
@@ -343,7 +343,7 @@ def test_a_machine_whose_meeting_is_gone_waits_a_while_and_says_why_it_ends(tmp_
         assert one.look() is None
         listener.accept()[0].close()  # as a forwarder of ports does whose other end is down
         time.sleep(0.02)
-        with pytest.raises(WorkerFailed, match=r"nobody answers at 127(.|\n)*hangs up at once"):
+        with pytest.raises(WorkerFailed, match=r"no rendezvous at 127(.|\n)*closes each connection at once"):
             one.look()
         secret = write_secret(one.spec.run.path)
         assert one.look() is None and one.wire is not None
@@ -356,11 +356,11 @@ def test_a_machine_whose_meeting_is_gone_waits_a_while_and_says_why_it_ends(tmp_
     time.sleep(0.02)
     monkeypatch.setattr(elastic, "RETURN_S", 0.0)
     assert one.look() is None
-    assert said[0] == "world 1" and "is gone: ending the ranks here" in said[1]
+    assert said[0] == "world 1" and "is lost: ending the ranks here" in said[1]
     with pytest.raises(WorkerFailed, match="did not come back"):
         one.look()
     fresh, _ = machine(rules, tmp_path)
-    with pytest.raises(WorkerFailed, match="nobody answers at 127"):
+    with pytest.raises(WorkerFailed, match="no rendezvous at 127"):
         fresh.look()
 
 
@@ -368,19 +368,20 @@ ORDERS = b'{"go": 1, "node": 0, "num_nodes": 1, "port": 1}\n{"done": {"kind": "d
 
 
 @pytest.mark.parametrize(("words", "why"), [
-    (b"", "says nothing"), (b"HTTP/1.1 400 Bad Request\r\n", "is no meeting"), (ORDERS, "is no meeting"),
-    (b'{"meeting": "a"}\n{"welcome": "b"}\n' + ORDERS, "is no meeting"),
+    (b"", "sends nothing"), (b"HTTP/1.1 400 Bad Request\r\n", "is no duoka rendezvous"),
+    (ORDERS, "is no duoka rendezvous"),
+    (b'{"meeting": "a"}\n{"welcome": "b"}\n' + ORDERS, "is no duoka rendezvous"),
     (b'{"meeting": "a"}\n{"unknown": true}\n', "is of another run"),
 ])  # fmt: skip
 def test_somebody_else_behind_the_address_gives_no_orders(tmp_path, monkeypatch, at_once, words, why):
-    monkeypatch.setattr(elastic, "STRANGE_S", -1.0)
+    monkeypatch.setattr(elastic, "FOREIGN_S", -1.0)
     monkeypatch.setattr(connection, "SILENT_S", 0.02 if not words else 5.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one, said = machine(Rules(1, 2, *listener.getsockname()), tmp_path)
         write_secret(one.spec.run.path)
         connections = []
         listener.setblocking(False)
-        with pytest.raises(ConfigError, match=f"this machine cannot take part at 127.*{why}") as caught:
+        with pytest.raises(ConfigError, match=f"this machine cannot join at 127.*{why}") as caught:
             for _ in range(200):
                 assert one.look() is None
                 with contextlib.suppress(BlockingIOError):

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from duoka.train.memory import Holdings, _Births, _storages, explain_imbalance
+from duoka.train.memory import AllocationWatch, Holdings, bytes_by_storage, explain_imbalance
 
 EVEN = Holdings(weights_bytes=400, gradients_bytes=400, optimizer_bytes=800, activations_bytes=1000, num_tokens=100)
 
 
 def test_births_are_counted_while_they_live():
     kept = []
-    with _Births() as births:
+    with AllocationWatch() as births:
         for _ in range(50):
             torch.ones(1000) * 2  # born and gone, its address given out again
         kept.append(torch.ones(500).exp())
@@ -23,7 +23,9 @@ def test_births_are_counted_while_they_live():
 
 def test_shared_storages_count_once():
     whole = torch.zeros(100)
-    assert sum(_storages([whole, whole[:50], whole.view(10, 10), 7, torch.zeros(3, device="meta")]).values()) == 400
+    assert (
+        sum(bytes_by_storage([whole, whole[:50], whole.view(10, 10), 7, torch.zeros(3, device="meta")]).values()) == 400
+    )
 
 
 def test_an_even_world_is_not_talked_about():

@@ -22,7 +22,7 @@ from duoka.plan.horizon import find_horizon
 from duoka.plan.shape import shape_from_depth
 from duoka.runs.folder import RunFolder
 from duoka.serve.load_run import find_trained, load_trained
-from duoka.train.samples import _text
+from duoka.train.samples import text_tokens
 
 
 def load(tmp_path, text, *overrides):
@@ -194,4 +194,6 @@ def test_a_finished_run_needs_its_tokenizers_folder_no_more(tiny_model, tmp_path
 
 def test_where_one_token_begins_and_ends_texts_the_beginning_is_cut_first():
     both, apart = SimpleNamespace(bos_id=0, eos_id=0), SimpleNamespace(bos_id=1, eos_id=0)
-    assert _text([0, 5, 6, 0, 7], both) == [5, 6] == _text([1, 5, 6, 0, 7], apart) == _text([5, 6], both)
+    assert (
+        text_tokens([0, 5, 6, 0, 7], both) == [5, 6] == text_tokens([1, 5, 6, 0, 7], apart) == text_tokens([5, 6], both)
+    )

@@ -130,7 +130,7 @@ def meaning_of_torchrun(words: Sequence[str]) -> Meaning:
         notes.append("torchrun's c10d numbers nodes itself and passes over --node_rank; duoka goes by it")
     passed = [f"--{name}" for name in flags if name in _RDZV]
     if passed and is_elastic:
-        notes.append(f"{', '.join(passed)}: duoka's nodes have a meeting of their own, at {address}:{port}")
+        notes.append(f"{', '.join(passed)}: duoka's nodes have a rendezvous of their own, at {address}:{port}")
     elif passed:
         notes.append(f"{', '.join(passed)}: ranks have fixed places here, so there is nothing to agree on")
     count = flags.get("nproc_per_node", "1")

@@ -316,7 +316,7 @@ def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) 
         if not quiet:
             raise
         write_failure(run, place.rank, error, 0)
-        _leave(error.exit_code)
+        end_process(error.exit_code)
         raise
 
 
@@ -364,7 +364,7 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
         write_failure(run, rank, error, last_step(run, started))
         if not quiet:
             click.echo("\n".join(error.lines()), err=True)
-        _leave(error.exit_code)
+        end_process(error.exit_code)
 
     try:
         from duoka.train.main import run_worker
@@ -381,11 +381,11 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
                 traceback.print_exc()
             else:
                 click.echo("\n".join((*known.lines(), f"  (seen by rank {rank})")), err=True)
-        _leave(failure.exit_code)
+        end_process(failure.exit_code)
         raise
 
 
-def _leave(code: int) -> None:
+def end_process(code: int) -> None:
     """End without waiting for threads: a process group that lost a peer may never let its own ones go."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""Who may come in to a meeting of machines: whoever can read the secret in the run folder, and nobody else.
+"""Authentication at the rendezvous of machines: only a peer that proves to know the run folder's secret is admitted.
 
-Asked by meeting.py at every look. Port scanners, other programs, machines of another run and lines without an end are
-shown out; they cost little memory, no waiting, and nothing of what they send is read before they have proven it.
+meeting.py polls it. Port scanners, other programs, machines of another run and lines without an end are rejected at
+little cost in memory and none in waiting; nothing else that a peer sends is read before its proof.
 """
 
 from __future__ import annotations
@@ -12,87 +12,88 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from duoka.cluster.connection import LOST_S, STRANGER_BYTES, Wire, is_proven, new_nonce, prove
+from duoka.cluster.connection import LOST_S, UNVERIFIED_BYTES, Wire, is_proven, new_nonce, prove
 
-GREETING_S = 10.0  # to say who one is
-_PARTING_S = 1.0
-_MOST_STRANGERS = 64  # at a time; the oldest has to go
+GREETING_S = 10.0  # time limit of the handshake
+PARTING_S = 1.0
+MOST_UNVERIFIED = 64  # at a time; beyond that the oldest is closed
 _MOST_NOTES = 5
 
 
 @dataclass
-class _Stranger:
+class _Peer:
     wire: Wire
     address: str
     nonce: str = field(default_factory=new_nonce)
     since: float = field(default_factory=time.monotonic)
 
 
-class Door:
-    """Never blocks. `look` is to be called often: it also sees off those who were told to go."""
+class Admission:
+    """Never blocks. Call `look` often: it also closes the connections of rejected peers."""
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
         self._listener, self._secret = listener, secret
         listener.setblocking(False)
-        self._strangers: list[_Stranger] = []
+        self._unverified: list[_Peer] = []
         self._parting: list[tuple[Wire, float]] = []
         self._noted: set[str] = set()
-        self.notes: list[str] = []  # for people: who could not come in
+        self.notes: list[str] = []  # for the terminal: which peers were rejected, and why
 
     def look(self) -> list[tuple[Wire, dict[str, Any]]]:
-        """Those who have proven that they belong to this run, each with what it said of itself."""
+        """Peers whose proof was right, each with its hello message."""
         self._accept()
         now, found = time.monotonic(), []
-        for stranger in list(self._strangers):
-            messages = stranger.wire.take()
-            if messages and (hello := self._check(stranger, messages[0])) is not None:
-                self._strangers.remove(stranger)
-                found.append((stranger.wire, hello))
-            elif messages or stranger.wire.is_lost or now - stranger.since > GREETING_S:
-                self._strangers.remove(stranger)
-                self.part(stranger.wire)
+        for peer in list(self._unverified):
+            messages = peer.wire.take()
+            if messages and (hello := self._check(peer, messages[0])) is not None:
+                self._unverified.remove(peer)
+                found.append((peer.wire, hello))
+            elif messages or peer.wire.is_lost or now - peer.since > GREETING_S:
+                self._unverified.remove(peer)
+                self.part(peer.wire)
         self._parting = [(wire, by) for wire, by in self._parting if not _has_parted(wire, by)]
         return found
 
     def _accept(self) -> None:
-        for _ in range(_MOST_STRANGERS):
+        for _ in range(MOST_UNVERIFIED):
             try:
                 connection, address = self._listener.accept()
-            except OSError:  # nobody there, or gone again; or we have no descriptors left, until somebody leaves
+            except OSError:  # no pending connection, or it closed again; or out of file descriptors until one closes
                 return
             wire = Wire(connection, LOST_S)
-            wire.most_bytes = STRANGER_BYTES
-            stranger = _Stranger(wire, str(address[0]))
-            wire.send(meeting=stranger.nonce)
-            self._strangers.append(stranger)
-        for stranger in self._strangers[:-_MOST_STRANGERS]:
-            self._strangers.remove(stranger)
-            stranger.wire.close_now()
+            wire.most_bytes = UNVERIFIED_BYTES
+            peer = _Peer(wire, str(address[0]))
+            wire.send(meeting=peer.nonce)
+            self._unverified.append(peer)
+        for peer in self._unverified[:-MOST_UNVERIFIED]:
+            self._unverified.remove(peer)
+            peer.wire.close_now()
 
-    def _check(self, stranger: _Stranger, message: dict[str, Any]) -> dict[str, Any] | None:
-        nonces = (stranger.nonce, str(message.get("nonce")))
+    def _check(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any] | None:
+        nonces = (peer.nonce, str(message.get("nonce")))
         hello = message.get("hello")
         if not isinstance(hello, dict):
             return None
         if not is_proven(message.get("proof"), self._secret, "machine", nonces):
-            stranger.wire.send(unknown=True)
-            if stranger.address not in self._noted and len(self._noted) < _MOST_NOTES:
-                self._noted.add(stranger.address)
+            peer.wire.send(unknown=True)
+            if peer.address not in self._noted and len(self._noted) < _MOST_NOTES:
+                self._noted.add(peer.address)
                 self.notes.append(
-                    f"{stranger.address} was shown out: it cannot read this run's folder, or is of another run"
+                    f"{peer.address} was rejected: it does not know this run's secret (another run, or the run folder "
+                    "is not shared)"
                 )
             return None
-        stranger.wire.most_bytes = Wire.most_bytes
-        stranger.wire.send(welcome=prove(self._secret, "meeting", nonces))
+        peer.wire.most_bytes = Wire.most_bytes
+        peer.wire.send(welcome=prove(self._secret, "meeting", nonces))
         return hello
 
     def part(self, wire: Wire) -> None:
-        """Let the last words go out, without waiting for it here."""
-        self._parting.append((wire, time.monotonic() + _PARTING_S))
+        """Close the connection once its last message is sent, without waiting for it here."""
+        self._parting.append((wire, time.monotonic() + PARTING_S))
 
     def close(self) -> None:
         self._listener.close()
-        for wire in (*(stranger.wire for stranger in self._strangers), *(wire for wire, _ in self._parting)):
+        for wire in (*(peer.wire for peer in self._unverified), *(wire for wire, _ in self._parting)):
             wire.close_now()
 
 

@@ -1,4 +1,4 @@
-"""Who is to blame: from the ends of all ranks to one cause, one message and one exit code.
+"""Root cause of a failed world: from the exits of all ranks to one cause, one message and one exit code.
 
 The first failure in time is the cause, unless it only says that another rank was lost: then that one is. Pure
 reading of files and exit codes; supervise.py asks, the command line prints.
@@ -25,7 +25,7 @@ from duoka.runs.folder import RunFolder
 
 # Codes that duoka's commands document: a rank that ends with one has said what a user needs to know.
 DOCUMENTED = (2, 3, 4, 6, 75)
-# What a rank says when it lost another one: never the cause while another rank has a reason of its own.
+# Errors of a rank that lost its peer: never the root cause while another rank has an error of its own.
 SECOND_HAND = (
     "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed",
     "connectfullmesh", "remote process exited", "failed to recv", "failed to send", "nccl remote error",
@@ -82,7 +82,7 @@ def _judge_no_failure(spec: WorldSpec, exits: Sequence[RankExit], stopped_by: st
 
 
 def _judge_stop(spec: WorldSpec, bad: list[RankExit], stopped_by: str) -> Verdict:
-    """Everybody left because somebody asked. Who left with 75 has saved, and said so."""
+    """All ranks left on request. Exit code 75: a checkpoint was saved, and rank 0 has printed so."""
     if any(one.code == StoppedEarly.exit_code for one in bad):
         return stopped()
     if spec.resumes:
@@ -123,7 +123,7 @@ def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[in
 
 
 def _left_before(exits: Sequence[RankExit], cause: RankExit, failure: Failure | None) -> RankExit | None:
-    """The first rank that ended as if all were done, when others failed for want of it: an `exit(0)` somewhere."""
+    """The first rank that exited with 0 early, when others then failed because it was gone: an `exit(0)` somewhere."""
     failed_at = max(cause.time, failure.time if failure else 0.0)
     left = [one for one in exits if one.code == 0 and one.time <= failed_at]
     return min(left, key=lambda one: one.time, default=None)
@@ -142,7 +142,7 @@ def _judge_left_early(spec: WorldSpec, left: RankExit, bad: list[RankExit]) -> V
 
 
 def _had_no_memory(run: RunFolder, cause: RankExit) -> bool:
-    """A process without memory cannot always write down why it ends; a library's last line may be all there is."""
+    """A process out of memory cannot always record why it ends; a library's last line may be all there is."""
     words = _tail(run.logs / log_name(cause.rank)).rpartition(START_MARK)[2].splitlines()
     return cause.code not in _NO_LAST_WORDS and says_no_memory("\n".join(words[-_LAST_LINES:]))
 
@@ -158,7 +158,7 @@ def _goes_on(spec: WorldSpec, step: int) -> tuple[str, ...]:
 
 
 def find_cause(run: RunFolder, bad: list[RankExit], failures: dict[int, Failure]) -> RankExit:
-    """The first end in time that is no consequence of another one."""
+    """The first exit in time that is not a consequence of another one."""
 
     def order(one: RankExit) -> tuple[int, float]:
         failure = failures.get(one.rank)

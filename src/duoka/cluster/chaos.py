@@ -1,4 +1,4 @@
-"""Trials of a run: the same short training is struck in many ways, and must end in the weights of one that was not.
+"""Fault-injection trials: the same short training under each fault must end in the weights of an undisturbed run.
 
 `duoka chaos` runs them in a scratch folder beside the run's own; nothing that exists is touched. The reference run
 comes first; each trial then is one row of TRIALS. Faults from outside are fault_injection.py's, those from inside are
@@ -30,12 +30,12 @@ from duoka.runs.folder import RunFolder
 from duoka.runs.heart import Beat
 
 NUM_STEPS, SAVE_EVERY = 12, 3
-STRUCK_AT = 7  # two saves lie before it
+STRUCK_AT = 7  # the step of the fault; two checkpoints are written before it
 WITHIN_S = 1800.0
 
 
 class Lost(Exception):
-    """The run did not survive: what was expected, and what came."""
+    """The run did not survive: what was expected, and what happened."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class TrialRun:
         parent = os.getpid()
 
         def prepare() -> None:
-            die_with_parent(parent)  # whatever becomes of us, no training stays behind
+            die_with_parent(parent)  # even if this process is killed, no training is left running
             if not most_bytes:
                 return
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -81,7 +81,7 @@ class TrialRun:
                 continue
             time.sleep(self.dice.random() * 0.05)
             return [ranks[rank] for rank in sorted(ranks)]
-        raise Lost(f"it never came to step {step}; see {self.log}")
+        raise Lost(f"it never reached step {step}; see {self.log}")
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -103,7 +103,7 @@ class TrialRun:
         text = self.log.read_text(encoding="utf-8", errors="replace")
         for part in words:
             if part not in text:
-                raise Lost(f"it did not say {part!r}; see {self.log}")
+                raise Lost(f"its output lacks {part!r}; see {self.log}")
 
     def go_on(self) -> None:
         """The same command once more, to the end."""
@@ -116,7 +116,7 @@ class TrialRun:
 
     def end(self) -> None:
         if self._process is not None and self._process.poll() is None:
-            self._process.kill()  # its ranks end with it
+            self._process.kill()  # its ranks have a parent-death signal
             self._process.wait()
 
 
@@ -228,11 +228,11 @@ TRIALS = (
     Trial("kill-launcher", "SIGKILL to the launcher; the same command again", kill_launcher),
     Trial("terminate", "SIGTERM; the same command again", ask_to_stop),
     Trial("stop-rank", "SIGSTOP to a rank; found and restarted", stop_rank),
-    Trial("hang", "a rank waits for ever; found and restarted", wait_for_ever),
-    Trial("nan", "a loss becomes NaN; gone back and tried again", become_nan),
-    Trial("flip", "one bit of the newest checkpoint flips; the older one used", flip_byte),
-    Trial("cut", "half of a checkpoint's file is lost; the older one used", cut_file),
-    Trial("lose", "a file of the newest checkpoint is gone; the older one used", lose_file),
+    Trial("hang", "a rank hangs; found and restarted", wait_for_ever),
+    Trial("nan", "a loss becomes NaN; rolled back to a checkpoint and retried", become_nan),
+    Trial("flip", "one bit of the newest checkpoint flips; the previous one used", flip_byte),
+    Trial("cut", "a file of the newest checkpoint is truncated; the previous one used", cut_file),
+    Trial("lose", "a file of the newest checkpoint is missing; the previous one used", lose_file),
     Trial("full", "a checkpoint cannot be written; the same command again", fill_disk),
 )
 
@@ -259,7 +259,7 @@ def choose_trials(names: str) -> tuple[Trial, ...]:
 
 
 def run_reference(stage: TrialRun) -> str:
-    """The run that nobody disturbs; returns the digest of its weights."""
+    """The run without a fault; returns the digest of its weights."""
     stage.start()
     try:
         stage.expect(0)
@@ -277,12 +277,12 @@ def patience_for(run: RunFolder) -> float:
 
 
 def run_trial(trial: Trial, stage: TrialRun, reference: str, *, same_bits: bool) -> Outcome:
-    """Strike, see how it ends, compare the weights (where the device repeats itself bit for bit)."""
+    """Inject the fault, wait for the end, compare the weights (where the device is deterministic bit for bit)."""
     started, lost = time.monotonic(), ""
     try:
         trial.strike(stage)
         if same_bits and digest(stage.run.final) != reference:
-            lost = "it ended in other weights than the undisturbed run"
+            lost = "its final weights differ from the undisturbed run's"
     except Lost as error:
         lost = str(error)
     finally:

@@ -1,7 +1,7 @@
 """One connection between machines of an elastic world: lines of JSON, and a beat that says "still there".
 
 Used by meeting.py and elastic.py. Numbers and words only, few of them and short: nothing that comes in is ever
-executed, and nobody is believed before it has shown that it knows the secret in the run folder. Nothing is encrypted.
+executed, and no peer is trusted before it has proven that it knows the secret in the run folder. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ BEAT_EVERY_S = 2.0
 SILENT_S = 10.0  # a machine that has not heard from the meeting for so long ends its ranks
 # The meeting waits a little longer: when it goes on without a machine, the ranks there have ended, link or no link.
 LOST_S = SILENT_S + 2 * BEAT_EVERY_S
-STRANGER_BYTES = 1 << 15  # the longest line of somebody who is not known yet: it holds the whole config in short
+UNVERIFIED_BYTES = 1 << 15  # the longest line of an unauthenticated peer: its hello holds a digest of the config
 _LONGEST_BYTES = 1 << 20
-_GOODBYE_S = 1.0
-SECRET = ".meeting"  # in the run folder: who can read it takes part
+GOODBYE_S = 1.0
+SECRET = ".meeting"  # in the run folder: machines that can read it may take part
 
 
 class Wire:
-    """Never blocks, `close` apart. `is_lost` once the other side is gone, silent for too long, or talks nonsense."""
+    """Never blocks, `close` apart. `is_lost` once the peer is gone, silent for too long, or not of this protocol."""
 
     most_bytes = _LONGEST_BYTES  # of one line
 
@@ -40,7 +40,7 @@ class Wire:
         self.socket = connection
         self.silent_s = SILENT_S if silent_s is None else silent_s
         self.heard_at = self._sent_at = time.monotonic()
-        self.is_lost = self.is_foreign = False  # foreign: it said what we would never say
+        self.is_lost = self.is_foreign = False  # foreign: it sent what duoka never sends
         self._in = b""
         self._out = b""
 
@@ -105,13 +105,13 @@ class Wire:
         self.socket.close()
 
     def close(self) -> None:
-        """Say the last words to the end: closing over unread input would throw away what the other has not read."""
+        """Send all that is queued: closing over unread input resets the connection and loses what was sent."""
         with contextlib.suppress(OSError):
-            self.socket.settimeout(_GOODBYE_S)
+            self.socket.settimeout(GOODBYE_S)
             if not self.is_lost:
                 self.socket.sendall(self._out)
                 self.socket.shutdown(socket.SHUT_WR)
-                end = time.monotonic() + _GOODBYE_S
+                end = time.monotonic() + GOODBYE_S
                 while time.monotonic() < end and self.socket.recv(1 << 16):
                     pass
         self.socket.close()
@@ -120,7 +120,7 @@ class Wire:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         message = json.loads(line)
-    except (ValueError, RecursionError):  # nested a thousand times: nobody of ours
+    except (ValueError, RecursionError):  # nested a thousand times: not a duoka peer
         return None
     return message if isinstance(message, dict) else None
 
@@ -146,7 +146,7 @@ def read_secret(folder: Path) -> str:
 
 
 def prove(secret: str, side: str, nonces: tuple[str, str]) -> str:
-    """What only who knows the secret can say, once, on this connection. `nonces`: the meeting's, the machine's."""
+    """HMAC of both nonces (the meeting's, the machine's): it proves the secret, and for this connection only."""
     return hmac.new(secret.encode(), " ".join((side, *nonces)).encode(), "sha256").hexdigest()
 
 

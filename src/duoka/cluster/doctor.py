@@ -111,7 +111,7 @@ def check_processor(patient: Patient) -> Iterator[Finding]:
         fix = "unset OMP_NUM_THREADS: duoka sets it per process"
         yield Finding("warn", "threads", f"OMP_NUM_THREADS={given}", f"at most {cores}", fix)
     else:
-        yield Finding("ok", "threads", f"OMP_NUM_THREADS={given}, set by you: every process uses that many")
+        yield Finding("ok", "threads", f"OMP_NUM_THREADS={given} in the environment: every process uses that many")
 
 
 def check_memory(patient: Patient) -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def check_gpu(patient: Patient) -> Iterator[Finding]:
 
 
 def check_communication(patient: Patient) -> Iterator[Finding]:
-    """By what ranks will talk to each other: NCCL between GPUs, gloo between CPUs."""
+    """The communication backend: NCCL between GPUs, gloo between CPUs."""
     torch = read_versions(("torch",))["torch"]
     nccl = read_nccl_version()
     if torch is None:
@@ -223,7 +223,7 @@ def check_open_files(patient: Patient) -> Iterator[Finding]:
 
 
 def check_loopback(patient: Patient) -> Iterator[Finding]:
-    """Processes of one machine meet here: a listener and a connection, not only a look at the settings."""
+    """Ranks of one machine rendezvous here: a real listener and connection, not only the settings."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             server.settimeout(3)

@@ -29,15 +29,16 @@ from duoka.process.lifeline import JOINS, QUIET
 from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.units import format_seconds
 
-RETURN_S = 60.0  # for the meeting's machine to come back, once it was there
-STRANGE_S = 90.0  # while who answers is no meeting of this run; a shared disk may be that late with the secret
+RETURN_S = 60.0  # limit for reconnecting to the meeting after it was lost
+FOREIGN_S = 90.0  # limit for retrying a peer that is not this run's meeting: a shared disk may be late with the secret
 _LOOK_EVERY_S = 0.1
-_AGAIN_S = 0.5  # from one try to connect to the next
+RETRY_EVERY_S = 0.5  # from one try to connect to the next
 _CONNECT_S = 2.0
+_NOT_OURS = "the peer there is no duoka rendezvous"
 
 
 class MeetingLost(WorkerFailed):
-    """The launcher that holds all machines together is gone, or never came."""
+    """The launcher that owns the rendezvous is gone, or was never reached."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ class ComingAndGoing:
         return self.rules.most
 
     def check(self) -> None:
-        """The meeting finds out."""
+        """The meeting checks it: it compares the machines."""
 
     def start(self, spec: Spec, say: Say) -> Verdict:
-        """See the run to its end, or to this machine's leaving."""
+        """Run until the run ends or this machine leaves."""
         try:
             return self._take_part(spec, say)
         except MeetingLost as error:
@@ -74,19 +75,19 @@ class ComingAndGoing:
                 "name": f"{socket.gethostname()}-{os.getpid()}", "identity": _identity(rules, spec),
                 "is_host": meeting is not None, "wish": self.wish,
             }  # fmt: skip
-            machine = _Machine(rules, spec, hello, say, request)
+            machine = Machine(rules, spec, hello, say, request)
             if meeting is not None:
                 machine.is_meeting_well = lambda: meeting.is_alive() or meeting.verdict is not None
             if meeting is None:
-                say(f"the meeting is on another machine: {rules.host}:{rules.port}")
+                say(f"the rendezvous is on another machine: {rules.host}:{rules.port}")
             else:
-                say(f"this machine holds the meeting at {rules.host}:{rules.port}; when it ends, the run ends")
+                say(f"this machine owns the rendezvous at {rules.host}:{rules.port}; when it ends, the run ends")
             try:
                 while (verdict := machine.look()) is None:
                     time.sleep(_LOOK_EVERY_S)
             finally:
                 machine.close()
-            if meeting is not None and meeting.verdict is None:  # left at once: the meeting has not said how it ended
+            if meeting is not None and meeting.verdict is None:  # left at once: the meeting has no verdict yet
                 meeting.leave()
                 write_end(run, verdict)
             return verdict
@@ -102,7 +103,7 @@ def _identity(rules: Rules, spec: Spec) -> dict[str, str]:
 def _hold_meeting(rules: Rules, spec: Spec) -> Iterator[Meeting | None]:
     """The meeting, on the machine that has the address; None on all others."""
     run = spec.run
-    listener = _listen(rules)
+    listener = open_listener(rules)
     if listener is None:
         yield None
         return
@@ -121,17 +122,17 @@ def _hold_meeting(rules: Rules, spec: Spec) -> Iterator[Meeting | None]:
             (run.path / SECRET).unlink(missing_ok=True)
 
 
-def _listen(rules: Rules) -> socket.socket | None:
+def open_listener(rules: Rules) -> socket.socket | None:
     try:
         family, _, _, _, address = socket.getaddrinfo(rules.host, rules.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(
-            f"the machines should meet at {rules.host}, which cannot be found: {error.strerror}",
+            f"the rendezvous address is {rules.host}, which does not resolve: {error.strerror}",
             fix="write the address of one of them; hostname -I prints a machine's own",
         ) from None
     if ipaddress.ip_address(address[0]).is_loopback and not os.environ.get(ALLOW_LOOPBACK):
         raise ConfigError(
-            f"the machines should meet at {rules.host}, which on this machine is {address[0]}: no other one gets there",
+            f"the rendezvous address is {rules.host}, which here is {address[0]}: no other machine can connect to that",
             fix="write the machine's address in your network (hostname -I prints it), or mend the name in /etc/hosts",
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -142,14 +143,14 @@ def _listen(rules: Rules) -> socket.socket | None:
         return listener
     except OSError as error:
         listener.close()
-        # Not an address of this machine; or it is, and another launcher here holds the meeting already.
+        # Not an address of this machine; or it is, and another launcher here owns the rendezvous already.
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
         raise ConfigError(f"cannot listen at {rules.host}:{rules.port}: {error.strerror}") from None
 
 
 @dataclass
-class _Machine:
+class Machine:
     """This machine's side of the connection, and its ranks."""
 
     rules: Rules
@@ -165,16 +166,16 @@ class _Machine:
     nonces: tuple[str, str] = ("", "")
     is_welcome: bool = False  # on this connection: each side has shown the other that it knows the secret
     apart_since: float = field(default_factory=time.monotonic)
-    strange_since: float | None = None
+    foreign_since: float | None = None
     try_at: float = 0.0
     is_meeting_well: Callable[[], bool] = lambda: True
 
     def look(self) -> Verdict | None:
-        """One look at everything; the end of this machine's part, once it has come."""
+        """One poll of connection and ranks; the verdict once this machine's part has ended."""
         if self.request.leave_now:
             return stopped(LEFT_AT_ONCE, INTERRUPTED)
         if not self.is_meeting_well():
-            raise RuntimeError("the meeting of this machine has ended by itself")
+            raise RuntimeError("the rendezvous thread of this machine has ended by itself")
         if self.wire is None and (ended := self._connect()):
             return ended
         if self.wire is None:
@@ -202,25 +203,25 @@ class _Machine:
         rules = self.rules
         if time.monotonic() < self.try_at:
             return None
-        self.try_at = time.monotonic() + _AGAIN_S
+        self.try_at = time.monotonic() + RETRY_EVERY_S
         try:
             connection = socket.create_connection((rules.host, rules.port), timeout=_CONNECT_S)
         except OSError as error:
             self._be_patient(error.strerror or str(error))
             return None
-        if connection.getsockname() == connection.getpeername():  # TCP met itself: nobody listens there
+        if connection.getsockname() == connection.getpeername():  # a TCP self-connect: no listener there
             connection.close()
             return None
         self.wire, self.is_welcome = Wire(connection), False
         return None
 
     def _be_patient(self, why: str) -> None:
-        """Nobody is there yet, or not any more: raises once that has lasted too long."""
+        """No connection yet, or not any more: raises after `wait_s` or RETURN_S."""
         rules, limit_s = self.rules, RETURN_S if self.was_there else self.rules.wait_s
         if time.monotonic() - self.apart_since < limit_s:
             return
         place = f"{rules.host}:{rules.port}"
-        what = f"nobody answers at {place}" if not self.was_there else f"the meeting at {place} did not come back"
+        what = f"no rendezvous at {place}" if not self.was_there else f"the rendezvous at {place} did not come back"
         raise MeetingLost(
             f"{what} within {format_seconds(limit_s)}",
             where=why,
@@ -229,50 +230,50 @@ class _Machine:
         )
 
     def _greet(self, message: dict[str, Any]) -> Verdict | None:
-        """Show that this machine is of the run, and see that the other one is: until then no order counts."""
+        """Mutual authentication: no other message is obeyed before it."""
         assert self.wire is not None
         if "meeting" in message:
             self.nonces = (str(message["meeting"]), new_nonce())
             proof = prove(read_secret(self.spec.run.path), "machine", self.nonces)
             self.wire.send(hello=self.hello, nonce=self.nonces[1], proof=proof)
         elif is_proven(message.get("welcome"), read_secret(self.spec.run.path), "meeting", self.nonces):
-            self.is_welcome, self.told, self.strange_since = True, False, None
+            self.is_welcome, self.told, self.foreign_since = True, False, None
         else:
             known = message.get("unknown") is True
-            self._keep_off("the meeting there is of another run" if known else "who answers there is no meeting")
+            self._drop_foreign("the rendezvous there is of another run" if known else _NOT_OURS)
         return None
 
-    def _keep_off(self, why: str) -> None:
-        """Whoever it is, it is not our meeting, or not yet."""
+    def _drop_foreign(self, why: str) -> None:
+        """The peer is not this run's meeting, or not yet: retry until FOREIGN_S is over."""
         assert self.wire is not None
         self.wire.close_now()
         self.wire, now, place = None, time.monotonic(), f"{self.rules.host}:{self.rules.port}"
-        if self.strange_since is None:
-            self.strange_since = now
-            self.say(f"{place}: {why}; trying again for {format_seconds(STRANGE_S)}")
-        elif now - self.strange_since > STRANGE_S:
+        if self.foreign_since is None:
+            self.foreign_since = now
+            self.say(f"{place}: {why}; trying again for {format_seconds(FOREIGN_S)}")
+        elif now - self.foreign_since > FOREIGN_S:
             kind = MeetingLost if self.was_there else ConfigError
             raise kind(
-                f"this machine cannot take part at {place}: {why}",
-                where=f"the meeting's secret is read from {self.spec.run.path / SECRET}",
+                f"this machine cannot join at {place}: {why}",
+                where=f"the rendezvous secret is read from {self.spec.run.path / SECRET}",
                 fix="output: must be the same folder for all machines, on a disk that they share; another run needs a "
                 "port of its own",
             )
 
     def _fall_apart(self) -> None:
-        """The meeting is gone, or cut off: no rank here can go on without it."""
+        """The connection is lost, and no rank here can go on without the meeting."""
         assert self.wire is not None
         if not self.is_welcome and (self.wire.is_foreign or self.wire.is_silent):
             is_silent = not self.wire.is_foreign
-            return self._keep_off("who answers there says nothing" if is_silent else "who answers there is no meeting")
+            return self._drop_foreign("the peer there accepts and sends nothing" if is_silent else _NOT_OURS)
         self.wire.close_now()
         was_welcome, self.wire, self.is_welcome = self.is_welcome, None, False
         if was_welcome:
-            text = f"the meeting at {self.rules.host}:{self.rules.port} is gone: ending the ranks here, and"
-            self.say(f"{text} trying to come back for {format_seconds(RETURN_S)}")
+            text = f"the rendezvous at {self.rules.host}:{self.rules.port} is lost: ending the ranks here, and"
+            self.say(f"{text} trying to reconnect for {format_seconds(RETURN_S)}")
             self.apart_since = time.monotonic()
-        else:  # a forwarder of ports, say, whose other end is down: it takes every call and hangs up
-            self._be_patient("who answers there hangs up at once")
+        else:  # a port forwarder, say, whose other end is down: it accepts and closes at once
+            self._be_patient("the peer there closes each connection at once")
         self._end_ranks()
 
     def _hear(self, message: dict[str, Any]) -> Verdict | None:
@@ -289,7 +290,7 @@ class _Machine:
             return Verdict.from_json(message["done"])
         elif "refused" in message:
             raise ConfigError(
-                f"the meeting at {self.rules.host}:{self.rules.port} refused this machine",
+                f"the rendezvous at {self.rules.host}:{self.rules.port} refused this machine",
                 where=str(message["refused"]),
                 fix="all machines need the same command, YAML, data and versions",
             )
@@ -305,7 +306,7 @@ class _Machine:
             self.rules.host,
             int(message["port"]),
         )
-        # Ranks write their failures down for the meeting, which says one cause for all.
+        # Ranks write their failures to files; the meeting prints one cause for all machines.
         env = node_environment(self.spec.num_processes) | dict(self.spec.env) | {
             LOGS_FOLDER: str(self.spec.run.logs.resolve()), NUM_RESTARTS: str(self.world - 1), JOINS: QUIET,
         }  # fmt: skip
@@ -328,7 +329,7 @@ class _Machine:
         return self._left() if self.request.stop_by and not self.hello["is_host"] and not is_over else None
 
     def _left(self) -> Verdict:
-        text = f"stopped by {self.request.stop_by}: this machine has left; the same command comes back"
+        text = f"stopped by {self.request.stop_by}: this machine has left; the same command joins again"
         return stopped(text)
 
     def _end_ranks(self) -> None:

@@ -1,6 +1,6 @@
-"""Blows that a run must survive, dealt from outside: signals to ranks, found by their heartbeats.
+"""Fault injection from outside a run: signals to ranks, found by their heartbeats.
 
-Used by `duoka chaos` and by duoka's own tests, so that both mean the same. Only processes of the given run are hit.
+Used by `duoka chaos` and by duoka's own tests, so that both mean the same. Only processes of the given run get signals.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def living_ranks(run: RunFolder) -> dict[int, Beat]:
 
 
 def wait_for_ranks(
-    run: RunFolder, size: int, is_ready: Callable[[Beat], bool], *, strangers: Iterable[int] = (), within_s: float
+    run: RunFolder, size: int, is_ready: Callable[[Beat], bool], *, old_pids: Iterable[int] = (), within_s: float
 ) -> dict[int, Beat]:
-    """Until `size` living ranks, none of them with a pid in `strangers` (of an earlier world), are all ready."""
-    old, deadline = set(strangers), time.monotonic() + within_s
+    """Until `size` living ranks, none of them with a pid in `old_pids` (of an earlier world), are all ready."""
+    old, deadline = set(old_pids), time.monotonic() + within_s
     while time.monotonic() < deadline:
         ranks = living_ranks(run)
         if len(ranks) == size and all(beat.pid not in old and is_ready(beat) for beat in ranks.values()):

@@ -1,7 +1,7 @@
-"""Find a world that no longer moves, say which rank holds it up, and have every rank write down where it stands.
+"""Hang detection: find a world without progress, name the rank that holds it up, and collect every rank's stacks.
 
 The supervisor asks `HangWatch.look` now and then. It knows only heartbeats and process states, so it works whatever
-the ranks wait in and whatever time a process group was told to wait. It ends nobody; the supervisor does.
+the ranks wait in and whatever the timeout of a process group is. It ends no process; the supervisor does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STACKS_S = 3.0
 
 @dataclass(frozen=True)
 class Hang:
-    """A world that stands still. `rank` holds the others up, as far as can be seen."""
+    """A world without progress. `rank` is the one the others wait for, as far as can be seen."""
 
     rank: int
     step: int
@@ -63,7 +63,7 @@ class HangWatch:
         beats = read_beats(self.run)
         for rank, beat in beats.items():
             self._note(rank, beat, now)
-        if away_s > _AWAY_S:  # we were stopped ourselves, or this is the first look
+        if away_s > _AWAY_S:  # this process was stopped itself, or this is its first look
             for seen in self._seen.values():
                 seen.moved_at, seen.stopped_at = now, None
             return None
@@ -73,8 +73,7 @@ class HangWatch:
         seen = self._seen.get(rank)
         if seen is None or (seen.pid, seen.count) != (beat.pid, beat.count):
             self._seen[rank] = seen = _Seen(beat.pid, beat.count, now)
-        is_stopped = _is_stopped(beat.pid)
-        seen.stopped_at = (seen.stopped_at or now) if is_stopped else None
+        seen.stopped_at = (seen.stopped_at or now) if is_stopped(beat.pid) else None
 
     def _judge(self, beats: dict[int, Beat], now: float, left: Sequence[int]) -> Hang | None:
         if not beats:
@@ -94,7 +93,7 @@ class HangWatch:
         if stopped:
             what = "is stopped (SIGSTOP, a debugger, a frozen container)"
         elif gone:
-            what = f"{LEFT_EARLY}, and nobody has moved"
+            what = f"{LEFT_EARLY}, and no other rank has moved"
         lines = [f"the run hangs after step {step}: {who} {what} for {format_seconds(held_s if stopped else silent_s)}"]
         lines += [self._describe(beats[rank], now) for rank in (culprits + sorted(beats))[: 1 + 8] if rank in beats]
         return Hang(first, step, tuple(dict.fromkeys(lines)))
@@ -106,9 +105,9 @@ class HangWatch:
         return f"  rank {beat.rank} (pid {beat.pid}{stopped}), silent for {silent}: {describe_place(beat)}"
 
     def write_stacks(self) -> str:
-        """Every rank's Python stacks into the run folder; returns where. Stopped ones are let go on for the purpose."""
+        """Every rank's Python stacks into the run folder; returns where. Stopped ones get SIGCONT for it."""
         beats = read_beats(self.run)
-        for name in (ASK_FOR_STACKS, "SIGCONT"):  # asked first: who wakes up answers before it does anything else
+        for name in (ASK_FOR_STACKS, "SIGCONT"):  # in this order: a rank that continues dumps before all else
             for beat in beats.values():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(beat.pid, getattr(signal, name))
@@ -133,7 +132,7 @@ def find_last(beats: dict[int, Beat]) -> list[int]:
     return outside or last
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     import psutil
 
     try:

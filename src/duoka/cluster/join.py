@@ -1,7 +1,7 @@
-"""Ranks that somebody else started (torchrun, Slurm, by hand) wait here until rank 0 has prepared the run folder.
+"""Ranks of a foreign launcher (torchrun, Slurm, by hand) wait here until rank 0 has prepared the run folder.
 
-There is no process group yet, so they meet through small files in RUN/.join: a waiting rank leaves a word of its
-own, and rank 0's answer repeats it, so that nothing left over from an earlier start can be mistaken for an answer.
+There is no process group yet, so they rendezvous through small files in RUN/.join: a waiting rank writes a nonce, and
+rank 0's answer repeats it, so that a file left over from an earlier start cannot be mistaken for an answer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from duoka.runs.folder import RunFolder, read_json
 
 _BEAT_S = 0.25
 _REFUSED_S = 1.0  # how long a refusal stays readable
-_RANK_0_SPEAKS_S = 4.0  # who leaves first is taken for the cause, and its launcher ends the others: that be rank 0
-SILENCE_S = 300.0  # rank 0 beats while it works; after this long without a beat it is gone
+_RANK_0_SPEAKS_S = 4.0  # a launcher takes the first rank that exits for the cause and ends the others
+SILENCE_S = 300.0  # without a heartbeat of rank 0 for so long, it is taken for dead
 
 
 class RefusedElsewhere(DuokaError):
-    """Rank 0 refused the run and has said why; this rank only leaves with the same code."""
+    """Rank 0 refused the run and has printed why; this rank only exits with the same code."""
 
     def __init__(self, exit_code: int, what: str) -> None:
         super().__init__(what)
@@ -38,14 +38,14 @@ class RefusedElsewhere(DuokaError):
 
 @contextmanager
 def lead(run: RunFolder) -> Iterator[Leader]:
-    """Rank 0's side: the body prepares the folder, calls `ready`, and works; waiting ranks see that it lives."""
+    """Rank 0's side: the body prepares the folder, calls `ready`, and works; heartbeats tell waiting ranks so."""
     folder = _make_folder(run)
     (folder / "answer.json").unlink(missing_ok=True)
     leader = Leader(folder)
     leader.start()
     try:
         yield leader
-    except BaseException as error:  # whatever it was: the ranks that wait hear of it, then it goes on upwards
+    except BaseException as error:  # of any kind: the waiting ranks are told, then it is raised again
         code = error.exit_code if isinstance(error, DuokaError) else 1
         leader.say({"state": "refused", "exit_code": code, "what": str(error).split("\n")[0]})
         time.sleep(_REFUSED_S)
@@ -53,7 +53,7 @@ def lead(run: RunFolder) -> Iterator[Leader]:
     finally:
         leader.end()
         with suppress(OSError):
-            run.path.rmdir()  # only when nothing but our meeting place was in it
+            run.path.rmdir()  # only when nothing but .join was in it
 
 
 class Leader(threading.Thread):
@@ -85,7 +85,7 @@ class Leader(threading.Thread):
                 if asked:
                     words[str(asked.get("rank"))] = asked.get("word")
             if self._news["state"] == "ready" and answered == repr(words):
-                continue  # nobody new: no need to touch the disk
+                continue  # no new rank: no need to touch the disk
             beat += 1
             with suppress(OSError):
                 _write(self.folder / "answer.json", {**self._news, "beat": beat, "words": words})
@@ -113,7 +113,7 @@ def follow(run: RunFolder, rank: int, *, silence_s: float = SILENCE_S) -> None:
             if time.monotonic() - heard_at > silence_s:
                 raise WorkerFailed(
                     f"rank {rank} has not heard from rank 0 for {silence_s:g} s",
-                    where=f"they meet in {folder}",
+                    where=f"they rendezvous in {folder}",
                     fix="the run folder must be the same for all machines (a shared file system), and rank 0 started",
                 )
             time.sleep(_BEAT_S)
@@ -122,7 +122,7 @@ def follow(run: RunFolder, rank: int, *, silence_s: float = SILENCE_S) -> None:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all for a reader, but without fsync: on a busy disk that would silence rank 0 for minutes."""
+    """Atomic for readers, but without fsync: on a busy disk that would stop rank 0's heartbeat for minutes."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(value), encoding="utf-8")
     os.replace(draft, path)

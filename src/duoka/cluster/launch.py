@@ -1,4 +1,4 @@
-"""What a world of processes on this machine is started with: how many, which port, which environment, which command.
+"""How a world of processes on this machine is started: number of processes, port, environment, command.
 
 Called by `duoka train` and `duoka launch`; supervise.py starts what this file describes. Starts nothing itself.
 """
@@ -16,12 +16,12 @@ from duoka.cluster.launcher import Spec
 from duoka.errors import ConfigError
 from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
 
-ALLOW_LOOPBACK = "DUOKA_ALLOW_LOOPBACK"  # two starts on one machine, to try it out
+ALLOW_LOOPBACK = "DUOKA_ALLOW_LOOPBACK"  # several nodes on one machine, to try it out
 
 
 @dataclass(frozen=True)
 class WorldSpec(Spec):
-    """One world of a run on this machine: what is asked for, where its ranks meet, and how many came before it."""
+    """One world of a run on this machine: its launch settings, rendezvous port, and number of restarts."""
 
     port: int = 0  # 0: a free one
     num_restarts: int = 0  # how many worlds of this run have failed before
@@ -48,9 +48,9 @@ def threads_per_process(num_cores: int, num_processes: int) -> int:
 
 
 def hold_free_port() -> tuple[int, socket.socket]:
-    """A free port, and what keeps it free until it is closed: rank 0 listens there seconds later, with torch imported.
+    """A free port, and the socket that reserves it until closed: rank 0 listens there only after importing torch.
 
-    Linux lets rank 0 in beside us, as nobody listens here and both say SO_REUSEADDR, and gives the port to nobody else.
+    Linux lets rank 0 bind it too, as this socket does not listen and both set SO_REUSEADDR; no other program gets it.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -119,7 +119,7 @@ def share_of_machine(num_processes: int, num_cores: int, env: Mapping[str, str])
     """The environment of processes that share a machine; what the user set stays."""
     out = dict(env)
     out.setdefault("OMP_NUM_THREADS", str(threads_per_process(num_cores, num_processes)))
-    # Last words of a killed rank must not be lost in a buffer.
+    # Unbuffered: the last output of a killed rank must not be lost.
     out.setdefault("PYTHONUNBUFFERED", "1")
     out.setdefault("TOKENIZERS_PARALLELISM", "false")
     return out
@@ -131,6 +131,6 @@ def build_environment(spec: WorldSpec, num_cores: int, env: Mapping[str, str] = 
     out[LOGS_FOLDER] = str(spec.run.logs.resolve())
     out[NUM_RESTARTS] = str(spec.num_restarts)
     if sys.platform == "linux":
-        # One machine: gloo listens where only it gets to, and needs no host name that can be found.
+        # One machine: gloo on loopback is unreachable from outside, and needs no host name that resolves.
         out.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return out

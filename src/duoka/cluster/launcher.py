@@ -1,4 +1,4 @@
-"""What a launcher is: from a command to a world of processes, on this machine or others, seen to its end.
+"""The protocol of launchers: from a command to a supervised world of processes, on this machine or several.
 
 choose.py knows them all; `duoka train` and `duoka launch` start one and print its verdict. Here: LocalLauncher
 (restart.py), FixedNodes (nodes.py), ComingAndGoing (elastic.py). Another one (ssh, Slurm) is a file beside them with a
@@ -27,7 +27,7 @@ class Spec:
     env: Mapping[str, str] = field(default_factory=dict)  # beside what the launcher itself was started with
     restarts: int = 0  # how often ranks may fail
     resumes: bool = True  # the same command goes on where this one was stopped
-    stop_within_s: float | None = None  # from a request to stop until what is left is killed; None: auto, inf: never
+    stop_within_s: float | None = None  # from a stop request until ranks are killed; None: auto, inf: never
     hang_after_s: float | None = None  # the silence that counts as a hang; None: auto, inf: never
     identity: Mapping[str, str] = field(default_factory=dict)  # what must be the same on all machines
 
@@ -55,4 +55,4 @@ class Launcher(Protocol):
         """Raise what is wrong with the start, before anything is prepared."""
 
     def start(self, spec: Spec, say: Say) -> Verdict:
-        """Start the processes, see them to their end, leave none behind, and say how they ended."""
+        """Start the processes, wait for all of them, leave none behind, and return how they ended."""

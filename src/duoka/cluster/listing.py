@@ -21,12 +21,12 @@ from duoka.runs.status import Status, is_alive, read_status, update_status
 if TYPE_CHECKING:
     import psutil
 
-_LEADER_S = 30.0  # beside what it allows its ranks: to see them end, and to say so
+_LEADER_S = 30.0  # beside the ranks' own limit: to reap them and write the status
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run in the list. `state` is the status's, or "dead" when its process is gone without a word."""
+    """One run in the list. `state` is the status's, or "dead" when its process is gone and recorded no end."""
 
     name: str
     path: str
@@ -95,7 +95,7 @@ def find_run(name: str, folder: Path) -> RunFolder:
 
 
 def stop_run(run: RunFolder, *, grace_s: float | None, at_once: bool, say: Callable[[str], None]) -> None:
-    """End one run's processes and nobody else's: its leader by pid and start time, then what the leader started.
+    """End one run's processes and no others: its leader by pid and start time, then the leader's descendants.
 
     `grace_s`: how long it may take to save; None: what its launcher allows its ranks, and a little for itself.
     """
@@ -115,7 +115,7 @@ def stop_run(run: RunFolder, *, grace_s: float | None, at_once: bool, say: Calla
             return
         say(f"pid {status.pid} did not leave within {time.monotonic() - asked_at:.0f} s; ending its processes")
     try:
-        # psutil compares start times: a pid that became somebody else's is left alone.
+        # psutil compares start times: a pid that was reused is left alone.
         family = [*leader.children(recursive=True), leader]
     except psutil.NoSuchProcess:
         return
@@ -133,7 +133,7 @@ def stop_run(run: RunFolder, *, grace_s: float | None, at_once: bool, say: Calla
 
 
 def _runs(process: psutil.Process) -> bool:
-    """False also for a process that has ended and whose parent has not looked yet."""
+    """False also for a zombie: ended, and not reaped by its parent yet."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""Where machines that come and go meet: who is here, which world begins, when it ends, and what was the matter.
+"""Elastic rendezvous: which machines are here, which world begins, when it ends, and why.
 
 A thread in the launcher of the one machine that owns the meeting's address; every launcher, that one too, is a member
 over a connection (elastic.py), let in by admission.py. It starts no process. Its own end is the end of the run: the
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from duoka.cluster.admission import Door
+from duoka.cluster.admission import Admission
 from duoka.cluster.blame import judge_world, last_step
 from duoka.cluster.connection import Wire
 from duoka.cluster.launch import WorldSpec, hold_free_port
@@ -34,14 +34,14 @@ from duoka.units import format_seconds
 
 LAST_CALL_S = 5.0  # after the latest arrival, for those that were started at the same time
 _LOOK_EVERY_S = 0.1
-_FAREWELL_S = 5.0
-# What reading a message that is not as ours are may raise: its sender is taken for lost.
+FAREWELL_S = 5.0
+# What parsing a malformed message may raise: its sender is treated as lost.
 _NONSENSE = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What was typed on every machine: between `least` and `most` of them, meeting at host:port."""
+    """The rendezvous settings typed on every machine: between `least` and `most` of them, at host:port."""
 
     least: int
     most: int
@@ -69,8 +69,8 @@ class _World:
     newcomers: list[Member]
     held_port: socket.socket
     lost: list[str] = field(default_factory=list)
-    asked: bool = False  # everybody was told to save and leave
-    cut: bool = False  # everybody was told that somebody is gone
+    asked: bool = False  # all machines were told to save and leave
+    cut: bool = False  # all machines were told that one is lost
 
 
 class Meeting(threading.Thread):
@@ -81,7 +81,7 @@ class Meeting(threading.Thread):
         super().__init__(name="duoka-meeting", daemon=True)
         self.rules, self.run_folder, self.num_processes, self.identity = rules, run, num_processes, dict(identity)
         self.verdict: Verdict | None = None
-        self._listener, self._door = listener, Door(listener, secret)
+        self._listener, self._admission = listener, Admission(listener, secret)
         self._members: list[Member] = []
         self._world: _World | None = None
         self._number = self._num_arrived = self._num_failures = 0
@@ -98,7 +98,7 @@ class Meeting(threading.Thread):
                 while self.verdict is None:
                     selector.select(_LOOK_EVERY_S)
                     self.tend()
-            deadline = time.monotonic() + _FAREWELL_S
+            deadline = time.monotonic() + FAREWELL_S
             while self._members and time.monotonic() < deadline:
                 for member in list(self._members):
                     member.wire.take()
@@ -106,24 +106,24 @@ class Meeting(threading.Thread):
                         self._drop(member)
                 time.sleep(_LOOK_EVERY_S / 5)
         finally:
-            self._door.close()
+            self._admission.close()
             for member in self._members:
                 member.wire.close_now()
 
     def leave(self) -> None:
-        """Its launcher ends: by then everybody has been told, or the connections that break tell them."""
+        """Its launcher ends: by then all machines have been told, or their broken connections tell them."""
         self.verdict = self.verdict or stopped(exit_code=INTERRUPTED)
         self.join()
 
     def tend(self) -> None:
         """One look at everything; never waits."""
-        for wire, hello in self._door.look():
+        for wire, hello in self._admission.look():
             try:
                 self._greet(wire, hello)
             except _NONSENSE:
-                self._door.part(wire)
-        while self._door.notes:
-            self._tell_all(self._door.notes.pop())
+                self._admission.part(wire)
+        while self._admission.notes:
+            self._tell_all(self._admission.notes.pop())
         for member in list(self._members):
             try:
                 for message in member.wire.take():
@@ -165,21 +165,21 @@ class Meeting(threading.Thread):
         self._members.append(member)
         self._changed_at = time.monotonic()
         if self._world is not None or self._number:
-            self._tell_all(f"{member.name} has come")
+            self._tell_all(f"{member.name} has joined")
 
     def _refuse(self, member: Member, why: str) -> None:
         member.wire.send(refused=why)
         self._tell_all(f"{member.name} was refused: {why}", but=member)
         if member in self._members:
             self._members.remove(member)
-        self._door.part(member.wire)
+        self._admission.part(member.wire)
 
     def _lose(self, member: Member) -> None:
         self._drop(member)
         world = self._world
         if world is not None and member in world.members and member.exits is None:
             world.lost.append(member.name)
-            self._tell_all(f"{member.name} is gone")
+            self._tell_all(f"{member.name} is lost")
 
     def _drop(self, member: Member) -> None:
         self._members.remove(member)
@@ -221,7 +221,7 @@ class Meeting(threading.Thread):
         by = self._stop_by or ("SIGTERM" if world.asked else "")
         verdict = judge_world(world.spec, exits, stopped_by=by, left_at_once=False)
         if any(one.rank == 0 and one.code == 0 for one in exits):
-            return self._finish(Verdict(Kind.DONE))  # the result is whole; who ended badly after that changes nothing
+            return self._finish(Verdict(Kind.DONE))  # the result is complete; a failure after that changes nothing
         if self._stop_by and verdict.stopped:
             text = f"stopped by {self._stop_by}; the same command goes on"
             return self._finish(verdict if verdict.lines else stopped(text))
@@ -236,14 +236,14 @@ class Meeting(threading.Thread):
             return self._next("\n".join(verdict.lines), verdict.step)
         if verdict.stopped and world.asked:
             leavers = " and ".join(member.name for member in world.members if member.leaving)
-            text = f"{leavers} leaves in good order" if leavers else "machines have come"
+            text = f"{leavers} leaves on request" if leavers else "machines have joined"
             return self._next(f"{text}: a new world goes on after step {step}", step)
         if verdict.stopped:
             return self._finish(verdict)
         return self._try_again(verdict)
 
     def _refuse_newcomers(self, world: _World, verdict: Verdict, step: int) -> None:
-        """A machine with other data or libraries shall not end the run of those that were there before."""
+        """A machine with other data or libraries must not end the run of those that joined before it."""
         for member in world.newcomers:
             if member in self._members:
                 self._refuse(member, "; ".join(line.strip() for line in verdict.lines))
@@ -290,8 +290,8 @@ class Meeting(threading.Thread):
         if len(here) >= rules.least and any(member.is_host for member in here):
             return self._start(here[: rules.most])
         if now - self._gathers_since > rules.wait_s:
-            what = f"{len(here)} of at least {rules.least} machines came within {format_seconds(rules.wait_s)}"
-            fix = f"  start the same command on the others; they meet at {rules.host}:{rules.port}"
+            what = f"{len(here)} of at least {rules.least} machines joined within {format_seconds(rules.wait_s)}"
+            fix = f"  start the same command on the others; the rendezvous is {rules.host}:{rules.port}"
             return self._finish(failed(Kind.LAUNCHER_LOST, what, fix))
         if len(here) != self._told_count:
             self._told_count = len(here)
@@ -331,7 +331,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _plain(value: object) -> str:
-    """What another machine calls itself, fit for a terminal."""
+    """Another machine's name for itself, safe for a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value))[:100]
 
 

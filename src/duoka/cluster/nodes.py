@@ -1,7 +1,7 @@
-"""Several machines, each started by hand with the same command and the environment that guides show.
+"""A fixed number of nodes, each started by hand with the same command and the environment that guides show.
 
 FORCE_TORCHRUN, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NPROC_PER_NODE and their kin are read and checked here,
-before anything starts. `FixedNodes` starts this machine's ranks, each with its fixed place, and sees them to their end.
+before anything starts. `FixedNodes` starts this machine's ranks, each with its fixed rank, and waits for them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NodeStart:
     master_addr: str = ""
     master_port: int = 0
     restarts: int = 0
-    elastic: Rules | None = None  # machines that meet, and may leave and come back
+    elastic: Rules | None = None  # elastic: machines may leave and come back
     notes: tuple[str, ...] = ()
 
 
@@ -117,7 +117,7 @@ class _Reader:
         least, most = (self.whole(name, num_nodes, least=1) for name in ("MIN_NNODES", "MAX_NNODES"))
         if least == most == num_nodes and not (restarts and num_nodes > 1):
             if "RDZV_ID" in self.given:
-                text = "RDZV_ID is of no use: every rank has its fixed place, and the port tells two runs apart"
+                text = "RDZV_ID is not used: each rank is fixed by NODE_RANK, and the port tells two runs apart"
                 self.notes.append(text)
             return None
         if least > most:
@@ -140,8 +140,8 @@ class _Reader:
         host, _, port = flags.meet.rpartition(":")
         host = host.strip("[]")
         if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-            what = f'--meet is "{flags.meet}"' if flags.meet else "--meet is not given: where do the machines meet?"
-            self.refuse(what, "write on all of them the address of the one that stays:   --meet 192.168.1.100:29500")
+            what = f'--meet is "{flags.meet}"' if flags.meet else "--meet is not given (the rendezvous address)"
+            self.refuse(what, "write on all of them the address of one that stays:   --meet 192.168.1.100:29500")
         else:
             self._refuse_loopback("--meet", host)
         wait_s = Rules.wait_s
@@ -167,7 +167,7 @@ class _Reader:
         address = self.given.get("MASTER_ADDR")
         if address is None:
             self.refuse(
-                "MASTER_ADDR is not given: where do the nodes meet?",
+                "MASTER_ADDR is not given: the nodes need a rendezvous address",
                 f"write the first node's address on all nodes:   {example}",
             )
         else:
@@ -178,7 +178,7 @@ class _Reader:
     def _refuse_loopback(self, name: str, address: str) -> None:
         if _is_loopback(address) and not self.env.get(ALLOW_LOOPBACK):
             self.refuse(
-                f"{name} is {address}, which on every node means that node itself: they never meet there",
+                f"{name} is {address}, the loopback address: on each node it means that node itself",
                 "write the first node's address in your network (hostname -I prints it); to try it out on one machine, "
                 f"set {ALLOW_LOOPBACK}=1 too",
             )
@@ -209,7 +209,7 @@ class FixedNodes:
             check_port(self.master_port)
 
     def start(self, spec: Spec, say: Say) -> Verdict:
-        """This machine's ranks, until all have ended; the first failure ends the rest. Each says itself what it was."""
+        """This machine's ranks, until all have ended; the first failure ends the rest. Ranks print their own errors."""
         place = RankPlace(self.node, self.num_machines, spec.num_processes, self.master_addr, self.master_port)
         say(str(place))
         request, patience = Request(), StopPatience(spec.run, spec.stop_within_s)

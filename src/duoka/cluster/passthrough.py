@@ -32,7 +32,7 @@ class PlainCopy:
     def add(self, data: bytes) -> None:
         *lines, self._line = (self._line + data).split(b"\n")
         self._write(b"".join(_plain(line) + b"\n" for line in lines))
-        # Frames without end would fill memory: only the last one counts.
+        # Endless frames would fill memory: only the last one is kept.
         if len(self._line) > 65536 and b"\r" in self._line:
             self._line = self._line[self._line.rindex(b"\r") :]
 
@@ -51,7 +51,7 @@ class PlainCopy:
         try:
             os.write(self._file, data)
         except OSError:
-            # The disk is full or gone. The terminal still shows everything, and the run decides what to do.
+            # The disk is full or gone: the terminal still shows the output, and the run itself handles the disk.
             self._broken = True
 
 
@@ -98,12 +98,12 @@ class Channel:
         try:
             return os.read(self.reader, 65536) or None
         except OSError as error:
-            if error.errno == errno.EIO:  # how Linux says that the last writer of a pty is gone
+            if error.errno == errno.EIO:  # on Linux: the last writer of a pty has closed it
                 return None
             raise
 
     def pass_on(self, data: bytes) -> None:
-        """To our own stream. A reader that went away (a pager, a closed terminal) does not end the run."""
+        """To the launcher's own stream. A closed reader (a pager, a terminal) does not end the run."""
         while data and self._target_open:
             try:
                 data = data[os.write(self.target, data) :]

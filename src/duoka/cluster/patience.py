@@ -1,4 +1,4 @@
-"""How long ranks that were asked to stop are waited for: by default as long as they are seen to work.
+"""The timeout between a stop request and SIGKILL: by default as long as heartbeats show progress.
 
 Used by supervise.py (one machine) and ranks.py (one of several). A step or a save takes what it takes: a fixed time
 would kill healthy ranks of a large model in the middle of the save that they were asked for.
@@ -12,7 +12,7 @@ from duoka.runs.folder import RunFolder
 from duoka.runs.heart import STOP_S, read_beats, stop_patience_s
 
 _LOOK_EVERY_S = 0.5
-_STEPS_TO_STOP = 2  # who has finished more since it was asked works, and does not stop
+_STEPS_TO_STOP = 2  # a rank that finished more steps since the request ignores it
 
 
 class StopPatience:
@@ -28,7 +28,7 @@ class StopPatience:
         self.allowed_s = STOP_S if within_s is None else within_s
 
     def is_over(self, asked_at: float) -> bool:
-        """Whether ranks that were asked at `asked_at` (monotonic) have had their time. Cheap; to be asked often."""
+        """Whether the timeout of a stop request made at `asked_at` (monotonic) is over. Cheap; for polling."""
         now = time.monotonic()
         if self.within_s is not None:
             return now - asked_at > self.within_s
@@ -39,7 +39,7 @@ class StopPatience:
 
     def _look(self, now: float) -> None:
         beats = read_beats(self.run)
-        if not beats:  # somebody's own script
+        if not beats:  # a user's own script, without heartbeats
             return
         counts = {beat.pid: beat.count for beat in beats.values()}
         step = max(beat.step for beat in beats.values())

@@ -1,7 +1,7 @@
 """This machine's ranks of a world, each with its fixed place: all of them, or those of one node of several.
 
 Used by supervise.py (one machine), nodes.py (several, by hand) and elastic.py (world after world). It starts ranks,
-sees them end, passes a request to stop on, and leaves nobody behind. It judges nothing: who asks reads `watch.exits`.
+reaps them, forwards stop requests, and leaves no process behind. It judges nothing: callers read `watch.exits`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from duoka.cluster.probe import count_usable_cores
 from duoka.process.exits import DRAIN_KILLED_S, DRAIN_S, DRAIN_SAVED_S, RESUME_ME, SIGTERM_S, ExitWatch
 from duoka.process.lifeline import JOINS, PARENT_PID
 
-# Variables that describe a start, not a rank: what a rank starts itself must not take itself for a node.
+# Variables of a launch, not of a rank: a rank's own child processes must not take themselves for nodes.
 START_NAMES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "MIN_NNODES", "MAX_NNODES",
                "MAX_RESTARTS", "RDZV_ID", "FORCE_TORCHRUN")  # fmt: skip
-TOKEN = "DUOKA_WORLD"  # the same in every process of one world, so that only these are ever ended
+TOKEN = "DUOKA_WORLD"  # the same in every process of one world, so that no other process is ever ended
 _PR_SET_CHILD_SUBREAPER = 36
-_SUDDEN = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)  # no consequence of another rank's end
+_SUDDEN = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)  # not a consequence of another rank's exit
 _LEAVING = (RESUME_ME, -signal.SIGTERM, 128 + signal.SIGTERM)  # while they were asked to
 
 
@@ -55,7 +55,7 @@ class RankPlace:
         last = self.first + self.num_processes - 1
         ranks = f"rank {last}" if self.num_processes == 1 else f"ranks {self.first} to {last}"
         where = f"{self.master_addr}:{self.master_port}"
-        return f"node {self.node} of {self.num_nodes}: {ranks} of {self.size}, meeting at {where}"
+        return f"node {self.node} of {self.num_nodes}: {ranks} of {self.size}, rendezvous at {where}"
 
 
 class Ranks:
@@ -71,7 +71,7 @@ class Ranks:
         streams: tuple[int | None, int | None] = (None, None),
     ) -> None:
         self.place = place
-        self.patience = patience  # with ranks that were asked to stop; None: whoever asked has it
+        self.patience = patience  # from a stop request to SIGKILL; None: the caller times it
         self._failed_at = self._asked_at = self._ended_at = 0.0
         self._token = uuid.uuid4().hex
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -81,7 +81,7 @@ class Ranks:
                 self._processes[place.first + local] = _start(
                     place, local, command, {**env, TOKEN: self._token}, streams
                 )
-        except BaseException:  # a Ctrl-C too must leave no rank behind that nobody watches yet; it goes on upwards
+        except BaseException:  # a Ctrl-C too must leave no unsupervised rank behind; raised again
             for process in self._processes.values():
                 process.kill()
                 process.wait()
@@ -89,7 +89,7 @@ class Ranks:
         self.watch = ExitWatch({rank: process.pid for rank, process in self._processes.items()})
 
     def look(self) -> bool:
-        """Whether any rank still runs; the rest of a world that failed is ended in time."""
+        """Whether any rank still runs; the rest of a failed world is ended after a grace period."""
         self.watch.look()
         if not self.watch.running:
             return False
@@ -97,7 +97,7 @@ class Ranks:
         if failed is not None and not self._failed_at and not (self._asked_at and failed.code in _LEAVING):
             self._failed_at = now
         if failed is not None and self._failed_at:
-            # They notice the loss by themselves, and can say so; what a killed one died of, they cannot.
+            # They notice the lost peer themselves and can record it; the reason of a kill is known only here.
             is_killed = failed.code in _SUDDEN and not self._asked_at
             drain_s = DRAIN_KILLED_S if is_killed else DRAIN_SAVED_S if failed.code == RESUME_ME else DRAIN_S
             over_s = now - self._failed_at - drain_s
@@ -122,17 +122,17 @@ class Ranks:
             self.watch.send(signal.SIGTERM)
 
     def end(self) -> None:
-        """A rank elsewhere is gone: there is nothing left to save, only to say."""
+        """A rank on another machine is lost: nothing can be saved, only recorded."""
         self._ended_at = self._ended_at or time.monotonic()
 
     def kill(self) -> None:
         """All at once, with the helpers that they started (tokenizers, loaders)."""
         for process in find_world(self._token):
             with contextlib.suppress(psutil.Error):
-                process.kill()  # psutil refuses when the pid has become somebody else's
+                process.kill()  # psutil refuses when the pid was reused
 
     def close(self) -> None:
-        """Nobody stays."""
+        """End and reap every process of this world."""
         self.watch.look()
         self.watch.send(signal.SIGKILL)
         for process in self._processes.values():
@@ -161,7 +161,7 @@ def _adopt_orphans() -> None:
 
 
 def node_environment(num_processes: int, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What ranks of a world of several nodes get beside their place: nobody prepares the run folder for them."""
+    """Environment of ranks on several nodes, beside their rank: they prepare the run folder themselves (JOINS)."""
     out = {name: value for name, value in env.items() if name not in START_NAMES}
     return share_of_machine(num_processes, count_usable_cores(), out) | {JOINS: "1"}
 
@@ -184,5 +184,5 @@ def _start(
         stdout=streams[0],
         stderr=streams[1],
         env={**env, **own},
-        start_new_session=True,  # a Ctrl-C in the terminal is the launcher's to pass on, once
+        start_new_session=True,  # a Ctrl-C in the terminal goes to the launcher, which forwards it once
     )

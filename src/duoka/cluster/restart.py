@@ -1,8 +1,8 @@
 """The launcher of one machine: a world of processes, and another one after a crash, as often as asked.
 
-Each is a fresh world, never a mended one. A new world has a new rendezvous, new ports and new processes, so nothing
-that a dead one left can be read by the next; training goes on from the newest valid checkpoint by itself. A failure
-that repeats at the same step is no accident, and ends the run.
+No world is repaired: each has a new rendezvous, new ports and new processes, so that nothing a dead one left can be
+read by the next; training resumes from the newest valid checkpoint. A failure that repeats at the same step is
+deterministic, and ends the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LocalLauncher:
             check_port(self.port)
 
     def start(self, spec: Spec, say: Say) -> Verdict:
-        """See the world to its end, in at most `spec.restarts` more worlds when a process dies or hangs."""
+        """Run to the end, with at most `spec.restarts` more worlds when a process dies or hangs."""
         world = WorldSpec(**vars(spec), port=self.port)
         request, wait_s, before = Request(), FIRST_WAIT_S, None
         with listen_to_signals(request):
@@ -68,7 +68,7 @@ class LocalLauncher:
 
 
 def _run_until_it_fits(world: WorldSpec, request: Request, say: Say) -> Verdict:
-    """A world whose memory was short begins again with half at once, as often as there is a half: not a failure."""
+    """After an OOM, start again with half the micro-batch until none is left to halve; does not count as a restart."""
     for left in reversed(range(MOST_HALVES)):
         verdict = run_once(world, request)
         if not verdict.again or request.stop_by or not left:
@@ -101,7 +101,7 @@ def _sleep(seconds: float, request: Request) -> bool:
 
 
 def note_in_log(run: RunFolder, text: str, step: int) -> None:
-    """In the event log, where the report and the run's other readers see it; nobody else writes there now."""
+    """Into the event log, which the report reads; the ranks, its only other writers, have ended."""
     with contextlib.suppress(OSError):
         log = EventWriter(global_log(run))
         log.write("warning", step=step, text=text)

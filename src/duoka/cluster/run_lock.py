@@ -51,10 +51,10 @@ def check_claim(loaded: Loaded, run: RunFolder) -> ClaimKind:
     check_nobody_works(run)
     _check_resume(loaded, run)
     if not run.exists():
-        strangers = sorted(entry.name for entry in run.path.iterdir() if entry.name not in _OUR_NAMES)
-        if strangers:
+        others = sorted(entry.name for entry in run.path.iterdir() if entry.name not in _OUR_NAMES)
+        if others:
             raise ConfigError(
-                f"output is {run.path}, which holds other files ({', '.join(strangers[:3])}) and no run",
+                f"output is {run.path}, which holds other files ({', '.join(others[:3])}) and no run",
                 fix="set output: to a folder of its own",
             )
         return "new"
@@ -102,7 +102,7 @@ def check_nobody_works(run: RunFolder) -> None:
 
 
 def _has_results(run: RunFolder) -> bool:
-    """Something that a start with other settings would mix up: a step, a checkpoint, a final model."""
+    """Results that a start with other settings would mix up: a step, a checkpoint, a final model."""
     checkpoints = run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
     return checkpoints or run.final.is_dir() or bool(read_steps(run))
 
@@ -137,7 +137,7 @@ def _settings_of(run: RunFolder) -> Path:
 
 @contextmanager
 def hold_run(run: RunFolder) -> Iterator[None]:
-    """Keep everybody else out of the folder as long as this process lives."""
+    """Lock the folder against other processes as long as this one lives."""
     import fcntl
 
     run.make()

@@ -1,4 +1,4 @@
-"""See one world of processes from its start to its end: pass its output on, pass signals down, leave nobody behind.
+"""Supervise one world of processes: start it, forward its output and the signals, reap it, leave no process behind.
 
 `run_once` is called by restart.py in the process that a user started. It ends only processes that it started itself,
 and returns what happened; blame.py finds the cause.
@@ -34,12 +34,12 @@ from duoka.runs.status import State, leader_identity, update_status
 from duoka.runs.stop_request import clear_stop_request, write_stop_request
 
 _LOOK_EVERY_S = 0.1
-_DRAIN_S = 0.3  # output that is still in a pipe that somebody else keeps open
+_DRAIN_S = 0.3  # for the output left in a pipe that another process keeps open
 
 
 @dataclass
 class Request:
-    """What signals asked for so far."""
+    """Stop requests by signal so far."""
 
     stop_by: str = ""  # the first signal's name
     at: float = 0.0
@@ -160,7 +160,7 @@ class _World:
             self.ranks.kill()
 
     def end_everything(self) -> None:
-        """Whatever happened: nobody of this world stays, and nothing of ours stays open."""
+        """In every case: no process of this world and no file of the launcher stays open."""
         self.ranks.close()
         self._held_port.close()
         for copy in self._copies:
@@ -204,13 +204,13 @@ def listen_to_signals(request: Request) -> Iterator[None]:
 
 
 def write_start(run: RunFolder, **facts: Any) -> None:
-    """A world begins, or will: this process leads the run, and lives on when the world's ranks do not."""
+    """A world begins, or will: this process is the run's leader, and outlives the world's ranks."""
     _note_status(run, "starting", exit_code=None, cause="", **facts, **leader_identity())
 
 
 def write_end(run: RunFolder, verdict: Verdict) -> None:
     state: State = "done" if verdict.exit_code == 0 else "stopped" if verdict.stopped else "failed"
-    if state == "stopped" and not verdict.lines:  # rank 0 has written down who asked for it
+    if state == "stopped" and not verdict.lines:  # rank 0 has recorded what requested it
         _note_status(run, state, exit_code=verdict.exit_code)
     else:
         _note_status(run, state, exit_code=verdict.exit_code, cause="\n".join(verdict.lines))

@@ -20,16 +20,16 @@ LEFT_AT_ONCE = "left at once, as asked; nothing more was saved"
 
 class Kind(str, Enum):
     DONE = "done"
-    STOPPED = "stopped"  # because somebody asked
+    STOPPED = "stopped"  # on request
     REFUSED = "refused"  # config, data or machine: the same start would be refused again
     OUT_OF_MEMORY = "out_of_memory"
     STORAGE = "storage"
     WORKER_DIED = "worker_died"  # of an error of its own, or by a signal
     LEFT_EARLY = "left_early"  # a rank ended with exit code 0 while the others still needed it
-    LOST_RANK = "lost_rank"  # ranks lost one another, and nobody has a reason of its own: a network, or another machine
+    LOST_RANK = "lost_rank"  # connections broke, and no rank has an error of its own: the network, or another machine
     HUNG = "hung"
-    NOT_STOPPING = "not_stopping"  # ranks that were asked to stop, did not, and were killed
-    LAUNCHER_LOST = "launcher_lost"  # the launcher that holds all machines together is gone, or never came
+    NOT_STOPPING = "not_stopping"  # ranks ignored a stop request until its timeout, and were killed
+    LAUNCHER_LOST = "launcher_lost"  # the launcher that owns the rendezvous is gone, or was never reached
 
 
 KIND_OF_CODE = {
@@ -43,8 +43,8 @@ KIND_OF_CODE = {
 }
 # Accidents: another start may end better.
 WORTH_ANOTHER_START = (Kind.WORKER_DIED, Kind.LEFT_EARLY, Kind.LOST_RANK, Kind.HUNG)
-# What a process cannot do to itself comes from outside, and hits a rank by chance; a crash in compiled code is the
-# same fault on whichever rank it is seen first.
+# SIGKILL and the like come from outside and hit a rank by chance; a crash in compiled code is the same fault on
+# whichever rank it shows first.
 _FROM_OUTSIDE = tuple(signal.Signals(number).name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
 _CHANGES_EACH_TIME = re.compile(r"0x[0-9a-fA-F]+|\d[\d.]*")  # addresses, pids, ports, times
 
@@ -58,7 +58,7 @@ class Verdict:
     lines: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
     rank: int | None = None  # whose end was the cause
-    cause: str = ""  # of that end, without who and when: "SIGKILL", "exit code 3", "ValueError: loss is NaN"
+    cause: str = ""  # of that exit, without rank and step: "SIGKILL", "exit code 3", "ValueError: loss is NaN"
     step: int = 0  # of a failure: the last optimizer step that was recorded
     again: bool = False  # the world left only to begin again with less at once
 
@@ -73,7 +73,7 @@ class Verdict:
         return self.kind in WORTH_ANOTHER_START
 
     def is_same_failure(self, other: Verdict | None) -> bool:
-        """The same thing at the same step. An error may show on any rank the next time; a kill hits one by chance."""
+        """The same failure at the same step. An error may show on any rank the next time; a kill hits one by chance."""
         return other is not None and self._failure() == other._failure()
 
     def _failure(self) -> tuple[object, ...]:

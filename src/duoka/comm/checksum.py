@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 # Elements at a time: what it takes beside the tensors stays small, for it runs where memory is full.
-_CHUNK = 1 << 20
+CHUNK_LENGTH = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -25,7 +25,7 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         local = tensor.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
         if local.device not in weights:
-            weights[local.device] = torch.arange(_CHUNK, device=local.device).mul_(2).add_(1)
+            weights[local.device] = torch.arange(CHUNK_LENGTH, device=local.device).mul_(2).add_(1)
         sums[name] = _sum_bits(local, weights[local.device])
     # All of a device at once: each number asked for alone would wait for the one before it.
     numbers: dict[str, int] = {}
@@ -44,8 +44,8 @@ def _sum_bits(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
     bits = flat.contiguous().view(_BITS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(bits), _CHUNK):
-        chunk = bits[start : start + _CHUNK].long()
+    for start in range(0, len(bits), CHUNK_LENGTH):
+        chunk = bits[start : start + CHUNK_LENGTH].long()
         total += chunk.sum() * (2 * start)
         total += chunk.mul_(weights[: len(chunk)]).sum()
     return total

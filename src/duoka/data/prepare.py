@@ -37,7 +37,7 @@ from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import format_count, format_seconds, parse_amount
 
 TOKENS_VERSION = 4  # raise it when the same input would give other tokens
-_PIECE_BYTES = (256 << 10, 4 << 20)
+PIECE_BYTES = (256 << 10, 4 << 20)
 _SAY_EVERY_S = 2.0
 _SHOWN_SKIPPED = 3
 _LOOKED_AT = 64
@@ -279,7 +279,7 @@ def _cut_set(
 ) -> tuple[list[tuple[FilePiece, int | None]], list[Fault]]:
     """Pieces of all files in order, each with how many of its records count, and what no piece can be made of."""
     size_bytes = sum(path.stat().st_size for path in found.files)
-    least, most = _PIECE_BYTES
+    least, most = PIECE_BYTES
     piece_bytes = min(max(size_bytes // (8 * num_workers), least), most)
     pieces: list[tuple[FilePiece, int | None]] = []
     lost: list[Fault] = []
@@ -355,7 +355,7 @@ def _key_of(found: ResolvedSet, job: Job, tokenizer: ChatTokenizer, root: Path) 
     """The name of the work: everything that decides its outcome, and nothing else (no path, no name, no split)."""
     facts = {
         "version": TOKENS_VERSION,
-        "files": [_file_digest(path, root) for path in found.files],
+        "files": [file_digest(path, root) for path in found.files],
         "form": found.form.to_json(),
         "tokenizer": tokenizer.fingerprint,
         "targets": job.targets,
@@ -367,7 +367,7 @@ def _key_of(found: ResolvedSet, job: Job, tokenizer: ChatTokenizer, root: Path) 
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _file_digest(path: Path, root: Path) -> str:
+def file_digest(path: Path, root: Path) -> str:
     """A hash of the file's content, remembered by the file's version so that a large one is read for it once."""
     found = file_version(path)
     seen: dict[str, Any] = {"path": str(path), "version": found}

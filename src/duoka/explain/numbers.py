@@ -33,7 +33,7 @@ class Own:
 
 
 def numbers_for(topic: str, own: Own) -> list[str]:
-    return _TOPICS[topic](own) if topic in _TOPICS else []
+    return TOPICS[topic](own) if topic in TOPICS else []
 
 
 def value_of(key: str, own: Own) -> list[str]:
@@ -161,7 +161,7 @@ def _timeout(own: Own) -> list[str]:
     return [own.say(f"parallel.timeout is {seconds:g} s", f"parallel.timeout 为 {seconds:g} 秒")]
 
 
-_TOPICS: dict[str, Callable[[Own], list[str]]] = {
+TOPICS: dict[str, Callable[[Own], list[str]]] = {
     "zero": _zero,
     "strategies": _zero,
     "precision": _precision,

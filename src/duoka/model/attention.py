@@ -97,8 +97,8 @@ def attend(
         documents = Documents.of(cu_seq_lens_q, query.device)
     if documents is None:
         return _attend_document(query, key, value, *how).transpose(1, 2), None
-    if _has_kernel_for(query, bool(dropout), softcap):
-        return _attend_all_documents(query, key, value, documents, scaling, sliding_window), None
+    if has_kernel_for(query, bool(dropout), softcap):
+        return attend_all_documents(query, key, value, documents, scaling, sliding_window), None
     # One call per document: a quadratic cost of each document's length instead of the whole row's. Split, not sliced:
     # the gradient of a slice is as large as the row.
     lengths = documents.lengths.tolist()
@@ -122,7 +122,7 @@ def _find_drop(module: torch.nn.Module, device: torch.device, p: float) -> Calla
     return lambda weights, start=0: F.dropout(weights, p=p)
 
 
-def _attend_all_documents(
+def attend_all_documents(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -131,7 +131,7 @@ def _attend_all_documents(
     window: int | None,
 ) -> torch.Tensor:
     """One packed row in one launch: (1, heads, tokens, head_dim) in, (1, tokens, heads, head_dim) out."""
-    varlen: Any = _find_varlen()
+    varlen: Any = find_varlen()
     places, longest = documents.edges, documents.longest
     dtype = _dtype_of(query)
     flat = [tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]  # (tokens, heads, dim)
@@ -145,7 +145,7 @@ def _attend_all_documents(
 
 
 @functools.cache
-def _find_varlen() -> Any:
+def find_varlen() -> Any:
     """torch's flash attention over documents of any length, where this torch has it as we call it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -157,14 +157,14 @@ def _find_varlen() -> Any:
 
 def kernel_packets() -> tuple[Any, ...]:
     """The operators that the kernel shows to whoever watches a pass; none where this torch has no such kernel."""
-    if _find_varlen() is None:
+    if find_varlen() is None:
         return ()
     packet = getattr(torch.ops.torch_attn, "_varlen_attn", None)
     return () if packet is None else (packet,)
 
 
-def _has_kernel_for(query: torch.Tensor, drops: bool, softcap: float | None) -> bool:
-    if not query.is_cuda or query.shape[0] != 1 or drops or softcap is not None or _find_varlen() is None:
+def has_kernel_for(query: torch.Tensor, drops: bool, softcap: float | None) -> bool:
+    if not query.is_cuda or query.shape[0] != 1 or drops or softcap is not None or find_varlen() is None:
         return False
     dtype = _dtype_of(query)
     if dtype not in (torch.float16, torch.bfloat16):
@@ -194,7 +194,7 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     try:
         with torch.enable_grad():
             documents = Documents.of(torch.tensor([0, 7, 24]), device)
-            ours = _attend_all_documents(*inputs, documents, None, None)
+            ours = attend_all_documents(*inputs, documents, None, None)
             alone = [_attend_document(*one, None, None, None, None).transpose(1, 2) for one in zip(*parts, strict=True)]
             want = torch.cat(alone, dim=1)
             pairs = [(ours, want)]

@@ -171,12 +171,12 @@ def check_architecture(folder: Path, *, trust_remote_code: bool = False) -> Self
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the config of the model in {folder} could not be read: {_in_one_line(error)}") from error
     key = f"{type(config).__module__} {config.to_json_string(use_diff=False)}"
-    if key not in _KNOWN:
-        _KNOWN[key] = SelfTest(config, trust_remote_code=trust_remote_code)
-    return _KNOWN[key]
+    if key not in KNOWN:
+        KNOWN[key] = SelfTest(config, trust_remote_code=trust_remote_code)
+    return KNOWN[key]
 
 
-_KNOWN: dict[str, SelfTest] = {}
+KNOWN: dict[str, SelfTest] = {}
 
 
 def choose_rows(config: RunConfig, folder: Path) -> RowChoice:

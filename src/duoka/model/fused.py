@@ -51,7 +51,7 @@ def _with_forward(kind: type, forward: Any) -> type:
 # --- RMS norm: x * weight / rms(x) ---
 
 
-class _RmsNorm(torch.autograd.Function):
+class RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         dim = x.shape[-1]
@@ -83,20 +83,20 @@ def _forward_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
     if hidden_states.dtype not in (torch.float32, torch.float64):
         return super(type(self), self).forward(hidden_states)  # type: ignore[misc, no-any-return]
-    answer: torch.Tensor = _RmsNorm.apply(hidden_states, weight, self.variance_epsilon)
+    answer: torch.Tensor = RmsNorm.apply(hidden_states, weight, self.variance_epsilon)
     return answer
 
 
 @functools.cache
 def _is_rms_norm(kind: type) -> bool:
     stub = SimpleNamespace(weight=_draw(8), variance_epsilon=1e-3)
-    return _answers_alike(kind, stub, _draw(3, 8), lambda x: _RmsNorm.apply(x, stub.weight, 1e-3))
+    return _answers_alike(kind, stub, _draw(3, 8), lambda x: RmsNorm.apply(x, stub.weight, 1e-3))
 
 
 # --- gated MLP: down(silu(gate(x)) * up(x)) ---
 
 
-class _SiluTimes(torch.autograd.Function):
+class SiluTimes(torch.autograd.Function):
     """silu(gate) * up, which keeps the two and computes silu again: a quarter less memory for the MLP."""
 
     @staticmethod
@@ -110,7 +110,7 @@ class _SiluTimes(torch.autograd.Function):
         return _gate_gradient(grad, gate, up), F.silu(gate).mul_(grad)
 
 
-class _SiluTimesDown(torch.autograd.Function):
+class SiluTimesDown(torch.autograd.Function):
     """(silu(gate) * up) W, which keeps the two and computes their product again: half of the MLP's memory."""
 
     @staticmethod
@@ -140,8 +140,8 @@ def _gate_gradient(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> 
 def _forward_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
     if type(down) is not torch.nn.Linear or down.bias is not None or down._forward_hooks or down._forward_pre_hooks:
-        return down(_SiluTimes.apply(gate, up))  # type: ignore[no-any-return]
-    answer: torch.Tensor = _SiluTimesDown.apply(gate, up, down.weight.to(gate.dtype))
+        return down(SiluTimes.apply(gate, up))  # type: ignore[no-any-return]
+    answer: torch.Tensor = SiluTimesDown.apply(gate, up, down.weight.to(gate.dtype))
     return answer
 
 
@@ -175,7 +175,7 @@ def _answers_alike(kind: type, stub: Any, x: torch.Tensor, ours: Any) -> bool:
 # --- adapters beside a frozen layer: x W + scale (x A) B ---
 
 
-class _AdaptedProduct(torch.autograd.Function):
+class AdaptedProduct(torch.autograd.Function):
     """The small products are added inside the large ones' results: no pass over memory of their own."""
 
     @staticmethod
@@ -229,7 +229,7 @@ def _forward_adapted(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
     base = self.base_layer
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else base.weight.dtype
     bias = None if base.bias is None else base.bias.to(dtype)
-    answer: torch.Tensor = _AdaptedProduct.apply(
+    answer: torch.Tensor = AdaptedProduct.apply(
         x.to(dtype), base.weight.to(dtype), bias, self.lora_A[name].weight.to(dtype),
         self.lora_B[name].weight.to(dtype), self.scaling[name],
         *(() if keys is None else (keys.reshape(-1), drop.place, level_of(drop.p))),

@@ -26,7 +26,7 @@ AUTO_FACTOR = 10.0
 SLOW_S = 1800.0
 STOP_S = 60.0  # and not less than three times what a part of a step, or a save, has taken so far
 STOP_FACTOR = 3.0
-_LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 1.0
 _LINE_BYTES = 512
 # Nothing beats on the way through these, and a large model or a slow disk takes what it takes.
 _SLOW_PHASES = ("start", "save", "end")
@@ -149,9 +149,9 @@ def watch_itself(
     def look() -> None:
         seen, moved_at, looked_at = -1, time.monotonic(), time.monotonic()
         while True:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
             now = time.monotonic()
-            if heart.beat.count != seen or now - looked_at > 10 * _LOOK_EVERY_S:  # or we were stopped ourselves
+            if heart.beat.count != seen or now - looked_at > 10 * LOOK_EVERY_S:  # or we were stopped ourselves
                 seen, moved_at = heart.beat.count, now
             looked_at = now
             if now - moved_at > patience_s(heart.beat, after_s):

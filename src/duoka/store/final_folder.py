@@ -236,7 +236,7 @@ def _write_own(lm: torch.nn.Module, draft: _Draft, mesh: Mesh, heart: Heart) -> 
                 open_files.callback(os.close, files[slot.file])
             local, offset = part
             values = local.to("cpu", slot.dtype).contiguous()
-            _write_box(files[slot.file], slot.start, values, tuple(state[name].shape), offset, heart)
+            write_box(files[slot.file], slot.start, values, tuple(state[name].shape), offset, heart)
         for handle in files.values():
             os.fsync(handle)  # before the name says that it is whole
 
@@ -257,7 +257,7 @@ def _own_part(tensor: torch.Tensor, number: int, mesh: Mesh) -> tuple[torch.Tens
     return (local, tuple(offset)) if local.numel() else None
 
 
-def _write_box(
+def write_box(
     handle: int, start: int, values: torch.Tensor, whole: tuple[int, ...], offset: tuple[int, ...], heart: Heart
 ) -> None:
     """`values` at their place in a tensor of shape `whole` whose bytes begin at `start`."""
@@ -270,10 +270,10 @@ def _write_box(
     for number, place in enumerate(itertools.product(*(range(values.shape[dim]) for dim in range(cut)))):
         at = [offset[dim] + (place[dim] if dim < cut else 0) for dim in range(len(whole))]
         where = start + size * sum(one * stride for one, stride in zip(at, strides, strict=True))
-        _write_run(handle, raw[number * run : (number + 1) * run], where, heart)
+        write_run(handle, raw[number * run : (number + 1) * run], where, heart)
 
 
-def _write_run(handle: int, raw: memoryview, where: int, heart: Heart) -> None:
+def write_run(handle: int, raw: memoryview, where: int, heart: Heart) -> None:
     done = 0
     while done < len(raw):
         done += os.pwrite(handle, raw[done : done + _WRITE_BYTES], where + done)

@@ -180,7 +180,7 @@ def check_changes(folder: Path, loaded: Loaded, data: str, base: Path, layout: L
     answer: Changes | DuokaError | None = None
     if world.is_main:
         try:
-            answer = _compare(folder, loaded.config, data, base, layout)
+            answer = compare_with_run(folder, loaded.config, data, base, layout)
         except DuokaError as error:
             answer = error
     answer = world.agree(answer)
@@ -190,7 +190,8 @@ def check_changes(folder: Path, loaded: Loaded, data: str, base: Path, layout: L
     return answer
 
 
-def _compare(folder: Path, new: RunConfig, data: str, base: Path, layout: Layout) -> Changes:
+def compare_with_run(folder: Path, new: RunConfig, data: str, base: Path, layout: Layout) -> Changes:
+    """What differs between this start and the run of the checkpoint `folder`; refuses what would change results."""
     manifest = read_manifest(folder)
     old = config_of(folder)
     refused = refused_changes(old, new)

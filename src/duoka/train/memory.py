@@ -48,8 +48,8 @@ class Holdings:
         return sum(held) + self.activations_bytes + self.buffers_bytes
 
 
-class _Births(TorchDispatchMode):
-    """Sees every storage that operators make, and keeps none alive."""
+class AllocationWatch(TorchDispatchMode):
+    """Records every storage that operators allocate, and keeps none alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,17 +108,17 @@ class MemoryWatch(Concern):
             yield
             left = 0
         else:
-            births = _Births()
+            births = AllocationWatch()
             with births:
                 yield
-            known = {**_storages(self._all_parameters()), **_storages(self._gradients())}
+            known = {**bytes_by_storage(self._all_parameters()), **bytes_by_storage(self._gradients())}
             left = sum(size for key, size in births.alive().items() if key not in known)
         self._held = self._held.max(Holdings(activations_bytes=left, num_tokens=num_tokens))
         self._look()
 
     def _loose_bytes(self) -> int:
         """What the GPU's allocator has given out, weights (whole while they are gathered) and gradients apart."""
-        known = _storages(t for t in (*self._all_parameters(), *self._gradients()) if t.device.type == "cuda")
+        known = bytes_by_storage(t for t in (*self._all_parameters(), *self._gradients()) if t.device.type == "cuda")
         return int(torch.cuda.memory_allocated(self._device)) - sum(known.values())
 
     def after_backward(self) -> None:
@@ -141,20 +141,21 @@ class MemoryWatch(Concern):
 
     def _look(self) -> None:
         masters = self._layout.strategy in ("zero1", "zero2")
-        own = _storages(self._engine.named_trainable().values())
+        own = bytes_by_storage(self._engine.named_trainable().values())
         if masters:
-            weights = {key: size for key, size in _storages(self._all_parameters()).items() if key not in own}
+            weights = {key: size for key, size in bytes_by_storage(self._all_parameters()).items() if key not in own}
         else:
             # FSDP's gathered layers pass by: what lasts is a rank's own part.
-            weights = _storages(self._own)
-        state = _storages(v for one in self._optimizer.state.values() for v in one.values())
+            weights = bytes_by_storage(self._own)
+        state = bytes_by_storage(v for one in self._optimizer.state.values() for v in one.values())
         state = {**state, **own} if masters else state
-        gradients, buffers = _storages(self._gradients()), _storages(self._engine.bare.buffers())
+        gradients, buffers = bytes_by_storage(self._gradients()), bytes_by_storage(self._engine.bare.buffers())
         on_host = 0
         if self._device.type == "cuda":
             parts = (self._engine.named_trainable().values(), self._gradients(), self._optimizer_tensors())
             on_host = sum(
-                sum(_storages(t for t in part if t.device.type == "cpu" and t.numel() > 1).values()) for part in parts
+                sum(bytes_by_storage(t for t in part if t.device.type == "cpu" and t.numel() > 1).values())
+                for part in parts
             )
         sizes = [sum(part.values()) for part in (weights, gradients, state)]
         self._held = self._held.max(Holdings(*sizes, 0, sum(buffers.values()), on_host))
@@ -176,7 +177,7 @@ class MemoryWatch(Concern):
                 yield from gradients_not_exchanged(module)
 
 
-def _storages(tensors: Iterable[Any]) -> dict[int, int]:
+def bytes_by_storage(tensors: Iterable[Any]) -> dict[int, int]:
     """Bytes by storage: shared ones once, of sharded tensors this rank's part."""
     found = {}
     for tensor in tensors:

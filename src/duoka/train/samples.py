@@ -55,7 +55,7 @@ class Prompts:
     tokenizer: ChatTokenizer
 
     def text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(_text(ids, self.tokenizer))
+        return self.tokenizer.decode(text_tokens(ids, self.tokenizer))
 
 
 def read_prompts(
@@ -95,7 +95,7 @@ def _continue(model: LossModel, prompt: list[int], precision: str, world: World)
     return ids[len(prompt) :]
 
 
-def _text(ids: list[int], tokenizer: ChatTokenizer) -> list[int]:
+def text_tokens(ids: list[int], tokenizer: ChatTokenizer) -> list[int]:
     """The tokens up to the end of the document."""
     kept = ids[1:] if ids[:1] == [tokenizer.bos_id] else ids  # first: one token may be both
     return kept[: kept.index(tokenizer.eos_id)] if tokenizer.eos_id in kept else kept

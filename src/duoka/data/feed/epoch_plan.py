@@ -218,7 +218,7 @@ def share_rows(
         raise ValueError(f"a sample of {int(own_lengths.max())} tokens, and max_length is {max_length}")
     longest_first = np.lexsort((sample_ids, -own_lengths.astype(np.int64)))
     pairs = list(zip(sample_ids[longest_first].tolist(), own_lengths[longest_first].tolist(), strict=True))
-    rows = _fill_bins(pairs, max_length)
+    rows = fill_bins(pairs, max_length)
     costs = [row_cost([length for _, length in row], max_length) for row in rows]
     most = max(1, -(-len(rows) // (num_ranks * rows_per_micro)))
     shares: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
@@ -263,7 +263,7 @@ def _cut_share(share: Sequence[tuple[int, int]], micro: Amount, packing: bool) -
             share[at : at + micro.count] for at in range(0, len(share), micro.count)
         ]
     elif packing:
-        groups = _fill_bins(share, micro.count)
+        groups = fill_bins(share, micro.count)
     else:
         groups = _group_rows(share, micro.count)
 
@@ -276,7 +276,7 @@ def _cut_share(share: Sequence[tuple[int, int]], micro: Amount, packing: bool) -
     return [MicroPlan((row,)) if packing else MicroPlan(tuple((sample,) for sample in row)) for row in ids]
 
 
-def _fill_bins(share: Sequence[tuple[int, int]], num_tokens: int) -> list[list[tuple[int, int]]]:
+def fill_bins(share: Sequence[tuple[int, int]], num_tokens: int) -> list[list[tuple[int, int]]]:
     """Best fit: each sample, longest first, to the fullest bin that has room for it, the first of equally full ones."""
     bins: list[list[tuple[int, int]]] = []
     # Every rank packs the whole global batch at every step, so no sample may look at all bins.

@@ -184,7 +184,7 @@ class VirtualStream:
             for index, unit in enumerate(self.plan.units_of(self.number, epoch)[first_unit:], start=first_unit):
                 place = Cursor(epoch, index)
                 skip = start.document if (epoch, index) == (start.epoch, start.unit) else 0
-                for document, tokens in self._read_unit(unit, skip):
+                for document, tokens in self.read_unit(unit, skip):
                     is_first = (epoch, index, document) == (start.epoch, start.unit, start.document)
                     token = start.token if is_first else 0
                     self._after = replace(place, document=document + 1)
@@ -199,7 +199,7 @@ class VirtualStream:
             self._after = Cursor(epoch)
             start = Cursor(epoch)
 
-    def _read_unit(self, unit: Unit, skip: int) -> Iterator[tuple[int, list[int]]]:
+    def read_unit(self, unit: Unit, skip: int) -> Iterator[tuple[int, list[int]]]:
         # Arrow keeps a group's text once, and packed; Python gets a few documents at a time.
         texts = _read_texts(unit)
         for at in range(skip, len(texts), _DOCUMENTS_AT_ONCE):

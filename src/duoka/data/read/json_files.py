@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from duoka.data.read.record import CUT, UTF8_BOM, FilePiece, Record, beginning, check_text
 from duoka.errors import Fault
 
-_BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 # A value that is not whole after this much is broken; the largest record that is accepted is far smaller.
 _LARGEST_CHARACTERS = 64 << 20
 _BETWEEN = re.compile(r"[\s,]*")
@@ -210,7 +210,7 @@ class _Window:
         """Read on; False at the file's end. Reads as much as is there already, so that retries cost little."""
         if self._is_ended:
             return False
-        data = self.file.read(max(_BLOCK_BYTES, len(self.text) - self.at))
+        data = self.file.read(max(BLOCK_BYTES, len(self.text) - self.at))
         new = self._decoder.decode(data, final=not data)
         if data:
             self.text, self.at = self.text[self.at :] + new, 0
