@@ -1,6 +1,6 @@
-"""Who would learn what: the samples, or row groups, of each rank of a world, and whether each is there once.
+"""Audit of data sharding: the samples, or row groups, that each rank of a world trains on, and that each is there once.
 
-`duoka data audit` prints it. It asks the very plan that training walks through, for a world that need not exist.
+`duoka data audit` prints it. It uses the same epoch plan as training, for a world that need not exist.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank learns from in the global batches that were looked at."""
+    """One rank's samples in the audited global batches."""
 
     rank: int
     count: int  # samples, or row groups (or parts of them) of an epoch
@@ -45,8 +45,8 @@ class Audit:
     num_missing: int
     looked_at: str
     ranks: tuple[RankShare, ...]
-    # What others would make of an epoch: DistributedSampler repeats until ranks have equally many, Accelerate until
-    # their batches are full. 0: no count of samples.
+    # For comparison: DistributedSampler repeats samples until ranks have equally many, Accelerate until their batches
+    # are full. 0: not counted in samples.
     num_padded: int = 0
     num_evened: int = 0
 
@@ -77,7 +77,7 @@ def audit_data(
     """The shares of `num_ranks` ranks in the first `num_batches` of an epoch; of a stream, in all of it."""
     if isinstance(prepared.train, StreamSource):
         return _audit_stream(prepared.train, num_ranks, epoch)
-    # How a rank cuts its share into micro-batches is of no account here.
+    # How a rank cuts its share into micro-batches does not matter here.
     micro = Amount(config.data.max_length, "tokens")
     layout = Layout(num_ranks, "ddp" if num_ranks > 1 else "single", micro=micro, packing=config.data.packs)
     feed = build_feed(config, prepared, layout, 0, lambda values: values)
@@ -107,7 +107,7 @@ def audit_data(
     words = f"shares of {looked_at:,} of {feed.steps_per_epoch:,} global batches"
     what = "rows of text" if prepared.report.row_tokens else "samples"
     asked = parse_amount(config.train.global_batch)
-    # As others count: the same number on every rank of every step.
+    # As DistributedSampler counts: the same number on every rank of every step.
     whole = -(-asked.count // num_ranks) * num_ranks if asked.unit == "samples" else 0
     padded, evened = (-(-total // size) * size if size else 0 for size in (num_ranks, whole))
     return Audit(epoch, what, total, int((seen > 1).sum()), int((seen < 1).sum()), words, ranks, padded, evened)

@@ -1,4 +1,4 @@
-"""What the training loop walks through, whatever the data: samples, rows of text, or a stream that is not read yet.
+"""The training loop's dataloader, for all kinds of data: samples, rows of text, or a stream read while training.
 
 `build_feed` chooses; the loop knows only `Feed`. A new kind of data for training is a class with these methods.
 """
@@ -22,7 +22,7 @@ class Feed(Protocol):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """None where that is not known before all has been read."""
+        """None where it is unknown before all data has been read."""
         ...
 
     def num_steps(self, num_epochs: float) -> int | None: ...
@@ -32,14 +32,14 @@ class Feed(Protocol):
         ...
 
     def batches(self, place: Place, num_epochs: float) -> Generator[GlobalBatch]:
-        """Global batches from a place on, built ahead by a thread that ends when this is closed.
+        """Global batches from a place on, prefetched by a thread that ends when this is closed.
 
-        All ranks walk together: streams exchange a few numbers at each.
+        A collective: all ranks iterate together, as streams reduce a few numbers per batch.
         """
         ...
 
     def summary(self) -> str:
-        """What became of the data since the start, when there is more to say than how many samples were learned."""
+        """Data statistics since the start, where there are more than the number of samples."""
         ...
 
 
@@ -67,5 +67,5 @@ def build_feed(
 
 
 def data_order(prepared: PreparedData) -> str:
-    """Which data in which order a place belongs to; with the settings of a run, it decides every global batch."""
+    """Fingerprint of data and order that a place is valid for; with the run's settings it fixes every global batch."""
     return f"{ORDER_VERSION}/{prepared.train.fingerprint}"

@@ -1,7 +1,7 @@
-"""What is known of a config's samples for its plan: from tokens, from what an earlier run found, or from a look.
+"""Sample lengths of a config's data, for its plan: from tokens, from an earlier run's cache, or estimated from files.
 
 `duoka train` measures the tokenized data and leaves the figures in the cache, where `duoka plan` finds them as long as
-files and settings are the same. Never tokenizes anything, knows no torch; a look reads some megabytes at most.
+files and settings are the same. Never tokenizes anything, knows no torch; an estimate reads some megabytes at most.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from duoka.data.prepare import PreparedData
 
 KNOWN_VERSION = 1  # raise it when the same data would give other figures
-# Epochs are walked until so many samples were laid out; of more samples, batches of evenly chosen ones speak for all.
+# Epochs are walked until so many samples were laid out; of more samples, an evenly chosen subset is used.
 _MOST_SAMPLES = 1_000_000
-# A look into files: enough for a good guess, little enough to read in a fraction of a second.
+# Estimates from files: enough for a good guess, little enough to read in a fraction of a second.
 _READ_BYTES = 16 * 2**20
 _LOOKED_AT = 1000
 _MOST_DRAWN = 65536
@@ -77,7 +77,7 @@ def _fullest(plan: EpochPlan, train: TrainConfig) -> np.ndarray:
 
 
 def remember_lengths(lengths: Lengths, config: RunConfig, base: Path) -> None:
-    """For the next `duoka plan`. A cache that cannot be written is no reason to stop a run."""
+    """For the next `duoka plan`. A cache that cannot be written does not stop a run."""
     with contextlib.suppress(StorageError, OSError, Faults):
         write_json_atomic(make_folder(cache_folder() / "lengths") / _key_of(config, base), lengths.to_json())
 
@@ -94,7 +94,7 @@ def find_lengths(config: RunConfig, base: Path) -> Lengths | None:
 
 
 def _key_of(config: RunConfig, base: Path) -> str:
-    """Everything that decides lengths and batches; files by version, not by content."""
+    """Cache key: everything that decides lengths and batches; files by version, not by content."""
     facts: dict[str, Any] = {
         "version": KNOWN_VERSION,
         "files": [_facts(path) for found in find_sets(config, base) for path in found.files],

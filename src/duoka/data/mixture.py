@@ -105,9 +105,9 @@ def split_set(content: np.ndarray, share: float, seed: int) -> tuple[np.ndarray,
 
 
 def mixture_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[int]:
-    """How many samples each set gives to an epoch, which stays as long as the sets together are.
+    """Samples per set in an epoch, which stays as long as all sets together.
 
-    Sets without a weight share what the others leave, by size; without any weight each sample counts once.
+    Sets without a weight share the remainder, by size; without any weight each sample counts once.
     """
     if all(weight is None for weight in weights):
         return list(sizes)

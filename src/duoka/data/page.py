@@ -51,7 +51,7 @@ def build_page(report: DataReport, samples: Sequence[ShownSample], title: str) -
         f'<!doctype html><meta charset=utf-8><meta name=viewport content="width=device-width">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style>"
         f"<h1>{escape(title)}</h1><ul>{lines}</ul>{table}"
-        f"<h2>Samples</h2><p>What is learned is <mark>marked</mark>.</p>{shown}\n"
+        f"<h2>Samples</h2><p>Target text is <mark>marked</mark>.</p>{shown}\n"
     )
 
 

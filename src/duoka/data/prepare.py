@@ -46,7 +46,7 @@ _PADDING_SAMPLES = 10_000
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What training reads: samples, rows of plain text, or a stream that is not read yet."""
+    """What training reads: samples, rows of plain text, or a stream read while training."""
 
     train: TokenStore | TextRows | StreamSource
     eval: TokenStore | TextRows | None
@@ -75,7 +75,7 @@ class PreparedData:
         return self.train.first_row(place) if isinstance(self.train, StreamSource) else self.train.segments(place)
 
     def check_world(self, num_ranks: int) -> None:
-        """Refuse a number of ranks that the data cannot keep busy."""
+        """Refuse more ranks than the data has work for."""
         if isinstance(self.train, StreamSource):
             self.train.check_world(num_ranks)
 
@@ -114,7 +114,7 @@ def _with_stream(
     config: RunConfig,
     tokenizer: ChatTokenizer,
 ) -> PreparedData:
-    """Only what is measured on is tokenized ahead."""
+    """Only evaluation data is tokenized ahead."""
     evaluation = None
     if parts:
         store = TokenStore([part for _, part in parts])
@@ -201,7 +201,7 @@ def _prepare_set(
     if not reused:
         try:
             with hold_lock(root / f"{key}.lock", on_wait=lambda: say(f"{found.name}: another run is tokenizing it")):
-                reused = TokenPart.is_whole(folder)  # that other run may have done it meanwhile
+                reused = TokenPart.is_whole(folder)  # the other run may have finished it meanwhile
                 if not reused:
                     _tokenize_set(found, data, job, tokenizer, folder, say)
         except OSError as error:
@@ -277,7 +277,7 @@ def _tokenize_set(
 def _cut_set(
     found: ResolvedSet, num_workers: int, max_record: int
 ) -> tuple[list[tuple[FilePiece, int | None]], list[Fault]]:
-    """Pieces of all files in order, each with how many of its records count, and what no piece can be made of."""
+    """Pieces of all files in order, each with its number of wanted records, and the faults of unreadable files."""
     size_bytes = sum(path.stat().st_size for path in found.files)
     least, most = PIECE_BYTES
     piece_bytes = min(max(size_bytes // (8 * num_workers), least), most)
@@ -324,7 +324,7 @@ def num_cores() -> int:
 
 
 class _Progress:
-    """Says how far a set is, now and then."""
+    """Prints a set's progress now and then."""
 
     def __init__(self, name: str, size_bytes: int, say: Callable[[str], None]) -> None:
         self.name = name
@@ -352,7 +352,7 @@ class _Progress:
 
 
 def _key_of(found: ResolvedSet, job: Job, tokenizer: ChatTokenizer, root: Path) -> str:
-    """The name of the work: everything that decides its outcome, and nothing else (no path, no name, no split)."""
+    """Cache key: everything that decides the tokens, and nothing else (no path, no name, no split)."""
     facts = {
         "version": TOKENS_VERSION,
         "files": [file_digest(path, root) for path in found.files],

@@ -1,4 +1,4 @@
-"""What became of the data, in numbers and lines: shown by `duoka data inspect`, kept in the run folder."""
+"""The data report, in numbers and lines: shown by `duoka data inspect`, kept in the run folder."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def count_lengths(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 
 def measure_padding(plan: EpochPlan, max_length: int) -> Padding:
-    """What layouts would compute in vain in the first global batches."""
+    """Padding that each layout would compute in the first global batches."""
     lengths = plan.lengths
     computed = dict.fromkeys(("unsorted", "padded", "packed"), 0)
     real = 0

@@ -1,4 +1,4 @@
-"""What comes next, made by a thread while what is there is worked on: for feeds, and loaders of people's own loops."""
+"""Prefetching by a thread, while the current item is in use: for feeds, and for the loaders of users' own loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POLL_S = 0.05
 
 
 class Walk(Generic[At, T]):
-    """An iteration that can go on from another place; what it made ahead, and its thread, end with the block."""
+    """A prefetching iteration that can jump to another place; queue and thread end with the block."""
 
     def __init__(self, start: Callable[[At], Generator[T]]) -> None:
         self._start = start
@@ -25,11 +25,11 @@ class Walk(Generic[At, T]):
         self._items = self._start(place)
 
     def __next__(self) -> T:
-        assert self._items is not None, "go_to comes first"
+        assert self._items is not None, "call go_to first"
         return next(self._items)
 
     def close(self) -> None:
-        """Not left to Python's collection: an exception that somebody looks at would keep the thread alive."""
+        """Not left to garbage collection: a traceback held by a debugger or a test would keep the thread alive."""
         if self._items is not None:
             self._items.close()
 
@@ -43,7 +43,7 @@ class Walk(Generic[At, T]):
 
 
 def prefetched(items: Iterable[T], count: int) -> Generator[T]:
-    """The same items, up to `count` of them made ahead by a thread, which ends when this iterator does."""
+    """The same items, up to `count` of them prefetched by a thread, which ends when this iterator does."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=count)
     stop = threading.Event()
 
@@ -63,7 +63,7 @@ def prefetched(items: Iterable[T], count: int) -> Generator[T]:
                     return
             put(("end", None))
         except BaseException as error:
-            # It belongs to whoever asks for the next item; a thread that dies silently would leave them waiting.
+            # Raised where the next item is asked for; a thread that dies silently would leave the consumer waiting.
             put(("error", error))
             if not isinstance(error, Exception):
                 raise

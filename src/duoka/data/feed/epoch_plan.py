@@ -1,7 +1,8 @@
 """The order of training, and how one global batch is laid out: pure functions of numbers, NumPy only.
 
 `EpochPlan` decides which samples each optimizer step learns from; it knows nothing of ranks. `share_batch` decides
-who computes which of them, in what rows; it changes speed and memory, never results. DESIGN section 4 says why.
+which rank computes which of them, in what rows; it changes speed and memory, never results. The split is there so that
+losses do not depend on the layout, and each rank knows the global token count before the step, without a collective.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from duoka.config.schema import TrainConfig
 from duoka.units import Amount, parse_amount
 
 ORDER_VERSION = 2  # raise it when the same data, seed and batch would give another order: old checkpoints are refused
-# A sample of so many tokens spends as much on attention's square as on everything that grows with its length.
+# For a sample of so many tokens, attention's quadratic cost equals everything that is linear in its length.
 # About 6 x hidden size: 3.5k for a 135M model, 24k for a 7B one. It only balances ranks, so one number serves.
 SQUARE_EQUALS_LINEAR_AT = 8192
 
@@ -138,13 +139,13 @@ def plan_epochs(samples: Sized, train: TrainConfig, some: slice = slice(None)) -
 
 
 def shuffled(count: int, name: str) -> np.ndarray:
-    """The numbers 0 to count - 1 in an order that `name` alone decides, on any machine and NumPy version."""
+    """A permutation of 0 to count - 1 that `name` alone decides, on any machine and NumPy version."""
     start = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     keys = np.arange(count, dtype=np.uint64)
     keys += np.uint64(start)
     mix_keys(keys)
-    # The lowest bits of each key give way to its number: sorting the keys in place then sorts the numbers, several
-    # times faster than sorting places by keys, and no two keys are equal, so any algorithm gives this one order.
+    # The lowest bits of each key are replaced by its number: sorting the keys in place then sorts the numbers, several
+    # times faster than an argsort, and no two keys are equal, so any algorithm gives the same order.
     num_bits = max(1, (count - 1).bit_length())
     keys >>= np.uint64(num_bits)
     keys <<= np.uint64(num_bits)
@@ -210,8 +211,8 @@ def share_rows(
 ) -> list[list[MicroPlan]]:
     """Lay one global batch out in rows of up to `max_length` tokens, whole samples only: [rank][micro-batch].
 
-    For fixed shapes (compile, pipelines). What differs between rows is attention's square: the dearest row goes to the
-    rank that has least to do, as long as none gets more micro-batches than it must.
+    For fixed shapes (compile, pipelines). Rows differ in attention's quadratic cost: the costliest row
+    goes to the least loaded rank, as long as none gets more micro-batches than it must.
     """
     own_lengths = np.asarray(lengths)[sample_ids]
     if len(own_lengths) and int(own_lengths.max()) > max_length:
@@ -246,7 +247,7 @@ def cost_of(length: int) -> int:
 
 
 def _share_by_cost(pairs: Sequence[tuple[int, int]], num_ranks: int) -> list[list[tuple[int, int]]]:
-    """Each sample, longest first, to the rank that has least to do so far."""
+    """Each sample, longest first, to the least loaded rank so far."""
     shares: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
     for pair in pairs:
@@ -257,7 +258,7 @@ def _share_by_cost(pairs: Sequence[tuple[int, int]], num_ranks: int) -> list[lis
 
 
 def _cut_share(share: Sequence[tuple[int, int]], micro: Amount, packing: bool) -> list[MicroPlan]:
-    """A rank's samples, longest first, into micro-batches, the fullest first: it finds no gradients of others yet."""
+    """A rank's samples, longest first, into micro-batches, the fullest first, while no gradients are allocated yet."""
     if micro.unit == "samples":
         groups: Sequence[Sequence[tuple[int, int]]] = [
             share[at : at + micro.count] for at in range(0, len(share), micro.count)
@@ -279,9 +280,9 @@ def _cut_share(share: Sequence[tuple[int, int]], micro: Amount, packing: bool) -
 def fill_bins(share: Sequence[tuple[int, int]], num_tokens: int) -> list[list[tuple[int, int]]]:
     """Best fit: each sample, longest first, to the fullest bin that has room for it, the first of equally full ones."""
     bins: list[list[tuple[int, int]]] = []
-    # Every rank packs the whole global batch at every step, so no sample may look at all bins.
-    rooms: list[int] = []  # how much room bins have, in order, each number once
-    bins_with: dict[int, list[int]] = {}  # a heap of the bins that have so much
+    # Every rank packs the whole global batch at every step: scanning all bins per sample would be quadratic.
+    rooms: list[int] = []  # free sizes of bins, sorted, each once
+    bins_with: dict[int, list[int]] = {}  # a heap of the bins with that free size
     for pair in share:
         at = bisect.bisect_left(rooms, pair[1])
         if at < len(rooms):

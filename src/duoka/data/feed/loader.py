@@ -21,7 +21,7 @@ from duoka.data.feed.token_keys import PADDING_KEY, end_to_end, sample_keys, ste
 from duoka.data.tokens.template import Sample
 from duoka.units import Amount
 
-IGNORED = -100  # a label that is no target
+IGNORED = -100  # the label of a token without loss
 _EVAL_SAMPLES_PER_RANK = 256
 
 
@@ -61,7 +61,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Place:
-    """Where training goes on, the same on every rank: a global batch of an epoch; of streams, the cursor of each."""
+    """The dataloader state, the same on every rank: the next global batch of an epoch; of streams, their cursors."""
 
     epoch: int = 0
     index: int = 0
@@ -84,7 +84,7 @@ class GlobalBatch:
 
 
 class Loader:
-    """One rank's view of the plan. Cheap to make, at any place: nothing is replayed."""
+    """One rank's dataloader over the epoch plan. Cheap to start at any place: nothing is replayed."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Loader:
     ) -> None:
         """`fixed_rows`: every micro-batch is whole rows of `max_length`, end to end, so that shapes never change.
 
-        `pin_memory`: batches lie where a GPU copies them from while the host goes on.
+        `pin_memory`: batches are in page-locked memory, for asynchronous copies to a GPU.
         """
         if fixed_rows and not packing:
             raise ValueError("fixed rows are packed: packing=False contradicts them")
@@ -142,7 +142,7 @@ class Loader:
                         break
                 else:
                     return
-            # Memory was short: what lay ahead was cut for the size that did not fit.
+            # After an OOM: prefetched batches were cut for the micro-batch size that did not fit.
             place = batch.after
 
     def from_cursor(self, epoch: int, index: int, num_epochs: float) -> Iterator[GlobalBatch]:
@@ -168,7 +168,7 @@ class Loader:
         )
 
     def shares(self, sample_ids: np.ndarray) -> list[list[MicroPlan]]:
-        """Who computes which samples of a global batch: [rank][micro-batch]."""
+        """The samples of a global batch by rank and micro-batch: [rank][micro-batch]."""
         lengths, num_ranks, max_length = self.plan.lengths, self.num_ranks, self.max_length
         if self.rows_per_micro:
             return share_rows(sample_ids, lengths, num_ranks, self.rows_per_micro, max_length=max_length)
@@ -228,7 +228,7 @@ def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int, key
 
 
 def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int, key: int | None = None) -> Batch:
-    """Rows of exactly `shape[1]` tokens, end to end as one packed row; what a row lacks is a document of padding."""
+    """Rows of exactly `shape[1]` tokens, end to end as one packed row; a short one ends in a document of padding."""
     num_rows, row_tokens = shape
     segments: list[Sample] = []
     owners: list[tuple[int | None, int]] = []
@@ -295,21 +295,21 @@ def _padded(samples: Sequence[Sample], pad_id: int) -> Batch:
 
 
 def shifted_labels(sample: Sample) -> np.ndarray:
-    """What the model should say after each token: the next one where that is a target, else IGNORED."""
+    """Labels: the next token where that is a target, else IGNORED."""
     labels = np.full(len(sample.input_ids), IGNORED, np.int64)
     labels[:-1] = np.where(sample.is_target[1:], sample.input_ids[1:], IGNORED)
     return labels
 
 
 def empty_batch(pad_id: int, *, packing: bool) -> Batch:
-    """A rank without samples still runs the model, so that the others' collectives find it there."""
+    """For a rank without samples: it still runs the model, since the collectives of the pass need every rank."""
     one = torch.zeros((1, 1), dtype=torch.long)
     return Batch(
         input_ids=torch.full_like(one, pad_id),
         labels=torch.full_like(one, IGNORED),
         position_ids=one,
         boundaries=torch.tensor([0, 1], dtype=torch.int32) if packing else None,
-        # The lone token may look at itself: a row that looks at nothing gives NaN in a softmax.
+        # The one token may attend to itself: a fully masked row gives NaN in a softmax.
         attention_mask=None if packing else torch.ones((1, 1), dtype=torch.bool),
         num_targets=0,
         num_tokens=0,

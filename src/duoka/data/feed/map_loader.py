@@ -1,7 +1,7 @@
-"""Any data set over any number of ranks, each sample exactly once: no duplicates to even things out, none dropped.
+"""Any data set over any number of ranks, each sample exactly once: no padding with duplicates, none dropped.
 
-For people's own data sets and loops. Every rank makes equally many steps. A rank for which a step has no sample gets
-`batch=None` there, or with `fill` a sample to run with that counts for nothing, and so takes part in collectives.
+For users' own data sets and loops. Every rank makes equally many steps. A rank for which a step has no sample gets
+`batch=None` there, or with `fill` a sample of weight zero to run with, so that it takes part in collectives.
 `num_global` is what all ranks together hold, for the mean.
 """
 
@@ -26,7 +26,7 @@ Order = Callable[[int], Sequence[Any]]  # of an epoch: sample numbers, or whole 
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's part of a global batch. Without samples, `batch` is None, or a filling that counts for nothing."""
+    """One rank's part of a global batch. Without samples, `batch` is None, or filler of weight zero."""
 
     batch: Any
     sample_ids: tuple[int, ...]
@@ -41,7 +41,7 @@ def deal(units: Sequence[Any], rank: int, num_ranks: int) -> slice:
 
 
 class _Exact:
-    """What both wrappers are told: the data, and which rank's part of which batches they give."""
+    """Arguments of both wrappers: the data, rank and number of ranks, and the global batch."""
 
     def __init__(self, dataset: Any, *, global_batch: int, rank: int, num_ranks: int, collate: Collate) -> None:
         if global_batch < 1 or not 0 <= rank < num_ranks:
@@ -106,7 +106,7 @@ class ExactLoader(_Exact):
 
     @property
     def is_at_end(self) -> bool:
-        """Nothing of this epoch is left."""
+        """Whether this epoch is used up."""
         return self.num_seen >= self._count() > 0
 
     def _count(self) -> int:
@@ -133,7 +133,7 @@ class ExactLoader(_Exact):
             _Lists(self.dataset),
             batch_sampler=wanted,
             collate_fn=_CollateAny(self.collate),
-            # A generator of its own: making an iterator must not draw from the one that dropout draws from.
+            # A generator of its own: creating an iterator must not advance the global RNG, which dropout uses.
             generator=torch.Generator().manual_seed(self.seed + self.epoch),
             **self.options,
         )
@@ -142,7 +142,7 @@ class ExactLoader(_Exact):
             yield RankShare(batch, tuple(_sample_ids(mine)), len(_sample_ids(group)))
 
     def _asked(self, share: Any, group: Any) -> list[Any]:
-        """What the data set is asked for; without samples of one's own, the group's first for filling."""
+        """Indices to fetch; for a rank without samples, the group's first as filler."""
         flat = _plain_units if self.whole_units else _sample_ids
         return flat(share) or (flat(group)[:1] if self.fill else [])
 
@@ -159,7 +159,7 @@ def _sample_ids(units: Sequence[Any]) -> list[int]:
 class ExactStream(_Exact):
     """An iterable data set that gives the same items in the same order everywhere, in global batches.
 
-    Each rank walks all of it and keeps its turn: so every rank knows where it ends without asking, and none hangs.
+    Each rank iterates over all of it and keeps its own items: so all ranks see the end at the same step, and none hangs.
     A data set with `state_dict` and `load_state_dict` of its own resumes by them; another one is walked again.
     """
 
@@ -228,7 +228,7 @@ class ExactStream(_Exact):
 
 
 class _Lists(Dataset[list[Any]]):
-    """Hands a step's samples over together; an empty list stays one, whatever the data set thinks of it."""
+    """Fetches a step's samples in one call; an empty list stays empty, even if the data set rejects it."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

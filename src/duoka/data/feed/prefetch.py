@@ -1,4 +1,4 @@
-"""duoka's loader in other people's loops: an epoch at a time, with state, prefetched, in pinned memory.
+"""duoka's loader for users' own loops: an epoch at a time, with state, prefetched, in pinned memory.
 
 Wraps `Loader`, whose place in the data is (epoch, batch index): saving is two numbers, resuming replays nothing. For
 data sets that are no token store, see map_loader.py.
@@ -37,7 +37,7 @@ class EpochLoader:
         batches = (self.loader.global_batch(epoch, index) for index in range(self.index, len(self)))
         with contextlib.closing(prefetched(batches, self.prefetch) if self.prefetch else batches) as ahead:
             for batch in ahead:
-                # Counted when it is handed over, not when it was built: what is ahead in the queue was not seen yet.
+                # Counted when it is yielded, not when it is built: prefetched batches were not trained on yet.
                 self.index = batch.index + 1
                 yield batch
 

@@ -2,8 +2,8 @@
 
 V virtual streams share the row groups; a rank serves every num_ranks-th of them, and a stream's place is one cursor.
 V does not depend on the world size, so the rows of step s are the same on 1 rank or 64, and so is going on. Every
-token of every document is used: what a row has no room for begins a later one, behind a begin token of its own, or
-behind the token before it where the tokenizer has none. stream_feed.py makes global batches of the rows.
+token of every document is used: the rest that does not fit into a row begins a later one, after a begin token of its
+own, or after the token before it where the tokenizer has none. stream_feed.py makes global batches of the rows.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Cursor:
 
 @dataclass
 class Usage:
-    """What became of the tokens that were read."""
+    """Counts of the tokens that were read."""
 
     num_tokens: int = 0  # of documents
     num_begins: int = 0  # begin tokens, of documents and of their later parts
     num_cut: int = 0  # documents that go on in a later row
     num_padding: int = 0
     num_empty: int = 0  # documents without text
-    num_discarded: int = 0  # always 0: there is no way to lose one; said because others discard a third
+    num_discarded: int = 0  # always 0: no token is lost; reported since other packers discard a third
 
     def line(self) -> str:
         total = max(1, self.num_tokens + self.num_begins + self.num_padding)
@@ -95,7 +95,7 @@ class StreamPlan:
     def __init__(self, units: Sequence[Unit], *, num_streams: int, seed: int) -> None:
         self.num_streams = num_streams
         self.seed = seed
-        # With fewer row groups than streams, several streams share one: nobody starves, no document is read twice.
+        # With fewer row groups than streams, several streams share one: all have data, no document is read twice.
         parts = -(-num_streams // max(1, len(units)))
         self.units = [cut for unit in units for cut in _cut_unit(unit, parts)]
         if len(self.units) < num_streams:
@@ -150,7 +150,7 @@ class VirtualStream:
             lead = self._lead(tokens, at)
             taken = tokens[at : at + room - len(lead)]
             if at + len(taken) < len(tokens) and room <= len(lead):
-                # Too little room for any text: what would lead it stands alone, and is never a target.
+                # Too little room for any text: the begin token stands alone, and is never a target.
                 segments.append(_segment(lead[:room]))
                 self.usage.num_begins += room
                 break
@@ -166,7 +166,7 @@ class VirtualStream:
         return segments
 
     def _lead(self, tokens: list[int], at: int) -> list[int]:
-        """What stands before a document or a later part of it, so that its first token can be predicted."""
+        """The token before a document or a later part of it, so that its first token has a context."""
         if self.packing.begin_id is not None:
             return [self.packing.begin_id]
         return tokens[at - 1 : at] if at else []

@@ -1,6 +1,6 @@
-"""Global batches of a stream of unread text: one rank's walk through a StreamSource, built ahead by a thread.
+"""Global batches of text that is read while training: one rank's dataloader over a StreamSource, prefetched.
 
-feed.py makes a `StreamFeed`, and the training loop walks through it. stream.py holds the streams themselves.
+build_feed.py makes a `StreamFeed`, and the training loop iterates over it. row_packer.py holds the streams.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STEPS_AHEAD = 2
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A step of this rank, made before it is asked for."""
+    """A prefetched step of this rank."""
 
     micro_batches: list[Batch]
     cursors: dict[int, Cursor]
@@ -69,7 +69,7 @@ class StreamFeed:
         return self.usage.line()
 
     def batches(self, place: Place, num_epochs: float) -> Generator[GlobalBatch]:
-        """Without an end: streams flow from epoch to epoch, and train.max_steps ends the run."""
+        """Endless: streams continue from epoch to epoch, and train.max_steps ends the run."""
         with contextlib.closing(prefetched(self._walk(place), _STEPS_AHEAD)) as walk:
             for step, ahead in enumerate(walk, start=place.index):
                 yield self._global_batch(step, ahead)

@@ -1,6 +1,6 @@
-"""A config's stream of text that is not read yet: which files, how many streams read them, what a row is.
+"""A config's text that is read while training: which files, how many streams read them, what a row is.
 
-`prepare` makes a `StreamSource` for `data.stream: true`; stream_feed.py walks through it. No torch here.
+`prepare` makes a `StreamSource` for `data.stream: true`; stream_feed.py iterates over it. No torch here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_STREAMS = 64  # each keeps a row group's text in memory
 
 @dataclass(frozen=True)
 class StreamSource:
-    """Text that is read and tokenized while it is learned: where a TokenStore stands for other data."""
+    """Text that is read and tokenized during training; takes the place that a TokenStore has for other data."""
 
     files: tuple[Path, ...]
     plan: StreamPlan
@@ -70,7 +70,7 @@ class StreamSource:
             raise ConfigError(what, where="a process without a stream would only wait", fix=fix)
 
     def first_row(self, number: int) -> list[Sample]:
-        """What a stream gives first, to be looked at."""
+        """A stream's first row, to be shown."""
         return VirtualStream(self.plan, number % self.plan.num_streams, self.packing).row()
 
 
@@ -82,7 +82,7 @@ def build_source(sets: Sequence[ResolvedSet], config: RunConfig, tokenizer: Chat
     num_streams = _count_streams(rows, config.data.streams, units)
 
     def tokenize(texts: list[str]) -> list[list[int]]:
-        # In one call, because it lets other threads work meanwhile: the one that trains.
+        # In one call, because it releases the GIL meanwhile, for the training thread.
         encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
         skip = int(tokenizer.bos_id is not None)  # the stream writes it itself
         return [

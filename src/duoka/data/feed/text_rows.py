@@ -1,7 +1,7 @@
 """Plain text for pretraining: documents end to end, cut into rows of one length, nothing thrown away.
 
 `TextRows` stands where a TokenStore does: the epoch plan orders its rows, the loader builds batches of them. For text
-that fits no index, see stream.py.
+too large to index, see row_packer.py.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TextRows:
 
 
 def as_samples(store: TokenStore, sets: Sequence[ResolvedSet], row_tokens: int) -> TokenStore | TextRows:
-    """What training and evaluation walk through: conversations as they are, plain text in rows."""
+    """The samples of training and evaluation: conversations as they are, plain text in rows."""
     kinds = {found.form.kind for found in sets}
     if "text" not in kinds:
         return store

@@ -13,11 +13,11 @@ import numpy as np
 
 from duoka.data.feed.epoch_plan import mix_keys
 
-PADDING_KEY = 0  # of positions that are no token: nothing that is learned looks at them
+PADDING_KEY = 0  # of padding positions: no target attends to them
 
 
 def step_key(seed: int, step: int) -> int:
-    """What all keys of one step begin with; `step` counts from the run's first as 0."""
+    """The key that all token keys of one step derive from; `step` counts from the run's first as 0."""
     return int.from_bytes(hashlib.blake2b(f"dropout/{seed}/{step}".encode(), digest_size=8).digest(), "little")
 
 

@@ -104,7 +104,7 @@ def _read_info(path: Path) -> Info | Fault:
     except (OSError, UnicodeDecodeError) as error:
         return Fault(f"{INFO_FILE} cannot be read: {error}", file=str(path))
     if text.lstrip().startswith('"'):
-        # People paste `"name": {...}` blocks from pages into an empty file: what is meant is clear.
+        # `"name": {...}` blocks pasted from web pages into an empty file: the meaning is clear.
         text = "{" + text.strip().removesuffix(",") + "}"
     try:
         entries = json.loads(text)

@@ -1,4 +1,4 @@
-"""The words that formats speak in: Message, the kinds of examples, BadRecord, and how a set is written (SetFormat).
+"""Types shared by all formats: Message, the kinds of examples, BadRecord, and how a set is written (SetFormat).
 
 Every reader of a format (messages.py, alpaca.py, ...) builds on these few; nothing here knows a file or a tokenizer.
 """
@@ -35,7 +35,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Text:
-    """A document to learn as a whole."""
+    """A document, every token of which is a target."""
 
     text: str
     source: str = ""
@@ -66,7 +66,7 @@ class Preference:
 
 @dataclass(frozen=True)
 class Labeled:
-    """A conversation whose last answer somebody liked, or did not (KTO)."""
+    """A conversation whose last answer is labeled desirable or undesirable (KTO)."""
 
     messages: tuple[Message, ...]
     is_good: bool

@@ -1,4 +1,4 @@
-"""What files are made of, whatever their kind: pieces that one process reads, and records in them.
+"""Types shared by all readers of files: pieces that one process reads, and records in them.
 
 The readers of each kind of file (json_files.py, stream_files.py, table_files.py) build on these; records.py chooses.
 """

@@ -81,7 +81,7 @@ def _read_labeled(record: dict[str, Any], form: SetFormat, source: str, line: in
     if isinstance(label, str) and label.strip().lower() in ("true", "false"):
         label = label.strip().lower() == "true"  # cells of a table are text
     if not isinstance(label, bool):
-        raise BadRecord(f"{name!r} is {kind_of(label)}, and must be true or false", "true for an answer people liked")
+        raise BadRecord(f"{name!r} is {kind_of(label)}, and must be true or false", "true for a desirable answer (KTO)")
     plain = SetFormat(form.name, form.columns, form.tags)
     example = read_example(record, plain)
     return Labeled(example.messages, label, example.tools, source, line)

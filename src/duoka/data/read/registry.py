@@ -74,12 +74,12 @@ def _check_content(data: DataConfig, sets: list[ResolvedSet]) -> list[Fault]:
 
 
 def max_record_bytes(max_length: int) -> int:
-    """Far more text than `max_length` tokens: whatever is longer is a broken file, not a conversation."""
+    """Far more text than `max_length` tokens: a longer record is a broken file, not a conversation."""
     return max(MAX_RECORD_BYTES, 16 * max_length)
 
 
 def check_records(found: ResolvedSet, max_length: int, ends: float) -> Iterator[Fault]:
-    """Wrong records of a set, until the monotonic clock says `ends`."""
+    """Wrong records of a set, up to the deadline `ends` (monotonic)."""
     for path in found.files:
         for piece in find_pieces(path, _PEEK_BYTES):
             for record in [piece] if isinstance(piece, Fault) else read_piece(piece, max_record_bytes(max_length)):
@@ -209,7 +209,7 @@ def _from_path(source: DataSource, path: Path, key: str) -> ResolvedSet | list[F
         line, text = (record.line, record.text) if record else (seen.line, seen.source) if seen else (0, "")
         what = seen.what if seen and not record else f"the format of {path.name!r} is none that duoka knows"
         return [Fault(what, key=key, file=str(files[0]), line=line, source=text, fix=fix)]
-    # A user's own words: a mixture of formats in one folder shows as records that break this one's rules.
+    # Explicit settings win: a mixture of formats in one folder shows as records that break this one's rules.
     kind = "" if form.kind in ("conversation", "text") else f", {KIND_WORDS[form.kind]}"
     lines = "; a document a line" if files[0].name.lower().split(".")[-1] == "txt" else ""
     note = f"{source.name}: read as {form.name}{kind} ({_describe(form)}{lines})"

@@ -1,6 +1,6 @@
 """Files that can only be read from their beginning: compressed ones, and tables of quoted cells (csv, tsv).
 
-A piece of one is a run of its records. A process that reads piece after piece goes on in the stream where it was, so
+A piece of one is a run of its records. A process that reads piece after piece continues in its open stream, so
 that each process unpacks the file once, however many pieces there are, and nothing is unpacked to disk.
 """
 
@@ -157,7 +157,7 @@ def _holds_lines(path: Path) -> bool:
 
 def _walk_cells(file: IO[bytes], path: Path, delimiter: str) -> Iterator[Any]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    csv.field_size_limit(1 << 30)  # sizes are checked with the record, and said in users' words
+    csv.field_size_limit(1 << 30)  # sizes are checked with the record, with a message of our own
     rows = csv.reader(text, delimiter=delimiter)
     names = next(rows, [])
     doubled = sorted({name for name in names if names.count(name) > 1})
@@ -178,7 +178,7 @@ def _walk_cells(file: IO[bytes], path: Path, delimiter: str) -> Iterator[Any]:
 
 
 def _cell(value: str) -> Any:
-    """A list of messages arrives in a cell as JSON; any other text is what it says."""
+    """A list of messages arrives in a cell as JSON; any other cell is plain text."""
     if value.startswith("["):
         try:
             parsed = json.loads(value)

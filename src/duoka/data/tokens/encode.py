@@ -1,4 +1,4 @@
-"""Examples of every kind to token ids: what one record becomes in the store, and what was lost on the way.
+"""Examples of every kind to token ids: one record's entry in the store, and counts of lost characters.
 
 Conversations go through template.py; tokenize.py calls `encode_examples` and `fit_length`.
 """
@@ -27,7 +27,7 @@ class Encoded:
     parts: tuple[Sample, ...]
     mark: int = 0
     num_unknown: int = 0  # tokens that stand for characters which the tokenizer does not have
-    is_damaged: bool = False  # the text holds U+FFFD: something before us has lost characters
+    is_damaged: bool = False  # the text holds U+FFFD: characters were lost before duoka read it
 
     @property
     def longest(self) -> int:

@@ -79,7 +79,7 @@ def _messages(messages: tuple[Message, ...], tokenizer: ChatTokenizer) -> tuple[
 
 
 def encode_prompt(text: str, cuts: tuple[int, ...], tokenizer: ChatTokenizer) -> list[int]:
-    """The ids of a prompt, for who answers it."""
+    """The ids of a prompt, for generation."""
     (tokens,) = tokenizer.encode_many([text])
     ids: list[int] = mark_tokens(text, [], tokens, tokenizer, cuts).input_ids.tolist()
     return ids

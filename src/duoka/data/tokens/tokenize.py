@@ -52,7 +52,7 @@ class Job:
 
 @dataclass
 class Counts:
-    """What became of the records. `num_kept` counts samples: truncated ones too, and each part of a split one."""
+    """Counts of records by outcome. `num_kept` counts samples: truncated ones too, and each part of a split one."""
 
     num_records: int = 0
     num_kept: int = 0
@@ -135,7 +135,7 @@ def _keep(encoded: Encoded, example: AnyExample, record: Record, job: Job, resul
     """What of a record is learned: all of it, parts, or nothing; counted in `result`."""
     counts = result.counts
     kept = [encoded]
-    # Plain text may be of any length: it is cut into rows when it is learned, and nothing of it is lost.
+    # Plain text may be of any length: training cuts it into rows, and loses none of it.
     is_long = encoded.longest > job.max_length and job.form.kind != "text"
     if is_long and job.on_long == "error":
         what = f"the conversation has {encoded.longest:,} tokens, and data.max_length is {job.max_length:,}"
@@ -197,7 +197,7 @@ def tokenize_pieces(
     num_workers: int,
     done: Callable[[int, PieceResult], bool],
 ) -> None:
-    """Do every piece that `draft` lacks. `done(number, result)` is told of each and may say False to stop early."""
+    """Tokenize every piece that `draft` lacks. `done(number, result)` is called for each; False stops early."""
     todo = []
     for number, (piece, limit) in enumerate(pieces):
         known = read_result(draft, number)
@@ -249,7 +249,7 @@ def _with_processes(todo: Iterable[tuple[int, FilePiece, int | None]], draft: Pa
         for thread in threads:
             thread.join()
         for pipe in (pipe for worker in workers for pipe in (worker.stdin, worker.stdout) if pipe is not None):
-            with contextlib.suppress(OSError):  # a dead reader's pipe cannot take what was still buffered
+            with contextlib.suppress(OSError):  # the rest of the buffer, to the closed pipe of a dead worker
                 pipe.close()
 
 
@@ -262,7 +262,7 @@ def _start_worker(draft: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "duoka.data.tokens.tokenize", str(draft), str(os.getpid())]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True, encoding="utf-8",
-        start_new_session=True,  # a Ctrl-C in the terminal is for whoever started us, who ends its workers
+        start_new_session=True,  # a Ctrl-C in the terminal goes to the parent, which ends its workers
     )  # fmt: skip
 
 
@@ -284,7 +284,7 @@ def _feed(worker: subprocess.Popen[str], waiting: queue.SimpleQueue[Any], finish
         if answer.strip() != str(number):
             code = worker.wait()
             where = f"{piece.path}, from line {piece.line}"
-            finished.put(WorkerFailed(f"a process that tokenizes died (exit code {code})", where=where))
+            finished.put(WorkerFailed(f"a tokenizing process died (exit code {code})", where=where))
             return
         finished.put(number)
 

@@ -65,14 +65,14 @@ class ChatTokenizer:
 
     @property
     def unknown_id(self) -> int | None:
-        """The token for what the tokenizer cannot say; None when that token has another use too."""
+        """The unknown token; None when that token has another use too."""
         text = self.special_tokens.get("unk_token")
         others = {token for name, token in self.special_tokens.items() if name != "unk_token"}
         return self._id_of("unk_token") if text is not None and text not in others else None
 
     @property
     def pad_id(self) -> int:
-        """Any valid id will do where nothing looks: padding is never a target and never attended to."""
+        """The padding id; any valid id will do, as padding is never a target and never attended to."""
         for name in ("pad_token", "eos_token", "unk_token"):
             found = self._id_of(name)
             if found is not None:

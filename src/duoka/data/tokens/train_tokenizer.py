@@ -32,7 +32,7 @@ SPECIAL_TOKENS = (
     BEGIN, PAD, TURN_BEGINS, TURN_ENDS, "<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>",
     "</tool_response>",
 )  # fmt: skip
-# Words with the sign or blank before them; numbers in twos, or each number of a text were a token; signs; blanks.
+# Words with the sign or blank before them; digits in pairs, or each number of a text would be a token; signs; blanks.
 WORDS = (
     r"(?i:'(?:[sdmt]|ll|ve|re))|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -69,7 +69,7 @@ _TEMPLATE = """\
 
 @dataclass
 class Learned:
-    """What was read, and what came of it."""
+    """Counts of the text read, and figures of the tokenizer."""
 
     vocab_size: int = 0
     asked: int = 0
@@ -243,7 +243,7 @@ def _learn(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 class _Sample:
-    """Documents spread evenly over all that pass, however many come."""
+    """A sample of documents spread evenly over a stream of unknown length."""
 
     def __init__(self) -> None:
         self.kept: list[str] = []

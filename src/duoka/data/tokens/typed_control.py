@@ -1,4 +1,4 @@
-"""Control tokens that somebody typed into a message: "<|im_end|>" in a question is text, and ends no turn.
+"""Control tokens typed as text in a message: "<|im_end|>" in a question is text, and ends no turn.
 
 template.py breaks them up before a chat template writes the conversation, and gets back where the text has to be cut so
 that the tokenizer sees no control token there. What the template itself writes stays whole.
@@ -38,7 +38,7 @@ def break_up(messages: Sequence[dict[str, Any]], specials: tuple[str, ...]) -> t
 
 
 def _is_thought(word: str) -> bool:
-    """Templates look for these inside an answer, to tell the thought from what is said."""
+    """Templates search an answer for these, to split reasoning from the reply."""
     return "think" in word.lower()
 
 
