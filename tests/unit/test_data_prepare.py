@@ -197,7 +197,7 @@ def test_a_process_that_dies_is_told_with_its_place(prepared: Any, data: Path, m
     monkeypatch.setattr(tokenize, "SMALL_BYTES", 0)
     monkeypatch.setattr(prepare, "PIECE_BYTES", (500, 500))
     monkeypatch.setattr(tokenize.sys, "executable", "/bin/false")
-    with pytest.raises(WorkerFailed, match=r"tokenizes died .*\n.*data.jsonl, from line"):
+    with pytest.raises(WorkerFailed, match=r"tokenizing process died .*\n.*data.jsonl, from line"):
         prepared(data, workers=2)
 
 

@@ -102,7 +102,7 @@ def test_a_measurement_is_planned_with_lengths_as_they_are(data: EvalData) -> No
 
 
 def test_a_model_needs_data_to_be_measured_on(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="what shall it be measured on"):
+    with pytest.raises(ConfigError, match="it has no evaluation data"):
         read_eval_data(find_trained(str(tiny_model), say=quiet), [], say=quiet)
 
 

@@ -326,6 +326,6 @@ def test_a_run_whose_process_is_gone_without_a_word_says_so(log):
     write_status(log.run, Status(state="running", world_size=2, **leader_identity(gone.pid)))
     gone.wait()
     said = lines_of(log.run)
-    assert ": dead, no step was recorded" in said and f"(pid {gone.pid}) is gone without a word" in said
+    assert ": dead, no step was recorded" in said and f"(pid {gone.pid}) is gone and recorded no cause" in said
     write_status(log.run, Status(state="running", world_size=2, **leader_identity()))
     assert ": running" in lines_of(log.run) and "gone" not in lines_of(log.run)

@@ -56,7 +56,7 @@ BROKEN_PIPE = 141
 
 
 class ReaderLeft(Exception):
-    """Whoever read our output has gone (a pager, head). Click would take a broken pipe for a failure."""
+    """The reader of stdout has closed it (a pager, head). Click would report a broken pipe as a failure."""
 
 
 class LazyGroup(click.Group):
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     code = run(arguments)
     if has_peers() or leaves_thread_behind():
-        # A rank whose work is done leaves at once: while Python takes itself apart, a communication thread that still
+        # A finished rank exits at once: during Python's finalization, a communication thread that still
         # lives now and then aborts the process (seen as SIGABRT after a finished evaluation).
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -182,7 +182,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print_error(["interrupted"])
         return INTERRUPTED
     except (BrokenPipeError, ReaderLeft):
-        # Whoever read our output has left. Without this, Python complains once more when it closes stdout.
+        # The reader of stdout has closed it. Without this, Python prints another error when it flushes stdout at exit.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

@@ -15,7 +15,7 @@ _ASK_TO_LEAVE = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
 class AskedToLeave(BaseException):
-    """Not an Exception: nobody on the way may take it for a fault of its own and go on."""
+    """Not an Exception: no handler on the way may swallow it and go on."""
 
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)
@@ -27,7 +27,7 @@ def leave_when_asked() -> Iterator[None]:
     """Raise AskedToLeave in this thread, the main one, when a signal asks. One that is ignored (nohup) stays so."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        for other in before:  # once: what is unwound now shall not be cut in its middle
+        for other in before:  # once: a second signal must not interrupt the cleanup
             signal.signal(other, signal.SIG_IGN)
         raise AskedToLeave(signal.Signals(number).name)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from duoka.cluster.chaos import Outcome
     from duoka.config.loaded import Loaded
 
-_SECOND_START = 1.7  # most trials start twice, and need not begin at the beginning
+_SECOND_START = 1.7  # most trials start twice, the second time from a checkpoint
 
 
 @click.command("chaos")
@@ -26,7 +26,7 @@ def command(config: str, overrides: tuple[str, ...], nproc: int | None, only: st
     """Kill, stop, fill and corrupt a short copy of CONFIG's run, and print what survived.
 
     Each trial trains 12 steps beside the run's output folder, in OUTPUT-chaos, and must end in the weights of a run
-    that nobody disturbed. Your own runs are not touched. Exit code 3 when a trial was lost.
+    without faults. Your own runs are not touched. Exit code 3 when a trial was lost.
     """
     from duoka.cluster.chaos import choose_trials
 
@@ -66,17 +66,17 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
 
     trials, outcomes = chaos.choose_trials(only), []
     many = f"{num_processes} process{'es' if num_processes > 1 else ''}"
-    click.echo(f"{chaos.NUM_STEPS} steps on {many} in {scratch}, first undisturbed, then {len(trials)} times struck")
+    click.echo(f"{chaos.NUM_STEPS} steps on {many} in {scratch}, first without a fault, then {len(trials)} faults")
     try:
         calm, started = stage("reference"), time.monotonic()
         try:
             reference = chaos.run_reference(calm)
         except chaos.Lost as error:
-            said = f"the run fails without being struck: {error}"
+            said = f"the run fails without an injected fault: {error}"
             raise WorkerFailed(said, fix=f"see {calm.log}; and delete {scratch}") from None
         calm_s, hang_after_s = time.monotonic() - started, chaos.patience_for(calm.run)
         about = _SECOND_START * calm_s * len(trials)
-        click.echo(f"  undisturbed: {format_seconds(calm_s)}; the trials take about {format_seconds(about)}")
+        click.echo(f"  without a fault: {format_seconds(calm_s)}; the trials take about {format_seconds(about)}")
         for trial in trials:
             own_stage = replace(stage(trial.name), hang_after_s=hang_after_s)
             outcome = chaos.run_trial(trial, own_stage, reference, same_bits=machine.device == "cpu")

@@ -7,7 +7,7 @@ import json
 import click
 
 
-@click.group("comm", help="Test how processes talk to each other.")
+@click.group("comm", help="Test communication between processes.")
 def command() -> None:
     pass
 
@@ -49,7 +49,7 @@ def test(nproc: int | None, size: str, rounds: int, backend: str, timeout: str, 
     if world.size == 1:
         from duoka.errors import ConfigError
 
-        raise ConfigError("one process has nobody to talk to", fix="write for example: --nproc 2")
+        raise ConfigError("one process has no other to communicate with", fix="write for example: --nproc 2")
     try:
         report = check_collectives(world, buffer_bytes, rounds)
     finally:

@@ -37,7 +37,7 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
     from duoka.runs.folder import write_text_atomic
 
     loaded = load_config(config, overrides, checks=(check_sets, check_model))
-    for fault in check_data(loaded.config, loaded.base):  # looked at all the same
+    for fault in check_data(loaded.config, loaded.base):  # shown nevertheless
         _say(f"note: duoka train would refuse it: {fault.what}")
     folder = model_folder(loaded.config.model, loaded.base, _say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=_say)
@@ -75,7 +75,7 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
 @click.option("--batches", default=1000, show_default=True, type=click.IntRange(min=1), help="Global batches to share.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def audit(config: str, overrides: tuple[str, ...], world: int, epoch: int, batches: int, as_json: bool) -> int:
-    """Who would learn what: the samples of each rank, and whether each is there exactly once."""
+    """Audit the sharding: the samples of each rank, and that each is there exactly once."""
     from duoka.config.load import load_config
     from duoka.data.audit import audit_data
     from duoka.data.prepare import prepare_data

@@ -51,7 +51,7 @@ def command(
     from duoka.process.lifeline import parent_pid
 
     place = read_rank_environment()
-    # Notes are said once: by whoever the user started, or by rank 0 under somebody else's launcher.
+    # Notes are printed once: by the process that the user started, or by rank 0 under a foreign launcher.
     quiet = as_json or (place is not None and (place.rank > 0 or parent_pid() is not None))
     speak = _silence if quiet else say
     trained, asked = find_target(target, overrides, "eval", checkpoint, speak)
@@ -61,7 +61,7 @@ def command(
         if num_processes > 1:
             from duoka.cli.worlds import run_same_command
 
-            read()  # once, before there are ranks that would wait for it
+            read()  # once, before there are ranks, which would wait for it
             given = [*overrides, *(f"--data={name}" for name in names), *(["--base"] if base else [])]
             given += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
             given += [f"--precision={precision}", *(["--json"] if as_json else [])]
@@ -153,7 +153,7 @@ class _DataOf:
 
 
 def _silence(text: str) -> None:
-    """Another process says it."""
+    """No-op: rank 0 prints it."""
 
 
 def _count_processes(asked: int | None) -> int:

@@ -1,4 +1,4 @@
-"""`duoka export RUN -o DIR`: what a run has learned, as a folder that transformers, vLLM and others open."""
+"""`duoka export RUN -o DIR`: a run's weights as a folder that transformers, vLLM and others open."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def command(
         output = output or (Path(asked.get("export_dir")) if asked.get("export_dir") else None)
         dtype, shard_gb = dtype or _dtype_of(asked), asked.whole("export_size")
     if output is None:
-        raise ConfigError("where shall the model go?", fix=f"write:   duoka export {target} -o NEW_FOLDER")
+        raise ConfigError("-o is not given (the new folder)", fix=f"write:   duoka export {target} -o NEW_FOLDER")
     check_target(output)
     if adapter:
         facts, lines = _export_adapter(trained, output, dtype)

@@ -35,7 +35,7 @@ def command(file: str, model: str, data: tuple[str, ...]) -> None:
     text = starter_yaml(model, data, path.name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # "x" refuses in the same step in which it would create: nobody's file is lost to a race either.
+        # "x" checks and creates in one step: no file is overwritten in a race either.
         with path.open("x", encoding="utf-8") as out:
             out.write(text)
     except FileExistsError:

@@ -132,7 +132,7 @@ def meaning_of_torchrun(words: Sequence[str]) -> Meaning:
     if passed and is_elastic:
         notes.append(f"{', '.join(passed)}: duoka's nodes have a rendezvous of their own, at {address}:{port}")
     elif passed:
-        notes.append(f"{', '.join(passed)}: ranks have fixed places here, so there is nothing to agree on")
+        notes.append(f"{', '.join(passed)}: each rank is fixed by --node_rank here, so no rendezvous is configured")
     count = flags.get("nproc_per_node", "1")
     return _meaning(
         line, count if count.isdecimal() else "", nodes if is_elastic else low, flags.get("node_rank", ""), address,
@@ -251,14 +251,14 @@ def _settings_of(asked: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     return {
         given.key: given.value
         for given in done.given.values()
-        # What is not said must not overrule the YAML.
+        # Defaults of the launcher must not override the YAML.
         if not (given.key == "parallel.strategy" and given.value == "auto")
         and not (given.key == "train.precision" and str(asked.get("mixed_precision")) == "no")
     }
 
 
 def _check_agreement(words: Sequence[str], given: Mapping[str, Any], num_ranks: int) -> None:
-    """Refuse a launcher and a YAML that say different things, instead of letting one win silently."""
+    """Refuse contradictions of launcher and YAML, instead of letting one win silently."""
     from duoka.config.catalog import leaves
     from duoka.config.load import Start, load_config
     from duoka.errors import Fault, Faults

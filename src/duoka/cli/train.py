@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from duoka.process.environ import RankEnvironment
     from duoka.runs.folder import RunFolder
 
-# Every rank that somebody else started finds the same fault: rank 0 says it, and its launcher then ends the others.
+# Under a foreign launcher every rank finds the same fault: rank 0 prints it, and the launcher then ends the others.
 _RANK_0_SPEAKS_S = 3.0
 
 
@@ -39,7 +39,7 @@ _RANK_0_SPEAKS_S = 3.0
 @click.option("--port", type=int, help="Port of the rendezvous; default: a free one.")
 @click.option("--restarts", type=click.IntRange(0), default=0, help="Start again up to N times after a crash or hang.")
 @click.option("--nodes", default="", metavar="MIN:MAX", help="Machines, which may leave and come back.")
-@click.option("--meet", default="", metavar="HOST:PORT", help="Where they meet: the address of the one that stays.")
+@click.option("--meet", default="", metavar="HOST:PORT", help="The rendezvous: the address of the machine that stays.")
 @click.option("--wait", default="", metavar="TIME", help="How long to wait for machines; default: 30min.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
 def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any) -> int:
@@ -95,7 +95,7 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
     machine = read_machine()
     num_processes = count_processes(launcher.num_processes, len(machine.gpus))
     num_ranks = launcher.num_machines * num_processes
-    # Rank 0 says what there is to say about a config that several machines read; of a dry run the plan says it.
+    # For several machines rank 0 prints the notes about the config; for a dry run the plan does.
     says = launcher.prepares and not dry_run
     loaded = load_checked(config, overrides, machine, num_ranks, local_size=num_processes, say=says)
     if loaded.task == "prepare" and not dry_run:
@@ -127,19 +127,19 @@ def _is_finished(loaded: Loaded, run: RunFolder, launcher: Launcher) -> bool:
 
 
 def _prepare(loaded: Loaded, run: RunFolder, machine: Machine, num_processes: int) -> None:
-    """What ranks of this machine find ready; a new run that is refused here has ended."""
+    """Prepare the run folder for this machine's ranks; a new run that is refused here has ended."""
     from duoka.cli.asked_to_leave import leave_when_asked
     from duoka.cluster.run_lock import check_claim
     from duoka.cluster.supervise import write_end
     from duoka.cluster.verdict import verdict_of
     from duoka.errors import DuokaError
 
-    kind = check_claim(loaded, run)  # again: somebody may have worked here until a moment ago
+    kind = check_claim(loaded, run)  # again: another process may have worked here until a moment ago
     try:
         with leave_when_asked():
             prepare_run(loaded, run, machine, num_processes)
     except DuokaError as error:
-        if kind == "new":  # else a run that was there before keeps its own end
+        if kind == "new":  # else the existing run keeps its own end
             write_end(run, verdict_of(error))
         raise
 
@@ -163,7 +163,7 @@ def _spec(
 
 
 def _report(verdict: Verdict, run: RunFolder | None = None) -> int:
-    """Print what happened; of a run that ended well and that nobody else reports on, the closing report."""
+    """Print the verdict; of a finished run that no other machine reports on, the closing report."""
     print_verdict(verdict)
     return finish(run) if run is not None and verdict.exit_code == 0 else verdict.exit_code
 
@@ -205,7 +205,7 @@ def load_checked(
 
 @dataclass(frozen=True)
 class _Say:
-    """What preparing and supervising say goes to stderr."""
+    """Messages of preparation and supervision, to stderr."""
 
     def __call__(self, text: str) -> None:
         click.echo(text, err=True)
@@ -271,7 +271,7 @@ def finish(run: RunFolder) -> int:
 
 
 def _print_dry_run(config: str, overrides: tuple[str, ...], run: RunFolder, kind: str, num_processes: int) -> int:
-    """What would happen, and then what `duoka plan` says; its exit code too."""
+    """What would happen, and then the plan of `duoka plan`, with its exit code."""
     from duoka.cli.plan import command as plan
 
     words = {"new": "a new run", "resumed": "goes on with the run there", "finished": "the run there is finished"}
@@ -293,7 +293,7 @@ def work_for_supervisor(config: str, rank: int) -> int:
 
 
 def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) -> int:
-    """A rank of a world that somebody else started, or that one launcher on each machine did."""
+    """A rank of a world that a foreign launcher started, or duoka's launchers on several machines."""
     from duoka.cluster.run_lock import find_run_folder
     from duoka.errors import DuokaError
     from duoka.plan.hardware import read_machine
@@ -342,9 +342,9 @@ def _join_run(loaded: Loaded, run: RunFolder, machine: Machine, place: RankEnvir
 
 
 def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: bool, quiet: bool = False) -> int:
-    """Train as one rank. A failure is written down for whoever supervises, and ends this process at once.
+    """Train as one rank. A failure is recorded for the supervisor, and ends this process at once.
 
-    `quiet`: nobody watches this rank, but somebody says what was the matter when it has ended.
+    `quiet`: no supervisor watches this rank, but a launcher prints its recorded failure after it has ended.
     """
     from duoka.cluster.blame import last_step
     from duoka.errors import WorkerFailed
@@ -370,13 +370,13 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
         from duoka.train.main import run_worker
 
         return run_worker(load(), run, None if supervised else end_hanging)
-    # A rank's outermost frame: whatever it was must be in the run folder before the process ends.
+    # A rank's outermost frame: every failure must be in the run folder before the process ends.
     except Exception as error:
         from duoka.cli import find_known_fault
 
         known = find_known_fault(error)
         failure = write_failure(run, rank, known or error, last_step(run, started))
-        if rank > 0 or not (supervised or quiet):  # rank 0's screen is the supervisor's, which says it once
+        if rank > 0 or not (supervised or quiet):  # rank 0 shares the supervisor's terminal, which prints it once
             if known is None:
                 traceback.print_exc()
             else:
@@ -386,7 +386,7 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
 
 
 def end_process(code: int) -> None:
-    """End without waiting for threads: a process group that lost a peer may never let its own ones go."""
+    """End without joining threads: a process group that lost a peer may block its own ones forever."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""What people paste from web pages: an en-dash for --, full-width = and quotes. Mended where it is plain, and said.
+"""Typos of text pasted from web pages: an en-dash for --, full-width = and quotes. Corrected with a note.
 
 `cli.run` calls `mend` with the words of a command line before anything reads them.
 """

@@ -1,4 +1,4 @@
-"""Commands that start themselves again as every rank of a world: `duoka eval`, `duoka comm test`."""
+"""Commands that start themselves on every rank of a world: `duoka eval`, `duoka comm test`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guides get wrong, said where it shows: true sentences about this plan, and only those that it is about."""
+"""Notes that correct common claims of guides, for the plans that they apply to."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The arithmetic of the batch: global batch = ranks x micro-batch x accumulation, and how many optimizer steps.
 
-The global batch is what training means; everything else here only says how a world gets through it.
+Only the global batch decides results; the rest is how a world gets through it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Devices and networks that runs are planned for, from tables with a source per row, and what a user measured.
+"""Devices and networks to plan for: tables with a source per row, and the user's own measurements.
 
 `--on "2x8xH100-80G@NDR"` becomes a Cluster here, and so does the machine we are on. `duoka bench hardware` writes
 hardware.json, which overrides the tables. No torch, no network: rows of text and arithmetic.
@@ -58,7 +58,7 @@ class Device:
     nics_per_node: int = 1
     aliases: tuple[str, ...] = ()
     measured: bool = False  # peaks are what products really reach here, not a data sheet's
-    threads_share: float = 1.0  # of a CPU's speed, where one process has several threads: they wait for each other
+    threads_share: float = 1.0  # of a CPU's speed, where one process has several threads, for their synchronization
 
     def peak_flops(self, precision: str) -> float:
         if precision == "fp32":
@@ -281,7 +281,7 @@ def _cpu(machine: Machine) -> Device:
     )
 
 
-# --- what a user measured ---
+# --- the user's own measurements ---
 
 
 def hardware_file(env: Mapping[str, str] = os.environ) -> Path:
@@ -307,7 +307,7 @@ def read_hardware(path: Path | None = None) -> dict[str, Any] | None:
 
 
 def hardware_key(machine: Machine) -> str:
-    """What a measurement belongs to: another machine's figures must not be taken for this one's."""
+    """The machine that a measurement is for: another machine's figures must not be used for this one."""
     return machine.gpus[0].name if machine.gpus else f"{machine.cpu_name}, {machine.num_cores} cores"
 
 

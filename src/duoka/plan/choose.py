@@ -27,7 +27,7 @@ from duoka.units import Amount, format_bytes, parse_amount
 CPU_TOKENS = 2048
 # A GPU is kept busy by this many tokens even with small models; beyond it only memory grows.
 GPU_TOKENS = 16384
-# The rest is room for what an estimate misses: longer kernels' workspaces, fragments, other programs.
+# The rest is a margin for what an estimate misses: kernels' workspaces, fragmentation, other programs.
 MEMORY_SHARE = 0.6
 
 
@@ -161,7 +161,7 @@ def _with_strategy(
 ) -> Layout:
     """`layout` is single or ddp; sharding costs traffic, so `auto` takes it only when memory asks for it."""
     asked, size = config.parallel.strategy, layout.dp
-    if asked == "ddp" and size == 1:  # as an elastic run may become: there is nobody to exchange gradients with
+    if asked == "ddp" and size == 1:  # as an elastic run may become: there is no other rank to exchange gradients with
         reasons["parallel.strategy"] = "single: one process, and ddp is for several"
         return layout
     if asked != "auto":
@@ -184,7 +184,7 @@ def _with_strategy(
     if wishes := ddp_settings(config):
         reasons["parallel.strategy"] = f"ddp: {', '.join(wishes)} is for ddp only; without it the model would be shared"
         return layout
-    why = f"whole, it would need {format_bytes(need)} in each, and {format_bytes(available_bytes)} is there"
+    why = f"unsharded, it would need {format_bytes(need)} in each, and {format_bytes(available_bytes)} is available"
     if 1 < local_size < size and size % local_size == 0:
         inside = replace(smallest, strategy="hsdp", shard=local_size)
         if memory_of(task, inside).peak_bytes <= FITS * available_bytes:
@@ -216,7 +216,7 @@ def _choose_recompute(
     available_bytes: int,
     reasons: dict[str, str],
 ) -> Recompute:
-    """`layout` has the smallest micro-batch that may be chosen: recomputing is the dearer way to save memory."""
+    """`layout` has the smallest micro-batch that may be chosen: recomputing is the costlier way to save memory."""
     asked = train.recompute
     if asked != "auto":
         return asked
@@ -225,7 +225,7 @@ def _choose_recompute(
         reasons["train.recompute"] = "none: activations fit"
         return "none"
     reasons["train.recompute"] = (
-        f"full: without it a rank would need {format_bytes(need)}, and {format_bytes(available_bytes)} is there"
+        f"full: without it a rank would need {format_bytes(need)}, and {format_bytes(available_bytes)} is available"
     )
     return "full"
 

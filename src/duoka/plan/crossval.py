@@ -1,4 +1,4 @@
-"""Does the planner foretell runs of a source that its constants never saw? Each source left out in turn.
+"""Cross-validation of the planner: predict the runs of each source with constants fitted without it.
 
 The constants are fitted anew, from neutral values and by search alone, to the rows of all other sources, and then
 judged on those of the one left out. `duoka plan --validate` prints the table. What it cannot undo: the form of the

@@ -1,4 +1,4 @@
-"""What the machine is, as far as a plan needs it: memory, cores, GPUs, and whether it computes bf16 natively.
+"""This machine, as far as a plan needs it: memory, cores, GPUs, and whether it computes bf16 natively.
 
 Asks the operating system and nvidia-smi; never torch. Numbers are of this moment and this container: a cgroup's
 limit counts when it is below the machine's memory.

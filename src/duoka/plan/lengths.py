@@ -1,4 +1,4 @@
-"""What is known of a run's samples before its first step: how long they are, and the fullest global batch they make.
+"""Sample lengths of a run before its first step, and the fullest global batch that they make.
 
 data/dataset_lengths.py finds it out: in tokens when the data is tokenized, else from a look into its files. The plan
 asks here how many tokens one rank computes at once; where nothing is known it counts with the longest samples allowed.

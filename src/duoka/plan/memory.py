@@ -1,7 +1,7 @@
 """Bytes per rank, by part, and the peak as the largest of a few moments of a step (never the sum of all maxima).
 
-What is held throughout comes from `recipe.py`, what passes by from `activations.py`; here they meet in time. Other
-families and kernels differ from what was measured, hence the range.
+Static memory comes from `recipe.py`, activations and temporaries from `activations.py`; here they are added up at each
+moment. Other families and kernels differ from what was measured, hence the range.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CPU_FRAMEWORK_BYTES = (370 * 2**20, 390 * 2**20, 700 * 2**20)  # low, likely, hi
 CUDA_FRAMEWORK_BYTES = (600 * 2**20, 1200 * 2**20, 1800 * 2**20)
 # NCCL's buffers for each of a tensor, pipeline or sequence axis: its communicators, and those that cross it.
 AXIS_BYTES = 1200 * 2**20
-# What other kernels and families keep, and what an allocator wastes, as factors on the estimate.
+# Factors on the estimate: what other kernels and families keep, and the allocator's fragmentation.
 RANGE = (0.85, 1.30)
-# Where layers are gathered and given back on a CPU, malloc's heap keeps holes between tensors of other lengths: what
-# passes by took 1.4 (adapters) to 2.1 times (all weights) its own size (benchmarks/scaling.md).
+# Where layers are gathered and freed on a CPU, malloc's heap fragments between tensors of different sizes: temporaries
+# took 1.4 (adapters) to 2.1 times (all weights) their own size (benchmarks/scaling.md).
 HOLES = 1.90
 
 _LAST_OF_PASS = "end of the backward pass"
@@ -130,7 +130,7 @@ def _estimate(
 
 
 def _pass_moments(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> dict[str, dict[str, int]]:
-    """What passes by at the loss and at both ends of the backward pass of one micro-batch."""
+    """Transient memory at the loss and at both ends of the backward pass of one micro-batch."""
     one_layer, kept, _ = _activations(work, layout, share, tokens, length)
     loss, head_gradient = loss_bytes(work, layout, share, tokens)
     working = _working_bytes(work, layout, tokens)

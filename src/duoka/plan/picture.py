@@ -1,4 +1,4 @@
-"""A plan as a person reads it in a terminal: verdict and bars first, then the arithmetic, at most 100 columns wide."""
+"""A plan as text for the terminal: verdict and bars first, then the arithmetic, at most 100 columns wide."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def static_lines(plan: Plan) -> list[str]:
 
 
 def peak_lines(plan: Plan) -> list[str]:
-    """One bar per part against the whole of what is there; the three largest first."""
+    """One bar per part against the available memory; the three largest first."""
     memory, available = plan.memory, plan.available_bytes
     out = [
         f"peak     {plan.memory_sentence()}",

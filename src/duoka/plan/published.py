@@ -1,4 +1,4 @@
-"""Runs that others measured and published, as rows that the planner can be held against (tables/published.csv).
+"""Published measurements of other projects' runs, to validate the planner against (tables/published.csv).
 
 Each row says where it comes from and which program ran it; `split` says whether constants may be fitted to it (fit)
 or whether it only judges them (judge). A row whose settings are not all stated is kept, with why it is not used.
@@ -66,7 +66,7 @@ class PublishedRun:
 
     @property
     def project(self) -> str:
-        """Who published it."""
+        """The project that published it."""
         return self.source.split(":")[0].split(" ")[0].split("/")[-1]
 
     def plan_speed(self, rates: Rates = RATES) -> Speed:

@@ -46,7 +46,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Work:
-    """What memory depends on beside the layout: who is trained, on which device, with what."""
+    """What memory depends on beside the layout: the model, the trained weights, the device, the optimizer."""
 
     shape: ModelShape
     lora: LoraConfig | None
@@ -59,7 +59,7 @@ class Work:
     saves_beside: bool = False  # checkpoints are written while training goes on
     is_new: bool = False  # begins from random weights, beside which adapters make no sense
     references: int = 0  # frozen copies of the model that a stage reads beside the trained one
-    thin_gradients: bool = False  # PowerSGD: what it left out, now and a step before, is as large as the gradients
+    thin_gradients: bool = False  # PowerSGD: residuals of this step and the one before, each as large as the gradients
 
     @property
     def may_have_adapters(self) -> bool:

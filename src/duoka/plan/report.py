@@ -55,7 +55,7 @@ class HostRoom:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will happen, and why, before anything is paid for."""
+    """The plan of a run, with the reason of each choice."""
 
     layout: Layout
     reasons: dict[str, str]
@@ -83,12 +83,12 @@ class Plan:
 
     @property
     def yardstick(self) -> Yardstick:
-        """What the speed of the run is held against."""
+        """The reference for the run's speed: FLOPs per token and the devices' peak."""
         return yardstick_of(self.task, self.layout, self.cluster)
 
     @property
     def lengths(self) -> Lengths | None:
-        """What is known of the samples."""
+        """The sample lengths."""
         return self.task.lengths
 
     def to_json(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Plan:
         need, have = format_bytes(self.memory.peak_bytes), format_bytes(self.available_bytes)
         biggest = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.memory.largest_parts())
         return DoesNotFit(
-            f"this run needs about {need} per rank, and {have} is there",
+            f"this run needs about {need} per rank, and {have} is available",
             where=f"largest: {biggest}",
             fix=f"what would fit: {'; or '.join(self.smaller)}" if self.smaller else "use a smaller model",
         )
@@ -330,7 +330,7 @@ def judge(memory: Memory, available_bytes: int) -> Verdict:
 
 
 def _judge_task(task: Task, layout: Layout, memory: Memory, available_bytes: int) -> Verdict:
-    """As `judge`; what was only looked at may be wrong by a factor of two, and is not called safe then."""
+    """As `judge`; lengths estimated from files may be off by a factor of two, and then the verdict is not "fits"."""
     verdict, known = judge(memory, available_bytes), task.lengths
     if verdict == "fits" and known and known.basis == "sampled":
         longer = memory_of(replace(task, lengths=known.doubled(task.max_length)), layout)

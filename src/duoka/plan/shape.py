@@ -1,4 +1,4 @@
-"""What a model is made of, counted from its config.json alone: exactly what transformers would build.
+"""A model's parameters, counted from its config.json alone: exactly what transformers would build.
 
 `ModelShape` (sizes.py) is what all estimates start from. A model type that is not in the table of families is counted
 like a Llama and marked `exact=False`. Reads one small JSON file, and never builds a model.

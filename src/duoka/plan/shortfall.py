@@ -1,4 +1,4 @@
-"""When memory ran out: the estimate is corrected by what was seen, and says what to try next.
+"""After an OOM: the estimate is corrected by the measurement, and gives the micro-batch to try next.
 
 One rule for a step in the middle of a run, for the rehearsal before it, and for a world that begins again. What
 weights, gradients and state take is counted and stands; what is scaled is the estimated part, which grows with tokens.
@@ -16,7 +16,7 @@ from duoka.plan.report import Plan, judge
 from duoka.plan.task import memory_of
 from duoka.units import Amount, format_bytes
 
-# What failed needed more than there was, and how much more nobody knows: at least so much is assumed.
+# The failed step needed more than there was by an unknown amount: at least so much is assumed.
 AT_LEAST_MORE = 1.1
 # Sizes to try, as shares of what failed. Half at most: a step that fails again costs more than a smaller micro-batch.
 _SHARES = (1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8, 1 / 16, 1 / 32)

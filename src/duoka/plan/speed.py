@@ -199,7 +199,7 @@ def _exposed(
 
 
 def _limit(parts: Mapping[str, float], exchanges: tuple[Exchange, ...], cluster: Cluster, step: float) -> str:
-    """What the step mostly waits for, in words."""
+    """The step's bottleneck, in words."""
     largest = max(parts, key=lambda name: parts[name])
     if parts["exchange"] > 0.25 * step and exchanges:
         worst = max(exchanges, key=lambda exchange: exchange.seconds(cluster))
@@ -209,4 +209,4 @@ def _limit(parts: Mapping[str, float], exchanges: tuple[Exchange, ...], cluster:
         return "memory bandwidth (element-wise kernels); torch.compile helps"
     if parts["pipeline bubble"] > 0.25 * step:
         return "the pipeline's bubble: more micro-batches per step help"
-    return {"matrix products": "matrix products, as it should be"}.get(largest, largest)
+    return {"matrix products": "matrix products (compute-bound)"}.get(largest, largest)

@@ -1,4 +1,4 @@
-"""What ranks exchange in one optimizer step: bytes by theory, per collective, and the seconds that they take.
+"""Communication volume of one optimizer step: bytes in theory, per collective, and the seconds that they take.
 
 The same table that a run's ledger of counted bytes is held against. Sizes are logical: an all-gather's payload is what
 each rank has in the end, an all-reduce's or reduce-scatter's what each has in the beginning.

@@ -1,4 +1,4 @@
-"""`duoka plan --validate`: the planner over runs that others published, and how far off it is.
+"""`duoka plan --validate`: the planner's errors on published runs of other projects.
 
 Constants were fitted to rows marked `fit` only; the other rows, of other cards, models and programs, judge them.
 """

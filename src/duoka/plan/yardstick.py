@@ -1,4 +1,4 @@
-"""What the speed of a run is held against: floating-point operations per token, and the peak of all its devices."""
+"""The denominator of MFU: floating-point operations per token, and the peak of all devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from duoka.plan.task import Task
 
 @dataclass(frozen=True)
 class Yardstick:
-    """`peak_flops` is None where nobody knows it: on a CPU that `duoka bench hardware` has not measured."""
+    """`peak_flops` is None where it is unknown: on a CPU that `duoka bench hardware` has not measured."""
 
     flops_per_token: float
     peak_flops: float | None

@@ -1,6 +1,6 @@
 """A conversation with a model: the prompt from its messages, the terminal's loop, and a pipe's.
 
-Knows nothing of how a model was found; the command line hands it a loaded one.
+Takes a loaded model; load_run.py finds it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Write = Callable[[str], None]
 
 @dataclass
 class Chat:
-    """A model, its tokenizer, and what was said so far."""
+    """A model, its tokenizer, and the messages so far."""
 
     lm: torch.nn.Module
     tokenizer: ChatTokenizer
@@ -47,7 +47,7 @@ class Chat:
         self.messages.clear()
 
     def _encode(self) -> list[int]:
-        """The tokens after which the model answers."""
+        """The prompt's token ids."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
         messages, mark = break_up(opening + self.messages, self.tokenizer.special_texts)
         try:
@@ -115,6 +115,6 @@ def _show_answer(chat: Chat, text: str, write: Write) -> None:
 
 
 def write_stdout(text: str) -> None:
-    """At once: a stream that waits for a full buffer is none."""
+    """Flushed at once, so that tokens appear as they are generated."""
     sys.stdout.write(text)
     sys.stdout.flush()

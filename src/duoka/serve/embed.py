@@ -95,7 +95,7 @@ def _open_shared(target: Path) -> np.ndarray:
         rows: np.ndarray = np.lib.format.open_memmap(target, mode="r+")
     except FileNotFoundError:
         raise ConfigError(
-            f"rank 0 made {target}, and this machine does not see it",
+            f"rank 0 made {target}, and it does not exist on this machine",
             fix="write to a folder that all machines share, or use the processes of one machine",
         ) from None
     return rows
@@ -119,7 +119,7 @@ def _fill(
         for row, place in enumerate(places):
             batch[row, : lengths[row]] = torch.tensor(ids[place])
         with torch.no_grad():
-            # Padding stands right of all that looks back, and the mean leaves it out.
+            # Padding is on the right, so causal attention never sees it, and the mean leaves it out.
             hidden = decoder(input_ids=batch.to(world.device), use_cache=False).last_hidden_state
         real = (torch.arange(batch.shape[1])[None] < lengths[:, None]).to(world.device)
         mean = (hidden.float() * real[..., None]).sum(1) / lengths[:, None].to(world.device)

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalData:
-    """What is measured on: the config that says how it is read, its name for people, and its tokens."""
+    """The evaluation data: the config that says how it is read, its display name, and its tokens."""
 
     config: RunConfig
     label: str
     store: TokenStore | TextRows
     pad_id: int
-    lengths: Lengths  # of what was trained on, or of the named sets
+    lengths: Lengths  # of the training data, or of the named sets
     text_bytes: np.ndarray | None = None  # of each token
 
 
@@ -94,12 +94,12 @@ def read_eval_data(
     if asked is not None or names:
         config = config.model_copy(update={"data": config.data.model_copy(update=only)})
     elif trained.config is None:
-        raise ConfigError(f"{trained.name} is a model, not a run: what shall it be measured on?", fix="add --data NAME")
+        raise ConfigError(f"{trained.name} is a model, not a run: it has no evaluation data", fix="add --data NAME")
     elif not config.data.eval:
         raise ConfigError(
             f"{trained.name} kept no data aside (data.eval is 0)", fix="name what to measure on: --data NAME"
         )
-    # How the run was spread over ranks says nothing about how it is measured.
+    # The run's layout does not apply here: the evaluation has a world of its own.
     config = config.model_copy(update={"parallel": ParallelConfig(timeout=config.parallel.timeout)})
     if precision != "auto":
         config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
@@ -138,7 +138,7 @@ def evaluate(trained: Trained, data: EvalData, *, base_only: bool = False) -> Ev
 
 
 def evaluate_in(world: World, trained: Trained, data: EvalData, *, base_only: bool = False) -> Evaluation:
-    """The same in a world that stands already; the answer on every rank."""
+    """The same in an existing world; the answer on every rank."""
     layout = world.agree(choose_layout(data, trained.base, world.size))
     measured = measure(trained, data, layout, world, base_only=base_only)
     label = f"{trained.name} before training" if base_only else trained.name
@@ -164,5 +164,5 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
     own_logits = needs_own_logits(data.config.model, trained.base, layout.packing)
     model = LossModel(lm, own_logits=own_logits).to(world.device)
     measured = measure_loss(model, batches, world, layout.precision, token_bytes=sizes)
-    assert measured is not None  # nobody is asked whether to stop
+    assert measured is not None  # None is for a stop request, and none is polled here
     return measured

@@ -37,7 +37,7 @@ def generate(lm: torch.nn.Module, prompt: Sequence[int], stop_ids: frozenset[int
     ids = torch.tensor([list(prompt)], device=device)  # (1, tokens)
     cache: Any = None
     for _ in range(max(0, room)):
-        # Entered anew for each token: a generator that stays inside no_grad would switch it off for its caller too.
+        # Entered for each token: a generator suspended inside no_grad would disable gradients for its caller too.
         with torch.no_grad():
             output = lm(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
@@ -87,11 +87,11 @@ class CharacterStream:
         self._shown = ""
 
     def add(self, token: int) -> str:
-        """What can be shown now that `token` has come; often nothing in the middle of a character."""
+        """The text that `token` completes; often empty in the middle of a character."""
         self._tokens.append(token)
         whole = self._decode().rstrip(REPLACEMENT)
         if not whole.startswith(self._shown):
-            return ""  # a decoder that changes its mind about what it showed: the rest comes with the next tokens
+            return ""  # this token changes the decoding of earlier ones: the rest comes with the next tokens
         new, self._shown = whole[len(self._shown) :], whole
         return new
 
@@ -102,7 +102,7 @@ class CharacterStream:
 
     @property
     def text(self) -> str:
-        """All that was shown. Bytes that never became a character are left out."""
+        """The whole text. Bytes that are no complete character are left out."""
         return self._shown
 
 

@@ -35,7 +35,7 @@ class Trained:
 
     name: str
     base: Path
-    base_name: str  # the base as others can find it: its Hub id, or its folder
+    base_name: str  # the base for other machines: its Hub id, or else its folder
     adapter: Path | None = None
     full: Path | None = None
     checkpoint: Path | None = None
@@ -153,7 +153,7 @@ def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Train
 
 
 def _on_its_base(trained: Trained) -> Trained:
-    """Refuse a base that is no longer the one that these weights were trained beside."""
+    """Refuse a base that changed since these weights were trained on it."""
     config = trained.config
     if trained.adapter is not None:
         refuse_other_base(trained.name, read_base(trained.adapter), trained.base)
@@ -285,7 +285,7 @@ def load_chat_tokenizer(trained: Trained) -> ChatTokenizer:
 
 
 def describe(trained: Trained) -> str:
-    """What is behind a name, in one line."""
+    """The loaded model in one line."""
     if trained.checkpoint is not None:
         return f"{trained.name} ({trained.checkpoint.name} over {trained.base.name})"
     if trained.adapter is not None:

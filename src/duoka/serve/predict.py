@@ -1,7 +1,7 @@
-"""What a model answers to the questions of a data set, beside the answers that stand there, and how near they come.
+"""Predictions: a model's answers to the questions of a data set, beside the reference answers, with BLEU and ROUGE.
 
 Called by `duoka eval FILE` for files of LLaMA-Factory with predict_with_generate. Each conversation's last answer is
-written anew from what stands before it, by the processes in turn. The loss over the same data is evaluate.py's.
+generated from the messages before it, shared among the processes. The loss over the same data is evaluate.py's.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def predict(
 ) -> list[Prediction]:
     """An answer to every conversation of the config's data, each by one rank; all in the order of the files.
 
-    Every answer is drawn from the same seed, so that who gives it makes no difference.
+    Every answer is drawn from the same seed, so that it does not depend on which rank generates it.
     """
     done: list[Prediction] = []
     examples = _read_examples(config, base)
-    # Ranks meet after a few answers each: none waits so long for a slower one that it looks dead.
+    # Ranks synchronize after a few answers each: a wait for a slower one stays far below the collective timeout.
     while taken := list(itertools.islice(examples, AT_ONCE * world.size)):
         own = [_answer(lm, tokenizer, example, sampling) for example in taken[world.rank :: world.size]]
         parts = world.gather(own)

@@ -105,7 +105,7 @@ def draw_chart(chart: Chart) -> str:
 
 
 def _in_words(chart: Chart, points: Sequence[Point]) -> str:
-    """The picture for those who cannot see it."""
+    """The chart in words, for screen readers."""
     if not points:
         return f"{chart.title}: nothing measured yet"
     first, last = points[0], points[-1]

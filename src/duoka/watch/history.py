@@ -1,4 +1,4 @@
-"""What a run's event log says, made safe to show: nulls stay nulls, cut lines and thrown-away steps go.
+"""A run's event log, parsed for display: nulls stay nulls; truncated lines and discarded steps are dropped.
 
 Reads files only; a run may be writing them at the same time.
 """
@@ -51,7 +51,7 @@ class RankTail:
 
 @dataclass
 class History:
-    """A run as its log tells it, after every resume. Who watches a run that goes on applies events as they come."""
+    """A run from its event log, after every resume. For a running run, apply events as they come."""
 
     run: RunFolder
     steps: list[LoggedStep] = field(default_factory=list)
@@ -99,7 +99,7 @@ class History:
         self.steps[place : place + is_known] = [step]
 
     def _drop_after(self, step: int) -> None:
-        """A resume goes on from `step`: what a crash had done beyond it does not count."""
+        """A resume continues from `step`: later steps, lost in a crash, are dropped."""
         self.resumes.append(step)
         self.steps[:] = [one for one in self.steps if one.step <= step]
         for events in (self.evals, self.checkpoints):
@@ -127,7 +127,7 @@ class History:
         """Seconds by part, `other` included; empty when the log has no times."""
         parts = {name: sum(step.times.get(name, 0.0) for step in self.steps) for name in PARTS}
         blocked = sum(number(event.get("blocked_s")) or 0.0 for event in self.checkpoints)
-        # A save happens between two steps, so its event knows the time that a step's own line cannot.
+        # A save happens between two steps, so its time is in its own event, not in a step's line.
         outside = blocked if not parts["checkpoint"] else 0.0
         other = self.total_s() - sum(parts.values())
         parts["checkpoint"] += outside
@@ -157,7 +157,7 @@ class History:
         return {name: tokens / (value or 1.0) for name, value in seconds.items()}
 
     def mfu(self) -> float | None:
-        """The share of the devices' peak that went into what the model needs; None where nobody knows the peak."""
+        """MFU: the model's FLOPs per second as a share of the devices' peak; None where the peak is unknown."""
         compute, speed = self.plan.get("compute"), self.tokens_per_s()
         if not isinstance(compute, dict) or not speed:
             return None
@@ -172,7 +172,7 @@ class History:
         found = {name: number(memory.get(f"{name}_bytes")) for name in ("peak", "low", "high")}
         if any(value is None for value in found.values()):
             return None
-        # On a GPU the allocator is measured, which does not see CUDA's own context.
+        # On a GPU the allocator is measured, which does not count CUDA's own context.
         machine, parts = self.plan.get("machine"), memory.get("parts")
         unseen = 0.0
         if isinstance(machine, dict) and machine.get("device") == "cuda" and isinstance(parts, dict):
@@ -193,7 +193,7 @@ def whole(value: Any) -> int | None:
 
 
 def read_history(run: RunFolder) -> History:
-    """Everything that a report needs; an empty or unfinished run gives an empty or unfinished history."""
+    """The whole history of a run; of an empty or unfinished one, as far as it goes."""
     history = History(run, plan=read_json(run.plan) or {}, env=read_json(run.env) or {}, status=read_status(run))
     for event in read_events(global_log(run)):
         history.apply(event)

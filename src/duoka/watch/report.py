@@ -214,7 +214,7 @@ def _eval_card(history: History) -> str:
 
 
 def _rank_card(history: History) -> str:
-    """Ranks side by side: who waits least holds the others up."""
+    """Ranks side by side: the one that waits least is the straggler."""
     if len(history.ranks) < 2:
         return ""
     rows = []

@@ -1,6 +1,6 @@
-"""Why a run is not whole: the cause that its launcher wrote down, or that it left none.
+"""Why a run did not finish: the cause that its launcher recorded, or that there is none.
 
-For the closing report (report.py). Reads a run's status only; who is to blame was judged by cluster/.
+For the closing report (report.py). Reads a run's status only; cluster/blame.py has found the root cause.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from duoka.runs.status import Status, is_alive
 
 
 def has_died(status: Status) -> bool:
-    """It says that it runs, and its process on this machine is gone."""
+    """Its status is running, and its process on this machine is gone."""
     here = bool(status.pid) and status.host == socket.gethostname()
     return status.state in ("starting", "running") and here and not is_alive(status)
 
 
 def cause_lines(status: Status | None) -> list[str]:
-    """In the words that were on the screen when it ended; empty for a run that is whole or under way."""
+    """The message printed when it ended; empty for a run that is finished or running."""
     if status is None:
         return []
     if has_died(status):
         return [
-            f"its process (pid {status.pid}) is gone without a word: killed, or the machine",
+            f"its process (pid {status.pid}) is gone and recorded no cause: killed, or the machine",
             "went down; the kernel kills when memory is short (see dmesg)",
         ]
     return status.cause.splitlines() if status.state in ("failed", "stopped") else []
