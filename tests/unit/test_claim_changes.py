@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,24 @@ def test_a_damaged_config_in_the_newest_checkpoint_is_passed_over(home: Path, da
     assert check_claim(load_config("sft.yaml"), run) == "resumed"
     with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 there"):
         check_claim(load_config("sft.yaml", ["optim.lr=2e-3"]), run)
+
+
+@pytest.mark.parametrize("damage", ["missing", "fifo", "no YAML: ["])
+def test_a_run_without_its_own_config_goes_on_by_that_of_its_checkpoint(home: Path, damage: str) -> None:
+    run = make_run(home)
+    make_checkpoint(run, 3)
+    (run.path / "data.json").write_text("{}")
+    run.config.unlink()
+    if damage == "fifo":
+        os.mkfifo(run.config)
+    elif damage != "missing":
+        run.config.write_text(damage)
+    assert check_claim(load_config("sft.yaml"), run) == "resumed"
+    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 there"):
+        check_claim(load_config("sft.yaml", ["optim.lr=2e-3"]), run)
+    (run.checkpoints / "step-00000003" / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"whose config\.yaml this duoka cannot read"):
+        check_claim(load_config("sft.yaml"), run)
 
 
 @pytest.mark.parametrize("change", [

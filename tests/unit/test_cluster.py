@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from duoka.cluster.launch import (
     threads_per_process,
 )
 from duoka.cluster.meeting import Rules
+from duoka.cluster.nodes import _judge as judge_node
 from duoka.cluster.passthrough import PlainCopy
 from duoka.cluster.ranks import RankPlace, Ranks, node_environment
 from duoka.cluster.verdict import Kind, Verdict, failed
@@ -303,8 +305,26 @@ def test_a_verdict_has_a_kind_with_rank_and_cause(spec: WorldSpec) -> None:
         fail(spec, 3, error)
         verdict = judge(spec, RankExit(3, 1, error.exit_code, 1.0))
         assert (verdict.kind, verdict.exit_code) == (kind, error.exit_code) and not verdict.may_go_better
-    assert judge(spec, RankExit(0, 1, -9, 1.0), stopped_by="SIGTERM", late_s=61.0).kind is Kind.NOT_STOPPING
+    late = judge(spec, RankExit(0, 1, -9, 1.0), stopped_by="SIGTERM", late_s=61.0)
+    assert late.kind is Kind.NOT_STOPPING and late.lines[0].endswith("within 61 s of SIGTERM, and was killed")
+    assert judge(replace(spec, stop_within_s=61.0), RankExit(0, 1, -9, 1.0), stopped_by="SIGTERM", late_s=61.0).lines[
+        1:
+    ] == ("  faults.stop_within: auto would have waited as long as they moved",)
     assert judge(spec).kind is Kind.DONE
+
+
+def test_who_was_killed_by_its_own_launcher_is_not_told_that_nothing_in_duoka_kills(spec: WorldSpec) -> None:
+    """On one of several machines patience ends there, and whoever judges sees exit codes alone."""
+    verdict = judge(spec, RankExit(1, 1, -9, 1.0, by_us=True), stopped_by="SIGTERM")
+    assert verdict.exit_code == 5 and len(verdict.lines) == 1, verdict.lines
+    assert verdict.lines[0].endswith("rank 1 of 4 did not leave when it was asked to, and was killed")
+    place = RankPlace(0, 2, 2, "10.0.0.1", 29500)
+    killed = RankExit(1, 1, -9, 1.0, by_us=True)
+    assert judge_node(place, killed, "SIGTERM").kind is Kind.NOT_STOPPING
+    assert "rank 1 of 4 was killed by SIGKILL" in judge_node(place, killed, "").lines[0]
+    asked = judge_node(place, RankExit(1, 1, -15, 1.0, by_us=True), "SIGHUP")
+    assert asked.exit_code == 75 and "stopped by SIGHUP before anything could be saved" in asked.lines[0]
+    assert "killed by signal 40" in judge_node(place, RankExit(1, 1, -40, 1.0), "").lines[0]
 
 
 def test_a_verdict_is_the_same_on_another_machine() -> None:

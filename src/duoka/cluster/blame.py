@@ -61,8 +61,12 @@ def judge_world(
         return failed(Kind.HUNG, *hang.lines, details=details, rank=hang.rank, step=hang.step)
     if killed_late_s:
         late = [one for one in bad if one.code == -signal.SIGKILL]
-        text = f"{_ranks(late)} did not stop within {killed_late_s:.0f} s of {stopped_by}, and were killed"
-        return failed(Kind.NOT_STOPPING, text, details=_where(spec))
+        were = "was" if len(late) == 1 else "were"
+        text = f"{_ranks(late)} did not stop within {killed_late_s:.0f} s of {stopped_by}, and {were} killed"
+        details = (*_where(spec), *_goes_on(spec, last_step(spec.run, spec.started)))
+        is_written = spec.resumes and spec.stop_within_s is not None
+        fix = ["  faults.stop_within: auto would have waited as long as they moved"] if is_written else []
+        return failed(Kind.NOT_STOPPING, text, *fix, details=details)
     if not bad:
         return _judge_no_failure(spec, exits, stopped_by)
     ended_by_stop = (StoppedEarly.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)
@@ -110,7 +114,7 @@ def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[in
         code = cause.code if cause.code in DOCUMENTED else WorkerFailed.exit_code
         how, what, traceback = _describe(spec, cause, failure)
         lines = [f"{WorkerFailed.title}: {who} {how}{after}"]
-        lines += [f"  {_HINTS[what]}"] if failure is None and what in _HINTS else []
+        lines += [f"  {_HINTS[what]}"] if failure is None and what in _HINTS and not cause.by_us else []
         if failure is None and code == WorkerFailed.exit_code and _had_no_memory(spec.run, cause):
             code, traceback = DoesNotFit.exit_code, []
             lines = [*no_memory().lines(), f"  (seen by {who}{after}, which {how})"]
@@ -188,8 +192,10 @@ def _describe(spec: WorldSpec, cause: RankExit, failure: Failure | None) -> tupl
         what = f"{failure.kind}: {failure.lines[0]}" if failure.lines and failure.lines[0] else failure.kind
         return f"raised {what}", what, [f"  {line}" for line in failure.traceback.rstrip().splitlines()]
     if cause.code < 0:
-        name = _signal_name(-cause.code)
-        return f"was killed by {name}", name, []
+        name = signal_name(-cause.code)
+        # By whoever started it: it was asked first.
+        was_late = cause.by_us and name == "SIGKILL"
+        return "did not leave when it was asked to, and was killed" if was_late else f"was killed by {name}", name, []
     traceback = read_last_traceback(spec.run.logs / log_name(cause.rank))
     what = traceback[-1].strip() if traceback else f"exit code {cause.code}"
     # Rank 0's output went to the terminal, its traceback too.
@@ -197,7 +203,7 @@ def _describe(spec: WorldSpec, cause: RankExit, failure: Failure | None) -> tupl
     return f"raised {what}" if traceback else f"ended with {what}", what, shown
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -155,7 +155,7 @@ class Meeting(threading.Thread):
         member = Member(wire, _plain(hello["name"]), order, is_host)
         theirs = hello["identity"]
         differ = [
-            f"{name} is {_plain(theirs.get(name))} there and {value} here"
+            f"{name} is {_plain(theirs.get(name))} on {member.name} and {value} on the machine of the meeting"
             for name, value in self.identity.items()
             if theirs.get(name) != value
         ]
@@ -231,13 +231,13 @@ class Meeting(threading.Thread):
         if not (verdict.may_go_better or verdict.stopped or verdict.again):  # what a rank refused is refused again
             return self._refuse_newcomers(world, verdict, step) if world.newcomers else self._finish(verdict)
         if world.lost:
-            return self._next(f"{' and '.join(world.lost)} left after step {step}; the others go on", step)
+            return self._next(f"{' and '.join(world.lost)} left{_after(step)}; the others go on", step)
         if verdict.again:
             return self._next("\n".join(verdict.lines), verdict.step)
         if verdict.stopped and world.asked:
             leavers = " and ".join(member.name for member in world.members if member.leaving)
             text = f"{leavers} leaves on request" if leavers else "machines have joined"
-            return self._next(f"{text}: a new world goes on after step {step}", step)
+            return self._next(f"{text}: a new world goes on{_after(step)}", step)
         if verdict.stopped:
             return self._finish(verdict)
         return self._try_again(verdict)
@@ -324,6 +324,11 @@ class Meeting(threading.Thread):
 def _has_failed(member: Member, world: _World) -> bool:
     good = (0, StoppedEarly.exit_code, *((-signal.SIGTERM, 128 + signal.SIGTERM) if world.asked else ()))
     return any(one.code not in good for one in member.exits or ())
+
+
+def _after(step: int) -> str:
+    """Empty where the world had learned nothing yet: where the next one begins, it says itself."""
+    return f" after step {step}" if step else ""
 
 
 def _count(number: int, what: str) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from duoka.cluster.blame import signal_name
 from duoka.cluster.launch import ALLOW_LOOPBACK, check_port
 from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Rules
@@ -226,16 +227,21 @@ class FixedNodes:
                 ranks.close()
         if request.leave_now:
             return stopped(LEFT_AT_ONCE, INTERRUPTED)
-        return _judge(place, ranks.watch.first_failure)
+        return _judge(place, ranks.watch.first_failure, request.stop_by)
 
 
-def _judge(place: RankPlace, end: RankExit | None) -> Verdict:
+def _judge(place: RankPlace, end: RankExit | None, stopped_by: str) -> Verdict:
     if end is None:
         return Verdict(Kind.DONE)
+    if stopped_by and end.code == -signal.SIGTERM:  # while it loaded: it could not answer yet
+        return stopped(f"stopped by {stopped_by} before anything could be saved; the same command starts again")
     if end.code < 0:
-        name = signal.Signals(-end.code).name
+        name = signal_name(-end.code)
         fix = "  the same command on every node goes on from the newest checkpoint"
-        text = f"rank {end.rank} of {place.size} was killed by {name}"
-        return failed(Kind.WORKER_DIED, text, fix, rank=end.rank, cause=name)
+        who = f"rank {end.rank} of {place.size}"
+        if stopped_by and end.by_us:
+            text = f"{who} did not stop within the time of faults.stop_within after {stopped_by}, and was killed"
+            return failed(Kind.NOT_STOPPING, text, fix, rank=end.rank, cause=name)
+        return failed(Kind.WORKER_DIED, f"{who} was killed by {name}", fix, rank=end.rank, cause=name)
     kind = KIND_OF_CODE.get(end.code, Kind.WORKER_DIED)
     return Verdict(kind, end.code, rank=end.rank, cause=f"exit code {end.code}")

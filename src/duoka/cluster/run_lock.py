@@ -29,7 +29,7 @@ ClaimKind = Literal["new", "resumed", "finished"]
 JOIN_FOLDER = ".join"
 _OUR_NAMES = {
     "config.yaml", "plan.json", "env.json", "status.json", "progress.json", "events", "checkpoints", "tensorboard",
-    "wandb", "logs", "final", ".lock", JOIN_FOLDER, SECRET,
+    "wandb", "logs", "final", "data.json", "memory.json", "report.html", ".lock", JOIN_FOLDER, SECRET,
 }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def check_claim(loaded: Loaded, run: RunFolder) -> ClaimKind:
         return "new"
     check_nobody_works(run)
     _check_resume(loaded, run)
-    if not run.exists():
+    if not run.exists() and not list_checkpoints(run.checkpoints):  # without a config.yaml, checkpoints have theirs
         others = sorted(entry.name for entry in run.path.iterdir() if entry.name not in _OUR_NAMES)
         if others:
             raise ConfigError(
@@ -114,7 +114,7 @@ def _check_same_settings(loaded: Loaded, run: RunFolder) -> RunConfig:
         raise ConfigError(
             f"{run.path} holds a run whose config.yaml this duoka cannot read",
             where="\n".join(error.lines()),
-            fix="write another output: for a new run",
+            fix="bring that file back to go on with the run, or write another output: for a new one",
         ) from None
     differences = refused_changes(old.config, loaded.config)
     if differences:
@@ -132,7 +132,10 @@ def _settings_of(run: RunFolder) -> Path:
     A damaged one is passed over here as it is when the run goes on.
     """
     found = (folder / CONFIG for folder in list_checkpoints(run.checkpoints) if has_whole(folder, CONFIG))
-    return next(found, run.config)
+    settings = next(found, run.config)
+    if not settings.is_file():  # reading a named pipe would wait for ever
+        raise StorageError(f"{settings} is missing, or no file")
+    return settings
 
 
 @contextmanager

@@ -86,7 +86,9 @@ def how_to_go_on(differences: list[Difference], old: RunConfig, run: str) -> str
         begin = f"model={run} output={run}-2" if old.lora is None else f"output={run}-2"
         return f"go on with the old values; {changed} start anew:   {begin}"
     names = ", ".join(one.key for one in differences)
+    reorders = any(one.key in ORDER_KEYS or one.key.startswith(SAMPLE_KEYS) for one in differences)
+    place = "a checkpoint at an epoch's end" if reorders else "its newest checkpoint"
     return (
         f"go on with the old values, start anew:   output={run}-2\n"
-        f"or change this run's course from its newest checkpoint on:   checkpoint.allow_changes=[{names}]"
+        f"or change this run's course from {place} on:   checkpoint.allow_changes=[{names}]"
     )

@@ -162,12 +162,13 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
 
 
 def has_whole(folder: Path, name: str) -> bool:
-    """Whether a checkpoint holds this file as it was written."""
+    """Whether a checkpoint holds this file as it was written, under its own step's name."""
     try:
         manifest = read_manifest(folder)
     except StorageError:
         return False
-    return name in manifest.files and not check_files(folder, manifest, [name])
+    is_other_steps = bool(find_misnaming(folder, manifest))
+    return name in manifest.files and not is_other_steps and not check_files(folder, manifest, [name])
 
 
 def find_misnaming(folder: Path, manifest: Manifest) -> str:

@@ -35,6 +35,7 @@ from duoka.runs.manifest import (
     check_files,
     find_misnaming,
     find_requested,
+    has_whole,
     is_checkpoint,
     list_checkpoints,
     read_manifest,
@@ -121,6 +122,8 @@ def _begun_by(resume: str, run: RunFolder, world: World, say: Say) -> Path | Non
     own: list[Path] = []
     if world.is_main:
         for folder in list_checkpoints(run.checkpoints):
+            if not has_whole(folder, CONFIG):
+                continue
             try:
                 written_under = load_config(folder / CONFIG).config.checkpoint.resume
             except DuokaError:
@@ -247,8 +250,9 @@ def _refuse_within_epoch(folder: Path, allowed: list[str]) -> None:
     progress: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))["progress"]
     if progress["index"]:
         raise ConfigError(
-            f"{folder.name} lies within epoch {progress['epoch'] + 1}, and with {', '.join(allowed)} the sample "
-            "order changes mid-epoch: some samples would be trained on twice, others skipped",
+            f"{folder.name} lies within epoch {progress['epoch'] + 1}, and the order of samples would change there: "
+            "some would be trained on twice, others never",
+            where=f"changed: {', '.join(allowed)}",
             fix="go on from a checkpoint at an epoch's end (checkpoint.every: 1 epoch), or start a new run",
         )
 
