@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -98,13 +99,15 @@ def test_killed_runs_end_in_the_same_weights_many_times(case, seed):
     survive(case, f"killed-{seed}", dice, [dice.choice([0, 1, "all"]) for _ in range(4)])
 
 
-def rank_process(launcher, rank):
-    """A rank's process from its first moment on, before it has a heartbeat."""
+def rank_process(launcher, run, rank):
+    """A rank's process from its first moment on, before it has a heartbeat: each start writes its pid into its log."""
+    log = run.logs / f"rank{rank:05d}.log"
     while launcher.poll() is None:
-        for child in psutil.Process(launcher.pid).children():
-            with contextlib.suppress(psutil.Error):
-                if child.environ().get("RANK") == str(rank):
-                    return child
+        with contextlib.suppress(OSError, psutil.Error):
+            pids = re.findall(rf"rank {rank}, pid (\d+),", log.read_text(encoding="utf-8"))
+            child = psutil.Process(int(pids[-1])) if pids else None
+            if child is not None and child.ppid() == launcher.pid:
+                return child
     raise AssertionError("the launcher has ended")
 
 
@@ -121,7 +124,7 @@ def kill_once(launcher, run, dice):
         while not draft.exists() and time.monotonic() < deadline:
             time.sleep(0.0005)
         time.sleep(dice.random() * 0.03)
-    rank_process(launcher, rank).kill()
+    rank_process(launcher, run, rank).kill()
     return f"rank {rank}, {moment}, {step}"
 
 
@@ -153,7 +156,7 @@ def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks
     run, dice = RunFolder(folder / f"again-{victim}-{seed}"), random.Random(seed)
     for number in range(5):
         process = start(yaml, run.path)
-        ranks = [rank_process(process, rank) for rank in (0, 1)]
+        ranks = [rank_process(process, run, rank) for rank in (0, 1)]
         if dice.random() < 0.3:  # while it starts
             time.sleep(dice.random() * 6)
         else:

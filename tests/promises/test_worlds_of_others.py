@@ -10,12 +10,12 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from worlds import free_port
 
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
+from duoka.runs.heart import read_beats
 from duoka.runs.status import read_status
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
@@ -73,9 +73,7 @@ def test_a_rank_of_a_training_run_that_is_killed_is_named_with_its_step(home: Pa
         while len(read_steps(folder)) < 3:
             assert time.monotonic() < deadline and process.poll() is None, "it never got to step 3"
             time.sleep(0.1)
-        ranks = psutil.Process(process.pid).children()
-        victim = next(child for child in ranks if child.environ().get("RANK") == "1")
-        victim.send_signal(signal.SIGKILL)
+        os.kill(read_beats(folder)[1].pid, signal.SIGKILL)
         killed_at = time.monotonic()
         _, err = process.communicate(timeout=60)
     finally:

@@ -16,7 +16,7 @@ import pytest
 from data_kit import write_ten_thousand
 
 from duoka import cli as frame
-from duoka.cli import train as train_command
+from duoka.cli import work as ranks_command
 from duoka.cluster.join import RefusedElsewhere, follow, lead
 from duoka.cluster.launcher import Spec
 from duoka.cluster.restart import LocalLauncher
@@ -274,10 +274,10 @@ def test_a_rank_writes_down_why_it_ends_and_leaves_with_its_code(
     fake = ModuleType("duoka.train.main")
     fake.run_worker = run_worker  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "duoka.train.main", fake)
-    monkeypatch.setattr(train_command, "end_process", left.append)
+    monkeypatch.setattr(ranks_command, "end_process", left.append)
     run = RunFolder(home / "runs/sft")
     with pytest.raises(type(error)):
-        train_command.work(lambda: load_config("sft.yaml"), run, 1, supervised=True)
+        ranks_command.work(lambda: load_config("sft.yaml"), run, 1, supervised=True)
     (failure,) = read_failures(run)
     assert left == [code] == [failure.exit_code]
     assert (failure.rank, failure.kind, bool(failure.traceback)) == (1, kind, code == 1)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from config_fuzz import Case, make_case, seeds
 
-from duoka.cli.train import load_checked
+from duoka.cli.prepare import load_checked
 from duoka.cluster.run_lock import check_claim, find_run_folder
 from duoka.config.convert import converted_yaml
 from duoka.config.foreign_task import Purpose, describe_task, read_asked

@@ -42,7 +42,7 @@ def _run(config: str, overrides: tuple[str, ...], nproc: int | None, only: str, 
     import time
     from dataclasses import replace
 
-    from duoka.cli.train import load_checked
+    from duoka.cli.prepare import load_checked
     from duoka.cluster import chaos
     from duoka.cluster.launch import count_processes
     from duoka.cluster.run_lock import find_run_folder

@@ -7,16 +7,12 @@ and a rank that torchrun or Slurm started (rank 0 prepares, the others wait, the
 from __future__ import annotations
 
 import os
-import sys
-import time
-import traceback
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from duoka.cli.prepare import Say, finish, load_checked, prepare_run
 
 if TYPE_CHECKING:
     from duoka.cluster.launcher import Launcher, Spec
@@ -24,12 +20,7 @@ if TYPE_CHECKING:
     from duoka.cluster.verdict import Verdict
     from duoka.config.loaded import Loaded
     from duoka.plan.hardware import Machine
-    from duoka.plan.report import Plan
-    from duoka.process.environ import RankEnvironment
     from duoka.runs.folder import RunFolder
-
-# Under a foreign launcher every rank finds the same fault: rank 0 prints it, and the launcher then ends the others.
-_RANK_0_SPEAKS_S = 3.0
 
 
 @click.command("train")
@@ -63,6 +54,8 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any
             where="RANK and WORLD_SIZE are set in the environment",
             fix="leave the flags to the launcher, or unset these variables",
         )
+    from duoka.cli.work import join_world, work_for_supervisor
+
     if is_supervised():
         return work_for_supervisor(config, place.rank)
     return join_world(config, overrides, place)
@@ -85,7 +78,9 @@ def start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run
 
 def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
     from duoka.cluster.choose import choose_launcher
-    from duoka.cluster.launch import count_processes
+    from duoka.cluster.forks import imports_of, imports_of_model, open_fork_server
+    from duoka.cluster.launch import count_processes, share_of_machine
+    from duoka.cluster.probe import count_usable_cores
     from duoka.cluster.run_lock import check_claim, find_run_folder, hold_run
     from duoka.plan.hardware import read_machine
 
@@ -107,13 +102,18 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
     if _is_finished(loaded, run, launcher):
         click.echo(f"{run.path} is finished; its result is in {run.final}")
         return finish(run) if launcher.prepares else 0
-    if not launcher.prepares:
-        return _report(launcher.start(_spec(loaded, run, num_processes, restarts, config, overrides), _Say()))
-    with hold_run(run):
-        _prepare(loaded, run, machine, num_processes)
-        # Ranks read the config that lies in the run folder now.
-        verdict = launcher.start(_spec(loaded, run, num_processes, restarts, str(run.config.resolve())), _Say())
-        return _report(verdict, run)
+    shared = share_of_machine(num_processes, count_usable_cores(), os.environ)
+    with open_fork_server(imports_of(loaded.config), shared) as forks:
+        if not launcher.prepares:
+            spec = _spec(loaded, run, num_processes, config, *overrides, restarts=restarts, forks=forks)
+            return _report(launcher.start(spec, Say()))
+        with hold_run(run):
+            folder = _prepare(loaded, run, machine, num_processes)
+            if forks is not None:
+                forks.imports += imports_of_model(folder)
+            # Ranks read the config that lies in the run folder now.
+            spec = _spec(loaded, run, num_processes, str(run.config.resolve()), restarts=restarts, forks=forks)
+            return _report(launcher.start(spec, Say()), run)
 
 
 def _is_finished(loaded: Loaded, run: RunFolder, launcher: Launcher) -> bool:
@@ -126,8 +126,8 @@ def _is_finished(loaded: Loaded, run: RunFolder, launcher: Launcher) -> bool:
     return (launcher.prepares or is_done) and check_claim(loaded, run) == "finished"
 
 
-def _prepare(loaded: Loaded, run: RunFolder, machine: Machine, num_processes: int) -> None:
-    """Prepare the run folder for this machine's ranks; a new run that is refused here has ended."""
+def _prepare(loaded: Loaded, run: RunFolder, machine: Machine, num_processes: int) -> Path:
+    """What ranks of this machine find ready; a new run that is refused here has ended. Returns the model's folder."""
     from duoka.cli.asked_to_leave import leave_when_asked
     from duoka.cluster.run_lock import check_claim
     from duoka.cluster.supervise import write_end
@@ -137,28 +137,27 @@ def _prepare(loaded: Loaded, run: RunFolder, machine: Machine, num_processes: in
     kind = check_claim(loaded, run)  # again: another process may have worked here until a moment ago
     try:
         with leave_when_asked():
-            prepare_run(loaded, run, machine, num_processes)
+            return prepare_run(loaded, run, machine, num_processes)
     except DuokaError as error:
         if kind == "new":  # else the existing run keeps its own end
             write_end(run, verdict_of(error))
         raise
 
 
-def _spec(
-    loaded: Loaded, run: RunFolder, num_processes: int, restarts: int, config: str, overrides: tuple[str, ...] = ()
-) -> Spec:
+def _spec(loaded: Loaded, run: RunFolder, num_processes: int, *arguments: str, **how: Any) -> Spec:
+    """`arguments` are those of `duoka train`; `how` are fields of Spec."""
     from importlib.metadata import version
 
-    from duoka.cluster.launch import python_module
     from duoka.cluster.launcher import Spec
     from duoka.config.load import result_values
+    from duoka.process.interpreter import python_module
 
     faults = loaded.config.faults
     versions = {name: version(name) for name in ("duoka", "torch", "transformers")}
     return Spec(
-        python_module("duoka", "train", config, *overrides), num_processes, run, restarts=restarts,
+        python_module("duoka", "train", *arguments), num_processes, run,
         stop_within_s=faults.stop_within_s, hang_after_s=faults.patience_s,
-        identity={**versions, **result_values(loaded)},
+        identity={**versions, **result_values(loaded)}, **how,
     )  # fmt: skip
 
 
@@ -175,80 +174,11 @@ def _prepare_only(loaded: Loaded) -> int:
     from duoka.hub.models import model_folder
 
     with leave_when_asked():
-        folder = model_folder(loaded.config.model, loaded.base, _Say())
-        prepared = prepare_data(loaded.config, loaded.base, folder, say=_Say())
+        folder = model_folder(loaded.config.model, loaded.base, Say())
+        prepared = prepare_data(loaded.config, loaded.base, folder, say=Say())
     click.echo("\n".join(prepared.report.lines()))
     click.echo(f"tokens are ready, and nothing was trained; to train:   duoka train {loaded.path} do_train=true")
     return 0
-
-
-def load_checked(
-    config: str, overrides: tuple[str, ...], machine: Machine, world_size: int, *, local_size: int, say: bool = True
-) -> Loaded:
-    """The config with every check that needs no start; notes go to stderr."""
-    from duoka.config.load import Start, load_config
-    from duoka.data.read.registry import check_data
-    from duoka.hub.models import check_model
-    from duoka.plan.choose import check_machine, check_packages
-
-    def check_here(config: object, base: Path) -> list[object]:
-        found = check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type]
-        return [*found, *check_packages(config)]  # type: ignore[arg-type]
-
-    checks = (check_model, check_data, check_here)
-    start = Start(world_size, bool(machine.gpus))
-    loaded = load_config(config, overrides, checks=checks, start=start)  # type: ignore[arg-type]
-    for note in loaded.notes if say else ():
-        click.echo(f"note: {note}", err=True)
-    return loaded
-
-
-@dataclass(frozen=True)
-class _Say:
-    """Messages of preparation and supervision, to stderr."""
-
-    def __call__(self, text: str) -> None:
-        click.echo(text, err=True)
-
-
-def prepare_run(
-    loaded: Loaded, run: RunFolder, machine: Machine, world_size: int, local_size: int | None = None
-) -> None:
-    """Everything that is done once before ranks start: the model's folder, tokens, plan, and the run's own files."""
-    from duoka.cluster.probe import read_environment_facts
-    from duoka.config.load import resolved_yaml
-    from duoka.data.dataset_lengths import lengths_of, remember_lengths
-    from duoka.data.prepare import prepare_data
-    from duoka.data.report import write_data_report
-    from duoka.hub.models import model_folder
-    from duoka.plan.catalog import local_cluster
-    from duoka.plan.report import make_plan
-    from duoka.plan.shape import read_shape
-    from duoka.runs.folder import write_json_atomic, write_text_atomic
-
-    say: Callable[[str], None] = _Say()
-    folder = model_folder(loaded.config.model, loaded.base, say)
-    prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
-    prepared.check_world(world_size)
-    local = local_size or world_size
-    lengths = lengths_of(prepared, loaded.config)
-    remember_lengths(lengths, loaded.config, loaded.base)
-    plan = make_plan(
-        loaded.config, read_shape(folder), machine, world_size, lengths=lengths, local_size=local,
-        cluster=local_cluster(machine, world_size, local),
-    )  # fmt: skip
-    _refuse_what_does_not_fit(plan)
-    if loaded.path.resolve() != run.config.resolve():
-        write_text_atomic(run.config, resolved_yaml(loaded, plan.reasons))
-    write_json_atomic(run.plan, plan.to_json())
-    write_data_report(prepared.report, run.path)
-    write_json_atomic(run.env, read_environment_facts(Path.cwd(), sys.argv))
-
-
-def _refuse_what_does_not_fit(plan: Plan) -> None:
-    refusal = plan.refusal()
-    if refusal is not None:
-        raise refusal
 
 
 def print_verdict(verdict: Verdict) -> None:
@@ -261,15 +191,6 @@ def print_verdict(verdict: Verdict) -> None:
         print_error((*verdict.lines, *verdict.details))
 
 
-def finish(run: RunFolder) -> int:
-    """The closing report: on screen, and as a page in the run folder."""
-    from duoka.watch.report import end_lines, write_report
-
-    write_report(run)
-    click.echo("\n".join(end_lines(run)))
-    return 0
-
-
 def _print_dry_run(config: str, overrides: tuple[str, ...], run: RunFolder, kind: str, num_processes: int) -> int:
     """What would happen, and then the plan of `duoka plan`, with its exit code."""
     from duoka.cli.plan import command as plan
@@ -278,115 +199,3 @@ def _print_dry_run(config: str, overrides: tuple[str, ...], run: RunFolder, kind
     click.echo(f"{config}: no fault. {run.path}: {words[kind]}\n")
     assert plan.callback is not None
     return int(plan.callback(config=config, overrides=overrides, nproc=num_processes, as_json=False))
-
-
-# --- the processes that train ---
-
-
-def work_for_supervisor(config: str, rank: int) -> int:
-    """A rank of a world that duoka started: the config is resolved, the folder is ready, errors go to the parent."""
-    from duoka.config.load import load_config
-    from duoka.runs.folder import RunFolder
-
-    run = RunFolder(Path(config).parent)
-    return work(lambda: load_config(config), run, rank, supervised=True)
-
-
-def join_world(config: str, overrides: tuple[str, ...], place: RankEnvironment) -> int:
-    """A rank of a world that a foreign launcher started, or duoka's launchers on several machines."""
-    from duoka.cluster.run_lock import find_run_folder
-    from duoka.errors import DuokaError
-    from duoka.plan.hardware import read_machine
-    from duoka.process.lifeline import launcher_speaks
-    from duoka.runs.failure import write_failure
-
-    machine, quiet = read_machine(), launcher_speaks()
-    try:
-        loaded = load_checked(
-            config, overrides, machine, place.size, local_size=place.local_size, say=place.rank == 0 and not quiet
-        )
-    except DuokaError:
-        if place.rank != 0:
-            time.sleep(_RANK_0_SPEAKS_S)
-        raise
-    run = find_run_folder(loaded)
-    try:
-        return _join_run(loaded, run, machine, place, quiet=quiet)
-    except DuokaError as error:
-        if not quiet:
-            raise
-        write_failure(run, place.rank, error, 0)
-        end_process(error.exit_code)
-        raise
-
-
-def _join_run(loaded: Loaded, run: RunFolder, machine: Machine, place: RankEnvironment, *, quiet: bool) -> int:
-    from duoka.cluster.join import follow, lead
-    from duoka.cluster.run_lock import check_claim, hold_run
-    from duoka.runs.failure import clear_failures
-    from duoka.runs.stop_request import clear_stop_request
-
-    if place.rank != 0:
-        follow(run, place.rank)
-        return work(lambda: loaded, run, place.rank, supervised=False, quiet=quiet)
-    with lead(run) as leader:
-        kind = check_claim(loaded, run)
-        with hold_run(run):
-            if kind != "finished":
-                clear_failures(run)
-                clear_stop_request(run)
-                prepare_run(loaded, run, machine, place.size, place.local_size)
-            leader.ready()
-            code = work(lambda: loaded, run, 0, supervised=False, quiet=quiet)
-        return finish(run) if code == 0 else code
-
-
-def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: bool, quiet: bool = False) -> int:
-    """Train as one rank. A failure is recorded for the supervisor, and ends this process at once.
-
-    `quiet`: no supervisor watches this rank, but a launcher prints its recorded failure after it has ended.
-    """
-    from duoka.cluster.blame import last_step
-    from duoka.errors import WorkerFailed
-    from duoka.process.lifeline import die_with_parent, parent_pid
-    from duoka.runs.failure import write_failure
-    from duoka.runs.heart import stacks_path
-
-    started, parent = time.time(), parent_pid()
-    if supervised and parent is not None and sys.platform != "linux":
-        die_with_parent(parent)  # on Linux this came with the process
-    # Libraries warn their own developers; a user can do nothing about it, N times.
-    warnings.simplefilter("ignore", FutureWarning)
-    warnings.simplefilter("ignore", DeprecationWarning)
-
-    def end_hanging(what: str) -> None:
-        error = WorkerFailed(what, where=f"stacks: {stacks_path(run, rank)}")
-        write_failure(run, rank, error, last_step(run, started))
-        if not quiet:
-            click.echo("\n".join(error.lines()), err=True)
-        end_process(error.exit_code)
-
-    try:
-        from duoka.train.main import run_worker
-
-        return run_worker(load(), run, None if supervised else end_hanging)
-    # A rank's outermost frame: every failure must be in the run folder before the process ends.
-    except Exception as error:
-        from duoka.cli import find_known_fault
-
-        known = find_known_fault(error)
-        failure = write_failure(run, rank, known or error, last_step(run, started))
-        if rank > 0 or not (supervised or quiet):  # rank 0 shares the supervisor's terminal, which prints it once
-            if known is None:
-                traceback.print_exc()
-            else:
-                click.echo("\n".join((*known.lines(), f"  (seen by rank {rank})")), err=True)
-        end_process(failure.exit_code)
-        raise
-
-
-def end_process(code: int) -> None:
-    """End without joining threads: a process group that lost a peer may block its own ones forever."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from duoka.cluster.fault_injection import living_ranks, strike, wait_for_ranks
-from duoka.cluster.launch import python_module
 from duoka.errors import ConfigError
 from duoka.process.environ import INJECT
+from duoka.process.interpreter import python_module
 from duoka.process.lifeline import die_with_parent
 from duoka.registry import nearest
 from duoka.runs.events import read_steps

@@ -70,7 +70,7 @@ class ComingAndGoing:
     def _take_part(self, spec: Spec, say: Say) -> Verdict:
         run, rules, request = spec.run, self.rules, Request()
         run.make()
-        with listen_to_signals(request), _hold_meeting(rules, spec) as meeting:
+        with listen_to_signals(request, spec.forks), _hold_meeting(rules, spec) as meeting:
             hello = {
                 "name": f"{socket.gethostname()}-{os.getpid()}", "identity": _identity(rules, spec),
                 "is_host": meeting is not None, "wish": self.wish,
@@ -311,7 +311,7 @@ class Machine:
             LOGS_FOLDER: str(self.spec.run.logs.resolve()), NUM_RESTARTS: str(self.world - 1), JOINS: QUIET,
         }  # fmt: skip
         patience = StopPatience(self.spec.run, self.spec.stop_within_s)
-        self.ranks = Ranks(place, self.spec.command, env, patience=patience)
+        self.ranks = Ranks(place, self.spec.command, env, patience=patience, forks=self.spec.forks)
         if self.request.stop_by:
             self.ranks.ask()
 

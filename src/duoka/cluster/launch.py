@@ -109,12 +109,6 @@ def _command_of(pid: int) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def python_module(name: str, *arguments: str) -> tuple[str, ...]:
-    """`python -m name`, without the current folder in front of the import path: a random.py there must not win."""
-    safe = ("-P",) if sys.version_info >= (3, 11) else ()
-    return (sys.executable, *safe, "-m", name, *arguments)
-
-
 def share_of_machine(num_processes: int, num_cores: int, env: Mapping[str, str]) -> dict[str, str]:
     """The environment of processes that share a machine; what the user set stays."""
     out = dict(env)

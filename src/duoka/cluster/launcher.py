@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from duoka.cluster.forks import ForkServer
 from duoka.cluster.verdict import Verdict
 from duoka.runs.folder import RunFolder
 
@@ -30,6 +31,7 @@ class Spec:
     stop_within_s: float | None = None  # from a stop request until ranks are killed; None: auto, inf: never
     hang_after_s: float | None = None  # the silence that counts as a hang; None: auto, inf: never
     identity: Mapping[str, str] = field(default_factory=dict)  # what must be the same on all machines
+    forks: ForkServer | None = None  # who starts ranks without importing all again; None: each is started by itself
 
 
 class Launcher(Protocol):

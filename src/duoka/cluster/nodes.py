@@ -214,9 +214,9 @@ class FixedNodes:
         place = RankPlace(self.node, self.num_machines, spec.num_processes, self.master_addr, self.master_port)
         say(str(place))
         request, patience = Request(), StopPatience(spec.run, spec.stop_within_s)
-        with listen_to_signals(request):
+        with listen_to_signals(request, spec.forks):
             env = node_environment(spec.num_processes) | dict(spec.env)
-            ranks = Ranks(place, spec.command, env, patience=patience)
+            ranks = Ranks(place, spec.command, env, patience=patience, forks=spec.forks)
             try:
                 while ranks.look() and not request.leave_now:
                     if request.stop_by and not ranks.is_asked:

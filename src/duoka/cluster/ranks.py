@@ -18,16 +18,17 @@ from dataclasses import dataclass
 
 import psutil
 
-from duoka.cluster.launch import python_module, share_of_machine
+from duoka.cluster.forks import WORLD_TOKEN, ForkedRank, ForkServer
+from duoka.cluster.launch import share_of_machine
 from duoka.cluster.patience import StopPatience
 from duoka.cluster.probe import count_usable_cores
 from duoka.process.exits import DRAIN_KILLED_S, DRAIN_S, DRAIN_SAVED_S, RESUME_ME, SIGTERM_S, ExitWatch
+from duoka.process.interpreter import python_module
 from duoka.process.lifeline import JOINS, PARENT_PID
 
 # Variables of a launch, not of a rank: a rank's own child processes must not take themselves for nodes.
 START_NAMES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "MIN_NNODES", "MAX_NNODES",
                "MAX_RESTARTS", "RDZV_ID", "FORCE_TORCHRUN")  # fmt: skip
-TOKEN = "DUOKA_WORLD"  # the same in every process of one world, so that no other process is ever ended
 _PR_SET_CHILD_SUBREAPER = 36
 _SUDDEN = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)  # not a consequence of another rank's exit
 _LEAVING = (RESUME_ME, -signal.SIGTERM, 128 + signal.SIGTERM)  # while they were asked to
@@ -68,19 +69,21 @@ class Ranks:
         env: Mapping[str, str],
         *,
         patience: StopPatience | None = None,
-        streams: tuple[int | None, int | None] = (None, None),
+        streams: tuple[int, int] = (1, 2),
+        forks: ForkServer | None = None,
     ) -> None:
         self.place = place
         self.patience = patience  # from a stop request to SIGKILL; None: the caller times it
         self._failed_at = self._asked_at = self._ended_at = 0.0
-        self._token = uuid.uuid4().hex
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._forks = forks
+        self._token = forks.token if forks is not None else uuid.uuid4().hex
+        self._processes: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
         _adopt_orphans()
         try:
             for local in range(place.num_processes):
-                self._processes[place.first + local] = _start(
-                    place, local, command, {**env, TOKEN: self._token}, streams
-                )
+                own = {**env, **_rank_environment(place, local), WORLD_TOKEN: self._token}
+                forked = forks.fork(command, own, streams) if forks is not None else None
+                self._processes[place.first + local] = forked or _start(command, own, streams)
         except BaseException:  # a Ctrl-C too must leave no unsupervised rank behind; raised again
             for process in self._processes.values():
                 process.kill()
@@ -127,7 +130,7 @@ class Ranks:
 
     def kill(self) -> None:
         """All at once, with the helpers that they started (tokenizers, loaders)."""
-        for process in find_world(self._token):
+        for process in find_world(self._token, but=self._forks.pid if self._forks is not None else 0):
             with contextlib.suppress(psutil.Error):
                 process.kill()  # psutil refuses when the pid was reused
 
@@ -140,12 +143,14 @@ class Ranks:
         self.kill()
 
 
-def find_world(token: str) -> list[psutil.Process]:
-    """The living processes of one world: our descendants that carry its token."""
+def find_world(token: str, but: int = 0) -> list[psutil.Process]:
+    """The living processes of one world: our descendants that carry its token, but not the one that forks them."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(TOKEN) == token:
+            if process.pid == but or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.environ().get(WORLD_TOKEN) == token:
                 found.append(process)
         except psutil.Error:
             continue
@@ -166,23 +171,20 @@ def node_environment(num_processes: int, env: Mapping[str, str] = os.environ) ->
     return share_of_machine(num_processes, count_usable_cores(), out) | {JOINS: "1"}
 
 
-def _start(
-    place: RankPlace,
-    local: int,
-    command: Sequence[str],
-    env: Mapping[str, str],
-    streams: tuple[int | None, int | None],
-) -> subprocess.Popen[bytes]:
-    own = {
+def _rank_environment(place: RankPlace, local: int) -> dict[str, str]:
+    return {
         "RANK": str(place.first + local), "LOCAL_RANK": str(local), "GROUP_RANK": str(place.node),
         "WORLD_SIZE": str(place.size), "LOCAL_WORLD_SIZE": str(place.num_processes),
         "MASTER_ADDR": place.master_addr, "MASTER_PORT": str(place.master_port), PARENT_PID: str(os.getpid()),
     }  # fmt: skip
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], streams: tuple[int, int]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [*python_module("duoka.process.rank"), *command],
         stdin=subprocess.DEVNULL,
         stdout=streams[0],
         stderr=streams[1],
-        env={**env, **own},
+        env=env,
         start_new_session=True,  # a Ctrl-C in the terminal goes to the launcher, which forwards it once
     )

@@ -43,7 +43,7 @@ class LocalLauncher:
         """Run to the end, with at most `spec.restarts` more worlds when a process dies or hangs."""
         world = WorldSpec(**vars(spec), port=self.port)
         request, wait_s, before = Request(), FIRST_WAIT_S, None
-        with listen_to_signals(request):
+        with listen_to_signals(request, spec.forks):
             for count in range(spec.restarts + 1):
                 verdict = _run_until_it_fits(world, request, say)
                 if not verdict.may_go_better or request.stop_by:

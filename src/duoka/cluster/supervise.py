@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from duoka.cluster.blame import judge_world
+from duoka.cluster.forks import ForkServer
 from duoka.cluster.hang import Hang, HangWatch
 from duoka.cluster.launch import WorldSpec, build_environment, hold_free_port
 from duoka.cluster.passthrough import Channel, PlainCopy, open_channels
@@ -90,7 +91,7 @@ class _World:
         place = RankPlace(0, 1, spec.num_processes, LOOPBACK, spec.port or port)
         self.ranks = Ranks(
             place, spec.command, build_environment(spec, count_usable_cores()),
-            streams=(self._channels[0].child_end, self._channels[-1].child_end),
+            streams=(self._channels[0].child_end, self._channels[-1].child_end), forks=spec.forks,
         )  # fmt: skip
         self._copies[0].write_line(start_mark(0, self.ranks.watch.pids[0]))
         for channel in self._channels:
@@ -177,8 +178,10 @@ def _descriptor(stream: Any, default: int) -> int:
 
 
 @contextlib.contextmanager
-def listen_to_signals(request: Request) -> Iterator[None]:
+def listen_to_signals(request: Request, forks: ForkServer | None = None) -> Iterator[None]:
     """Stop requests are noted here and answered in the loop; a signal that is ignored (nohup) stays ignored."""
+    if forks is not None:
+        forks.is_hurried = lambda: bool(request.stop_by)
 
     def on_stop(number: int, frame: FrameType | None) -> None:
         if request.stop_by and number == signal.SIGINT:

@@ -1,4 +1,5 @@
-"""The first moment of every rank that duoka starts: `python -m duoka.process.rank COMMAND...`.
+"""The first moment of a rank that duoka starts: `python -m duoka.process.rank COMMAND...`, where none is forked
+(fork_server.py).
 
 Ties its life to the process that started it, sends its output to its own file (rank 0 keeps what it got, which
 the supervisor passes on), and becomes COMMAND. No process stays in between, and torch is not imported.
@@ -36,16 +37,18 @@ def main(command: list[str]) -> None:
     parent = parent_pid()
     if parent is not None:
         die_with_parent(parent)
-    place = read_rank_environment()
-    logs = os.environ.get(LOGS_FOLDER)
-    if place is not None and place.rank > 0 and logs:
-        _send_output_to(os.path.join(logs, log_name(place.rank)), place.rank)
+    send_output_to_log()
     os.execvp(command[0], command)
 
 
-def _send_output_to(path: str, rank: int) -> None:
+def send_output_to_log() -> None:
+    """Of any rank but the first, where the launcher named a folder."""
+    place, logs = read_rank_environment(), os.environ.get(LOGS_FOLDER)
+    if place is None or place.rank == 0 or not logs:
+        return
+    path = os.path.join(logs, log_name(place.rank))
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.write(file, start_mark(rank, os.getpid()).encode())
+    os.write(file, start_mark(place.rank, os.getpid()).encode())
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)

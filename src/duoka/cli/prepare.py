@@ -1,0 +1,99 @@
+"""Before and after the processes that train: the config with its checks, the run folder's files, the closing report.
+
+Called by the process that a user starts (train.py), and by rank 0 where somebody else started the ranks (work.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from duoka.config.loaded import Loaded
+    from duoka.plan.hardware import Machine
+    from duoka.plan.report import Plan
+    from duoka.runs.folder import RunFolder
+
+
+def load_checked(
+    config: str, overrides: tuple[str, ...], machine: Machine, world_size: int, *, local_size: int, say: bool = True
+) -> Loaded:
+    """The config with every check that needs no start; notes go to stderr."""
+    from duoka.config.load import Start, load_config
+    from duoka.data.read.registry import check_data
+    from duoka.hub.models import check_model
+    from duoka.plan.choose import check_machine, check_packages
+
+    def check_here(config: object, base: Path) -> list[object]:
+        found = check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type]
+        return [*found, *check_packages(config)]  # type: ignore[arg-type]
+
+    checks = (check_model, check_data, check_here)
+    start = Start(world_size, bool(machine.gpus))
+    loaded = load_config(config, overrides, checks=checks, start=start)  # type: ignore[arg-type]
+    for note in loaded.notes if say else ():
+        click.echo(f"note: {note}", err=True)
+    return loaded
+
+
+@dataclass(frozen=True)
+class Say:
+    """Messages of preparation and supervision, to stderr."""
+
+    def __call__(self, text: str) -> None:
+        click.echo(text, err=True)
+
+
+def prepare_run(
+    loaded: Loaded, run: RunFolder, machine: Machine, world_size: int, local_size: int | None = None
+) -> Path:
+    """What is done once before ranks start: tokens, plan, the run's own files, and the model's folder, returned."""
+    from duoka.cluster.probe import read_environment_facts
+    from duoka.config.load import resolved_yaml
+    from duoka.data.dataset_lengths import lengths_of, remember_lengths
+    from duoka.data.prepare import prepare_data
+    from duoka.data.report import write_data_report
+    from duoka.hub.models import model_folder
+    from duoka.plan.catalog import local_cluster
+    from duoka.plan.report import make_plan
+    from duoka.plan.shape import read_shape
+    from duoka.runs.folder import write_json_atomic, write_text_atomic
+
+    say: Callable[[str], None] = Say()
+    folder = model_folder(loaded.config.model, loaded.base, say)
+    prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
+    prepared.check_world(world_size)
+    local = local_size or world_size
+    lengths = lengths_of(prepared, loaded.config)
+    remember_lengths(lengths, loaded.config, loaded.base)
+    plan = make_plan(
+        loaded.config, read_shape(folder), machine, world_size, lengths=lengths, local_size=local,
+        cluster=local_cluster(machine, world_size, local),
+    )  # fmt: skip
+    _refuse_what_does_not_fit(plan)
+    if loaded.path.resolve() != run.config.resolve():
+        write_text_atomic(run.config, resolved_yaml(loaded, plan.reasons))
+    write_json_atomic(run.plan, plan.to_json())
+    write_data_report(prepared.report, run.path)
+    write_json_atomic(run.env, read_environment_facts(Path.cwd(), sys.argv))
+    return folder
+
+
+def _refuse_what_does_not_fit(plan: Plan) -> None:
+    refusal = plan.refusal()
+    if refusal is not None:
+        raise refusal
+
+
+def finish(run: RunFolder) -> int:
+    """The closing report: on screen, and as a page in the run folder."""
+    from duoka.watch.report import end_lines, write_report
+
+    write_report(run)
+    click.echo("\n".join(end_lines(run)))
+    return 0

@@ -1,0 +1,11 @@
+"""How a process of ours is started: this Python, with a module of ours."""
+
+from __future__ import annotations
+
+import sys
+
+
+def python_module(name: str, *arguments: str) -> tuple[str, ...]:
+    """`python -m name`, without the current folder in front of the import path: a random.py there must not win."""
+    safe = ("-P",) if sys.version_info >= (3, 11) else ()
+    return (sys.executable, *safe, "-m", name, *arguments)

@@ -1,0 +1,108 @@
+"""Ranks are forked from one process that imported torch and the model once, and are as any rank: same weights, same
+ends, children of the launcher; without that process, or against the user's wish, each starts by itself."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from struck import finish, make_case, same_weights, start, wait_for_step
+
+from duoka.cluster.forks import SWITCH, ForkServer, imports_of_model
+from duoka.process.interpreter import python_module
+from duoka.runs.folder import RunFolder
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tiny_model):
+    return make_case(tmp_path_factory.mktemp("forked"), tiny_model)
+
+
+def servers_below(pid):
+    """The fork server itself: ranks have its command line too, and sessions of their own as it has, but no socket."""
+    children = psutil.Process(pid).children()
+    return [one for one in children if os.readlink(f"/proc/{one.pid}/fd/0").startswith("socket:")]
+
+
+def test_ranks_share_one_import_and_are_the_launchers_children(case):
+    folder, yaml = case
+    process = start(yaml, folder / "forked")
+    beats = wait_for_step(RunFolder(folder / "forked"), 3)
+    (server,) = servers_below(process.pid)
+    for beat in beats.values():
+        rank = psutil.Process(beat.pid)
+        assert rank.ppid() == process.pid and rank.cmdline() == server.cmdline()
+        assert os.getsid(beat.pid) == beat.pid
+    code, output = finish(process)
+    assert code == 0, output
+    assert not psutil.pid_exists(server.pid)
+    assert same_weights(folder / "forked", folder / "whole")
+
+
+def test_each_rank_starts_by_itself_where_the_user_says_so(case):
+    folder, yaml = case
+    process = start(yaml, folder / "alone", "train.max_steps=6", **{SWITCH: "0"})
+    beats = wait_for_step(RunFolder(folder / "alone"), 2)
+    assert not servers_below(process.pid)
+    for beat in beats.values():
+        assert "duoka.process.fork_server" not in psutil.Process(beat.pid).cmdline()
+    code, output = finish(process)
+    assert code == 0, output
+
+
+def test_a_run_whose_fork_server_is_killed_restarts_without_it(case):
+    folder, yaml = case
+    process = start(yaml, folder / "bereft", "--restarts", "1")
+    wait_for_step(RunFolder(folder / "bereft"), 2)
+    (server,) = servers_below(process.pid)
+    server.kill()
+    beats = wait_for_step(RunFolder(folder / "bereft"), 6)
+    os.kill(beats[1].pid, signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "restart 1 of 1" in output
+    assert same_weights(folder / "bereft", folder / "whole")
+
+
+@pytest.fixture
+def server():
+    env = {**os.environ, "COLOR": "red"}
+    made = ForkServer(["json", "no_such_module"], env)
+    yield made, env
+    made.close()
+
+
+def test_only_the_environment_it_was_started_with_is_forked(server, tmp_path):
+    made, env = server
+    command = python_module("this")
+    with open(tmp_path / "out", "w") as out:
+        streams = (out.fileno(), out.fileno())
+        assert made.fork(command, {**env, "OMP_NUM_THREADS": "3"}, streams) is None
+        assert made.fork(("bash", "-c", "true"), env, streams) is None
+        place = {"RANK": "0", "WORLD_SIZE": "1", "DUOKA_PARENT_PID": str(os.getpid())}
+        forked = made.fork(command, {**env, **place}, streams)
+    # This process adopts no orphans: whoever does is not the one that the rank was told to live with.
+    assert forked is not None
+    until = time.monotonic() + 30
+    while psutil.pid_exists(forked.pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(forked.pid)
+
+
+def test_who_is_asked_to_stop_waits_for_no_import(server):
+    made, env = server
+    made.is_hurried = lambda: True
+    began = time.monotonic()
+    assert made.fork(python_module("this"), env, (1, 2)) is None
+    assert made.pid == 0 and time.monotonic() - began < 60
+
+
+def test_a_models_own_code_is_named_by_its_config(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert imports_of_model(tmp_path) == ["transformers.models.qwen3.modeling_qwen3"]
+    (tmp_path / "config.json").write_text('{"model_type": "../evil"}')
+    assert imports_of_model(tmp_path) == []
+    assert imports_of_model(tmp_path / "nowhere") == []
