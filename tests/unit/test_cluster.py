@@ -365,8 +365,22 @@ def test_a_process_that_got_no_memory_ends_with_exit_code_4_though_it_wrote_noth
     assert judge(spec, RankExit(1, 1, 1, 1.0)).kind is Kind.WORKER_DIED
 
 
-def test_refused_memory_is_known_however_it_is_said() -> None:
+def test_refused_memory_is_known_however_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said = (MemoryError(), OSError(12, "Cannot allocate memory"), ImportError("x.so: failed to map segment from shared "
             "object"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"))  # fmt: skip
     assert all(find_known_fault(error).exit_code == 4 for error in said)
     assert find_known_fault(RuntimeError("memory of a goldfish")) is None
+    refused = RuntimeError("can't start new thread")
+    assert find_known_fault(refused) is None, "that may as well be a limit on processes"
+    monkeypatch.setattr("duoka.process.no_memory._address_limit", lambda: 780 << 20)
+    assert "limited to 780 MiB (ulimit -v)" in find_known_fault(refused).lines()[0]
+
+
+def test_refused_memory_is_said_without_importing_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr("builtins.__import__", refuse)
+        found = find_known_fault(MemoryError())
+    assert found.exit_code == 4

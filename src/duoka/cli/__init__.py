@@ -18,6 +18,7 @@ import click
 
 from duoka import __version__
 from duoka.errors import DuokaError, StorageError
+from duoka.process.no_memory import is_no_memory, no_memory  # here: without memory nothing can be imported any more
 from duoka.registry import nearest
 
 # Name -> what it does. The commands' own modules are imported only when they are called, or asked for their help.
@@ -212,8 +213,6 @@ def find_known_fault(error: BaseException) -> DuokaError | None:
     """The fault that a user can act on, or None for a bug."""
     if isinstance(error, DuokaError):
         return error
-    from duoka.process.no_memory import is_no_memory, no_memory
-
     if is_no_memory(error):
         return no_memory()
     if isinstance(error, OSError) and error.errno in _STORAGE:

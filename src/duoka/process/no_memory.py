@@ -5,6 +5,7 @@ cluster/blame.py, which may find no more than a dying rank's last words. Memory 
 from __future__ import annotations
 
 import errno
+import resource
 
 from duoka.errors import DoesNotFit
 from duoka.units import format_bytes
@@ -13,6 +14,8 @@ _WORDS = (
     "memoryerror", "std::bad_alloc", "cannot allocate memory", "can't allocate memory", "not enough memory",
     "unable to allocate", "memory allocation still failed", "failed to map segment from shared object", "os error 12",
 )  # fmt: skip
+# What Python says of a refused thread: its stack is memory too, but a limit on processes is refused alike.
+_NO_THREAD = "can't start new thread"
 
 
 def is_no_memory(error: BaseException) -> bool:
@@ -23,7 +26,8 @@ def is_no_memory(error: BaseException) -> bool:
 
 
 def says_no_memory(text: str) -> bool:
-    return any(words in text.lower() for words in _WORDS)
+    said = text.lower()
+    return any(words in said for words in _WORDS) or (_NO_THREAD in said and _address_limit() is not None)
 
 
 def no_memory() -> DoesNotFit:
@@ -41,7 +45,5 @@ def no_memory() -> DoesNotFit:
 
 
 def _address_limit() -> int | None:
-    import resource
-
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
