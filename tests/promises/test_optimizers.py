@@ -13,7 +13,7 @@ from tiny import write_conversations, write_tiny_model
 from transformers import AutoModelForCausalLM
 from worlds import run_world, train_all
 
-STEPS, LR, REST, DECAY, CLIP = 25, 0.02, 3e-3, 0.1, 0.5
+STEPS, LR, REST, DECAY, CLIP = 12, 0.02, 3e-3, 0.1, 0.5
 OPTIM = {
     "muon": f"{{name: muon, lr: {LR}, adamw_lr: {REST}, embedding_lr: 0.01, weight_decay: {DECAY}, clip: {CLIP}}}",
     "lamb": f"{{name: lamb, lr: {LR}, weight_decay: {DECAY}, clip: {CLIP}}}",
@@ -173,7 +173,7 @@ def read(folder, size, strategy, name, rank=0):
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIM if name != "mixed"])
-def test_weights_after_25_steps_are_the_textbooks_at_any_world_size(runs, name):
+def test_weights_after_12_steps_are_the_textbooks_at_any_world_size(runs, name):
     folder, model = runs
     wanted = textbook(model, name, micro_batches, rate, steps=STEPS, lr=LR, rest=REST, decay=DECAY, clip=CLIP)
     start = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())

@@ -169,8 +169,8 @@ def test_what_ranks_refuse_ends_the_run_unless_a_newcomer_brought_it(seat):
     table = seat(1, 2)
     table.join("host", is_host=True)
     table.join("other", identity={**SAME, "config": "b2"})
-    words = "config is b2 on other and a1 on the machine of the meeting"  # true whoever reads it
-    assert words in table.last("other", "refused") and words in table.said("host") and not table.last("host", "stop")
+    for words in (table.last("other", "refused"), table.said("host")):  # true whoever reads it
+        assert "config is b2 on other and a1 on the machine of the meeting" in words and not table.last("host", "stop")
     table.join("guest")
     table.ended("host", 75, 0, 1)
     table.ended("guest", 2, 2, 2)
@@ -183,7 +183,6 @@ def test_what_ranks_refuse_ends_the_run_unless_a_newcomer_brought_it(seat):
 def test_nobody_comes(seat):
     table = seat(2, 2, wait_s=0.05)
     table.join("host", is_host=True)
-    assert not table.meeting._world
     time.sleep(0.05)
     table.tend()
     assert table.code("host") == 5 and "1 of at least 2 machines joined" in table.last("host", "done")["lines"][0]
