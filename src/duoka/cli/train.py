@@ -83,6 +83,7 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
     from duoka.cluster.probe import count_usable_cores
     from duoka.cluster.run_lock import check_claim, find_run_folder, hold_run
     from duoka.plan.hardware import read_machine
+    from duoka.process.allocator import allocator_environment
 
     launcher, restarts = choose_launcher(flags)
     for note in launcher.notes:
@@ -102,17 +103,19 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
     if _is_finished(loaded, run, launcher):
         click.echo(f"{run.path} is finished; its result is in {run.final}")
         return finish(run) if launcher.prepares else 0
-    shared = share_of_machine(num_processes, count_usable_cores(), os.environ)
+    heap = {} if machine.gpus else allocator_environment()
+    shared = share_of_machine(num_processes, count_usable_cores(), {**os.environ, **heap})
     with open_fork_server(imports_of(loaded.config), shared) as forks:
+        how = {"env": heap, "restarts": restarts, "forks": forks}
         if not launcher.prepares:
-            spec = _spec(loaded, run, num_processes, config, *overrides, restarts=restarts, forks=forks)
+            spec = _spec(loaded, run, num_processes, config, *overrides, **how)
             return _report(launcher.start(spec, Say()))
         with hold_run(run):
             folder = _prepare(loaded, run, machine, num_processes)
             if forks is not None:
                 forks.imports += imports_of_model(folder)
             # Ranks read the config that lies in the run folder now.
-            spec = _spec(loaded, run, num_processes, str(run.config.resolve()), restarts=restarts, forks=forks)
+            spec = _spec(loaded, run, num_processes, str(run.config.resolve()), **how)
             return _report(launcher.start(spec, Say()), run)
 
 

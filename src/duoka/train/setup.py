@@ -14,6 +14,7 @@ from duoka.errors import ConfigError
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.plan.layout import Layout
 from duoka.plan.shortfall import plan_with_less
+from duoka.process.allocator import describe_allocator
 from duoka.runs.events import global_log
 from duoka.runs.manifest import read_manifest
 from duoka.units import Every, format_count, parse_amount, parse_every
@@ -167,6 +168,7 @@ def banner(
     watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
     watch += f"; {', '.join(others)}" if others else ""
     recompute = f"; recompute {plan.reasons.get('train.recompute', layout.recompute)}"
+    heap = f"; heap {name}" if (name := describe_allocator()) else ""
     per_epoch = f" ({settings.steps_per_epoch:,} an epoch)" if settings.steps_per_epoch else ""
     rates = f"{optimizer}, {config.optim.schedule}, {settings.warmup_sentence()}"
     return [
@@ -178,7 +180,7 @@ def banner(
         f"  batch       {plan.batch.sentence()}{_why(plan, 'train.micro_batch')}",
         f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}; "
         f"{plan.reasons.get('train.precision', layout.precision)}",
-        f"  memory      {plan.memory_sentence()}{recompute}",
+        f"  memory      {plan.memory_sentence()}{recompute}{heap}",
         f"  steps       {settings.total_steps:,}{per_epoch}, {rates}; "
         f"saved every {settings.save_every}, newest {config.checkpoint.keep} kept",
         *([f"  tokens      {plan.horizon.sentence()}"] if plan.horizon else []),

@@ -1,0 +1,42 @@
+"""Which heap a rank on a CPU gets. The C library's gives memory back to the system and asks for it again in each step
+(docs/decisions.md has figures), so the launcher preloads tcmalloc or jemalloc where the machine has one.
+
+A user's own LD_PRELOAD stays as it is, and DUOKA_MALLOC=0 leaves the heap alone. Results are the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+SWITCH = "DUOKA_MALLOC"
+PRELOAD = "LD_PRELOAD"
+INSTALL = "apt install libtcmalloc-minimal4   (Debian, Ubuntu; elsewhere gperftools)"
+_LIBRARIES = {"libtcmalloc_minimal.so.4": "tcmalloc", "libtcmalloc.so.4": "tcmalloc", "libjemalloc.so.2": "jemalloc"}
+_FOLDERS = (f"{sys.prefix}/lib", "/usr/local/lib", f"/usr/lib/{os.uname().machine}-linux-gnu", "/usr/lib64", "/usr/lib")
+
+
+def find_allocator(folders: Sequence[str] = _FOLDERS) -> Path | None:
+    """The best library there is; the first folder that has one counts, so an environment's own before the system's."""
+    for folder in folders:
+        for name in _LIBRARIES:
+            path = Path(folder, name)
+            if path.exists():
+                return path
+    return None
+
+
+def allocator_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What ranks that compute on a CPU get beside `env`."""
+    if sys.platform != "linux" or env.get(PRELOAD) or env.get(SWITCH) == "0":
+        return {}
+    path = find_allocator()
+    return {PRELOAD: str(path)} if path is not None else {}
+
+
+def describe_allocator(env: Mapping[str, str] = os.environ) -> str:
+    """The heap of a process that was started with `env`, by its name; empty for the C library's."""
+    loaded = {Path(one).name for one in env.get(PRELOAD, "").replace(":", " ").split()}
+    return next((heap for name, heap in _LIBRARIES.items() if name in loaded), "")

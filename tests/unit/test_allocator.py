@@ -1,0 +1,69 @@
+"""Ranks on CPUs get a heap that keeps its memory, where the machine has one; what users set stays."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny import write_conversations
+
+from duoka.cluster import doctor
+from duoka.cluster.doctor import Patient
+from duoka.plan.hardware import Gpu, Machine
+from duoka.process import allocator
+from duoka.process.allocator import allocator_environment, describe_allocator, find_allocator
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libraries are preloaded on Linux")
+
+
+def test_the_first_folder_that_has_one_counts(tmp_path):
+    own, system = tmp_path / "own", tmp_path / "system"
+    for folder, name in ((own, "libjemalloc.so.2"), (system, "libtcmalloc.so.4"), (system, "libtcmalloc_minimal.so.4")):
+        folder.mkdir(exist_ok=True)
+        (folder / name).touch()
+    assert find_allocator([str(tmp_path), str(own), str(system)]) == own / "libjemalloc.so.2"
+    assert find_allocator([str(system)]) == system / "libtcmalloc_minimal.so.4"
+    assert find_allocator([str(tmp_path)]) is None
+
+
+def test_what_the_user_set_stays(monkeypatch):
+    monkeypatch.setattr(allocator, "find_allocator", lambda: Path("/lib/libjemalloc.so.2"))
+    made = allocator_environment({})
+    assert made == {"LD_PRELOAD": "/lib/libjemalloc.so.2"} and describe_allocator(made) == "jemalloc"
+    assert allocator_environment({"LD_PRELOAD": "/opt/libmine.so"}) == {}
+    assert allocator_environment({"DUOKA_MALLOC": "0"}) == {}
+    assert describe_allocator({"LD_PRELOAD": "/opt/libmine.so"}) == describe_allocator({}) == ""
+
+
+def test_doctor_names_the_package_where_bf16_wants_it(tmp_path, monkeypatch):
+    patient = Patient(tmp_path, tmp_path, Machine(4, 16 << 30, 8 << 30), 4)
+    monkeypatch.setattr(doctor, "find_allocator", lambda: None)
+    (plain,) = doctor.check_heap(patient)
+    assert plain.severity == "ok"
+    (slow,) = doctor.check_heap(replace(patient, machine=replace(patient.machine, cpu_bf16="amx_bf16")))
+    assert slow.severity == "warn" and "apt install libtcmalloc-minimal4" in slow.fix
+    gpus = (Gpu("H100", 80 << 30, 79 << 30, 9.0),)
+    assert not list(doctor.check_heap(replace(patient, machine=replace(patient.machine, gpus=gpus))))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(find_allocator() is None, reason="neither tcmalloc nor jemalloc is installed")
+def test_a_run_has_it_says_it_and_computes_the_same(tiny_model, tmp_path):
+    data = write_conversations(tmp_path / "chats.jsonl", 12)
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(
+        f"model: {tiny_model}\ndata: {{train: [{data}]}}\ntrain: {{epochs: 2}}\nlog: {{to: []}}\noutput: x\n"
+    )
+    losses = {}
+    for switch in ("1", "0"):
+        command = [sys.executable, "-m", "duoka", "train", str(yaml), f"output={tmp_path / switch}", "--nproc", "2"]
+        env = {**os.environ, "DUOKA_MALLOC": switch}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert ("heap " in done.stdout) == (switch == "1")
+        lines = (tmp_path / switch / "events" / "run.jsonl").read_text().splitlines()
+        losses[switch] = [event["loss"] for event in map(json.loads, lines) if event["type"] == "step"]
+    assert losses["1"] == losses["0"] and losses["1"]
