@@ -110,7 +110,7 @@ def _command_of(pid: int) -> str:
 
 
 def python_module(name: str, *arguments: str) -> tuple[str, ...]:
-    """`python -m name`, without the current folder in front of the import path: a module there must not shadow Python's."""
+    """`python -m name`, without the current folder in front of the import path: it must not shadow modules."""
     safe = ("-P",) if sys.version_info >= (3, 11) else ()
     return (sys.executable, *safe, "-m", name, *arguments)
 
