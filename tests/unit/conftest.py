@@ -1,10 +1,27 @@
-"""Tokenizers that several unit tests read, each built once."""
+"""What several unit tests share: tokenizers, each built once; a run folder; a clock that stands still."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
+from duoka.runs.folder import RunFolder
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The monotonic clock of this process: it stands until a test moves it."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "run")
+    run.make()
+    return run
 
 
 @pytest.fixture(scope="session")

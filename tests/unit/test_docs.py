@@ -1,6 +1,7 @@
 """The developers' pages are true where a program can tell: files, functions and tests are there, rooms on their floors.
 
-CONTRIBUTING.md and docs/one_step.md name `path.py`, `path.py:function` and `tests/path.py::test` in code spans.
+CONTRIBUTING.md and docs/one_step.md name `path.py`, `path.py:function` and `tests/path.py::test` in code spans;
+comments and docstrings of src/ name files.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,3 +119,20 @@ def test_every_room_has_its_place_in_the_table() -> None:
     rooms = {path.parent.name for path in source.glob("*/__init__.py")}
     rooms |= {path.stem for path in source.glob("*.py")} - {"__init__"}
     assert {name for row in rooms_of_table() for name, _ in row} == rooms
+
+
+def test_files_that_comments_name_are_there() -> None:
+    kinds = (("src", "*.py"), ("tests", "*.py"), ("benchmarks", "*"), ("docs", "*.md"), (".", "*.md"))
+    there = {
+        path.name for folder, kind in kinds for path in (ROOT / folder).glob(f"**/{kind}" if folder != "." else kind)
+    }
+    missing = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        with tokenize.open(path) as file:
+            for token in tokenize.generate_tokens(file.readline):
+                is_text = token.type == tokenize.COMMENT or token.string.startswith('"""')
+                names = re.findall(r"(?<![\w{}*])[\w/]+\.(?:py|md)\b", token.string) if is_text else []
+                missing += [
+                    f"{path.name}:{token.start[0]} {name}" for name in names if name.split("/")[-1] not in there
+                ]
+    assert not missing, f"comments that name files which are not there: {missing}"

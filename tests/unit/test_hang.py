@@ -3,28 +3,10 @@
 import math
 import os
 
-import pytest
-
 from duoka.cluster import hang
 from duoka.cluster.hang import HangWatch, find_last
 from duoka.runs import heart
-from duoka.runs.folder import RunFolder
 from duoka.runs.heart import Beat, Heart, clear_beats, read_beats
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that stands until it is moved; looks of the watch come as the supervisor makes them."""
-    now = [1000.0]
-    monkeypatch.setattr(hang.time, "monotonic", lambda: now[0])
-    return now
-
-
-@pytest.fixture
-def run(tmp_path):
-    run = RunFolder(tmp_path / "run")
-    run.make()
-    return run
 
 
 def wait(watch, clock, seconds, every_s=5.0):

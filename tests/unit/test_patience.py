@@ -2,28 +2,10 @@
 
 import math
 
-import pytest
-
-from duoka.cluster import patience
 from duoka.cluster.patience import StopPatience
 from duoka.config.schema import FaultsConfig
 from duoka.runs import heart
-from duoka.runs.folder import RunFolder
 from duoka.runs.heart import Heart, read_beats
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
-    return now
-
-
-@pytest.fixture
-def run(tmp_path):
-    run = RunFolder(tmp_path / "run")
-    run.make()
-    return run
 
 
 def is_over_after(waiting, clock, seconds, asked_at):

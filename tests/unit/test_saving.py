@@ -1,7 +1,5 @@
 """When a run saves, and what it does when it cannot: the Saver, with a store of its own and nothing trained."""
 
-from types import SimpleNamespace
-
 import pytest
 from test_checkpoint import make_contents
 
@@ -12,7 +10,8 @@ from duoka.plan.layout import Layout
 from duoka.runs.manifest import list_checkpoints, step_of
 from duoka.store import checkpoint
 from duoka.store.checkpoint import CheckpointStore
-from duoka.train.saving import Saver
+from duoka.store.saving import Saver
+from duoka.train.hooks import Timer
 from duoka.units import parse_every
 
 
@@ -40,10 +39,7 @@ def start(tmp_path):
         config = CheckpointConfig(**settings)
         store = CheckpointStore(tmp_path, World(), Layout())
         stores.append(store)
-        run = SimpleNamespace(
-            config=SimpleNamespace(checkpoint=config), save_every=parse_every(config.every), steps_per_epoch=10
-        )
-        return Saver(store, make_contents(1), run, Record(), World())
+        return Saver(store, make_contents(1), config, Timer(parse_every(config.every), 10), Record(), World())
 
     yield begin
     for store in stores:

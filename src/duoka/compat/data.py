@@ -12,6 +12,7 @@ from duoka.compat.config import Part
 from duoka.data.feed.loader import IGNORED
 from duoka.data.feed.map_loader import deal
 from duoka.data.tokens.token_store import TokenStore
+from duoka.errors import ConfigError
 
 if TYPE_CHECKING:
     from duoka.accelerator import Accelerator
@@ -90,11 +91,17 @@ def load_dataset(
     rows = max(1, amount.count // (size * steps)) if micro == "auto" else amount.count
     batch_size = rows if amount.unit == "samples" else max(1, rows // config.data.max_length)
     collate = Pad(prepared.pad_id)
-    train, held_out = (
-        None if store is None else SharedConversations(Conversations(store), rank, size, batch_size, collate)
-        for store in (prepared.train, prepared.eval)
-    )
-    assert train is not None
+
+    def share_of(store: object) -> SharedConversations:
+        if not isinstance(store, TokenStore):
+            raise ConfigError(
+                "load_dataset gives conversations, and this config names plain text",
+                fix="train it with duoka's own loop:   duoka train FILE",
+            )
+        return SharedConversations(Conversations(store), rank, size, batch_size, collate)
+
+    train = share_of(prepared.train)
+    held_out = None if prepared.eval is None else share_of(prepared.eval)
     if accelerator:
         shares: Any = accelerator.gather_object([len(train)])
         accelerator.print(f"{train.num_total:,} conversations, by rank: {', '.join(f'{n:,}' for n in shares)}")

@@ -1,6 +1,6 @@
 """A model that does not exist yet, as a folder: config.json and tokenizer, and a mark in place of weights.
 
-`source.model_folder` makes one for `model.depth`; whoever loads it draws the weights (random_init.py). Knows no torch.
+`models.model_folder` makes one for `model.depth`; loading draws its weights (random_init.py). Knows no torch.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ def build_optimizer(
     `sharing` says how those lie over ranks.
     """
     groups = _build_groups(named, optim, roles or {}, b_lr_ratio)
-    adamw = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    adamw: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if optim.name == "muon":
         matrices = [p for group in groups if group["kind"] == "muon" for p in group["params"]]
-        own = {"momentum": optim.momentum, "scale": optim.muon_scale}
+        own: dict[str, Any] = {"momentum": optim.momentum, "scale": optim.muon_scale}
         return MuonAdamW(groups, sharing(matrices), fused=True, **own, **adamw)
     if optim.name == "lars":
         return Lars(groups, lr=optim.lr, momentum=optim.momentum)
@@ -81,7 +81,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, optim: OptimConfig, fac
     written += " (AdamW fused)" if optimizer.defaults.get("fused") else ""
     if len(counts) == 1:
         return f"{optim.name} lr {next(iter(counts))[1]:g}{written}"
-    parts = []
+    parts: list[str] = []
     for (kind, rate), count in sorted(counts.items(), key=lambda item: item[0][0] != "muon"):
         name = "adamw" if optim.name == "muon" and kind != "muon" else optim.name
         what = "matrices" if kind == "muon" else ("other" if count == 1 else "others") if parts else "tensors"

@@ -26,7 +26,7 @@ def build_eight_bit(groups: list[dict[str, Any]], **adamw: Any) -> torch.optim.O
 
 @functools.cache
 def _kind() -> Any:
-    from bitsandbytes.optim import AdamW8bit
+    from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]
 
     class AdamW8bitSaved(AdamW8bit):  # type: ignore[misc]
         """bitsandbytes counts steps in a plain number, which no checkpoint of tensors would hold."""

@@ -43,7 +43,7 @@ class WholeMatrices:
     """Every rank has every matrix and its whole gradient: nothing travels (one process, DP, DDP)."""
 
     def __init__(self, matrices: Sequence[torch.Tensor]) -> None:
-        self.buckets = share_matrices([(m.shape[0], m.shape[1]) for m in matrices], 1)
+        self.buckets: Sequence[Bucket] = share_matrices([(m.shape[0], m.shape[1]) for m in matrices], 1)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         return True

@@ -16,10 +16,10 @@ from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.heart import Heart, watch_itself
 from duoka.runs.stop_request import read_stop_request
 from duoka.store.final_folder import ResultSources, write_final
+from duoka.store.saving import check_room
 from duoka.store.state import read_random_state, set_random_state
 from duoka.train.loop import train
 from duoka.train.run import Inputs, Run, build_run
-from duoka.train.saving import check_room
 from duoka.train.setup import banner, describe_rest
 
 
@@ -53,7 +53,9 @@ def run_in_world(inputs: Inputs, world: World) -> int:
     """Train in a world that stands already; returns the exit code."""
     run = build_run(inputs, world)
     try:
-        run.notes += run.settings.notes() + check_room(run.store, run.contents, run.settings)
+        run.notes += run.settings.notes() + check_room(
+            run.store, run.contents, run.settings.config.checkpoint, run.settings.total_steps
+        )
         if world.is_main:
             _announce(run)
         run.store.get_ready(run.contents)

@@ -14,8 +14,8 @@ from duoka.data.feed.loader import GlobalBatch, Place
 from duoka.errors import WorkerFailed
 from duoka.store.contents import Contents
 from duoka.store.resume import choose_checkpoint
+from duoka.store.saving import Saver
 from duoka.train.record import Recorder
-from duoka.train.saving import Saver
 
 MOST_IN_A_ROW = 10
 

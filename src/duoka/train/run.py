@@ -48,10 +48,12 @@ from duoka.store.checkpoint import CheckpointStore, Facts
 from duoka.store.contents import Contents
 from duoka.store.resume import check_changes, choose_checkpoint
 from duoka.store.retention import clean_drafts
+from duoka.store.saving import Saver
 from duoka.store.state import TrainState, seed_everything
 from duoka.store.takeover import take_over_state
 from duoka.train.evaluation import build_evaluation
 from duoka.train.garbage import GarbageCollection
+from duoka.train.hooks import Timer
 from duoka.train.memory import MemoryWatch
 from duoka.train.moments import Moments
 from duoka.train.nonfinite import NonFinite
@@ -59,7 +61,6 @@ from duoka.train.record import Recorder
 from duoka.train.rehearse import is_asked, rehearse_largest
 from duoka.train.replicas import ReplicaCheck
 from duoka.train.samples import Sampler, read_prompts
-from duoka.train.saving import Saver
 from duoka.train.setup import RunSettings, build_settings, keep_choices
 from duoka.train.shortage import MemoryGuard, read_shortage
 from duoka.train.stages.stage import Stage, build_stage
@@ -124,7 +125,8 @@ class Run:
         for note in self.notes:
             record.event("warning", step=contents.state.step, text=note)
         self.evaluate = build_evaluation(inputs.prepared, config.data, plan.layout, engine)
-        self.saver = Saver(self.store, contents, self.settings, record, self.world)
+        timer = Timer(self.settings.save_every, self.settings.steps_per_epoch)
+        self.saver = Saver(self.store, contents, self.settings.config.checkpoint, timer, record, self.world)
         self.guard = MemoryGuard(config, plan, record, self.feed)
         self.nonfinite = NonFinite(config.faults.nonfinite, self.saver, record)
         prompts = read_prompts(inputs.prepared, config, inputs.tokenizer)

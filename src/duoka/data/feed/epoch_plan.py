@@ -121,7 +121,7 @@ class EpochPlan:
 
 
 class Sized(Protocol):
-    """A TokenStore, or rows.TextRows."""
+    """A TokenStore, or text_rows.TextRows."""
 
     lengths: np.ndarray
     num_targets: np.ndarray

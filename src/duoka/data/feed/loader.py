@@ -26,7 +26,7 @@ _EVAL_SAMPLES_PER_RANK = 256
 
 
 class Samples(Protocol):
-    """What batches are built from: a TokenStore of samples, or rows.TextRows."""
+    """What batches are built from: a TokenStore of samples, or text_rows.TextRows."""
 
     lengths: np.ndarray
 

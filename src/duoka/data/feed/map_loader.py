@@ -159,7 +159,7 @@ def _sample_ids(units: Sequence[Any]) -> list[int]:
 class ExactStream(_Exact):
     """An iterable data set that gives the same items in the same order everywhere, in global batches.
 
-    Each rank iterates over all of it and keeps its own items: so all see the end at the same step, and none hangs.
+    Each rank iterates over all of it and keeps its own items: so all see the end at the same step, none hangs.
     A data set with `state_dict` and `load_state_dict` of its own resumes by them; another one is walked again.
     """
 

@@ -145,7 +145,7 @@ class TokenStore:
         return self.parts[part].sample(place - int(self._starts[part]))
 
     def segments(self, index: int) -> list[Sample]:
-        """What lies end to end in a sample without seeing each other: here, the sample alone (see rows.TextRows)."""
+        """What lies end to end in a sample without seeing each other: here, the sample alone (see TextRows)."""
         return [self.sample(index)]
 
     @cached_property

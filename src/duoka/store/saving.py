@@ -1,12 +1,13 @@
-"""When to save in a run, which checkpoints to keep, and what to do when the disk does not take one.
+"""When to save in a run, which checkpoints to keep, and what to do when a save fails (a full disk).
 
-The loop calls a `Saver` after each step, on all ranks; what it decides, it decides alike on all of them.
+The loop calls a `Saver` after each step, on all ranks; every decision is the same on all of them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from duoka.comm.world import World
 from duoka.config.schema import CheckpointConfig
@@ -15,27 +16,46 @@ from duoka.plan.costs import most_checkpoints
 from duoka.store.checkpoint import CheckpointStore, Saved, SaveFault
 from duoka.store.contents import Contents
 from duoka.store.retention import Keep
-from duoka.train.hooks import Timer
-from duoka.train.record import Recorder
-from duoka.train.setup import RunSettings
 from duoka.units import format_bytes, format_seconds
 
 TRY_AGAIN_S = 2.0
-_WORTH_SAYING_S = 1.0  # a wait for the save before this one
+_WORTH_SAYING_S = 1.0  # of waiting for the previous save
+
+
+class SaveTimer(Protocol):
+    """When the next save is due: by the count of steps, or by this process's clock."""
+
+    def due_at(self, step: int) -> bool: ...
+    def due_by_clock(self) -> bool: ...
+    def restart(self) -> None: ...
+
+
+class SaveLog(Protocol):
+    """What a save is reported to: the run's recorder."""
+
+    def saved(self, step: int, name: str, size_bytes: int, blocked_s: float, write_s: float) -> None: ...
+    def event(self, type: str, *, step: int, **values: Any) -> None: ...
+    def say(self, text: str) -> None: ...
 
 
 class Saver:
     """Drives a run's store: due by steps, by the clock, by a best evaluation, or because the run ends."""
 
     def __init__(
-        self, store: CheckpointStore, contents: Contents, settings: RunSettings, record: Recorder, world: World
+        self,
+        store: CheckpointStore,
+        contents: Contents,
+        config: CheckpointConfig,
+        timer: SaveTimer,
+        record: SaveLog,
+        world: World,
     ) -> None:
         self.store = store
         self.contents = contents
-        self.config: CheckpointConfig = settings.config.checkpoint
+        self.config = config
         self.record = record
         self.world = world
-        self._timer = Timer(settings.save_every, settings.steps_per_epoch)
+        self._timer = timer
         self._fault: SaveFault | None = None
         self._is_best = False
         self._said_slow = False
@@ -44,7 +64,7 @@ class Saver:
         return self.world.is_main and self._timer.due_by_clock()
 
     def has_failed(self) -> bool:
-        """Whether this rank has seen the end of a save that failed; cheap, and asked after each step."""
+        """Whether a save of this rank has failed; cheap, polled after each step."""
         self._note(self.store.collect())
         return self._fault is not None
 
@@ -56,11 +76,11 @@ class Saver:
             self._is_best = self.config.keep_best
 
     def after_step(self, *, due: bool, failed: bool, last: bool, stopping: Callable[[], bool], stop: bool) -> None:
-        """Save when it is time to. `last` and `stop`: the run ends here, and the save must be whole before it does."""
+        """Save when due. `last` and `stop`: the run ends here, and waits until the save is complete."""
         if failed:
             self._note(self.store.wait())
             self._answer(stopping, must=False)
-        # An evaluation that was made up for is that of a step that was saved before the run stopped.
+        # A resumed run repeats a missed evaluation at once: its step was saved before the run stopped.
         is_best_now = self._is_best and self.contents.state.best_step == self.contents.state.step
         due = due or self._timer.due_at(self.contents.state.step) or is_best_now
         if due or last or stop:
@@ -69,7 +89,7 @@ class Saver:
             self._timer.restart()
 
     def settle(self) -> None:
-        """Wait for a save that is under way, before the newest checkpoint is looked for."""
+        """Wait for a save in progress, before the newest checkpoint is looked for."""
         self._note(self.store.wait())
 
     def _save(self, stopping: Callable[[], bool], *, must: bool, stop: bool) -> None:
@@ -85,7 +105,7 @@ class Saver:
             if failed is None:
                 return
             again = self._answer(stopping, must=stop)
-            # A fault of an earlier save is no reason to leave this one out.
+            # A fault of an earlier save does not cancel this one.
             if not again and failed.step == step:
                 return
 
@@ -106,7 +126,7 @@ class Saver:
             self._warn(f"a checkpoint takes longer to write than the time between two: training waited {waited} for it")
 
     def _answer(self, stopping: Callable[[], bool], *, must: bool) -> bool:
-        """Do what `on_error` says; True when it is time to try again."""
+        """Handle a failed save as `on_error` says; True to try again."""
         fault, self._fault = self._fault, None
         assert fault is not None
         error = fault.error()
@@ -136,10 +156,9 @@ class Saver:
         self.record.say(f"warning: {text}")
 
 
-def check_room(store: CheckpointStore, contents: Contents, settings: RunSettings) -> list[str]:
-    """Compare what the run's checkpoints will need with what is free; on all ranks. Notes, or a refusal."""
-    config = settings.config.checkpoint
-    steps_left = settings.total_steps - contents.state.step
+def check_room(store: CheckpointStore, contents: Contents, config: CheckpointConfig, total_steps: int) -> list[str]:
+    """Compare the space that the run's checkpoints will need with what is free; on all ranks. Notes, or a refusal."""
+    steps_left = total_steps - contents.state.step
     needed, free, num_there = store.measure_room(contents)
     to_come = max(0, most_checkpoints(config, steps_left, num_there) - num_there)
     if free is None or not steps_left or free >= to_come * needed:
