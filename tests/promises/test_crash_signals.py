@@ -30,6 +30,8 @@ CASES = {
     "save-all": ("save", 6, "SIGUSR2", [0, 1], "fsdp"),
 }
 STEPS = 12
+# One world stops and goes on with all of them, and whichever test comes first waits for it.
+pytestmark = pytest.mark.timeout(600)
 
 
 def strike_itself(world, phase, step, number):

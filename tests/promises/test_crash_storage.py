@@ -23,8 +23,9 @@ checkpoint: {{every: 2, keep: 1}}
 output: {output}
 log: {{to: []}}
 """
-STEPS = 10
 DISK_MB = 24
+# One world tells several stories, and whichever test comes first waits for all of them, on a machine that others use.
+pytestmark = pytest.mark.timeout(600)
 
 
 def train_with_trouble(jobs, results):
@@ -60,7 +61,7 @@ def nothing(run):
 
 
 def wait_for(run, words):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     log = run.events / "run.jsonl"
     while time.monotonic() < deadline:
         if log.exists() and words in log.read_text(encoding="utf-8"):
@@ -148,7 +149,6 @@ def both(ended, name):
     return first
 
 
-@pytest.mark.timeout(240)
 def test_a_full_disk_ends_the_run_with_needed_and_free_bytes(ended):
     said = both(ended, "stop")
     assert said.startswith("6 storage error: the checkpoint of step")

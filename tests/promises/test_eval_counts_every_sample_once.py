@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,36 +11,34 @@ from pathlib import Path
 
 import pytest
 from tiny import write_conversations
+from worlds import run_world
 
 from duoka.cli import run as duoka
 
 NUM_SAMPLES = 99
 
 
-def measure(model: Path, data: Path, num_processes: int) -> dict:
+def say(line: list[str], folder: str) -> None:
+    """One rank of a world types the command; what it prints goes to a file of its own."""
+    path = Path(folder) / f"said-{os.environ.get('RANK', '0')}.txt"
+    with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        assert duoka(line) == 0
+
+
+def said_by(num_processes: int, line: list[str], folder: Path) -> str:
+    folder.mkdir()
+    run_world(num_processes, say, line, str(folder))
+    return "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("said-*.txt")))
+
+
+def said_by_command(line: list[str], num_processes: int) -> str:
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "duoka",
-            "eval",
-            str(model),
-            "--data",
-            str(data),
-            "--json",
-            "--nproc",
-            str(num_processes),
-        ],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+        [sys.executable, "-m", "duoka", *line, "--nproc", str(num_processes)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=170, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: dict = json.loads(done.stdout)
-    return found
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +47,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_eval_over_99_samples_reports_99_and_the_same_loss_on_any_number_of_processes(
-    tiny_model: Path, data: Path
+    tiny_model: Path, data: Path, tmp_path: Path
 ) -> None:
-    alone, *others = [measure(tiny_model, data, num_processes) for num_processes in (1, 2, 3)]
+    line = ["eval", str(tiny_model), "--data", str(data), "--json"]
+    said = [said_by(1, line, tmp_path / "1"), said_by_command(line, 2), said_by(3, line, tmp_path / "3")]
+    alone, *others = [json.loads(one) for one in said]
     assert alone["num_samples"] == NUM_SAMPLES
     for found in others:
         assert found["num_samples"] == NUM_SAMPLES
@@ -70,16 +71,8 @@ def test_answers_of_two_processes_are_those_of_one_in_the_same_order(tiny_model:
                 "eval_dataset": str(tmp_path / "c.jsonl"), "cutoff_len": 256, "template": "default",
                 "output_dir": str(out), "max_new_tokens": 4, "do_sample": True, "temperature": 2.0}  # fmt: skip
         (tmp_path / "x.yaml").write_text(json.dumps(keys), "utf-8")
-        line = ["eval", str(tmp_path / "x.yaml"), "--nproc", str(num_processes)]
-        if num_processes == 1:
-            assert duoka(line) == 0
-        else:
-            done = subprocess.run(
-                [sys.executable, "-m", "duoka", *line], env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=170, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.count("21 answers:") == 1, done.stdout
+        said = said_by(num_processes, ["eval", str(tmp_path / "x.yaml")], tmp_path / str(num_processes))
+        assert said.count("21 answers:") == 1, said
         written.append((out / "generated_predictions.jsonl").read_text("utf-8"))
     assert written[0] == written[1]
     lines = [json.loads(line) for line in written[0].splitlines()]

@@ -46,7 +46,7 @@ def wait_for_workers(launcher):
     while time.monotonic() < deadline:
         found = [
             one for one in psutil.Process(launcher.pid).children(recursive=True)
-            if "duoka.data.tokens.tokenize" in one.cmdline() and one.cpu_times().user > 2.0
+            if "duoka.data.tokens.tokenize" in one.cmdline() and one.cpu_times().user > 1.2
         ]  # fmt: skip
         if len(found) == 2:
             return found

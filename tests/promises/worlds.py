@@ -1,13 +1,14 @@
 """Worlds of processes for tests: forked from one process that has imported everything, ended whatever happens."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import socket
 import time
 from pathlib import Path
 
-WORLD_TIMEOUT_S = 240
+WORLD_TIMEOUT_S = 570  # the last resort: pytest's own limit ends most tests before
 WORLD_HANGS_S = 165  # each rank says where it is, before pytest's own limit ends the test
 # Imported once by the fork server: each process of a world starts in a blink instead of ten seconds.
 PRELOADED = ["duoka.train.main", "transformers.models.llama.modeling_llama", "peft", "torch.utils.tensorboard"]
@@ -64,6 +65,7 @@ def end_processes(processes):
 
 def _enter(rank, size, port, env, function, arguments):
     os.environ.update(env)
+    gc.freeze()  # a run's first step searches for garbage: a third of a second in what the fork server imported
     faulthandler.dump_traceback_later(WORLD_HANGS_S)
     if size > 1:
         os.environ.update(
