@@ -27,7 +27,7 @@ from duoka.cluster.launch import (
     threads_per_process,
 )
 from duoka.cluster.meeting import Rules
-from duoka.cluster.nodes import _judge as judge_node
+from duoka.cluster.nodes import judge_node
 from duoka.cluster.passthrough import PlainCopy
 from duoka.cluster.ranks import RankPlace, Ranks, node_environment
 from duoka.cluster.verdict import Kind, Verdict, failed
@@ -372,7 +372,7 @@ def test_refused_memory_is_known_however_it_is_said(monkeypatch: pytest.MonkeyPa
     assert find_known_fault(RuntimeError("memory of a goldfish")) is None
     refused = RuntimeError("can't start new thread")
     assert find_known_fault(refused) is None, "that may as well be a limit on processes"
-    monkeypatch.setattr("duoka.process.no_memory._address_limit", lambda: 780 << 20)
+    monkeypatch.setattr("duoka.process.no_memory.address_limit", lambda: 780 << 20)
     assert "limited to 780 MiB (ulimit -v)" in find_known_fault(refused).lines()[0]
 
 

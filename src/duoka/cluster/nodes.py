@@ -227,10 +227,10 @@ class FixedNodes:
                 ranks.close()
         if request.leave_now:
             return stopped(LEFT_AT_ONCE, INTERRUPTED)
-        return _judge(place, ranks.watch.first_failure, request.stop_by)
+        return judge_node(place, ranks.watch.first_failure, request.stop_by)
 
 
-def _judge(place: RankPlace, end: RankExit | None, stopped_by: str) -> Verdict:
+def judge_node(place: RankPlace, end: RankExit | None, stopped_by: str) -> Verdict:
     if end is None:
         return Verdict(Kind.DONE)
     if stopped_by and end.code == -signal.SIGTERM:  # while it loaded: it could not answer yet

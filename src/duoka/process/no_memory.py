@@ -27,12 +27,12 @@ def is_no_memory(error: BaseException) -> bool:
 
 def says_no_memory(text: str) -> bool:
     said = text.lower()
-    return any(words in said for words in _WORDS) or (_NO_THREAD in said and _address_limit() is not None)
+    return any(words in said for words in _WORDS) or (_NO_THREAD in said and address_limit() is not None)
 
 
 def no_memory() -> DoesNotFit:
     """The fault, with the limit of this process where it has one: those of its ranks are the same."""
-    limit = _address_limit()
+    limit = address_limit()
     if limit is None:
         return DoesNotFit(
             "the system gave a process no more memory",
@@ -44,6 +44,6 @@ def no_memory() -> DoesNotFit:
     )
 
 
-def _address_limit() -> int | None:
+def address_limit() -> int | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
