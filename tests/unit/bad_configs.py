@@ -77,6 +77,12 @@ UNKNOWN_KEYS = [
     bad("a list of stages", HEAD + "pipeline: [base, sft]\n", (3, "begin with model: runs/NAME/final", "delete")),
     bad("misspelled", HEAD + "lora: {rnak: 8}\n", (3, "unknown key lora.rnak; did you mean rank?", "write:   rank: 8")),
     bad("letters swapped", HEAD + "optim: {rl: 1e-4}\n", (3, "unknown key optim.rl; did you mean lr?", "lr: 0.0001")),
+    bad(
+        "a path",
+        "model: {path: demo}\ndata: {path: identity}\n",
+        (1, "calls it model.name", "name: demo"),
+        (2, "duoka calls it data.train", "train: [identity]"),
+    ),
     bad("capitals", HEAD + "optim: {LR: 1e-4}\n", (3, "unknown key optim.LR; did you mean lr?", "lr: 0.0001")),
     bad(
         "another block's",

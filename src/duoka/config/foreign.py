@@ -52,6 +52,8 @@ _SPECIAL: dict[str, Foreign] = {
         "model: runs/NAME/final",
     ),
     **_same("model.name", "model_name", "model_path", "base_model", "model_id", "pretrained_model"),
+    **_same("model.name", "model.path", "model.id", "model.folder", "model.repo"),  # these words in this block only
+    **_same("data.train", "data.path", "data.file", "data.files", "data.dataset"),
     **_same("model.tokenizer", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
     **_same("model.template", "chat_template"),
     **_same("stage.name", "task", "method", "training_type"),

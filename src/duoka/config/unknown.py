@@ -71,8 +71,8 @@ def _meant(word: str, value: Tree, name: str) -> set[str]:
     low = word.lower().replace("-", "_")
     if isinstance(value.value, dict) and not name and (section := _section_meant(word)):
         return {section}
-    if low in foreign_names():
-        return set(foreign_names()[low].keys)
+    if known := _foreign(name, low):
+        return set(known.keys)
     guess = nearest(low, [_last(key.name) for key in known_keys().values() if _parent(key.name) == name])
     return {f"{name}{guess}"} if guess else set()
 
@@ -85,6 +85,11 @@ def _check_renamed_block(word: str, value: Tree, name: str, shown: str, found: _
     key = known_keys().get(section) if section else None
     if key is not None and key.section is not None:
         _known_part(value, key.section, f"{key.name}.", f"{shown}{word}.", found)
+
+
+def _foreign(name: str, low: str) -> Foreign | None:
+    """What a name from elsewhere means: in this block, else anywhere."""
+    return foreign_names().get(f"{name}{low}") or foreign_names().get(low)
 
 
 def _section_meant(word: str) -> str | None:
@@ -113,15 +118,15 @@ def _advice(word: str, value: Tree, name: str, shown: str) -> tuple[str, str]:
     """What to add to the sentence, and the fix."""
     keys = known_keys()
     low = word.lower().replace("-", "_")
-    known = foreign_names().get(low)
+    known = _foreign(name, low)
     if known is not None and not known.keys:
         return _foreign_advice(known, value, name)
     if isinstance(value.value, dict) and not name:
         meant = _section_meant(word)
         if meant is not None:
             return f"; duoka's block is {meant}", f"write:   {meant}:   in its place"
-    if low in foreign_names():
-        return _foreign_advice(foreign_names()[low], value, name)
+    if known is not None:
+        return _foreign_advice(known, value, name)
     if low in keys and "." in low:
         return "; dots do not open blocks in a file", _fix(keys[low], value, name)
     here = [key for key in keys.values() if _parent(key.name) == name]
