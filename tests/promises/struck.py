@@ -42,7 +42,7 @@ def start(yaml, output, *arguments, **env):
 
 def finish(process):
     try:
-        output, _ = process.communicate(timeout=WITHIN_S * 2)
+        output, _ = process.communicate(timeout=WITHIN_S * 4)  # of several worlds, on a machine that others use
     finally:
         process.kill()
     return process.returncode, output

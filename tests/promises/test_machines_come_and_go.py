@@ -28,7 +28,7 @@ checkpoint: {{every: 5}}
 output: {output}
 """
 STEPS = 50
-WITHIN_S = 100
+WITHIN_S = 200  # for a world to begin, on a machine that others use too
 
 
 def start(yaml, run, port, name, *flags):
@@ -59,7 +59,7 @@ def wait_for_world(run, number, num_machines, *machines, step=0):
         time.sleep(0.05)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_model):
     data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
     yaml = tmp_path / "run.yaml"

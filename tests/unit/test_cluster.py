@@ -286,7 +286,7 @@ def test_the_same_failure_is_known_by_its_kind_and_not_by_our_words() -> None:
     assert not kill(1, 9).is_same_failure(kill(1, 9, step=8)) and not kill(1, 9).is_same_failure(None)
     first, second = (
         failed(Kind.WORKER_DIED, "x", rank=rank, cause=f"RuntimeError: bad tensor at {address}, port {port}", step=3)
-        for rank, address, port in ((0, "0x7f3ab", 4711), (1, "0x55dead", 81))
+        for rank, address, port in ((0, "0x7f3ab of 7f3ab0c4e2d0", 4711), (1, "0x55dead of a5c0ffee1234", 81))
     )
     assert first.is_same_failure(second), "addresses and ports differ each time"
     other = failed(Kind.LOST_RANK, "x", rank=0, cause=first.cause, step=3)

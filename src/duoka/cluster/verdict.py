@@ -46,7 +46,7 @@ WORTH_ANOTHER_START = (Kind.WORKER_DIED, Kind.LEFT_EARLY, Kind.LOST_RANK, Kind.H
 # SIGKILL and the like come from outside and hit a rank by chance; a crash in compiled code is the same fault on
 # whichever rank it shows first.
 _FROM_OUTSIDE = tuple(signal.Signals(number).name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
-_CHANGES_EACH_TIME = re.compile(r"0x[0-9a-fA-F]+|\d[\d.]*")  # addresses, pids, ports, times
+_CHANGES_EACH_TIME = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|\d[\d.]*")  # addresses, ids, ports, times
 
 
 @dataclass(frozen=True)
