@@ -166,6 +166,15 @@ def node_environment(num_processes: int, env: Mapping[str, str] = os.environ) ->
     return share_of_machine(num_processes, count_usable_cores(), out) | {JOINS: "1"}
 
 
+def rank_environment(place: RankPlace, local: int) -> dict[str, str]:
+    """A rank's place, by the names that torch.distributed and its launchers know."""
+    return {
+        "RANK": str(place.first + local), "LOCAL_RANK": str(local), "GROUP_RANK": str(place.node),
+        "WORLD_SIZE": str(place.size), "LOCAL_WORLD_SIZE": str(place.num_processes),
+        "MASTER_ADDR": place.master_addr, "MASTER_PORT": str(place.master_port),
+    }  # fmt: skip
+
+
 def _start(
     place: RankPlace,
     local: int,
@@ -173,11 +182,7 @@ def _start(
     env: Mapping[str, str],
     streams: tuple[int | None, int | None],
 ) -> subprocess.Popen[bytes]:
-    own = {
-        "RANK": str(place.first + local), "LOCAL_RANK": str(local), "GROUP_RANK": str(place.node),
-        "WORLD_SIZE": str(place.size), "LOCAL_WORLD_SIZE": str(place.num_processes),
-        "MASTER_ADDR": place.master_addr, "MASTER_PORT": str(place.master_port), PARENT_PID: str(os.getpid()),
-    }  # fmt: skip
+    own = {**rank_environment(place, local), PARENT_PID: str(os.getpid())}
     return subprocess.Popen(
         [*python_module("duoka.process.rank"), *command],
         stdin=subprocess.DEVNULL,
