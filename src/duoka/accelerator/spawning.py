@@ -240,11 +240,18 @@ def _run_rank(
             raise
         told.send((time.time(), "", ""))  # a rank's own clock says who left first
     except KeyboardInterrupt:  # the terminal's Ctrl-C reaches all; who started them says so
-        os._exit(128 + signal.SIGINT)
-    except Exception as error:  # noqa: BLE001  (a rank's outermost frame: whatever it was, the parent says it)
+        _leave(128 + signal.SIGINT)
+    # A rank's outermost frame: whatever it was, the parent says it.
+    except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         said = f"{type(error).__name__}: {first}" if first else type(error).__name__
         told.send((time.time(), said, "".join(traceback.format_exception(error))[-_LONGEST_ACCOUNT:]))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # a process group that lost a peer may never let its own threads go
+        _leave(1)
+        raise
+
+
+def _leave(code: int) -> None:
+    """End without waiting for threads: a process group that lost a peer may never let its own ones go."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
