@@ -1,18 +1,19 @@
 """duoka (多卡): train and fine-tune language models on one CPU, one GPU or many nodes, from one YAML file.
 
-For people's own loops: `from duoka import Accelerator`, and beside it print0, get_dist_info and compute_init.
+For people's own loops: `from duoka import Accelerator`, and beside it print0, get_dist_info, compute_init and spawn.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from duoka.accelerator import Accelerator as Accelerator
+    from duoka.accelerator.spawning import spawn as spawn
     from duoka.comm.world import compute_init as compute_init
     from duoka.process.environ import get_dist_info as get_dist_info
     from duoka.process.environ import print0 as print0
 
 __version__ = "0.1.0"
-__all__ = ["Accelerator", "__version__", "compute_init", "get_dist_info", "print0"]
+__all__ = ["Accelerator", "__version__", "compute_init", "get_dist_info", "print0", "spawn"]
 
 # Found when they are asked for: importing duoka alone stays cheap.
 _WHERE = {
@@ -20,6 +21,7 @@ _WHERE = {
     "compute_init": "duoka.comm.world",
     "get_dist_info": "duoka.process.environ",
     "print0": "duoka.process.environ",
+    "spawn": "duoka.accelerator.spawning",
     # The names that loops import beside the Accelerator; more of them are in duoka.accelerator.utils.
     **dict.fromkeys(
         (

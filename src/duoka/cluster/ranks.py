@@ -81,7 +81,7 @@ class Ranks:
         _adopt_orphans()
         try:
             for local in range(place.num_processes):
-                own = {**env, **_rank_environment(place, local), WORLD_TOKEN: self._token}
+                own = {**env, **rank_environment(place, local), PARENT_PID: str(os.getpid()), WORLD_TOKEN: self._token}
                 forked = forks.fork(command, own, streams) if forks is not None else None
                 self._processes[place.first + local] = forked or _start(command, own, streams)
         except BaseException:  # a Ctrl-C too must leave no unsupervised rank behind; raised again
@@ -171,11 +171,12 @@ def node_environment(num_processes: int, env: Mapping[str, str] = os.environ) ->
     return share_of_machine(num_processes, count_usable_cores(), out) | {JOINS: "1"}
 
 
-def _rank_environment(place: RankPlace, local: int) -> dict[str, str]:
+def rank_environment(place: RankPlace, local: int) -> dict[str, str]:
+    """A rank's place, by the names that torch.distributed and its launchers know."""
     return {
         "RANK": str(place.first + local), "LOCAL_RANK": str(local), "GROUP_RANK": str(place.node),
         "WORLD_SIZE": str(place.size), "LOCAL_WORLD_SIZE": str(place.num_processes),
-        "MASTER_ADDR": place.master_addr, "MASTER_PORT": str(place.master_port), PARENT_PID: str(os.getpid()),
+        "MASTER_ADDR": place.master_addr, "MASTER_PORT": str(place.master_port),
     }  # fmt: skip
 
 
