@@ -4,22 +4,27 @@ import copy
 import io
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-from verbs import NUM_SAMPLES, Small, Words, build, collate, count_over, write
-from verbs_between import close, exchange_late, speak_without_it, step_alone, weights_of
+from verbs import NUM_SAMPLES, Small, Words, collate, count_over, write
+from verbs_between import (
+    close,
+    exchange_late,
+    fresh,
+    leave_the_model,
+    no_targets,
+    speak_without_it,
+    step_alone,
+    two_players,
+    weights_of,
+)
 from worlds import run_world
 
 STEPS, ROWS = 2, 2  # micro-batches of a window, samples of a rank's batch
-
-
-def fresh(lr=0.3):
-    model, _ = build(kind=torch.optim.SGD)
-    return model, torch.optim.SGD(model.parameters(), lr=lr)
 
 
 # ------------------------------------------------------------------------- token-exact accumulation by hand
@@ -38,7 +43,8 @@ def count_by_hand(accelerator, folder, name):
         count = int(accelerator.gather(count).sum())
         for at, batch in enumerate(window):
             quiet = accelerator.num_processes > 1 and at + 1 < len(window)
-            with model.no_sync() if quiet else torch.enable_grad():
+            no_sync = getattr(model, "no_sync", partial(accelerator.no_sync, model))  # sharded models have none
+            with no_sync() if quiet else torch.enable_grad():
                 loss = count_over(model(batch["ids"]), batch["labels"])
                 accelerator.backward(loss * STEPS * accelerator.num_processes / count)
         optimizer.step()
@@ -108,83 +114,10 @@ def repeat_losses(accelerator, folder, name):
     accelerator.free_memory()
 
 
-# ------------------------------------------------------------------------- gradients outside of prepared models
+# ------------------------------------------------------------------------- all of it, in one world
 
 
-def leave_the_model(accelerator):
-    """What gradients a rank finds outside of prepared models: those of its own loss."""
-    rank = accelerator.process_index
-    torch.manual_seed(3)
-    before, inside, after = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
-    alone = copy.deepcopy([before, inside, after])
-    inputs = torch.full((2, 3), float(rank + 1), requires_grad=True)
-    prompt = torch.ones(3, requires_grad=True)
-    model = accelerator.prepare(inside)
-    accelerator.backward(after(model(before(inputs) + prompt)).mean(), retain_graph=False)
-    twin, twin_prompt = inputs.detach().clone().requires_grad_(), torch.ones(3, requires_grad=True)
-    alone[2](alone[1](alone[0](twin) + twin_prompt)).mean().backward()
-    assert torch.allclose(inputs.grad, twin.grad) and torch.allclose(prompt.grad, twin_prompt.grad)
-    assert torch.allclose(before.weight.grad, alone[0].weight.grad)
-    assert torch.allclose(after.weight.grad, alone[2].weight.grad)
-    wanted = accelerator.reduce(alone[1].weight.grad, "mean")
-    assert torch.allclose(accelerator.unwrap_model(model).weight.grad, wanted)
-    accelerator.free_memory()
-
-
-def no_targets(accelerator):
-    """A quotient made by hand, on a rank without targets: 0/0 must not come into anybody's weights."""
-    rank = accelerator.process_index
-    model, optimizer = accelerator.prepare(*fresh())
-    ids, labels = torch.ones(1, 3, dtype=torch.long), torch.full((1, 3), 4 if rank else -100)
-    for count in ((labels != -100).sum(), int((labels != -100).sum())):
-        loss = count_over(model(ids), labels) / (labels != -100).sum()
-        assert torch.isnan(loss) == (rank == 0)
-        accelerator.backward(loss, mean_over=count)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    accelerator.free_memory()
-
-
-# ------------------------------------------------------------------------- two models, two optimizers
-
-
-def play(generator, judge, optimizers, backward, noise, real):
-    """The taught loop of two models: the judge learns from both, and is asked again for the generator's loss."""
-    for _ in range(3):
-        optimizers[1].zero_grad()
-        backward(F.softplus(-judge(real)).mean())
-        fake = generator(noise)
-        backward(F.softplus(judge(fake.detach())).mean())
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        backward(F.softplus(-judge(fake)).mean())
-        optimizers[0].step()
-
-
-def make_players():
-    torch.manual_seed(9)
-    models = [torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, n)) for n in (2, 1)]
-    return models, [torch.optim.Adam(model.parameters(), lr=0.05) for model in models]
-
-
-def two_players(accelerator):
-    size, rank = accelerator.num_processes, accelerator.process_index
-    noise, real = torch.randn(2, 4 * size, 2, generator=torch.Generator().manual_seed(2))
-    models, optimizers = make_players()
-    *prepared, first, second = accelerator.prepare(*models, *optimizers)
-    mine = slice(rank * 4, rank * 4 + 4)
-    play(*prepared, [first, second], accelerator.backward, noise[mine], real[mine])
-    alone, their_optimizers = make_players()
-    for model in alone:
-        model.double()
-    play(*alone, their_optimizers, torch.Tensor.backward, noise.double(), real.double())
-    for ours, theirs in zip(prepared, alone, strict=True):
-        close(weights_of(accelerator, ours), theirs.state_dict(), 1e-4)
-    accelerator.free_memory()
-
-
-def count_schedules(folder):
+def count_schedules(folder, size):
     from duoka import Accelerator
 
     seen = []
@@ -199,63 +132,70 @@ def count_schedules(folder):
             schedule.step()
             optimizer.zero_grad()
         seen.append(schedule.get_last_lr()[0] / 0.3)
-    write(folder, "schedules", accelerator.process_index, seen)
+    write(folder, f"schedules-{size}", accelerator.process_index, seen)
 
 
 def all_numbers(folder):
     from duoka import Accelerator
 
-    accelerator = Accelerator(STEPS)
-    size = accelerator.num_processes
-    count_by_hand(accelerator, folder, f"counted-{size}")
-    read_ahead(accelerator, folder, f"ahead-{size}")
-    if size == 3:
-        return
-    plain = Accelerator()
-    repeat_losses(plain, folder, f"repeated-{size}")
-    leave_the_model(plain)
+    size = Accelerator().num_processes
+    for strategy in STRATEGIES[size]:
+        name = f"{size}-{strategy}"
+        accelerator = Accelerator(STEPS, strategy=strategy)
+        count_by_hand(accelerator, folder, f"counted-{name}")
+        read_ahead(accelerator, folder, f"ahead-{name}")
+        if size == 3:
+            continue
+        plain = Accelerator(strategy=strategy)
+        leave_the_model(plain)
+        two_players(plain)
+        if size == 2:
+            no_targets(plain)
+        if strategy in ("single", "ddp"):
+            repeat_losses(plain, folder, f"repeated-{name}")
+    if size < 3:
+        count_schedules(folder, size)
     if size == 2:
-        no_targets(plain)
-        step_alone(plain)
-        exchange_late(plain)
-        speak_without_it(plain)
-    two_players(plain)
-    count_schedules(folder)
+        ddp = Accelerator()
+        step_alone(ddp)
+        exchange_late(ddp)
+        speak_without_it(ddp)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
-def seen(request, tmp_path_factory):
+STRATEGIES = {1: ("single",), 2: ("ddp", "zero1", "zero2", "fsdp"), 3: ("ddp", "fsdp")}
+WORLDS = [f"{size}-{strategy}" for size, strategies in STRATEGIES.items() for strategy in strategies]
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory):
     folder = tmp_path_factory.mktemp("numbers")
-    run_world(request.param, all_numbers, str(folder))
-    return request.param, lambda name: json.loads((Path(folder) / f"{name}-0.json").read_text())
+    for size in STRATEGIES:
+        run_world(size, all_numbers, str(folder))
+    return lambda name: json.loads((Path(folder) / f"{name}-0.json").read_text())
 
 
-def test_a_window_counted_by_hand_equals_one_pass_over_its_tokens(seen):
-    size, read = seen
-    close(read(f"counted-{size}"), oracle_of_counting(size))
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_window_counted_by_hand_equals_one_pass_over_its_tokens(read, world):
+    close(read(f"counted-{world}"), oracle_of_counting(int(world[0])))
 
 
-def test_a_window_that_is_read_ahead_weighs_each_batch_by_itself(seen):
-    size, read = seen
-    wanted, steps = oracle_of_reading_ahead(size)
-    ours = read(f"ahead-{size}")
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_window_that_is_read_ahead_weighs_each_batch_by_itself(read, world):
+    wanted, steps = oracle_of_reading_ahead(int(world[0]))
+    ours = read(f"ahead-{world}")
     assert ours.pop("steps") == steps
     close(ours, wanted)
 
 
-def test_a_repeated_loss_counts_each_sample_once(seen):
-    size, read = seen
-    if size == 3:
-        pytest.skip("its data are for one process and two")
-    ours = read(f"repeated-{size}")
+@pytest.mark.parametrize("world", ["1-single", "2-ddp"])
+def test_a_repeated_loss_counts_each_sample_once(read, world):
+    ours = read(f"repeated-{world}")
     assert ours == {"mean": pytest.approx(10.5), "rows": 22, "tokens": 44}
 
 
-def test_schedules_count_optimizer_steps_or_as_told(seen):
-    size, read = seen
-    if size == 3:
-        pytest.skip("schedules are stepped on one process and two")
-    assert read("schedules") == pytest.approx([0.5, 0.5 if size == 1 else 0.0, 0.5])
+@pytest.mark.parametrize("size", [1, 2])
+def test_schedules_count_optimizer_steps_or_as_told(read, size):
+    assert read(f"schedules-{size}") == pytest.approx([0.5, 0.5 if size == 1 else 0.0, 0.5])
 
 
 # ------------------------------------------------------------------------- in one process

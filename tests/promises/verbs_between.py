@@ -4,10 +4,21 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from verbs import build, count_over
+
+
+def fresh(lr=0.3):
+    model, _ = build(kind=torch.optim.SGD)
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def weights_of(accelerator, model):
     return {name: tensor.tolist() for name, tensor in accelerator.get_state_dict(model).items()}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def close(ours, theirs, tolerance=1e-5):
@@ -76,3 +87,81 @@ def speak_without_it(accelerator):
     assert len(set(utils.gather(torch.rand(1)).tolist())) == 1
     utils.set_seed(1, device_specific=True)
     assert len(set(utils.gather(torch.rand(1)).tolist())) == size
+
+
+# ------------------------------------------------------------------------- gradients outside of prepared models
+
+
+def leave_the_model(accelerator):
+    """What gradients a rank finds outside of prepared models: those of its own loss."""
+    rank = accelerator.process_index
+    torch.manual_seed(3)
+    before, inside, after = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+    alone = copy.deepcopy([before, inside, after])
+    inputs = torch.full((2, 3), float(rank + 1), requires_grad=True)
+    prompt = torch.ones(3, requires_grad=True)
+    model = accelerator.prepare(inside)
+    accelerator.backward(after(model(before(inputs) + prompt)).mean(), retain_graph=False)
+    twin, twin_prompt = inputs.detach().clone().requires_grad_(), torch.ones(3, requires_grad=True)
+    alone[2](alone[1](alone[0](twin) + twin_prompt)).mean().backward()
+    assert torch.allclose(inputs.grad, twin.grad) and torch.allclose(prompt.grad, twin_prompt.grad)
+    assert torch.allclose(before.weight.grad, alone[0].weight.grad)
+    assert torch.allclose(after.weight.grad, alone[2].weight.grad)
+    wanted = accelerator.reduce(alone[1].weight.grad, "mean")
+    assert torch.allclose(whole(accelerator.unwrap_model(model).weight.grad), wanted)
+    accelerator.free_memory()
+
+
+def no_targets(accelerator):
+    """A quotient made by hand, on a rank without targets: 0/0 must not come into anybody's weights."""
+    rank = accelerator.process_index
+    model, optimizer = accelerator.prepare(*fresh())
+    ids, labels = torch.ones(1, 3, dtype=torch.long), torch.full((1, 3), 4 if rank else -100)
+    for count in ((labels != -100).sum(), int((labels != -100).sum())):
+        loss = count_over(model(ids), labels) / (labels != -100).sum()
+        assert torch.isnan(loss) == (rank == 0)
+        accelerator.backward(loss, mean_over=count)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.isfinite(whole(p)).all() for p in model.parameters())
+    accelerator.free_memory()
+
+
+# ------------------------------------------------------------------------- two models, two optimizers
+
+
+def play(generator, judge, optimizers, backward, noise, real):
+    """The taught loop of two models: the judge learns from both, and is asked again for the generator's loss."""
+    for _ in range(3):
+        optimizers[1].zero_grad()
+        backward(F.softplus(-judge(real)).mean())
+        fake = generator(noise)
+        backward(F.softplus(judge(fake.detach())).mean())
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        backward(F.softplus(-judge(fake)).mean())
+        optimizers[0].step()
+
+
+def make_players():
+    torch.manual_seed(9)
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, n)) for n in (2, 1)]
+    return models, [torch.optim.Adam(model.parameters(), lr=0.05) for model in models]
+
+
+def two_players(accelerator):
+    size, rank = accelerator.num_processes, accelerator.process_index
+    noise, real = torch.randn(2, 4 * size, 2, generator=torch.Generator().manual_seed(2))
+    models, optimizers = make_players()
+    *prepared, first, second = accelerator.prepare(*models, *optimizers)
+    mine = slice(rank * 4, rank * 4 + 4)
+    play(*prepared, [first, second], accelerator.backward, noise[mine], real[mine])
+    alone, their_optimizers = make_players()
+    for model in alone:
+        model.double()
+    play(*alone, their_optimizers, torch.Tensor.backward, noise.double(), real.double())
+    for ours, theirs in zip(prepared, alone, strict=True):
+        trained = weights_of(accelerator, ours)  # whole on rank 0 alone where they are sharded
+        if accelerator.is_main_process:
+            close(trained, theirs.state_dict(), 1e-4)
+    accelerator.free_memory()

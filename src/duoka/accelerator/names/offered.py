@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -38,10 +39,6 @@ THEIRS = {
 REFUSED = {
     "prepare_pippy": 'duoka does not split a model into stages yet; shard it:   Accelerator(strategy="zero3")',
     "MegatronLMPlugin": 'duoka does not split layers yet; shard the model:   Accelerator(strategy="zero3")',
-    "MegatronLMDummyScheduler": "give `prepare` a scheduler of torch",
-    "MegatronLMDummyDataLoader": "give `prepare` a DataLoader",
-    "DummyOptim": "give `prepare` an optimizer of torch: ZeRO stages are duoka's own",
-    "DummyScheduler": "give `prepare` a scheduler of torch: ZeRO stages are duoka's own",
     "HfDeepSpeedConfig": 'write:   Accelerator(strategy="zero3")',
     "DeepSpeedSequenceParallelConfig": "duoka does not split sequences yet; shorter rows need less memory",
     "TorchContextParallelConfig": "duoka does not split sequences yet; shorter rows need less memory",
@@ -63,6 +60,13 @@ REFUSED = {
     "avg_losses_across_data_parallel_group": "write:   accelerator.reduce(loss, 'mean')",
     "register_tracker_class": "give log_with the tracker itself",
 }
+# Scripts import these for a case that they decide later: they are refused where one is made.
+REFUSED_WHEN_MADE = {
+    "MegatronLMDummyScheduler": "give `prepare` a scheduler of torch",
+    "MegatronLMDummyDataLoader": "give `prepare` a DataLoader",
+    "DummyOptim": "give `prepare` an optimizer of torch: ZeRO stages are duoka's own",
+    "DummyScheduler": "give `prepare` a scheduler of torch: ZeRO stages are duoka's own",
+}
 _WHERE = {name: module for table in (OURS, THEIRS) for module, names in table.items() for name in names.split()}
 
 
@@ -76,11 +80,21 @@ def find(name: str, module: str) -> Any:
         return getattr(import_module(_WHERE[name]), name)
     if name.startswith("is_") and name.endswith("_available"):
         return _availability(name.removeprefix("is_").removesuffix("_available"))
+    if name in REFUSED_WHEN_MADE:
+        return _refused_when_made(name)
     if name in REFUSED:
         raise NotOffered(f"{name} is not in duoka", fix=REFUSED[name])
     if not name.startswith("__") and _is_theirs(name):
         raise NotOffered(f"{name} is a name of Accelerate that duoka has nothing for", fix="see docs/accelerator.md")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _refused_when_made(name: str) -> type:
+    def refuse(self: Any, *values: Any, **options: Any) -> None:
+        raise NotOffered(f"{name} is not in duoka", fix=REFUSED_WHEN_MADE[name])
+
+    return type(name, (), {"__init__": refuse, "__doc__": f"Refused: {REFUSED_WHEN_MADE[name]}."})
 
 
 def _is_theirs(name: str) -> bool:

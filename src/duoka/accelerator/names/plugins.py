@@ -127,7 +127,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
             )
         hook, wrapper = str(self.comm_hook), str(self.comm_wrapper)
         if wrapper != "no" and hook != "no":
-            raise ConfigError(f"comm_wrapper {wrapper} around comm_hook {hook}: one of them is possible here")
+            fix = f"delete comm_wrapper: what {hook} sends is small already"
+            raise ConfigError(f"comm_wrapper {wrapper} around comm_hook {hook}: one of them is possible here", fix=fix)
         names = {"no": None, "fp16": "fp16", "bf16": "bf16", "power_sgd": "powersgd", "batched_power_sgd": "powersgd"}
         compress = names[wrapper if hook == "no" else hook]
         said = {"find_unused_parameters": self.find_unused_parameters, "static_graph": self.static_graph}
@@ -258,11 +259,13 @@ class DeepSpeedPlugin(Settings):
     def __init__(self, *values: Any, **given: Any) -> None:
         given = {name: value for name, value in given.items() if not (name in self.refused and value == "none")}
         super().__init__(*values, **given)
+        self.deepspeed_config: dict[str, Any] = {}  # scripts look into it for an optimizer and a scheduler
         if self.hf_ds_config is not None:
             self._read(self.hf_ds_config)
 
     def _read(self, config: Any) -> None:
         tree = config if isinstance(config, Mapping) else json.loads(Path(config).read_text(encoding="utf-8"))
+        self.deepspeed_config = dict(tree)
         zero = tree.get("zero_optimization", {})
         self.zero_stage = zero.get("stage", 0)
         self.offload_param_device = zero.get("offload_param", {}).get("device", "none")
