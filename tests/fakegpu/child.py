@@ -17,7 +17,7 @@ def main():
     for name, (function, keywords) in json.load(sys.stdin).items():
         try:
             answers[name] = getattr(steps, function)(**keywords)
-        except Exception:
+        except Exception:  # noqa: BLE001  # it fails the test that asked for this answer, and no other
             answers[name] = {"error": traceback.format_exc()}
     print(json.dumps(answers))
 

@@ -1,4 +1,4 @@
-"""The dispatch mode: tensors on the GPU are fake, those on the host are real, and what is asked of either is counted."""
+"""The dispatch mode: tensors on the GPU are fake, those on the host real, and what is asked of either is counted."""
 
 import collections
 import sys
@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Operators that launch nothing on a GPU: they look at memory in another way, or make it.
-NO_KERNEL = frozenset(
-    "view _unsafe_view reshape _reshape_alias t transpose permute expand slice select unsqueeze squeeze split unbind "
-    "split_with_sizes detach alias as_strided unfold diagonal chunk narrow lift_fresh set_ resize_ view_as "
-    "device empty empty_like empty_strided new_empty new_empty_strided is_pinned record_stream".split()
-)
+NO_KERNEL = frozenset((
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "t", "transpose", "permute", "expand", "slice", "select",
+    "unsqueeze", "squeeze", "split", "unbind", "split_with_sizes", "detach", "alias", "as_strided", "unfold",
+    "diagonal", "chunk", "narrow", "lift_fresh", "set_", "resize_", "view_as", "device", "empty", "empty_like",
+    "empty_strided", "new_empty", "new_empty_strided", "is_pinned", "record_stream",
+))  # fmt: skip
 # The host waits for their answer.
 READS = {"_local_scalar_dense": 1, "is_nonzero": True, "equal": True, "allclose": True}
 # What is so small says nothing of work: numbers of steps, learning rates, lengths of documents.
@@ -88,7 +89,9 @@ class FakeGpu(TorchDispatchMode):
             self.uploads[f"{waits}{line_of_code()}"] += 1
             sent = args[0]
             with self.fake:
-                return torch.empty_strided(sent.shape, sent.stride(), dtype=kwargs.get("dtype") or sent.dtype, device=goes)
+                return torch.empty_strided(
+                    sent.shape, sent.stride(), dtype=kwargs.get("dtype") or sent.dtype, device=goes
+                )
         if name not in NO_KERNEL:
             self.kernels[name] += 1
             if name == "_to_copy":

@@ -22,7 +22,9 @@ def why_not():
 
 
 def find_compiler():
-    return next((found for name in (os.environ.get("CXX"), "g++", "clang++") if name and (found := shutil.which(name))), None)
+    return next(
+        (found for name in (os.environ.get("CXX"), "g++", "clang++") if name and (found := shutil.which(name))), None
+    )
 
 
 def compile_guard(folder):

@@ -15,7 +15,7 @@ from duoka.comm.world import World
 from duoka.config.schema import LoraConfig, OptimConfig, ParallelConfig, TrainConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.model import attention
-from duoka.model.build import LossModel, find_core, load_model
+from duoka.model.build import find_core, load_model
 from duoka.model.fused import apply_fused
 from duoka.model.layers import find_layers
 from duoka.model.request import ModelRequest
@@ -89,13 +89,20 @@ def _build(request, layout, world, optim):
     whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
     stage = Likelihood(SimpleNamespace(train=TrainConfig()))
     engine = parallelize(
-        stage.wrap(lm), layout, ParallelConfig(), build_mesh(layout, world), source, whole if optim.name == "muon" else ()
+        stage.wrap(lm),
+        layout,
+        ParallelConfig(),
+        build_mesh(layout, world),
+        source,
+        whole if optim.name == "muon" else (),
     )
     engine.model.train()
     on_host = layout.offload == "optimizer"
-    return engine, build_optimizer(
-        engine.named_trainable(), optim, on_host=on_host, roles=roles, sharing=engine.share_matrices
-    ), stage
+    return (
+        engine,
+        build_optimizer(engine.named_trainable(), optim, on_host=on_host, roles=roles, sharing=engine.share_matrices),
+        stage,
+    )
 
 
 def _held(engine, optimizer):
@@ -134,6 +141,7 @@ def global_batch(tokens, packed, num_micro_batches):
     micro = Batch(
         input_ids=ids, labels=ids.clone(), position_ids=positions, boundaries=edges if packed else None,
         attention_mask=None, num_targets=tokens, num_tokens=tokens, num_samples=2, token_keys=ids.clone(),
+        target_places=torch.arange(tokens),  # as Batch.pinned finds them
     )  # fmt: skip
     nobody = np.empty(0, dtype=np.int64)
     targets = tokens * num_micro_batches

@@ -64,13 +64,18 @@ class World:
         if self.size == 1:
             return list(values)
         # MPS-like devices know no fp64; gloo and nccl both do.
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self.heart.exchange(self._called("all_reduce of the step's sums")):
-            if self.is_aside:
-                dist.all_reduce(tensor, group=self.group)
-            else:
-                all_reduce(tensor, self.group)
-        return [float(value) for value in tensor.tolist()]
+        tensor = torch.tensor(values, dtype=torch.float64).to(self.device, non_blocking=True)
+        return [float(value) for value in self.sum_tensor(tensor).tolist()]
+
+    def sum_tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """The same of a tensor on this world's device, in place; nobody has to wait for it."""
+        if self.size > 1:
+            with self.heart.exchange(self._called("all_reduce of the step's sums")):
+                if self.is_aside:
+                    dist.all_reduce(values, group=self.group)
+                else:
+                    all_reduce(values, self.group)
+        return values
 
     def agree(self, value: Any) -> Any:
         """The value of this world's rank 0, on every rank of it."""

@@ -40,16 +40,17 @@ class Documents:
 
 def register_attention() -> str:
     """Make `attn_implementation="duoka"` known to transformers; calling it again changes nothing."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
+    # No mask is registered beside it: transformers makes none then, and does not look on the device whether positions
+    # begin again, which every forward pass would wait for.
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
     return NAME
 
 
 def register_watched_attention() -> tuple[str, list[bool]]:
     """A name for `attn_implementation`, and a list that is told of each call whether the documents' borders came."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
     came: list[bool] = []
 
@@ -59,13 +60,7 @@ def register_watched_attention() -> tuple[str, list[bool]]:
 
     name = f"{NAME}_watched"
     AttentionInterface.register(name, watch)
-    AttentionMaskInterface.register(name, _no_mask)
     return name, came
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The attention function knows the documents itself; a dense mask would cost memory and the fast kernel."""
-    return None
 
 
 def attend(
@@ -134,14 +129,15 @@ def _attend_all_documents(
     varlen: Any = _find_varlen()
     places, longest = documents.edges, documents.longest
     dtype = _dtype_of(query)
-    flat = [tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]  # (tokens, heads, dim)
+    # Squeezed, not indexed: the gradient of an index is a row of zeros that is written first.
+    flat = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
     # A window counts the token itself; the kernel counts what lies before it.
     behind = -1 if window is None or window > longest else window - 1
     out: torch.Tensor = varlen(
         *flat, places, places, longest, longest, scale=scaling, window_size=(behind, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return out[None]
+    return out.unsqueeze(0)  # of (tokens, heads, dim)
 
 
 @functools.cache
