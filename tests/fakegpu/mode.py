@@ -18,6 +18,7 @@ NO_KERNEL = frozenset((
 ))  # fmt: skip
 # The host waits for their answer.
 READS = {"_local_scalar_dense": 1, "is_nonzero": True, "equal": True, "allclose": True}
+_ON_GPU = torch._C.DispatchKey.CUDA
 # What is so small says nothing of work: numbers of steps, learning rates, lengths of documents.
 SMALL = 64
 
@@ -30,15 +31,10 @@ class FakeGpu(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.is_built = False
-        self._start()
+        self.start()
 
     def start(self):
-        """Count from here on, where the model has been built: nothing is on the meta device any more."""
-        self.is_built = True
-        self._start()
-
-    def _start(self):
+        """Count from here on."""
         self.kernels, self.syncs = collections.Counter(), collections.Counter()
         self.uploads, self.on_host = collections.Counter(), collections.Counter()
         self.casts = collections.Counter()
@@ -61,10 +57,11 @@ class FakeGpu(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, with the tensors that lie inside
         name = func._schema.name.partition("::")[2]
-        if self.is_built:
-            args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_gpu = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        if name in ("_pin_memory", "pin_memory", "is_pinned"):
+            return args[0] if name != "is_pinned" else True  # as if all host memory were
         goes = kwargs.get("device")
         goes = None if goes is None else torch.device(goes).type
         if not on_gpu and goes != "cuda":
@@ -100,8 +97,8 @@ class FakeGpu(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _as_fake(self, tensor):
-        # FSDP moves a module's buffers by giving the same object other data: of a fake tensor that is the meta part.
-        if not tensor.is_meta or isinstance(tensor, FakeTensor):
+        # FSDP moves a module's tensors by giving the same objects other data: what is left of a fake one is no fake.
+        if isinstance(tensor, (FakeTensor, DTensor)) or not torch._C._dispatch_keys(tensor).has(_ON_GPU):
             return tensor
         with self.fake:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")

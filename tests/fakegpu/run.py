@@ -41,14 +41,14 @@ def compile_guard(folder):
     return guard
 
 
-def run_on_fake_gpu(guard, calls):
+def run_on_fake_gpu(guard, calls, folder):
     """What `calls`, a name -> (a function of steps.py, its keywords), gave: JSON, or the text of an exception.
 
-    All of them run one after another in one process.
+    All of them run one after another in one process, in `folder`.
     """
     ended = subprocess.run(
         [sys.executable, "-m", "fakegpu.child", str(guard)],
-        input=json.dumps(calls), capture_output=True, text=True, timeout=SECONDS,
+        input=json.dumps(calls), cwd=folder, capture_output=True, text=True, timeout=SECONDS,
         env={**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-4000:]

@@ -2,9 +2,9 @@
 
 import contextlib
 import functools
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,26 +12,21 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from duoka.comm.world import World
-from duoka.config.schema import LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from duoka.config.schema import RunConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.model import attention
-from duoka.model.build import find_core, load_model
+from duoka.model.build import load_model
 from duoka.model.fused import apply_fused
-from duoka.model.layers import find_layers
 from duoka.model.request import ModelRequest
-from duoka.model.shards import build_without_memory
-from duoka.optim.build import build_optimizer
-from duoka.optim.roles import assign_roles
-from duoka.parallel.apply import parallelize
 from duoka.parallel.mesh import build_mesh
-from duoka.plan.layout import Layout
+from duoka.plan.layout import SHARDED, Layout
 from duoka.torch_private import fake_store
-from duoka.train.stages.likelihood import Likelihood
+from duoka.train import run
+from duoka.train.stages.stage import build_stage
 from duoka.train.step import optimizer_step
 from fakegpu.mode import FakeGpu
 
 GPU = torch.device("cuda", 0)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 SIZES = {
     "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -41,68 +36,44 @@ MICRO_BATCHES = 2
 
 
 @functools.cache
-def model_folder(family, num_layers, vocab, tied):
-    """A model of this many layers, as safetensors."""
+def model_folder(family, num_layers, vocab):
+    """A model of this many layers, as safetensors, in the folder of this process."""
     config, kind = FAMILIES[family]
-    folder = Path(tempfile.mkdtemp(prefix="fakegpu-"))
-    settings = {**SIZES, "num_hidden_layers": num_layers, "vocab_size": vocab, "tie_word_embeddings": tied}
+    folder = Path(f"{family}-{num_layers}-{vocab}").resolve()
+    settings = {**SIZES, "num_hidden_layers": num_layers, "vocab_size": vocab, "tie_word_embeddings": False}
     kind(config(**settings)).save_pretrained(folder)
     return folder
 
 
 def count_step(
-    num_layers=2, family="llama", strategy="single", size=1, shard=None, precision="bf16", recompute="none",
-    offload="none", lora=False, dropout=0.0, optim="adamw", packed=True, tokens=96, vocab=512, tied=False,
+    num_layers=2, family="llama", strategy="single", size=1, precision="bf16", recompute="none", offload="none",
+    lora=None, optim="adamw", packed=True, tokens=96, vocab=512, by_slices=True,
 ):  # fmt: skip
     """An optimizer step of MICRO_BATCHES micro-batches, on rank 0 of `size`, after a first one that made the state."""
-    shard = shard or (size if strategy in ("zero1", "zero2", "fsdp") else 1)
     layout = Layout(
-        dp=size, strategy=strategy, precision=precision, recompute=recompute, packing=packed, shard=shard,
-        offload=offload,
+        dp=size, strategy=strategy, precision=precision, recompute=recompute, packing=packed, offload=offload,
+        shard=size if strategy in SHARDED else 1,
     )  # fmt: skip
-    adapters = LoraConfig(rank=4, dropout=dropout) if lora else None
-    folder = model_folder(family, num_layers, vocab, tied)
-    request = ModelRequest(folder, dtype=DTYPES[precision] if lora else torch.float32, lora=adapters)
-    _try_fusions(request)
+    config = RunConfig(model={"name": "none"}, data={"train": "none"}, lora=lora, optim={"name": optim})
+    folder = model_folder(family, num_layers, vocab)
+    inputs = SimpleNamespace(config=config, folder=folder, loaded=SimpleNamespace(base=folder))
+    plan = SimpleNamespace(layout=layout)
+    _try_fusions(folder, config)
     batches = [global_batch(tokens, packed, number) for number in (1, MICRO_BATCHES)]
-    with _world(layout) as world, FakeGpu() as gpu:
-        engine, optimizer, stage = _build(request, layout, world, OptimConfig(name=optim))
+    files = run.build_without_memory if by_slices else lambda request: None
+    with _world(layout) as world, FakeGpu() as gpu, mock.patch.object(run, "build_without_memory", files):
+        stage = build_stage(config)
+        engine, roles = run.build_engine(inputs, plan, build_mesh(layout, world), stage)
+        contents = run._build_contents(config, plan, engine, roles)
+        engine.model.train()
         for batch in batches:
             gpu.start()
-            optimizer_step(engine, optimizer, batch, stage, clip=1.0)
-    held = {name: str(tensor.device) for name, tensor in _held(engine, optimizer)}
+            optimizer_step(engine, contents.optimizer, batch, stage, clip=1.0)
     return {
         "kernels": sum(gpu.kernels.values()), "by_kernel": dict(gpu.kernels), "syncs": dict(gpu.syncs),
         "uploads": dict(gpu.uploads), "on_host": dict(gpu.on_host), "casts": dict(gpu.casts),
-        "held_on_host": sorted(name for name, device in held.items() if device == "cpu"),
+        "held_on_host": sorted(name for name, held in _held(engine, contents.optimizer) if held.device.type == "cpu"),
     }  # fmt: skip
-
-
-def _build(request, layout, world, optim):
-    source = None
-    if layout.is_sharded:
-        lm, source = build_without_memory(request)
-    else:
-        lm = load_model(request)
-    core = find_core(lm)
-    roles = assign_roles(lm, core, find_layers(core))
-    whole = {name for name, p in lm.named_parameters() if p.requires_grad and roles[name] == "matrix"}
-    stage = Likelihood(SimpleNamespace(train=TrainConfig()))
-    engine = parallelize(
-        stage.wrap(lm),
-        layout,
-        ParallelConfig(),
-        build_mesh(layout, world),
-        source,
-        whole if optim.name == "muon" else (),
-    )
-    engine.model.train()
-    on_host = layout.offload == "optimizer"
-    return (
-        engine,
-        build_optimizer(engine.named_trainable(), optim, on_host=on_host, roles=roles, sharing=engine.share_matrices),
-        stage,
-    )
 
 
 def _held(engine, optimizer):
@@ -128,9 +99,9 @@ def _world(layout):
         dist.destroy_process_group()
 
 
-def _try_fusions(request):
-    """What is tried on random numbers, before numbers are fake: norms, MLPs, the attention kernel."""
-    apply_fused(load_model(request), adapters=True)
+def _try_fusions(folder, config):
+    """What is tried on random numbers, before numbers are fake: norms, MLPs, rotations, the attention kernel."""
+    apply_fused(load_model(ModelRequest(folder, dtype=torch.float32, lora=config.lora)), adapters=True)
     attention._kernel_works = lambda *facts: True
 
 

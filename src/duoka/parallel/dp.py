@@ -18,6 +18,7 @@ from torch.nn import parallel
 from duoka.model.build import Answer, LossModel
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.precision import compute_in
+from duoka.parallel.single import bring
 
 
 class Replicas(torch.nn.Module):
@@ -81,7 +82,7 @@ class DataParallel(Engine):
     def __init__(self, spec: EngineSpec) -> None:
         bare = spec.bare
         assert isinstance(bare, LossModel)
-        bare.to(spec.mesh.everyone.device)
+        bring(spec)
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         super().__init__(spec, Replicas(bare, list(range(count)), spec.layout.precision) if count > 1 else None)
 

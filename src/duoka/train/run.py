@@ -217,7 +217,10 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
         earlier=Earlier.of(config.lora, inputs.loaded.base),
     )
     source = None
-    if plan.layout.is_sharded and (built := build_without_memory(request)):
+    # A GPU's weights come straight from the files: eight ranks that each hold the model in host memory first, as wide
+    # as it is trained, are more than most machines have.
+    from_files = plan.layout.is_sharded or mesh.everyone.device.type == "cuda"
+    if from_files and (built := build_without_memory(request)):
         lm, source = built
     else:
         lm = load_model(request)
