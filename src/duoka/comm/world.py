@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from duoka.errors import ConfigError, WorkerFailed
 from duoka.process.environ import LOOPBACK, RankEnvironment, read_rank_environment
 from duoka.process.interface import choose_interface
 from duoka.process.lifeline import parent_pid
+from duoka.process.rank import LOGS_FOLDER
 from duoka.runs.heart import Heart
 from duoka.torch_private import abort_groups
 from duoka.units import parse_seconds
@@ -112,6 +113,26 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def set_gpu_habits(env: MutableMapping[str, str]) -> None:
+    """What CUDA, its allocator and NCCL read from the environment when they begin; what the user set stays."""
+    if torch.version.cuda is None:
+        return
+    habits = {
+        # As nvidia-smi counts them, whose numbers plan and messages have; CUDA alone begins with the fastest.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # The last collectives of each rank, written down when one of them waits for too long.
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    if "PYTORCH_CUDA_ALLOC_CONF" not in env:  # the older name of the same
+        # Micro-batches differ in length: fixed segments would leave holes that no later one fits into.
+        habits["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if LOGS_FOLDER in env:
+        habits["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = os.path.join(env[LOGS_FOLDER], "nccl-rank")
+    for name, value in habits.items():
+        env.setdefault(name, value)
+
+
 def check_own_gpu(world: World) -> None:
     """Refuse a world in which two processes have one GPU: NCCL would, and name neither."""
     if world.device.type != "cuda":
@@ -131,6 +152,7 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
     """Join the world that the launcher described, or be a world of one; `heart` tells watchers of its progress."""
     heart = heart or Heart()
     place = read_rank_environment()
+    set_gpu_habits(os.environ)
     device = pick_device(place.local_rank if place else 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 NAME = "duoka"
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -160,12 +161,25 @@ def kernel_packets() -> tuple[Any, ...]:
 
 
 def _has_kernel_for(query: torch.Tensor, drops: bool, softcap: float | None) -> bool:
-    if not query.is_cuda or query.shape[0] != 1 or drops or softcap is not None or _find_varlen() is None:
+    if not query.is_cuda or query.shape[0] != 1:
         return False
-    dtype = _dtype_of(query)
-    if dtype not in (torch.float16, torch.bfloat16):
-        return False
-    return _kernel_works(query.device, dtype, query.shape[-1])
+    return not why_no_kernel(query.device, _dtype_of(query), query.shape[-1], drops=drops, softcap=softcap)
+
+
+def why_no_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, drops: bool, softcap: float | None
+) -> str:
+    """Why a GPU takes one call per document of a packed row; "": all of them go in one launch."""
+    if _find_varlen() is None:
+        return "this torch has no kernel for documents of any length"
+    if drops:
+        return "the model drops attention weights"
+    if softcap is not None:
+        return "the model caps its scores (softcap)"
+    if dtype not in _HALF:
+        return f"its kernel knows bf16 and fp16, not {dtype}"
+    works = _kernel_works(device, dtype, head_dim)
+    return "" if works else f"its kernel does not answer as one call per document does, for heads of {head_dim}"
 
 
 def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
@@ -174,12 +188,17 @@ def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
-@functools.cache
+_WORKS: dict[tuple[torch.device, torch.dtype, int], bool] = {}
+
+
 def _kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Tried once beside one call per document: a GPU or a head size that the kernel does not serve goes without."""
-    # In a thread of its own: what a recomputed layer records of its operations must not hold those of a trial.
-    with ThreadPoolExecutor(1) as aside:
-        return aside.submit(_try_kernel, device, dtype, head_dim).result()
+    key = (device, dtype, head_dim)
+    if key not in _WORKS:  # a table, not a cached function: compiled layers read it, and would trace the other
+        # In a thread of its own: what a recomputed layer records of its operations must not hold those of a trial.
+        with ThreadPoolExecutor(1) as aside:
+            _WORKS[key] = aside.submit(_try_kernel, device, dtype, head_dim).result()
+    return _WORKS[key]
 
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

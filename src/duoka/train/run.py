@@ -52,6 +52,7 @@ from duoka.store.state import TrainState, seed_everything
 from duoka.store.takeover import take_over_state
 from duoka.train.evaluation import build_evaluation
 from duoka.train.garbage import GarbageCollection
+from duoka.train.gpus import as_torch_sees, note_attention
 from duoka.train.memory import MemoryWatch
 from duoka.train.moments import Moments
 from duoka.train.nonfinite import NonFinite
@@ -147,6 +148,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     mesh = build_mesh(plan.layout, world)  # who reads the same data, holds the same bits, adds the same loss
     stage = build_stage(config)  # what an optimizer step minimizes
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
+    notes += note_attention(find_core(engine.bare), plan.layout, world.device)
     contents = _build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
@@ -173,7 +175,7 @@ def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
 
 def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowChoice, notes: list[str]) -> Plan:
     """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
-    machine = read_machine()
+    machine = as_torch_sees(read_machine(), world)
     notes += rows.notes
     plan: Plan = world.agree(
         make_plan(
