@@ -68,10 +68,11 @@ def count_step(
         engine.model.train()
         for batch in batches:
             gpu.start()
-            optimizer_step(engine, contents.optimizer, batch, stage, clip=1.0)
+            result = optimizer_step(engine, contents.optimizer, batch, stage, clip=1.0)
     return {
         "kernels": sum(gpu.kernels.values()), "by_kernel": dict(gpu.kernels), "syncs": dict(gpu.syncs),
         "uploads": dict(gpu.uploads), "on_host": dict(gpu.on_host), "casts": dict(gpu.casts),
+        "seconds": [result.times.forward_s, result.times.backward_s],
         "held_on_host": sorted(name for name, held in _held(engine, contents.optimizer) if held.device.type == "cpu"),
     }  # fmt: skip
 

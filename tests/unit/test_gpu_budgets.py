@@ -74,6 +74,11 @@ def test_nothing_of_a_step_is_on_the_host(steps, name):
     assert not waiting, waiting
 
 
+def test_passes_take_the_time_that_the_gpu_took(steps):
+    """The host only launches them."""
+    assert ran(steps["full 2"])["seconds"] == [2 * 0.008, 2 * 0.008]
+
+
 def test_recomputing_selectively_computes_attention_once(steps):
     for name, times in {"full, selective": 1, "full, full recompute": 2, "full 2": 1}.items():
         kernels = ran(steps[name])["by_kernel"]
