@@ -96,9 +96,9 @@ def answer_for_one_gpu():
 
 
 def _read_all(tensor):
-    """One wait, where the fake tensor's own asks for each number."""
+    """One wait, where the fake tensor's own asks for each number; zeros: nothing overflowed, and memory was enough."""
     _note("tolist")
-    return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
+    return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
 
 
 def _have_kernels():

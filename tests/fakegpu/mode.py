@@ -64,6 +64,9 @@ class FakeGpu(TorchDispatchMode):
             return args[0] if name != "is_pinned" else True  # as if all host memory were
         goes = kwargs.get("device")
         goes = None if goes is None else torch.device(goes).type
+        if name in NO_KERNEL and goes == "cpu":
+            kwargs = {**kwargs, "pin_memory": False}
+        waits = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
         if not on_gpu and goes != "cuda":
             if name not in NO_KERNEL and any(tensor.numel() > SMALL for tensor in tensors):
                 self.on_host[f"{name} {line_of_code()}"] += 1
@@ -72,18 +75,22 @@ class FakeGpu(TorchDispatchMode):
             self.note_sync(name)
             return self._read(name, on_gpu[0])
         if on_gpu and goes == "cpu":
-            self.note_sync("copy to the host")
+            if name == "_to_copy" and waits:
+                self.note_sync("copy to the host")
             return torch.zeros(on_gpu[0].shape, dtype=kwargs.get("dtype") or on_gpu[0].dtype)
         if name == "copy_" and not isinstance(args[0], FakeTensor):
-            self.note_sync("copy_ to the host")
+            if waits:
+                self.note_sync("copy_ to the host")
+            return args[0]
+        if name == "copy_" and not isinstance(args[1], FakeTensor):
+            self.uploads[f"{'waits ' if waits else ''}{line_of_code()}"] += 1
             return args[0]
         if name == "nonzero":
             self.note_sync(name)
             with self.fake:
                 return torch.arange(args[0].numel(), device=args[0].device).unsqueeze(1)
         if not on_gpu and name == "_to_copy":
-            waits = "" if kwargs.get("non_blocking") else "waits "
-            self.uploads[f"{waits}{line_of_code()}"] += 1
+            self.uploads[f"{'waits ' if waits else ''}{line_of_code()}"] += 1
             sent = args[0]
             with self.fake:
                 return torch.empty_strided(

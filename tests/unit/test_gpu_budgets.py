@@ -25,7 +25,10 @@ OTHERS = {
     "zero2, muon": {"strategy": "zero2", "size": 4, "optim": "muon"},
     "fsdp, fp32, padded": {"strategy": "fsdp", "size": 4, "precision": "fp32", "packed": False},
 }
-OFFLOADED = {"fsdp, offload": {"strategy": "fsdp", "size": 4, "offload": "params"}}
+OFFLOADED = {
+    "fsdp, offload params": {"strategy": "fsdp", "size": 4, "offload": "params"},
+    "offload optimizer": {"offload": "optimizer"},
+}
 # Lines that look at tensors in host memory in every step.
 HOST_WORK = ("duoka/model/drawing.py",)  # whether torch's random state of the host has moved
 
@@ -46,6 +49,7 @@ def steps(tmp_path_factory):
 
 def ran(step):
     assert "error" not in step, f"{step['name']}: {step['error']}"
+    assert step["has_stepped"], f"{step['name']}: the optimizer was left out"
     return step
 
 
@@ -86,5 +90,12 @@ def test_recomputing_selectively_computes_attention_once(steps):
 
 
 def test_offloaded_shards_stay_on_the_host_until_they_are_gathered(steps):
-    step = ran(steps["fsdp, offload"])
+    step = ran(steps["fsdp, offload params"])
     assert [name for name in step["held_on_host"] if name.endswith("q_proj.weight")], step["held_on_host"]
+
+
+def test_offloaded_state_travels_while_the_host_computes(steps):
+    step = ran(steps["offload optimizer"])
+    assert all(name.startswith("exp_avg") for name in step["held_on_host"]), "weights stay on the GPU"
+    assert not [line for line in step["uploads"] if line.startswith("waits ")], step["uploads"]
+    assert not [line for line in step["syncs"] if line.startswith("copy")], step["syncs"]
