@@ -112,10 +112,7 @@ def apply_sharded(
     # Where weights stay whole, a frozen base is never exchanged at all.
     ignored = {p for p in bare.parameters() if not p.requires_grad} if keeps_weights else set()
     ignored |= {p for name, p in named_part(bare).named_parameters() if name in apart}
-    # FSDP brings what it shards to the device; nobody else would bring what it leaves alone.
-    for parameter in ignored:
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(mesh.everyone.device)
+    _bring(ignored, mesh.everyone.device)
     half, reduced = HALF.get(layout.precision), HALF.get(parallel.compress, torch.float32)
     # Layers compute in half precision from half-precision copies; the residual stream that the embedding begins, and
     # what the root holds, stay as wide as in one process, whose autocast casts only inside matrix products.
@@ -162,6 +159,13 @@ def apply_sharded(
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
     assert isinstance(bare, FSDPModule)
     return bare
+
+
+def _bring(ignored: Collection[torch.nn.Parameter], device: torch.device) -> None:
+    """To the device, as FSDP brings all that it shards; nobody else would bring what it leaves alone."""
+    for parameter in ignored:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
 
 
 def _units(model: torch.nn.Module | FSDPModule) -> list[FSDPModule]:
