@@ -6,11 +6,13 @@ lacks, and pyproject.toml admits no version that was not tried.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -31,6 +33,7 @@ __all__ = [
     "ReduceScatter",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "abort_groups",
     "call_of",
     "compute_local_shape_and_global_offset",
     "fake_store",
@@ -104,6 +107,12 @@ def set_call(model: torch.nn.Module, call: Callable[..., Any]) -> None:
 def call_of(model: torch.nn.Module) -> Any:
     """What `set_call` set."""
     return model._call_impl
+
+
+def abort_groups() -> None:
+    """End all process groups at once, whatever they are in the middle of; one that cannot be is left as it is."""
+    with contextlib.suppress(RuntimeError):
+        _abort_process_group()
 
 
 def fake_store() -> Any:

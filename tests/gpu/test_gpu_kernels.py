@@ -70,8 +70,8 @@ def test_the_loss_and_its_gradients_are_exact(device, precision):
 
 
 def test_the_loss_never_holds_all_logits(gpu):
-    """What a plain form keeps is tokens x vocabulary x 4 bytes, here 3.2 GB, several times over."""
-    tokens, width, vocabulary = 16384, 256, 49152
+    """What a plain form keeps is tokens x vocabulary x 4 bytes, here 12.9 GB, several times over."""
+    tokens, width, vocabulary = 65536, 256, 49152
     hidden = torch.randn(tokens, width, device=gpu, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocabulary, width, device=gpu, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(vocabulary, (tokens,), device=gpu)

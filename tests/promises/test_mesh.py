@@ -123,10 +123,10 @@ def cross_axes(folder):
     from duoka.comm.world import end_world, start_world
     from duoka.config.schema import ParallelConfig
     from duoka.errors import ConfigError
+    from duoka.parallel.fill import fill_weights
     from duoka.parallel.gather import gather_state
     from duoka.parallel.matrices import RowMatrices, rows_per_rank
     from duoka.parallel.mesh import build_mesh
-    from duoka.parallel.sharded import fill_shards
     from duoka.plan.layout import Layout, parse_layout
     from duoka.store.checkpoint import SMALL_FILES_BYTES, CheckpointStore
 
@@ -138,7 +138,7 @@ def cross_axes(folder):
     model = torch.nn.Linear(6, 4, bias=False)
     cut = distribute_tensor(torch.zeros(4, 6), device_mesh, [Shard(0), Shard(1)], src_data_rank=None)
     model.weight = torch.nn.Parameter(cut)
-    fill_shards(model, Numbers(), world.device)
+    fill_weights(model, Numbers(), world.device)
     assert torch.equal(model.weight.full_tensor(), torch.arange(24.0).view(4, 6))
 
     # Muon brings rows together along the axis that cuts them, wherever it lies in the mesh; not those of two axes.

@@ -142,3 +142,41 @@ def test_documents_are_measured_once_per_micro_batch(tiny_model, monkeypatch):
     assert all(one is inputs["boundaries"] for one in given)
     assert (tuple(given[0].lengths.tolist()), given[0].longest) == (LENGTHS, 96)
     assert torch.equal(given[0].edges, batch["boundaries"])
+
+
+def test_no_forward_pass_asks_a_tensor_for_a_number(tiny_model):
+    """A GPU's host would wait there. Of fake tensors transformers asks nothing: so on real ones."""
+    from duoka.model.attention import Documents
+    from duoka.model.chunks import Places
+    from duoka.torch_private import TorchDispatchMode
+
+    asked = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func._schema.name
+            if name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal"):
+                asked.append(name)
+            return func(*args, **(kwargs or {}))
+
+    model = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32))).train()
+    batch = packed(documents(model.lm.config.vocab_size))
+    batch["boundaries"] = Documents.of(batch["boundaries"], torch.device("cpu"))
+    batch["places"] = Places.of(batch["labels"])
+    model(**batch)
+    with Watch():
+        model(**batch)
+        model(**{**batch, "boundaries": None})
+    assert not asked, asked
+
+
+def test_a_compiled_layer_is_one_graph_where_the_kernel_takes_all_documents(tiny_model, monkeypatch):
+    import duoka.model.attention as room
+
+    monkeypatch.setattr(room, "find_varlen", lambda: lambda query, *rest, **how: query * 1.0)
+    monkeypatch.setattr(room, "has_kernel_for", lambda *_: True)
+    model = LossModel(load_model(ModelRequest(tiny_model, dtype=torch.float32))).train()
+    for layer in model.lm.model.layers:
+        layer.compile(dynamic=True, backend="eager", fullgraph=True)
+    batch = packed(documents(model.lm.config.vocab_size))
+    model(**batch)[0].backward()

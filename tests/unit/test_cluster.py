@@ -80,6 +80,14 @@ def test_a_lost_connection_is_not_the_cause_while_another_rank_has_a_reason(spec
     assert "rank 3 of 4 raised ValueError: loss is NaN" in verdict.lines[0]
 
 
+def test_a_rank_that_the_watchdog_of_nccl_ended_is_not_the_cause(spec: WorldSpec) -> None:
+    """It waited for another one: it has no traceback, and ended first."""
+    words = "[rank1]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE)"
+    (spec.run.logs / "rank00001.log").write_text(f"--- duoka: rank 1, pid 7, now ---\n{words}\n")
+    exits = RankExit(1, 1, -6, 1.0), RankExit(3, 2, -9, 9.0)
+    assert "rank 3 of 4 was killed by SIGKILL" in judge(spec, *exits).lines[0]
+
+
 def test_a_lost_connection_alone_is_told(spec: WorldSpec) -> None:
     fail(spec, 0, RuntimeError("[gloo] Connection reset by peer"))
     assert "rank 0 of 4 raised RuntimeError" in judge(spec, RankExit(0, 1, 1, 1.0)).lines[0]

@@ -75,7 +75,7 @@ def test_heads_with_bias_adapter_scale_softcap_and_goal_equal_torch(monkeypatch,
         likelihoods = [logits[0, row].log_softmax(-1)[label] for row, label in enumerate(labels[0]) if label >= 0]
         plain = -sum(likelihoods[i] * likelihoods[i].exp().item() for i in range(len(likelihoods)))
     check_same(ours, plain, (hidden, weight, bias, down, up))
-    other, _ = loss_from_logits(logits, labels, goal, training=True)
+    other, _ = loss_from_logits(logits, labels, None, goal, training=True)
     check_same(other, plain, (hidden, weight, bias, down, up))
 
 

@@ -139,7 +139,8 @@ def test_static_bytes_are_those_of_real_tensors():
 def test_plan_and_loss_work_in_the_same_chunks():
     from duoka.model import chunks
 
-    assert (LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS) == (chunks.CHUNK_BYTES, chunks.CPU_CHUNK_ROWS)
+    assert LOSS_CHUNK_BYTES == {"cpu": chunks.CHUNK_BYTES, "cuda": chunks.GPU_CHUNK_BYTES}
+    assert LOSS_CHUNK_ROWS == chunks.CPU_CHUNK_ROWS
 
 
 def test_a_reference_beside_the_model_is_weights_and_a_forward_pass():

@@ -30,6 +30,7 @@ SECOND_HAND = (
     "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "socket closed",
     "connectfullmesh", "remote process exited", "failed to recv", "failed to send", "nccl remote error",
     "connection was closed", "recvvalue failed", "sendbytes failed", "unhandled system error",
+    "watchdog caught collective operation timeout",
 )  # fmt: skip
 SMALLER = "SmallerMicroBatch"  # the kind of failure after which a start uses a smaller micro-batch
 _HINTS = {
@@ -147,7 +148,7 @@ def _judge_left_early(spec: WorldSpec, left: RankExit, bad: list[RankExit]) -> V
 
 def _had_no_memory(run: RunFolder, cause: RankExit) -> bool:
     """A process out of memory cannot always record why it ends; a library's last line may be all there is."""
-    words = _tail(run.logs / log_name(cause.rank)).rpartition(START_MARK)[2].splitlines()
+    words = _last_words(run.logs / log_name(cause.rank)).splitlines()
     return cause.code not in _NO_LAST_WORDS and says_no_memory("\n".join(words[-_LAST_LINES:]))
 
 
@@ -182,7 +183,9 @@ def _distance(run: RunFolder, one: RankExit, failure: Failure | None) -> int:
     if failure is not None:
         text = "\n".join((*failure.lines, failure.traceback[-4000:]))
     else:
-        text = "\n".join(read_last_traceback(run.logs / log_name(one.rank)))
+        log = run.logs / log_name(one.rank)
+        # NCCL's watchdog ends a rank that waited for another one: without a traceback, and by SIGABRT.
+        text = _last_words(log) if one.code == -signal.SIGABRT else "\n".join(read_last_traceback(log))
     return 1 if any(words in text.lower() for words in SECOND_HAND) else 0
 
 
@@ -242,9 +245,14 @@ def _tail(path: Path) -> str:
         return ""
 
 
+def _last_words(log: Path) -> str:
+    """What a rank wrote since its latest start, the end of it."""
+    return _tail(log).rpartition(START_MARK)[2]
+
+
 def read_last_traceback(log: Path) -> list[str]:
     """The last traceback of a rank's latest start, without torch's rank prefix; empty when there is none."""
-    lines = [_RANK_PREFIX.sub("", line) for line in _tail(log).rpartition(START_MARK)[2].splitlines()]
+    lines = [_RANK_PREFIX.sub("", line) for line in _last_words(log).splitlines()]
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not starts:
         return []

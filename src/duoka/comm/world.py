@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,9 @@ from duoka.errors import ConfigError, WorkerFailed
 from duoka.process.environ import LOOPBACK, RankEnvironment, read_rank_environment
 from duoka.process.interface import choose_interface
 from duoka.process.lifeline import parent_pid
+from duoka.process.rank import LOGS_FOLDER
 from duoka.runs.heart import Heart
+from duoka.torch_private import abort_groups
 from duoka.units import parse_seconds
 
 
@@ -64,13 +66,18 @@ class World:
         if self.size == 1:
             return list(values)
         # MPS-like devices know no fp64; gloo and nccl both do.
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self.heart.exchange(self._called("all_reduce of the step's sums")):
-            if self.is_aside:
-                dist.all_reduce(tensor, group=self.group)
-            else:
-                all_reduce(tensor, self.group)
-        return [float(value) for value in tensor.tolist()]
+        tensor = torch.tensor(values, dtype=torch.float64).to(self.device, non_blocking=True)
+        return [float(value) for value in self.sum_tensor(tensor).tolist()]
+
+    def sum_tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """The same of a tensor on this world's device, in place; nobody has to wait for it."""
+        if self.size > 1:
+            with self.heart.exchange(self._called("all_reduce of the step's sums")):
+                if self.is_aside:
+                    dist.all_reduce(values, group=self.group)
+                else:
+                    all_reduce(values, self.group)
+        return values
 
     def agree(self, value: Any) -> Any:
         """The value of this world's rank 0, on every rank of it."""
@@ -92,8 +99,11 @@ class World:
 
 
 def pick_device(local_rank: int) -> torch.device:
+    """The GPU of this place on its machine, or the only one that this process was given (Slurm, Kubernetes, Ray)."""
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
+        if count == 1 and _VISIBLE in os.environ:
+            return torch.device("cuda", 0)  # check_own_gpu says whether others were given the same one
         if local_rank >= count:
             raise ConfigError(
                 f"process {local_rank} of this machine has no GPU: there are {count}",
@@ -103,10 +113,46 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def set_gpu_habits(env: MutableMapping[str, str]) -> None:
+    """What CUDA, its allocator and NCCL read from the environment when they begin; what the user set stays."""
+    if torch.version.cuda is None:
+        return
+    habits = {
+        # As nvidia-smi counts them, whose numbers plan and messages have; CUDA alone begins with the fastest.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # The last collectives of each rank, written down when one of them waits for too long.
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    if "PYTORCH_CUDA_ALLOC_CONF" not in env:  # the older name of the same
+        # Micro-batches differ in length: fixed segments would leave holes that no later one fits into.
+        habits["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if LOGS_FOLDER in env:
+        habits["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = os.path.join(env[LOGS_FOLDER], "nccl-rank")
+    for name, value in habits.items():
+        env.setdefault(name, value)
+
+
+def check_own_gpu(world: World) -> None:
+    """Refuse a world in which two processes have one GPU: NCCL would, and name neither."""
+    if world.device.type != "cuda":
+        return
+    uuid = str(torch.cuda.get_device_properties(world.device).uuid)
+    everyone: list[tuple[int, str]] = world.gather((world.node, uuid))
+    first = everyone.index((world.node, uuid))
+    if first != world.rank:
+        raise ConfigError(
+            f"rank {world.rank} has the same GPU as rank {first}",
+            where=f"node {world.node}: {_VISIBLE}={os.environ.get(_VISIBLE, 'not set')}",
+            fix="start one process per GPU, or let each see a GPU of its own (Slurm: --gpus-per-task=1)",
+        )
+
+
 def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
     """Join the world that the launcher described, or be a world of one; `heart` tells watchers of its progress."""
     heart = heart or Heart()
     place = read_rank_environment()
+    set_gpu_habits(os.environ)
     device = pick_device(place.local_rank if place else 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -118,7 +164,7 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
         if parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp"):
             return World(device=device, heart=heart)
         # FSDP wants a group also for a single process: offloading is of use to one process too.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(_carriers(backend), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return World(device=device, backend=backend, heart=heart)
     if parallel.strategy in ("single", "dp"):
         raise ConfigError(
@@ -129,14 +175,24 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
     with heart.exchange("meeting of all processes"):
         try:
             store = _meeting_place(place, timeout)
-            dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, store=store)
+            dist.init_process_group(
+                _carriers(backend), rank=place.rank, world_size=place.size, timeout=timeout, store=store
+            )
         except (OSError, RuntimeError, ValueError) as error:
             raise _nobody_came(place, parallel.timeout, error) from error
     if dist.get_world_size() != place.size:
         raise WorkerFailed(f"asked for a world of {place.size} processes, got {dist.get_world_size()}")
-    return World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend, heart)
+    world = World(place.rank, place.local_rank, place.size, place.local_size, place.node, device, backend, heart)
+    check_own_gpu(world)
+    return world
 
 
+def _carriers(backend: str) -> str:
+    """What torch is told: NCCL carries no tensors of the host, where objects and offloaded shards are."""
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _met: dict[RankEnvironment, tuple[dist.Store, int]] = {}  # where this process met its world, and how many times
 
 
@@ -187,7 +243,9 @@ def join_world(parallel: ParallelConfig) -> tuple[World, bool]:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         # Scripts that chose a device have it set; others get the one of their place.
-        device = torch.device("cuda", torch.cuda.current_device() or local_rank)
+        chosen = torch.cuda.current_device()
+        device = torch.device("cuda", chosen) if chosen else pick_device(local_rank)
+        torch.cuda.set_device(device)
     return World(rank, local_rank, size, local_size, node, device, str(dist.get_backend())), False
 
 
@@ -225,10 +283,14 @@ def keep_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group
 
 
-def end_world(world: World) -> None:
-    """Leave the process group."""
-    if world.backend != "none" and dist.is_initialized():
-        keep_group(dist.group.WORLD)
+def end_world(world: World, *, has_failed: bool = False) -> None:
+    """Leave the process group. A rank that failed does not wait for the others, who wait for it in a collective."""
+    if world.backend == "none" or not dist.is_initialized():
+        return
+    keep_group(dist.group.WORLD)
+    if has_failed and world.device.type == "cuda":
+        abort_groups()  # NCCL's orderly end would first have its peers come to the same place
+    else:
         dist.destroy_process_group()
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 NAME = "duoka"
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,17 @@ class Documents:
 
 def register_attention() -> str:
     """Make `attn_implementation="duoka"` known to transformers; calling it again changes nothing."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
+    # No mask is registered beside it: transformers makes none then, and does not look on the device whether positions
+    # begin again, which every forward pass would wait for.
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
     return NAME
 
 
 def register_watched_attention() -> tuple[str, list[bool]]:
     """A name for `attn_implementation`, and a list that is told of each call whether the documents' borders came."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
     came: list[bool] = []
 
@@ -59,13 +61,7 @@ def register_watched_attention() -> tuple[str, list[bool]]:
 
     name = f"{NAME}_watched"
     AttentionInterface.register(name, watch)
-    AttentionMaskInterface.register(name, _no_mask)
     return name, came
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The attention function knows the documents itself; a dense mask would cost memory and the fast kernel."""
-    return None
 
 
 def attend(
@@ -134,14 +130,15 @@ def attend_all_documents(
     varlen: Any = find_varlen()
     places, longest = documents.edges, documents.longest
     dtype = _dtype_of(query)
-    flat = [tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]  # (tokens, heads, dim)
+    # Squeezed, not indexed: the gradient of an index is a row of zeros that is written first.
+    flat = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
     # A window counts the token itself; the kernel counts what lies before it.
     behind = -1 if window is None or window > longest else window - 1
     out: torch.Tensor = varlen(
         *flat, places, places, longest, longest, scale=scaling, window_size=(behind, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return out[None]
+    return out.unsqueeze(0)  # of (tokens, heads, dim)
 
 
 @functools.cache
@@ -164,12 +161,25 @@ def kernel_packets() -> tuple[Any, ...]:
 
 
 def has_kernel_for(query: torch.Tensor, drops: bool, softcap: float | None) -> bool:
-    if not query.is_cuda or query.shape[0] != 1 or drops or softcap is not None or find_varlen() is None:
+    if not query.is_cuda or query.shape[0] != 1:
         return False
-    dtype = _dtype_of(query)
-    if dtype not in (torch.float16, torch.bfloat16):
-        return False
-    return _kernel_works(query.device, dtype, query.shape[-1])
+    return not why_no_kernel(query.device, _dtype_of(query), query.shape[-1], drops=drops, softcap=softcap)
+
+
+def why_no_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, drops: bool, softcap: float | None
+) -> str:
+    """Why a GPU takes one call per document of a packed row; "": all of them go in one launch."""
+    if find_varlen() is None:
+        return "this torch has no kernel for documents of any length"
+    if drops:
+        return "the model drops attention weights"
+    if softcap is not None:
+        return "the model caps its scores (softcap)"
+    if dtype not in _HALF:
+        return f"its kernel knows bf16 and fp16, not {dtype}"
+    works = _kernel_works(device, dtype, head_dim)
+    return "" if works else f"its kernel does not answer as one call per document does, for heads of {head_dim}"
 
 
 def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
@@ -178,12 +188,17 @@ def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
-@functools.cache
+_WORKS: dict[tuple[torch.device, torch.dtype, int], bool] = {}
+
+
 def _kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Tried once beside one call per document: a GPU or a head size that the kernel does not serve goes without."""
-    # In a thread of its own: what a recomputed layer records of its operations must not hold those of a trial.
-    with ThreadPoolExecutor(1) as aside:
-        return aside.submit(_try_kernel, device, dtype, head_dim).result()
+    key = (device, dtype, head_dim)
+    if key not in _WORKS:  # a table, not a cached function: compiled layers read it, and would trace the other
+        # In a thread of its own: what a recomputed layer records of its operations must not hold those of a trial.
+        with ThreadPoolExecutor(1) as aside:
+            _WORKS[key] = aside.submit(_try_kernel, device, dtype, head_dim).result()
+    return _WORKS[key]
 
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -22,6 +22,7 @@ from duoka.errors import ConfigError
 from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier
 from duoka.model.attention import Documents, register_attention
+from duoka.model.chunks import Places
 from duoka.model.drawing import check_harmless, has_drawn, read_generators
 from duoka.model.dropout import count_dropout
 from duoka.model.freeze import apply_train_only
@@ -169,13 +170,14 @@ class LossModel(torch.nn.Module):
         position_ids: torch.Tensor,  # (rows, tokens)
         boundaries: torch.Tensor | Documents | None = None,
         token_keys: torch.Tensor | None = None,  # (rows, tokens), what dropout is counted from
+        places: Places | None = None,  # of the targets among all tokens, where somebody knows them already
         answer: Answer = "loss",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`loss`: (summed loss, correct target tokens); the second is counted in eval mode only.
 
         `logps`, `entropy`: (log p of each target, None or the entropy there), shaped as the labels, 0 elsewhere.
         """
-        inputs = (input_ids, labels, position_ids, boundaries, answer)
+        inputs = (input_ids, labels, position_ids, boundaries, places, answer)
         if token_keys is None or not self.training:
             return self._answer(*inputs)
         keys = token_keys
@@ -199,6 +201,7 @@ class LossModel(torch.nn.Module):
         labels: torch.Tensor,
         position_ids: torch.Tensor,
         boundaries: torch.Tensor | Documents | None,
+        places: Places | None,
         answer: Answer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         core: Any = self.core
@@ -210,15 +213,15 @@ class LossModel(torch.nn.Module):
         if not self.has_plain_head:
             logits = core(input_ids=input_ids, **options).logits
             if answer != "loss":
-                return logps_from_logits(logits, labels, answer == "entropy")
-            return loss_from_logits(logits, labels, self.goal, self.training)
+                return logps_from_logits(logits, labels, places, answer == "entropy")
+            return loss_from_logits(logits, labels, places, self.goal, self.training)
         hidden = core.get_decoder()(input_ids=input_ids, **options).last_hidden_state  # (rows, tokens, dim)
         head = core.get_output_embeddings()
         # A head that is sharded by itself has a form of these that gathers its weight around the call.
         use: Any = getattr(head, GATHERED_HEAD, None) or functools.partial(use_head, head)
         if answer != "loss":
-            return use(apply_head_to_logps, hidden, labels, self.bend, answer == "entropy")  # type: ignore[no-any-return]
-        return use(apply_head, hidden, labels, self.bend, self.goal)  # type: ignore[no-any-return]
+            return use(apply_head_to_logps, hidden, labels, places, self.bend, answer == "entropy")  # type: ignore[no-any-return]
+        return use(apply_head, hidden, labels, places, self.bend, self.goal)  # type: ignore[no-any-return]
 
     def next_token(self, input_ids: torch.Tensor) -> int:
         """The likeliest token after one row (1, tokens). Under FSDP all ranks call it: weights are gathered for it."""

@@ -13,8 +13,11 @@ import torch
 
 from duoka.data.feed.loader import IGNORED
 
-# Logits of one chunk (fp32): enough rows for an efficient matrix product, small beside a layer's activations.
+# Logits of one chunk (fp32): enough rows for an efficient matrix product, small beside a layer's activations. On a GPU
+# each chunk reads the head's weight twice and adds a product as large as it: with 130 rows, at a vocabulary of 128k,
+# that is several times the arithmetic; with 2,048 it is a fourth of it.
 CHUNK_BYTES = 64 * 2**20
+GPU_CHUNK_BYTES = 2**30
 # On a CPU no more rows pay, where the vocabulary is small: what lies in the cache is not read from memory again.
 CPU_CHUNK_ROWS = 512
 
@@ -48,9 +51,25 @@ class Targets:
     places: torch.Tensor  # (targets,) among all rows
 
 
-def take_targets(hidden: torch.Tensor, labels: torch.Tensor, low: LowRank | None) -> Targets:
+@dataclass(frozen=True)
+class Places:
+    """Which tokens of a batch are targets, found while its labels were on the host: to ask a GPU for it would stop it.
+
+    No tensor itself, so that it means all rows to whoever hands out parts of tensors.
+    """
+
+    index: torch.Tensor  # (targets,) on the device
+
+    @classmethod
+    def of(cls, labels: torch.Tensor) -> Places:
+        return cls((labels.reshape(-1) != IGNORED).nonzero().squeeze(1))
+
+
+def take_targets(
+    hidden: torch.Tensor, labels: torch.Tensor, low: LowRank | None, places: Places | None = None
+) -> Targets:
     flat = labels.reshape(-1)
-    chosen = (flat != IGNORED).nonzero().squeeze(1)
+    chosen = (places or Places.of(labels)).index
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
         rows = tensor.reshape(-1, tensor.shape[-1])
@@ -147,8 +166,9 @@ def _products(all_factors: list[_Factors]) -> Iterator[tuple[torch.Tensor, int, 
     num_rows, vocab = rows.shape[0], weight.shape[0]
     if not num_rows:
         return
-    most = max(1, CHUNK_BYTES // (4 * vocab))
-    num_chunks = math.ceil(num_rows / (min(most, CPU_CHUNK_ROWS) if rows.device.type == "cpu" else most))
+    on_cpu = rows.device.type == "cpu"
+    most = max(1, (CHUNK_BYTES if on_cpu else GPU_CHUNK_BYTES) // (4 * vocab))
+    num_chunks = math.ceil(num_rows / (min(most, CPU_CHUNK_ROWS) if on_cpu else most))
     size = math.ceil(num_rows / num_chunks)  # alike, so that no chunk of a few rows pays for the head's whole gradient
     buffer = torch.empty(size, vocab, dtype=wide(rows), device=rows.device)
     for start in range(0, num_rows, size):

@@ -7,7 +7,7 @@ and replaces those that answer the same. What it does not recognize stays as it 
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from duoka.model.dropout import CountedDropout, dropped, keep_scale, level_of
 from duoka.model.head import plain_adapter
+from duoka.model.rotary import rotation_on_gpu
 
 CLOSE = 1e-5
 
@@ -38,6 +39,8 @@ def _find_kind(module: torch.nn.Module, adapters: bool) -> Any:
         return _forward_norm if _is_rms_norm(type(module)) else None
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return _forward_gated if _is_gated_silu(type(module), type(module.act_fn)) else None
+    if hasattr(module, "q_proj"):
+        return _forward_rotated(type(module).forward)
     if adapters and hasattr(module, "lora_A"):
         return _forward_adapted if _is_frozen_with_adapter(module) else None
     return None
@@ -77,20 +80,50 @@ class RmsNorm(torch.autograd.Function):
 
 def _forward_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     weight = self.weight
+    if hidden_states.is_cuda and (hidden_states.dtype == weight.dtype or torch.is_autocast_enabled("cuda")):
+        return norm_on_gpu(hidden_states, weight, self.variance_epsilon)
     if hidden_states.dtype != weight.dtype:
         return super(type(self), self).forward(hidden_states)  # type: ignore[misc, no-any-return]
-    if hidden_states.is_cuda:
-        return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
     if hidden_states.dtype not in (torch.float32, torch.float64):
         return super(type(self), self).forward(hidden_states)  # type: ignore[misc, no-any-return]
     answer: torch.Tensor = RmsNorm.apply(hidden_states, weight, self.variance_epsilon)
     return answer
 
 
+def norm_on_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """torch's kernel, as wide as the input; under autocast its answer is narrow at once.
+
+    Autocast would widen a narrow input, and leave it to every projection behind the norm to cast the same numbers again
+    and to keep its own copy of them.
+    """
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    with torch.autocast("cuda", enabled=False):
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(dtype)
+
+
 @functools.cache
 def _is_rms_norm(kind: type) -> bool:
     stub = SimpleNamespace(weight=_draw(8), variance_epsilon=1e-3)
     return _answers_alike(kind, stub, _draw(3, 8), lambda x: RmsNorm.apply(x, stub.weight, 1e-3))
+
+
+# --- rotary embedding: written out in the attention's forward, by a function of its file ---
+
+_ROTATION = "apply_rotary_pos_emb"
+
+
+@functools.cache
+def _forward_rotated(forward: Any) -> Any:
+    """The same forward with our rotation in place of the one that it calls; None when it calls none that we know."""
+    if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names or forward.__closure__:
+        return None
+    ours = rotation_on_gpu(forward.__globals__.get(_ROTATION))
+    if ours is None:
+        return None
+    names = {**forward.__globals__, _ROTATION: ours}
+    again = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+    again.__kwdefaults__ = forward.__kwdefaults__
+    return again
 
 
 # --- gated MLP: down(silu(gate(x)) * up(x)) ---

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from duoka.model.chunks import IGNORED, Bend, LowRank
+from duoka.model.chunks import Bend, LowRank, Places
 from duoka.model.logps import TokenLogps, place, token_logps
 from duoka.model.loss import LIKELIHOOD, Goal, sum_cross_entropy
 
@@ -50,20 +50,22 @@ def plain_adapter(module: Any) -> str | None:
 
 
 def apply_head(
-    head: Any, hidden: torch.Tensor, labels: torch.Tensor, bend: Bend, goal: Goal
+    head: Any, hidden: torch.Tensor, labels: torch.Tensor, places: Places | None, bend: Bend, goal: Goal
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Head and loss in one: (summed loss, correct target tokens); the second is counted in eval mode only."""
     base, low = _read_head(head, hidden)
     return sum_cross_entropy(
         hidden, base.weight, labels, bias=base.bias, low=low, bend=bend,
-        goal=goal if head.training else LIKELIHOOD, count=not head.training,
+        goal=goal if head.training else LIKELIHOOD, count=not head.training, places=places,
     )  # fmt: skip
 
 
-def apply_head_to_logps(head: Any, hidden: torch.Tensor, labels: torch.Tensor, bend: Bend, entropy: bool) -> TokenLogps:
+def apply_head_to_logps(
+    head: Any, hidden: torch.Tensor, labels: torch.Tensor, places: Places | None, bend: Bend, entropy: bool
+) -> TokenLogps:
     """Head and log-probabilities of its target tokens in one."""
     base, low = _read_head(head, hidden)
-    return token_logps(hidden, base.weight, labels, bias=base.bias, low=low, bend=bend, entropy=entropy)
+    return token_logps(hidden, base.weight, labels, bias=base.bias, low=low, bend=bend, entropy=entropy, places=places)
 
 
 def _read_head(head: Any, hidden: torch.Tensor) -> tuple[Any, LowRank | None]:
@@ -76,10 +78,10 @@ def _read_head(head: Any, hidden: torch.Tensor) -> tuple[Any, LowRank | None]:
 
 
 def loss_from_logits(
-    logits: torch.Tensor, labels: torch.Tensor, goal: Goal, training: bool
+    logits: torch.Tensor, labels: torch.Tensor, places: Places | None, goal: Goal, training: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from a model's own logits, of target positions only."""
-    rows, targets, _ = _take_logits(logits, labels)
+    rows, targets, _ = _take_logits(logits, labels, places)
     goal = goal if training else LIKELIHOOD
     losses = F.cross_entropy(rows, targets, reduction="none", label_smoothing=goal.smoothing)
     if goal.by_probability:
@@ -89,15 +91,17 @@ def loss_from_logits(
     return loss, correct
 
 
-def logps_from_logits(logits: torch.Tensor, labels: torch.Tensor, entropy: bool) -> TokenLogps:
-    rows, targets, places = _take_logits(logits, labels)
+def logps_from_logits(logits: torch.Tensor, labels: torch.Tensor, places: Places | None, entropy: bool) -> TokenLogps:
+    rows, targets, chosen = _take_logits(logits, labels, places)
     every = rows.log_softmax(dim=-1)
-    logps = place(every.gather(1, targets[:, None]).squeeze(1), labels, places)
-    return TokenLogps(logps, place(-(every.exp() * every).sum(dim=-1), labels, places) if entropy else None)
+    logps = place(every.gather(1, targets[:, None]).squeeze(1), labels, chosen)
+    return TokenLogps(logps, place(-(every.exp() * every).sum(dim=-1), labels, chosen) if entropy else None)
 
 
-def _take_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _take_logits(
+    logits: torch.Tensor, labels: torch.Tensor, places: Places | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logits of target positions, their labels, their places among all), at least in fp32."""
-    places = (labels.flatten() != IGNORED).nonzero().squeeze(1)
-    rows = logits.flatten(0, -2)[places]
-    return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows, labels.flatten()[places], places
+    chosen = (places or Places.of(labels)).index
+    rows = logits.flatten(0, -2)[chosen]
+    return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows, labels.flatten()[chosen], chosen

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from duoka.model.chunks import STRAIGHT, Bend, ChunkedLogits, LowRank, take_targets, wide
+from duoka.model.chunks import STRAIGHT, Bend, ChunkedLogits, LowRank, Places, take_targets, wide
 
 
 class TokenLogps(NamedTuple):  # a tuple, in which wrappers of models find the tensors
@@ -31,9 +31,10 @@ def token_logps(
     low: LowRank | None = None,
     bend: Bend = STRAIGHT,
     entropy: bool = False,
+    places: Places | None = None,
 ) -> TokenLogps:
     """log p(label) of every target; both answers have gradients."""
-    targets = take_targets(hidden, labels, low)
+    targets = take_targets(hidden, labels, low, places)
     logps, entropies = _TokenLogps.apply(
         targets.rows, weight, bias, targets.low_rows, low.weight if low else None, targets.labels, bend, entropy
     )

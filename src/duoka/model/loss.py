@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from duoka.model.chunks import STRAIGHT, Bend, ChunkedLogits, LowRank, take_targets, wide
+from duoka.model.chunks import STRAIGHT, Bend, ChunkedLogits, LowRank, Places, take_targets, wide
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,10 @@ def sum_cross_entropy(
     bend: Bend = STRAIGHT,
     goal: Goal = LIKELIHOOD,
     count: bool = False,
+    places: Places | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum of -log p(label) over target rows, how many targets are the likeliest token: counted when asked)."""
-    targets = take_targets(hidden, labels, low)
+    targets = take_targets(hidden, labels, low, places)
     answer: tuple[torch.Tensor, torch.Tensor]
     answer = _HeadLoss.apply(
         targets.rows, weight, bias, targets.low_rows, low.weight if low else None, targets.labels,

@@ -38,7 +38,7 @@ def global_norm(parameters: list[torch.nn.Parameter], spread: Spread = spread_of
     whole = parts.pop((), [])
     if not parts:
         return torch.nn.utils.get_total_norm(whole)
-    total = torch.nn.utils.get_total_norm(whole).square() if whole else torch.zeros(())
+    total = torch.nn.utils.get_total_norm(whole).square() if whole else torch.zeros((), device=kind)
     for groups, local in parts.items():
         square = torch.stack(foreach_norm(local)).square().sum() if local else torch.zeros(())
         total = total.to(kind) + add_over(square, groups, kind)

@@ -24,6 +24,7 @@ from duoka.parallel.objective import Objective, no_loss
 from duoka.parallel.out_of_memory import Shortage, smallest_batch
 from duoka.parallel.powersgd import PowerSGD
 from duoka.parallel.precision import HALF, compute_in
+from duoka.parallel.single import bring
 from duoka.runs.heart import Heart
 from duoka.torch_private import NormBase
 
@@ -68,7 +69,7 @@ class Ddp(Engine):
 
     def __init__(self, spec: EngineSpec) -> None:
         bare, parallel, world = spec.bare, spec.parallel, spec.mesh.loss
-        bare.to(world.device)
+        bring(spec)
         with warnings.catch_warnings():
             # Torch's new name for broadcast_buffers has no way yet to leave the first broadcast out.
             warnings.simplefilter("ignore", FutureWarning)

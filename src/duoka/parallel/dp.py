@@ -18,6 +18,7 @@ from torch.nn import parallel
 from duoka.model.build import Answer, LossModel
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.precision import compute_in
+from duoka.parallel.single import bring
 
 
 class Replicas(torch.nn.Module):
@@ -41,6 +42,7 @@ class Replicas(torch.nn.Module):
     def forward(
         self, *, answer: Answer = "loss", **inputs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        inputs["places"] = None  # of the whole batch's targets; each GPU gets a part of its rows
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's note that it gathers scalars: they are meant to be
             first, second = self._ask_held(answer, inputs) if self._holds else self.replicas(answer=answer, **inputs)
@@ -80,7 +82,7 @@ class DataParallel(Engine):
     def __init__(self, spec: EngineSpec) -> None:
         bare = spec.bare
         assert isinstance(bare, LossModel)
-        bare.to(spec.mesh.everyone.device)
+        bring(spec)
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         super().__init__(spec, Replicas(bare, list(range(count)), spec.layout.precision) if count > 1 else None)
 

@@ -27,6 +27,7 @@ from duoka.optim.clip import clip_gradients
 from duoka.optim.muon import Sharing, WholeMatrices
 from duoka.optim.spread import Groups, spread_of
 from duoka.parallel import inject
+from duoka.parallel.gpu_clock import GpuClock
 from duoka.parallel.matrices import RowMatrices
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.objective import Objective, mean_loss, no_loss
@@ -55,8 +56,8 @@ class EngineSpec:
 class StepTimes:
     """Seconds of this rank's step by what it did; `wait_s` is the exchange that no work of its own hid.
 
-    On the host's clock: with gloo it is all of it, under every strategy. NCCL's waiting lies inside `forward_s` and
-    `backward_s`, because kernels wait there and the host goes on.
+    On a CPU, of the host's clock: with gloo it is all of it, under every strategy. On a GPU, `forward_s` and
+    `backward_s` are the GPU's own times, and NCCL's waiting lies inside them, because kernels wait there.
     """
 
     data_s: float = 0.0
@@ -68,12 +69,21 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class RankSums:
-    """What one rank's passes of a step came to: sums by name, all zero where memory ran out."""
+    """What one rank's passes of a step came to: sums by name (fp64, on the device), all zero where memory ran out.
 
-    losses: Mapping[str, float]
-    metrics: Mapping[str, float]
+    Nobody reads them before they are summed over ranks: a GPU's host would wait there for all that it has launched.
+    """
+
+    losses: Mapping[str, torch.Tensor]
+    metrics: Mapping[str, torch.Tensor]
     times: StepTimes
     shortage: Shortage | None = None
+    clock: GpuClock | None = None
+
+    def read_clock(self) -> None:
+        """The GPU's times of the passes, once it has done them."""
+        if self.clock is not None:
+            self.times.forward_s, self.times.backward_s = self.clock.read()
 
 
 class PassObserver:
@@ -157,6 +167,7 @@ class Engine:
         world, device, times = self.world, self.world.device, StepTimes()
         step, last = world.heart.beat.step + 1, len(batch.micro_batches) - 1
         denominators = objective.denominators(batch)
+        clock = GpuClock() if device.type == "cuda" else None
         totals = [
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
             for names in (denominators, objective.metrics)
@@ -164,6 +175,8 @@ class Engine:
         for place, micro in enumerate(batch.micro_batches):
             started, waited = time.perf_counter(), LEDGER.waited_s
             world.heart.tell("forward")
+            if clock is not None:
+                clock.mark("forward")
             try:
                 # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
                 with self.exchange(place == last):
@@ -173,12 +186,14 @@ class Engine:
                     losses = {k: inject.strike_loss(loss, step, world.rank) for k, loss in sums.losses.items()}
                     middle, waited_forward = time.perf_counter(), LEDGER.waited_s - waited
                     world.heart.tell("backward")
+                    if clock is not None:
+                        clock.mark("backward")
                     self.numerics.scaler.scale(mean_loss(losses, denominators)).backward()
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 shortage = describe_shortage(micro, error, world, is_last=place == last)
-                nothing = (dict.fromkeys(names, 0.0) for names in totals)
+                nothing = ({name: torch.zeros_like(total) for name, total in names.items()} for names in totals)
                 return RankSums(*nothing, times, shortage)
             observer.after_backward()
             for total, own in zip(totals, (losses, sums.metrics), strict=True):
@@ -188,8 +203,9 @@ class Engine:
             times.forward_s += middle - started - waited_forward
             times.backward_s += time.perf_counter() - middle - waited_backward
             times.wait_s += waited_forward + waited_backward
-        numbers = ({name: float(value) for name, value in total.items()} for total in totals)
-        return RankSums(*numbers, times)
+        if clock is not None:
+            clock.mark("end")
+        return RankSums(*totals, times, clock=clock)
 
     def exchange(self, last: bool) -> AbstractContextManager[None]:
         """Around the passes of one micro-batch: what they exchange. `last`: of the step."""
@@ -198,11 +214,14 @@ class Engine:
     def check_all_used(self, fix: str) -> None:
         """Refuse a trained parameter without a gradient, where that would break the next exchange."""
 
-    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> float:
-        """Shorten all gradients together to a global norm of `max_norm` (0: only measure); returns the norm before."""
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> torch.Tensor:
+        """Shorten all gradients together to a global norm of `max_norm` (0: only measure).
+
+        Returns the norm before, on the device.
+        """
         if is_scaled:
             self.numerics.scaler.unscale_(optimizer)
-        return float(clip_gradients(self.named_trainable().values(), max_norm, self.spread_of))
+        return clip_gradients(self.named_trainable().values(), max_norm, self.spread_of)
 
     def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
         """Change the weights. `overflowed`: a rank's norm is not finite; with fp16 all ranks skip the update."""

@@ -26,7 +26,9 @@ def gather_state(lm: torch.nn.Module, *, keep: bool, pipeline: World | None = No
             continue
         if id(tensor) not in made:
             whole = tensor.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            if isinstance(whole, DTensor):
+                # Offloaded shards lie in host memory, which the mesh's ranks cannot exchange.
+                whole = whole.to(whole.device_mesh.device_type).full_tensor()
             made[id(tensor)] = whole.cpu() if holds else torch.empty(0)
         # Shared tensors stay shared, so that transformers finds tied heads and writes them once.
         state[name] = made[id(tensor)]

@@ -8,6 +8,7 @@ import torch
 
 from duoka.data.feed.loader import Batch
 from duoka.model.attention import Documents
+from duoka.model.chunks import Places
 
 
 def model_inputs(micro: Batch, device: torch.device) -> dict[str, Any]:
@@ -17,6 +18,7 @@ def model_inputs(micro: Batch, device: torch.device) -> dict[str, Any]:
         "labels": micro.labels.to(device, non_blocking=True),
         "position_ids": micro.position_ids.to(device, non_blocking=True),
         "token_keys": None if micro.token_keys is None else micro.token_keys.to(device, non_blocking=True),
+        "places": None if micro.target_places is None else Places(micro.target_places.to(device, non_blocking=True)),
         # Measured while they are on the host: DDP and FSDP bring every tensor to the device, and to ask it for them
         # back would wait for all that it has to do.
         "boundaries": None if micro.boundaries is None else Documents.of(micro.boundaries, device),

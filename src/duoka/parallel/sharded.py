@@ -21,17 +21,15 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
-from duoka.model.box import Box
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part, use_head
 from duoka.model.layers import find_blocks, find_layers, is_transformer
-from duoka.model.shards import Weights
 from duoka.optim.muon import Sharing
 from duoka.optim.spread import Groups
 from duoka.parallel.engine import Engine, EngineSpec
+from duoka.parallel.fill import fill_weights
 from duoka.parallel.fsdp_comm import LayerBuffers, count_traffic
 from duoka.parallel.matrices import OwnedMatrices
 from duoka.parallel.mesh import Mesh
@@ -39,7 +37,6 @@ from duoka.parallel.objective import Objective
 from duoka.parallel.out_of_memory import Shortage
 from duoka.parallel.precision import HALF
 from duoka.plan.layout import Layout
-from duoka.torch_private import compute_local_shape_and_global_offset
 
 
 class Sharded(Engine):
@@ -52,8 +49,8 @@ class Sharded(Engine):
         self.sharded = apply_sharded(bare, layout, spec.parallel, spec.mesh, apart)
         self.strategy = layout.strategy
         if spec.source is not None:
-            home = torch.device("cpu") if layout.offload == "params" else spec.mesh.everyone.device
-            fill_shards(named_part(bare), spec.source, home)
+            home = torch.device("cpu") if layout.offload == "params" else None
+            fill_weights(named_part(bare), spec.source, spec.mesh.everyone.device, home)
         super().__init__(spec)
         self.owned = _share_owned(spec, apart) if apart else None
 
@@ -115,6 +112,7 @@ def apply_sharded(
     # Where weights stay whole, a frozen base is never exchanged at all.
     ignored = {p for p in bare.parameters() if not p.requires_grad} if keeps_weights else set()
     ignored |= {p for name, p in named_part(bare).named_parameters() if name in apart}
+    _bring(ignored, mesh.everyone.device)
     half, reduced = HALF.get(layout.precision), HALF.get(parallel.compress, torch.float32)
     # Layers compute in half precision from half-precision copies; the residual stream that the embedding begins, and
     # what the root holds, stay as wide as in one process, whose autocast casts only inside matrix products.
@@ -163,6 +161,13 @@ def apply_sharded(
     return bare
 
 
+def _bring(ignored: Collection[torch.nn.Parameter], device: torch.device) -> None:
+    """To the device, as FSDP brings all that it shards; nobody else would bring what it leaves alone."""
+    for parameter in ignored:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+
+
 def _units(model: torch.nn.Module | FSDPModule) -> list[FSDPModule]:
     assert isinstance(model, torch.nn.Module)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -191,35 +196,3 @@ def _gather_head_for_loss(bare: LossModel) -> None:
     if bare.has_plain_head and isinstance(head, FSDPModule):
         setattr(head, GATHERED_HEAD, types.MethodType(use_head, head))
         register_fsdp_forward_method(head, GATHERED_HEAD)
-
-
-def fill_shards(lm: torch.nn.Module, source: Weights, device: torch.device) -> None:
-    """Give a sharded model on the meta device its weights: each rank reads the rows that it keeps, and no others."""
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in lm.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    state: dict[str, torch.Tensor] = {}
-    for parameter in lm.parameters():
-        names = aliases[id(parameter)]
-        name = next(name for name in names if source.knows(name, parameter.shape))
-        # One object under all its names: tied weights stay tied.
-        filled = torch.nn.Parameter(_read(name, parameter, source, device), requires_grad=parameter.requires_grad)
-        state |= dict.fromkeys(names, filled)
-    lm.load_state_dict(state, strict=False, assign=True)
-    source.close()
-
-
-def _read(name: str, parameter: torch.Tensor, source: Weights, device: torch.device) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return source.read(name, parameter.shape).to(device, parameter.dtype)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    values = source.read(name, parameter.shape, Box(tuple(offset), tuple(shape)))
-    return DTensor.from_local(
-        values.to(device, parameter.dtype),
-        mesh,
-        placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from duoka.model.build import named_part
 from duoka.parallel.engine import Engine, EngineSpec
+from duoka.parallel.fill import fill_weights
 
 
 class Single(Engine):
     """The plain engine, on this process's device."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        spec.bare.to(spec.mesh.everyone.device)
+        bring(spec)
         super().__init__(spec)
+
+
+def bring(spec: EngineSpec) -> None:
+    """The whole model to this process's device: from files, where it is on the meta device still."""
+    device = spec.mesh.everyone.device
+    if spec.source is None:
+        spec.bare.to(device)
+        return
+    fill_weights(named_part(spec.bare), spec.source, device)
+    for module in spec.bare.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)

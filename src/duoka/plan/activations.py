@@ -14,8 +14,8 @@ from duoka.plan.layout import Layout
 from duoka.plan.recipe import ModelShare, Program, Work
 from duoka.plan.shape import adapted_linears
 
-# Logits of one chunk of the loss in fp32. model/loss.py works in the same chunks; a test holds the two together.
-LOSS_CHUNK_BYTES = 64 * 2**20
+# Logits of one chunk of the loss in fp32. model/chunks.py has the same chunks; a test holds the two together.
+LOSS_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 LOSS_CHUNK_ROWS = 512  # on a CPU
 
 
@@ -112,7 +112,7 @@ def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tu
     size = 2 if half else 4
     row_gradient = size * tokens * shape.hidden_size
     rows = min(tokens, LOSS_CHUNK_ROWS) if work.device == "cpu" else tokens
-    chunk = min(4 * rows * shape.vocab_size, LOSS_CHUNK_BYTES)
+    chunk = min(4 * rows * shape.vocab_size, LOSS_CHUNK_BYTES[work.device])
     # Beside the logits: their half-precision form, and a soft cap's slope.
     chunk += (chunk // 2 if half else 0) + (chunk if shape.bent_logits else 0)
     if work.lora is not None:

@@ -11,16 +11,19 @@ import socket
 
 from duoka.process.environ import RankEnvironment
 
-_CHOSEN = "GLOO_SOCKET_IFNAME"
+# By gloo, and by NCCL, whose ranks find each other over a socket whatever carries their data later.
+_CHOSEN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ANY_PORT = 9  # nothing is sent
 
 
 def choose_interface(place: RankEnvironment) -> None:
     """For worlds of several machines, GPU ones too: beside NCCL, saves talk over gloo."""
-    if place.size > place.local_size and not os.environ.get(_CHOSEN):
-        name = interface_towards(place.master_addr)
-        if name:
-            os.environ[_CHOSEN] = name
+    if place.size == place.local_size or all(os.environ.get(one) for one in _CHOSEN):
+        return
+    name = interface_towards(place.master_addr)
+    for one in _CHOSEN:
+        if name and not os.environ.get(one):
+            os.environ[one] = name
 
 
 def interface_towards(host: str) -> str:

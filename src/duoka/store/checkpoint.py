@@ -129,7 +129,8 @@ class CheckpointStore:
         if self.asynchronous and not self._copies_first:
             contents.optimizer.register_step_pre_hook(lambda *_: self.release())
         self._buffer = HostBuffer(size, self.world.device)
-        self._warming = self._thread.submit(self._buffer.touch)
+        may_pin = size <= available_memory_bytes() / 2 / self.world.local_size
+        self._warming = self._thread.submit(self._buffer.touch, may_pin=may_pin)
 
     def _plan(self, contents: Contents) -> SavePlan:
         """What each rank writes, and what that comes to; all ranks call it together the first time."""

@@ -106,14 +106,19 @@ class HostBuffer:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.device = device
         self.is_pinned = False
-        if device.type == "cuda":
+
+    def touch(self, *, may_pin: bool = True) -> None:
+        """Have the memory ready: the first touch of a page costs several times what a copy into it does.
+
+        Pinning takes as long again, tens of seconds for a large share: beside the first steps. Pinned memory cannot be
+        swapped; where it would take most of what is free, copies may be slow instead (`may_pin`).
+        """
+        self.bytes.zero_()
+        if self.device.type == "cuda" and may_pin:
             address, size = self.bytes.data_ptr(), self.bytes.numel()
             self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
-
-    def touch(self) -> None:
-        """Have the memory ready: the first touch of a page costs several times what a copy into it does."""
-        self.bytes.zero_()
 
     def chunks(self, size_bytes: int) -> Iterator[Chunk]:
         """The first `size_bytes`, part by part."""

@@ -36,10 +36,13 @@ def run_worker(loaded: Loaded, run: RunFolder, on_hang: Callable[[str], None] | 
         watch_itself(heart, run, loaded.config.faults.patience_s, on_hang)
     inputs = read_inputs(loaded, run)
     world = start_world(loaded.config.parallel, heart)
+    has_failed = True
     try:
-        return run_in_world(inputs, world)
+        code = run_in_world(inputs, world)
+        has_failed = False
+        return code
     finally:
-        end_world(world)
+        end_world(world, has_failed=has_failed)
         heart.close()
 
 

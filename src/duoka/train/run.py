@@ -53,6 +53,7 @@ from duoka.store.state import TrainState, seed_everything
 from duoka.store.takeover import take_over_state
 from duoka.train.evaluation import build_evaluation
 from duoka.train.garbage import GarbageCollection
+from duoka.train.gpus import as_torch_sees, note_attention
 from duoka.train.hooks import Timer
 from duoka.train.memory import MemoryWatch
 from duoka.train.moments import Moments
@@ -149,6 +150,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     mesh = build_mesh(plan.layout, world)  # who reads the same data, holds the same bits, adds the same loss
     stage = build_stage(config)  # what an optimizer step minimizes
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
+    notes += note_attention(find_core(engine.bare), plan.layout, world.device)
     contents = _build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
@@ -175,7 +177,7 @@ def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
 
 def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowChoice, notes: list[str]) -> Plan:
     """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
-    machine = read_machine()
+    machine = as_torch_sees(read_machine(), world)
     notes += rows.notes
     plan: Plan = world.agree(
         make_plan(
@@ -219,7 +221,10 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
         earlier=Earlier.of(config.lora, inputs.loaded.base),
     )
     source = None
-    if plan.layout.is_sharded and (built := build_without_memory(request)):
+    # A GPU's weights come straight from the files: eight ranks that each hold the model in host memory first, as wide
+    # as it is trained, are more than most machines have.
+    from_files = plan.layout.is_sharded or mesh.everyone.device.type == "cuda"
+    if from_files and (built := build_without_memory(request)):
         lm, source = built
     else:
         lm = load_model(request)

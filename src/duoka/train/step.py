@@ -59,13 +59,14 @@ def optimizer_step(
     `local_flags` gives numbers of this rank's own, summed over ranks together with the loss: one exchange tells
     everything before the optimizer has changed a weight.
     """
+    began = time.perf_counter()
     LEDGER.take()  # what an evaluation or a check exchanged belongs to no step
     sums = engine.forward_backward(batch, objective, observer)
     shortage, times = sums.shortage, sums.times
     if shortage is not None and not shortage.rejoined:
         return StepResult(is_short=True, shortage=shortage)
     world = engine.mesh.everyone
-    started, waited = time.perf_counter(), LEDGER.waited_s
+    waited, spent = LEDGER.waited_s, time.perf_counter() - began
     inject.strike_gradients(engine.named_trainable().values(), world.heart.beat.step + 1, world.rank)
     norm = engine.clip(optimizer, clip, is_scaled=shortage is None)
     result = _sum_over_ranks(engine.mesh, batch, objective, sums, norm, local_flags())
@@ -78,28 +79,40 @@ def optimizer_step(
         engine.discard_exchange(is_short=result.is_short)
     engine.zero_grad(optimizer)
     waited = LEDGER.waited_s - waited  # for the norm and the sums
+    if sums.clock is not None:
+        # The host launches and goes on: what it spent until the sums were there is the GPU's time of both passes.
+        sums.read_clock()
+        spent = times.forward_s + times.backward_s
     times.wait_s += waited
-    times.optimizer_s = time.perf_counter() - started - waited
+    times.optimizer_s = max(0.0, time.perf_counter() - began - spent - waited)
     result.traffic, result.num_micro_batches = LEDGER.take(), len(batch.micro_batches)
     return result
 
 
 def _sum_over_ranks(
-    mesh: Mesh, batch: GlobalBatch, objective: Objective, sums: RankSums, norm: float, flags: Sequence[float]
+    mesh: Mesh, batch: GlobalBatch, objective: Objective, sums: RankSums, norm: torch.Tensor, flags: Sequence[float]
 ) -> StepResult:
-    """The step's one exchange of numbers. From here on every rank decides alike, because it knows the same."""
-    # Ranks that cut one model between them have one loss together, or the same one each.
-    own = [value if mesh.counts_loss else 0.0 for value in (*sums.losses.values(), *sums.metrics.values())]
+    """The step's one exchange of numbers. From here on every rank decides alike, because it knows the same.
+
+    And the one place where the host waits for the device: all numbers come over together.
+    """
+    own = torch.stack([*sums.losses.values(), *sums.metrics.values()])
+    if not mesh.counts_loss:  # ranks that cut one model between them have one loss together, or the same one each
+        own = torch.zeros_like(own)
+    norm = norm.to(own)
+    told = torch.tensor([float(sums.shortage is not None), *flags], dtype=own.dtype)
     # The norm is not summed: replicas have it from copies of the same gradients. But a fault may be in one copy only.
-    own += [float(sums.shortage is not None), float(not math.isfinite(norm)), *flags]
-    totals = iter(mesh.everyone.sum(own))
+    is_broken = (~norm.isfinite()).to(own)
+    everything = torch.cat((own, told.to(own.device, non_blocking=True), is_broken[None]))
+    *numbers, own_norm = torch.cat((mesh.everyone.sum_tensor(everything), norm[None])).tolist()
+    totals = iter(numbers)
     losses = {name: next(totals) for name in sums.losses}
     denominators = objective.denominators(batch)
     metrics = {name: next(totals) / denominators[objective.metrics[name]] for name in sums.metrics}
-    num_short, num_not_finite, *flag_counts = totals
+    num_short, *flag_counts, num_broken = totals
     return StepResult(
         loss=sum(total / denominators[name] for name, total in losses.items()),
-        norm=math.nan if num_not_finite and math.isfinite(norm) else norm,
+        norm=math.nan if num_broken and math.isfinite(own_norm) else own_norm,
         losses=losses,
         metrics=metrics,
         flag_counts=flag_counts,

@@ -50,13 +50,15 @@ class Batch:
     num_tokens: int  # real ones
     num_samples: int
     token_keys: Tensor | None = None  # (rows, tokens) long, what dropout counts from (token_keys.py); training only
+    target_places: Tensor | None = None  # (targets,) long, among all tokens, for devices that are slow to be asked
 
     def pinned(self) -> Batch:
-        """The same in pinned memory."""
+        """The same in pinned memory, for a GPU, which is told where targets are."""
+        known = replace(self, target_places=(self.labels.reshape(-1) != IGNORED).nonzero().squeeze(1))
         tensors: dict[str, Any] = {
-            name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: value.pin_memory() for name, value in vars(known).items() if isinstance(value, Tensor)
         }
-        return replace(self, **tensors)
+        return replace(known, **tensors)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""The GPUs that this run's ranks have, as torch sees them, where the plan's own look at the machine saw others.
+
+nvidia-smi may be missing in a container, slow, or speak of whole cards where a rank has a slice of one; each rank may
+see one card of eight. A plan made for what is not there would train on GPUs as if they were a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from duoka.comm.world import World
+from duoka.model.attention import why_no_kernel
+from duoka.model.dtypes import BY_PRECISION
+from duoka.plan.hardware import Gpu, Machine
+from duoka.plan.layout import Layout
+
+
+def as_torch_sees(machine: Machine, world: World) -> Machine:
+    """The same machine, with as many GPUs as the world has ranks there, or none where the world has none."""
+    if world.device.type != "cuda":
+        if not machine.gpus:
+            return machine
+        note = f"{len(machine.gpus)} GPUs found, and CUDA does not start here: planned for the CPU"
+        return replace(machine, gpus=(), notes=(*machine.notes, note))
+    if len(machine.gpus) >= world.local_size:
+        return machine
+    return replace(machine, gpus=(_read_gpu(world.device),) * world.local_size)
+
+
+def note_attention(core: Any, layout: Layout, device: torch.device) -> list[str]:
+    """Which attention packed rows get on a GPU, and why it is not the fast one. All ranks try it, before layers run."""
+    if device.type != "cuda" or not layout.packing:
+        return []
+    config = core.config.get_text_config()
+    why = why_no_kernel(
+        device,
+        BY_PRECISION[layout.precision],
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        drops=bool(getattr(config, "attention_dropout", 0.0)),
+        softcap=getattr(config, "attn_logit_softcapping", None),
+    )
+    return [
+        "attention: " + (f"one call per document, because {why}" if why else "one launch for all documents of a row")
+    ]
+
+
+def _read_gpu(device: torch.device) -> Gpu:
+    facts = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return Gpu(facts.name, int(total), int(free), facts.major + facts.minor / 10)

@@ -1,0 +1,101 @@
+"""What a training step asks of a GPU: kernels a layer, waits of the host, what lies on which side. On a fake one.
+
+Budgets are what was measured when they were written (docs/decisions.md says what came before): a change that costs a
+kernel or two per layer turns them red. tests/fakegpu says what such a step can show and what not.
+"""
+
+import pytest
+from fakegpu.run import compile_guard, run_on_fake_gpu, why_not
+
+pytestmark = pytest.mark.timeout(420)
+
+LORA = {"rank": 4}
+# Steps whose kernels are counted per layer, from one with one layer and one with two.
+PER_LAYER = {
+    "full": ({}, 84),
+    "full, fsdp": ({"strategy": "fsdp", "size": 8}, 84),
+    "lora": ({"lora": LORA}, 142),
+}
+# Steps of two layers that must run, with as few waits as any.
+OTHERS = {
+    "full, selective": {"recompute": "selective"},
+    "full, full recompute": {"recompute": "full"},
+    "qwen3, lora, dropout": {"family": "qwen3", "lora": {**LORA, "dropout": 0.1}},
+    "zero1, lora, loaded whole": {"strategy": "zero1", "size": 4, "lora": LORA, "by_slices": False},
+    "zero2, muon": {"strategy": "zero2", "size": 4, "optim": "muon"},
+    "fsdp, fp32, padded": {"strategy": "fsdp", "size": 4, "precision": "fp32", "packed": False},
+}
+OFFLOADED = {
+    "fsdp, offload params": {"strategy": "fsdp", "size": 4, "offload": "params"},
+    "offload optimizer": {"offload": "optimizer"},
+}
+# Lines that look at tensors in host memory in every step.
+HOST_WORK = ("duoka/model/drawing.py",)  # whether torch's random state of the host has moved
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    if why_not():
+        pytest.skip(why_not())
+    calls = {
+        f"{name} {layers}": {**how, "num_layers": layers} for name, (how, _) in PER_LAYER.items() for layers in (1, 2)
+    }
+    calls |= OTHERS | OFFLOADED
+    folder = tmp_path_factory.mktemp("fakegpu")
+    guard = compile_guard(folder)
+    found = run_on_fake_gpu(guard, {name: ("count_step", how) for name, how in calls.items()}, folder)
+    return {name: {**answer, "name": name} for name, answer in found.items()}
+
+
+def ran(step):
+    assert "error" not in step, f"{step['name']}: {step['error']}"
+    assert step["has_stepped"], f"{step['name']}: the optimizer was left out"
+    return step
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_a_layer_stays_within_its_kernels(steps, name):
+    one, two = (ran(steps[f"{name} {layers}"]) for layers in (1, 2))
+    per_layer = (two["kernels"] - one["kernels"]) / 2  # micro-batches
+    budget = PER_LAYER[name][1]
+    assert per_layer <= budget, f"{per_layer} kernels a layer and micro-batch: {two['by_kernel']}"
+    assert per_layer > budget / 2, "kernels were not seen"
+
+
+@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER), *OTHERS])
+def test_the_host_waits_for_the_gpu_once_a_step(steps, name):
+    syncs = ran(steps[name])["syncs"]
+    assert sum(syncs.values()) == 1, syncs
+
+
+@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER), *OTHERS])
+def test_nothing_of_a_step_is_on_the_host(steps, name):
+    step = ran(steps[name])
+    assert not step["held_on_host"], step["held_on_host"]
+    strange = [line for line in step["on_host"] if not line.partition(" ")[2].startswith(HOST_WORK)]
+    assert not strange, strange
+    waiting = [line for line in step["uploads"] if line.startswith("waits ")]
+    assert not waiting, waiting
+
+
+def test_passes_take_the_time_that_the_gpu_took(steps):
+    """The host only launches them."""
+    assert ran(steps["full 2"])["seconds"] == [2 * 0.008, 2 * 0.008]
+
+
+def test_recomputing_selectively_computes_attention_once(steps):
+    for name, times in {"full, selective": 1, "full, full recompute": 2, "full 2": 1}.items():
+        kernels = ran(steps[name])["by_kernel"]
+        assert kernels["_varlen_attn"] == times * kernels["_varlen_attn_backward"] == times * 4, name
+
+
+def test_offloaded_shards_stay_on_the_host_until_they_are_gathered(steps):
+    step = ran(steps["fsdp, offload params"])
+    assert [name for name in step["held_on_host"] if name.endswith("q_proj.weight")], step["held_on_host"]
+
+
+def test_offloaded_state_travels_while_the_host_computes(steps):
+    step = ran(steps["offload optimizer"])
+    assert all(name.startswith("exp_avg") for name in step["held_on_host"]), "weights stay on the GPU"
+    assert not [line for line in step["uploads"] if line.startswith("waits ")], step["uploads"]
+    assert not [line for line in step["syncs"] if line.startswith("copy")], step["syncs"]
