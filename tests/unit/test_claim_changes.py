@@ -40,7 +40,9 @@ def make_checkpoint(run: RunFolder, step: int, *overrides: str) -> Path:
 def test_a_change_is_allowed_by_name_and_the_message_says_how(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(home)
     assert frame.run(["train", "sft.yaml", "optim.lr=2e-3"]) == 2
-    assert "checkpoint.allow_changes=[optim.lr]" in capsys.readouterr().err
+    assert "from its newest checkpoint on:   checkpoint.allow_changes=[optim.lr]" in capsys.readouterr().err
+    assert frame.run(["train", "sft.yaml", "train.seed=9"]) == 2
+    assert "from a checkpoint at an epoch's end on:   checkpoint.allow_changes=[train.seed]" in capsys.readouterr().err
     allowed = ["optim.lr=2e-3", "checkpoint.allow_changes=[optim.lr]"]
     assert check_claim(load_config("sft.yaml", allowed), run) == "resumed"
 
