@@ -74,8 +74,8 @@ def test_a_group_that_a_script_made_gets_a_device_of_its_own(cuda, monkeypatch, 
 
 
 def test_nccl_comes_with_gloo_for_what_lies_on_the_host():
-    assert room._carriers("nccl") == "cpu:gloo,cuda:nccl"
-    assert room._carriers("gloo") == "gloo"
+    assert room.carriers("nccl") == "cpu:gloo,cuda:nccl"
+    assert room.carriers("gloo") == "gloo"
 
 
 def test_a_rank_that_failed_waits_for_nobody(monkeypatch):
@@ -122,7 +122,7 @@ def test_the_banner_says_which_attention_runs_and_why(monkeypatch):
         return note_attention(SimpleNamespace(config=config), layout, device)
 
     tried = []
-    monkeypatch.setattr("duoka.model.attention._kernel_works", lambda *how: not tried.append(how))
+    monkeypatch.setattr("duoka.model.attention.kernel_works", lambda *how: not tried.append(how))
     assert note() == ["attention: one launch for all documents of a row"] and tried == [(gpu, torch.bfloat16, 16)]
     assert "caps its scores" in note(attn_logit_softcapping=50.0)[0]
     assert "drops attention weights" in note(attention_dropout=0.1)[0]

@@ -36,7 +36,7 @@ def test_on_a_cpu_a_model_keeps_its_own(monkeypatch):
     monkeypatch.setattr("duoka.model.rotary.rotate", lambda *_: pytest.fail("ours, on a CPU"))
     query, key, cos, sin = draw(1, 4, 7, 8), draw(1, 2, 7, 8), draw(1, 7, 8), draw(1, 7, 8)
     turn = rotation_on_gpu.__wrapped__
-    monkeypatch.setattr("duoka.model.rotary._answers_alike", lambda _: True)
+    monkeypatch.setattr("duoka.model.rotary.answers_alike", lambda _: True)
     answers = [one(query, key, cos, sin) for one in (turn(apply_rotary_pos_emb), apply_rotary_pos_emb)]
     assert all(torch.equal(one, two) for one, two in zip(*answers, strict=True))
 

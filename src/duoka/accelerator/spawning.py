@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -18,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from duoka.cluster.blame import SECOND_HAND
@@ -83,10 +83,10 @@ def _check(fn: Callable[..., Any], start_method: str) -> None:
         fix = "write:   duoka.notebook_launcher(fn, args, num_processes=2)   or put it into a .py file"
         raise ConfigError(f"{name} was typed into this session, and fresh processes cannot find it", fix=fix)
     try:
-        pickle.dumps(fn)
-    except (pickle.PicklingError, AttributeError, TypeError):
+        ForkingPickler.dumps(fn)  # as multiprocessing hands it over
+    except Exception as error:  # whatever an object's own way of being copied raises
         fix = "define it at the top level of a .py file"
-        raise ConfigError(f"{name} cannot be sent to fresh processes", fix=fix) from None
+        raise ConfigError(f"{name} cannot be sent to fresh processes", fix=fix) from error
 
 
 @dataclass(frozen=True)

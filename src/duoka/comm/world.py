@@ -164,7 +164,7 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
         if parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp"):
             return World(device=device, heart=heart)
         # FSDP wants a group also for a single process: offloading is of use to one process too.
-        dist.init_process_group(_carriers(backend), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(carriers(backend), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return World(device=device, backend=backend, heart=heart)
     if parallel.strategy in ("single", "dp"):
         raise ConfigError(
@@ -176,7 +176,7 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
         try:
             store = _meeting_place(place, timeout)
             dist.init_process_group(
-                _carriers(backend), rank=place.rank, world_size=place.size, timeout=timeout, store=store
+                carriers(backend), rank=place.rank, world_size=place.size, timeout=timeout, store=store
             )
         except (OSError, RuntimeError, ValueError) as error:
             raise _nobody_came(place, parallel.timeout, error) from error
@@ -187,7 +187,7 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
     return world
 
 
-def _carriers(backend: str) -> str:
+def carriers(backend: str) -> str:
     """What torch is told: NCCL carries no tensors of the host, where objects and offloaded shards are."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 

@@ -178,7 +178,7 @@ def why_no_kernel(
         return "the model caps its scores (softcap)"
     if dtype not in _HALF:
         return f"its kernel knows bf16 and fp16, not {dtype}"
-    works = _kernel_works(device, dtype, head_dim)
+    works = kernel_works(device, dtype, head_dim)
     return "" if works else f"its kernel does not answer as one call per document does, for heads of {head_dim}"
 
 
@@ -191,7 +191,7 @@ def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
 _WORKS: dict[tuple[torch.device, torch.dtype, int], bool] = {}
 
 
-def _kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Tried once beside one call per document: a GPU or a head size that the kernel does not serve goes without."""
     key = (device, dtype, head_dim)
     if key not in _WORKS:  # a table, not a cached function: compiled layers read it, and would trace the other

@@ -55,7 +55,7 @@ def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
 @functools.cache
 def rotation_on_gpu(theirs: Any) -> Callable[..., Rotated] | None:
     """A model's own function on CPUs, ours on GPUs; None where ours would not answer the same."""
-    if not callable(theirs) or not _answers_alike(theirs):
+    if not callable(theirs) or not answers_alike(theirs):
         return None
 
     def turn(
@@ -69,7 +69,7 @@ def rotation_on_gpu(theirs: Any) -> Callable[..., Rotated] | None:
     return turn
 
 
-def _answers_alike(theirs: Callable[..., Any]) -> bool:
+def answers_alike(theirs: Callable[..., Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     shapes = (1, 2, 5, 8), (1, 1, 5, 8), (1, 5, 8), (1, 5, 8)
     query, key, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)

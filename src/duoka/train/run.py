@@ -151,7 +151,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     stage = build_stage(config)  # what an optimizer step minimizes
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
     notes += note_attention(find_core(engine.bare), plan.layout, world.device)
-    contents = _build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
+    contents = build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
     store = _open_store(inputs, plan, world)
@@ -237,7 +237,7 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     return parallelize(model, plan.layout, config.parallel, mesh, source, matrices), roles
 
 
-def _build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role]) -> Contents:
+def build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role]) -> Contents:
     optimizer = build_optimizer(
         engine.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
         b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
