@@ -221,7 +221,7 @@ def _demo_target() -> Path:
 def _demo_folder(say: Callable[[str], None]) -> Path:
     target = _demo_target()
     if not (target / "config.json").is_file():
-        say(f"converting SmolLM2-135M-Instruct to {target} (once, about half a minute)")
+        say(f"converting SmolLM2-135M-Instruct to {target} (once, some ten seconds)")
         from duoka.hub.demo_model import convert_demo_model
 
         convert_demo_model(target)
