@@ -106,6 +106,8 @@ def train_counted(accelerator, form, batch_size, epochs=2):
                 scheduler.step()
                 optimizer.zero_grad()
     state = {name: tensor.tolist() for name, tensor in accelerator.get_state_dict(model).items()}
+    # Of sharded weights rank 0 alone holds them whole.
+    assert bool(state) == (accelerator.is_main_process or accelerator.distributed_type.value != "FSDP")
     return {"first": first, "norms": norms, "state": state, "steps": accelerator.step, "lr": scheduler.get_last_lr()}
 
 

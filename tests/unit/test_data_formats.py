@@ -103,6 +103,8 @@ BAD = [
     (talk(("user", "q"), ("assistant", "a"), ("user", "q")), "messages", "ends with user", "add the answer"),
     (talk(("user", "\ud83d"), ("assistant", "a")), "messages", "half a character (\\ud83d)", "emoji"),
     (talk(("user", [{"type": "image"}]), ("assistant", "a")), "messages", "part of type 'image'", ""),
+    ({**talk(("user", "<image>who?"), ("assistant", "a")), "images": ["1.jpg"]}, "messages", "its images (<image>)",
+     "set of text"),
     (sharegpt_record(), "messages", "there is no 'messages'", '"role_tag": "from"'),
     (messages_record(), "sharegpt", "there is no 'conversations'", '"messages": "messages"'),
     ({"conversations": messages_record()["messages"]}, "sharegpt", "has no 'from'", '"role_tag": "role"'),

@@ -147,6 +147,7 @@ ENTRIES = [
     ({"file_name": "a.jsonl", "split": "test"}, "split 'test'"),
     ({"file_name": "a.jsonl", "num_samples": 0}, "num_samples is 0"),
     ({"file_name": "a.jsonl", "columns": {"message": "m"}}, "unknown name 'message' in columns"),
+    ({"file_name": "a.jsonl", "columns": {"messages": "m", "images": "i"}}, "it has images, and duoka reads text"),
     ({"file_name": "a.jsonl", "tags": ["role"]}, "tags must be an object"),
     ("a.jsonl", "must be an object"),
 ]

@@ -257,7 +257,7 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
         ({"stage": "stf"}, ("did you mean sft",)),
         ({"optim": "paged_adamw_8bit"}, ("moves its state to the host", "optim: adamw_8bit")),
         ({"use_adam_mini": True}, ("use_adam_mini true is refused",)),
-        ({"use_dft_loss": True, "label_smoothing_factor": 0.1}, ("train.loss is dft",)),
+        ({"use_dft_loss": True, "label_smoothing_factor": 0.1}, ("use_dft_loss (train.loss) is dft",)),
         ({"pissa_init": True, "pissa_iter": -2}, ("pissa_iter must be a whole number",)),
         ({"quantization_bit": 8}, ("quantization_bit 8 is not there",)),
         ({"quantization_bit": 4, "finetuning_type": "full"}, ("finetuning_type: lora",)),

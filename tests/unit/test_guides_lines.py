@@ -275,6 +275,23 @@ def test_what_accelerate_config_wrote_on_this_machine_is_read(folder: Path, monk
     assert named.words == ("train", "x.yaml", "--nproc", "4")
 
 
+def test_a_flag_comes_before_a_variable_and_a_variable_before_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("a.yaml").write_text("num_processes: 2\nmixed_precision: bf16\ndistributed_type: FSDP\n", "utf-8")
+    line = ["launch", "--config_file=a.yaml", "train.py", "x.yaml"]
+    assert "train.precision=bf16" in meaning_of_accelerate(line).words
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    meaning = meaning_of_accelerate(line)
+    assert "parallel.strategy=zero1" in meaning.words
+    assert any(
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE of the environment: before the config" in note for note in meaning.notes
+    )
+    flagged = meaning_of_accelerate([*line[:2], "--zero_stage=3", *line[2:]])
+    assert "parallel.strategy=zero3" in flagged.words
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert not any(word.startswith("train.precision") for word in meaning_of_accelerate(line).words)
+
+
 @pytest.mark.parametrize("word", ["--local-rank=1", "--local_rank=1"])
 def test_the_local_rank_of_the_older_launcher_is_passed_over(
     word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

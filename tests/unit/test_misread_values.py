@@ -6,6 +6,7 @@ What would be worse than a refusal is a run under another value than the one tha
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,12 @@ def test_a_misspelled_key_of_an_offload_block_is_refused(block: str) -> None:
         ({"max_steps": 2.5}, ("max_steps must be a whole number",)),
         ({"warmup_steps": -5}, ("warmup_steps", "-5")),
         ({"warmup_steps": 10, "warmup_ratio": "often"}, ('warmup_ratio must be a number, got "often"', "line 4")),
+        ({"warmup_ratio": 0.1, "warmup_steps": -5}, ("warmup_steps must be 0 or more, got -5",)),
+        ({"adam_beta1": 4}, ("adam_beta1 must be at least 0 and below 1, got 4",)),
+        ({"adam_beta2": 0.5}, ("AdamW diverges", "adam_beta2: 0.999")),
+        ({"learning_rate": 5}, ("learning_rate (optim.lr) is 5", "learning_rate: 2.0e-5")),
+        ({"output_dir": "/"}, ("output_dir (output) is /", "output_dir: runs/identity")),
+        ({"deepspeed": -5}, ("deepspeed must be the path of a DeepSpeed file, got -5",)),
         ({"warmup_ratio": 5}, ("warmup_ratio 5 is no share", "warmup_steps: 5")),
         ({"warmup_ratio": -0.1}, ("warmup_ratio -0.1 is no share",)),
         ({"save_strategy": "epcoh"}, ("save_strategy epcoh", "did you mean epoch")),
@@ -167,6 +174,49 @@ def test_a_value_that_means_nothing_is_refused_by_its_own_name(more: dict[str, A
     message = refusal(BASE | more)
     for word in words:
         assert word in message, message
+
+
+NUMBERS = [
+    name
+    for name, row in dialects()["llamafactory"].rows.items()
+    if row.state == "implemented" and not row.is_switch and row.key.startswith(("optim.", "train.", "lora.", "data."))
+    if name != "optim"  # a block of that name makes a file duoka's own
+]
+
+
+@pytest.mark.parametrize("bad", ["eight", -5, 0, 5, float("inf"), {"a": 1}], ids=repr)
+def test_what_a_refusal_advises_is_taken_by_the_same_file(bad: Any) -> None:
+    """Advice in duoka's own words would be refused there, and a 1 where a share belongs as well."""
+    refused = []
+    for name in (*NUMBERS, "output_dir", "quantization_bit", "ddp_timeout", "deepspeed"):
+        keys = {**BASE, "finetuning_type": "lora", name: "/" if name == "output_dir" else bad}
+        try:
+            load(keys)
+            continue
+        except Faults as error:
+            advice = [re.search(r"write(?: for example)?: {3}(\S.*?)(?: {3}|$)", fault.fix) for fault in error.faults]
+        for found in filter(None, advice):
+            better = {key: value for key, value in keys.items() if key != name} | yaml.safe_load(found[1])
+            try:
+                load(better)
+            except Faults as error:
+                refused.append(f"{name}: {found[1]}, then {error}")
+    assert not refused, "\n".join(refused)
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [({"bf16": True, "train_micro_batch_size_per_gpu": 1}, "bf16"), ({"zero_optimization": 2}, "zero_optimization")],
+)
+def test_a_block_that_is_none_is_named_as_one(keys: dict[str, Any], word: str) -> None:
+    assert f"{word} must be a block of keys" in side_refusal(keys)
+
+
+def test_a_part_of_offloading_is_said_to_be_all_of_it() -> None:
+    block = {"device": "cpu", "ratio": 0.4}
+    Path("side.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": block}}))
+    side = read_side_file("side.json", Start(2))
+    assert side is not None and any("ratio 0.4: all of it" in note for note in side.notes)
 
 
 def test_what_other_tools_write_for_unset_still_means_unset() -> None:

@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from duoka.cluster.blame import SECOND_HAND
@@ -82,11 +82,17 @@ def _check(fn: Callable[..., Any], start_method: str) -> None:
     if fn.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         fix = "write:   duoka.notebook_launcher(fn, args, num_processes=2)   or put it into a .py file"
         raise ConfigError(f"{name} was typed into this session, and fresh processes cannot find it", fix=fix)
-    try:
-        ForkingPickler.dumps(fn)  # as multiprocessing hands it over
-    except Exception as error:  # whatever an object's own way of being copied raises
+    if isinstance(fn, types.FunctionType) and not _is_found_by_name(fn):
         fix = "define it at the top level of a .py file"
-        raise ConfigError(f"{name} cannot be sent to fresh processes", fix=fix) from error
+        raise ConfigError(f"{name} cannot be sent to fresh processes", fix=fix)
+
+
+def _is_found_by_name(fn: types.FunctionType) -> bool:
+    """Fresh processes are told where a function stands: one inside of another, or without a name, stands nowhere."""
+    here: Any = sys.modules.get(fn.__module__)
+    for part in fn.__qualname__.split("."):
+        here = getattr(here, part, None)
+    return here is fn
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import click
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from duoka.config.loaded import Loaded
     from duoka.data.page import ShownSample
     from duoka.data.prepare import PreparedData
     from duoka.data.tokens.tokenizer import ChatTokenizer
@@ -32,13 +33,12 @@ def inspect(config: str, overrides: tuple[str, ...], samples: int, as_json: bool
     from duoka.config.load import load_config
     from duoka.data.page import build_page
     from duoka.data.prepare import prepare_data, read_tokenizer
-    from duoka.data.read.registry import check_data, check_sets
+    from duoka.data.read.registry import check_sets
     from duoka.hub.models import check_model, model_folder
     from duoka.runs.folder import write_text_atomic
 
     loaded = load_config(config, overrides, checks=(check_sets, check_model))
-    for fault in check_data(loaded.config, loaded.base):  # shown nevertheless
-        _say(f"note: duoka train would refuse it: {fault.what}")
+    _say_what_training_refuses(loaded)
     folder = model_folder(loaded.config.model, loaded.base, _say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=_say)
     tokenizer = read_tokenizer(loaded.config.model, loaded.base, folder)
@@ -83,6 +83,7 @@ def audit(config: str, overrides: tuple[str, ...], world: int, epoch: int, batch
     from duoka.hub.models import check_model, model_folder
 
     loaded = load_config(config, overrides, checks=(check_sets, check_model))
+    _say_what_training_refuses(loaded)
     folder = model_folder(loaded.config.model, loaded.base, _say)
     prepared = prepare_data(loaded.config, loaded.base, folder, say=_say)
     prepared.check_world(world)
@@ -145,6 +146,14 @@ def tokenizer(
 def _say(text: str) -> None:
     """Progress goes to stderr: stdout is the report's."""
     click.echo(text, err=True)
+
+
+def _say_what_training_refuses(loaded: Loaded) -> None:
+    """Kinds of records that the stage does not learn from are looked at all the same."""
+    from duoka.data.read.registry import check_data
+
+    for fault in check_data(loaded.config, loaded.base):
+        _say(f"note: duoka train would refuse it: {fault.what}")
 
 
 def _places(num_samples: int, wanted: int) -> list[int]:

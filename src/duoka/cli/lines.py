@@ -61,6 +61,13 @@ ACCELERATE_VALUES = (
     "fsdp_sync_module_states", "fsdp_forward_prefetch",
 )  # fmt: skip
 _DEFAULT_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
+# Variables that count between the flags and the file, and the flag that each stands for.
+_VARIABLES = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision", "ACCELERATE_USE_CPU": "cpu", "ACCELERATE_USE_FSDP": "use_fsdp",
+    "ACCELERATE_USE_DEEPSPEED": "use_deepspeed", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+}  # fmt: skip
 _OF_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
                  "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile",
                  "deepspeed_multinode_launcher")  # fmt: skip
@@ -161,7 +168,8 @@ def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
             fix="write for example:   duoka accelerate launch --num_processes=2 train.py --config x.yaml",
         )
     line = read_line(words[1:], ACCELERATE_SWITCHES, ACCELERATE_VALUES, "accelerate launch")
-    asked = _accelerate_config(line.flags)
+    from_env = {name: value for name in _VARIABLES if (value := os.environ.get(name, "")) not in ("", "false", "False")}
+    asked = _accelerate_config({_VARIABLES[name]: value for name, value in from_env.items()} | line.flags)
     machines = str(asked.get("num_machines", 1))
     count = str(asked.get("num_processes", ""))
     if count.isdecimal() and machines.isdecimal() and int(machines) > 1:
@@ -172,6 +180,8 @@ def meaning_of_accelerate(words: Sequence[str]) -> Meaning:
             )
         count = str(int(count) // int(machines))
     notes = ["accelerate's own name for --main_port is --main_process_port"] if "main_port" in line.flags else []
+    if counted := [name for name in from_env if _VARIABLES[name] not in line.flags]:
+        notes.append(f"{', '.join(counted)} of the environment: before the config file, after flags")
     if "config_file" not in line.flags and (default := _default_config()):
         notes.append(f"{default} is read, as accelerate launch does (HF_HOME)")
     num_ranks = int(count) * int(machines) if count.isdecimal() else 1

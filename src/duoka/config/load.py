@@ -30,7 +30,7 @@ from duoka.config.paths import given_path
 from duoka.config.rules import Rule, check_rules
 from duoka.config.schema import NAMED_BLOCKS, RunConfig
 from duoka.config.unknown import take_known_keys
-from duoka.config.values import build_config
+from duoka.config.values import build_config, in_their_words
 from duoka.config.write import Difference, config_hash, resolved_yaml, result_differences, result_values
 from duoka.config.yaml_lines import SourcePlace, Tree, printable
 from duoka.config.yaml_text import yaml_text
@@ -183,6 +183,10 @@ def _rule_fault(rule: Rule, what: str, fix: str, tree: Tree) -> Fault:
     if not places:
         return Fault(what, key=rule.keys[0], file=tree.place.file, fix=fix)
     (key, first), *others = places
+    for name, found in places:
+        if found.spelled:
+            both = f"{found.spelled} ({name})"  # a rule speaks of our value
+            what, fix = what.replace(name, both, 1), in_their_words(fix, name, found.spelled, found.place.file)
     also = [
         f"{other} is in line {found.place.line} of {found.place.file}" if found.place.line else f"{other} is given here"
         for other, found in others

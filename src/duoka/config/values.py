@@ -187,15 +187,15 @@ def _fault(path: KeyPath, is_missing: bool, raw: Any, tree: Tree) -> Fault:
         found = tree.at(path)
         what, fix = _refusal(key, shown, path, value, file)
         if found is not None and found.spelled:
-            what, fix = _in_their_words(what, fix, key, shown, found.spelled, file)
+            what, fix = what.replace(shown, found.spelled, 1), in_their_words(fix, key.name, found.spelled, file)
     return Fault(what, key=".".join(map(str, path)), file=file, line=line, source=source, fix=fix)
 
 
-def _in_their_words(what: str, fix: str, key: Key, shown: str, spelled: str, file: str) -> tuple[str, str]:
-    """A refusal by the name that was written: duoka's own would be refused in that file."""
-    ours = f"{key.name}=" if file == COMMAND_LINE else f"{key.name.rpartition('.')[2]}: "
+def in_their_words(fix: str, name: str, spelled: str, file: str) -> str:
+    """Advice by the name that was written: duoka's own would be refused in that file."""
+    ours = f"{name}=" if file == COMMAND_LINE else f"{name.rpartition('.')[2]}: "
     theirs = f"{spelled}=" if file == COMMAND_LINE else f"{spelled.rpartition('.')[2]}: "
-    return what.replace(shown, spelled, 1), fix.replace(f"   {ours}", f"   {theirs}", 1)
+    return fix.replace(f"   {ours}", f"   {theirs}", 1)
 
 
 def _missing_fix(key: Key, file: str) -> str:

@@ -125,7 +125,9 @@ def _offload(name: str, what: str) -> Any:
             )
         if what == "optimizer" and _device(asked.get(f"{_ZERO}offload_param")) == "cpu":
             return Answer()
-        return Answer({"parallel.offload": what})
+        ratio = value.get("ratio") if isinstance(value, dict) else None
+        part = "" if ratio in (None, 1) else f"ratio {shorten(ratio)}: all of it lies in host memory here, not a part"
+        return Answer({"parallel.offload": what}, part)
 
     return convert
 

@@ -203,6 +203,9 @@ def _translate_into(
                 _translate_into(out, others[row.opens], inner, asked, others, read_file)
         elif row.opens and isinstance(leaf.tree.value, dict):
             _translate_into(out, others[row.opens], leaf.tree, asked, others, read_file)
+        elif row.opens:
+            what = f"{leaf.shown} must be the path of a {others[row.opens].title} file, got {yaml_text(leaf.value)}"
+            out.faults.append(leaf.tree.place.fault(what, key=row.key, fix=f"write a path, or delete {leaf.shown}"))
         else:
             _apply_row(out, row, leaf, asked, said, by_name)
     default = SourcePlace(f"{dialect.title}{_DEFAULT}", 0, "")
@@ -337,6 +340,10 @@ def _note(out: Translated, leaf: Leaf, note: str, said: set[str]) -> None:
 
 
 def unknown_key(dialect: Dialect, leaf: Leaf) -> Fault:
+    if leaf.shown in dialect.openers:
+        inside = next(name for name in dialect.rows if name.startswith(f"{leaf.shown}."))[len(leaf.shown) + 1 :]
+        what = f"{leaf.shown} must be a block of keys, got {yaml_text(leaf.value)}"
+        return leaf.tree.place.fault(what, key=leaf.shown, fix=f"write under it for example   {inside}: ...")
     block, _, last = leaf.shown.rpartition(".")
     names = list(dialect.rows)
     if block and block not in dialect.blocks:

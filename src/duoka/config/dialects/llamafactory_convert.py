@@ -54,7 +54,8 @@ def of_freeze(convert: Any) -> Any:
 def layers(value: Any, asked: Asked) -> Any:
     layers = number(value, "freeze_trainable_layers")
     if layers != int(layers) or layers == 0:
-        raise Refusal(f"freeze_trainable_layers must be a whole number other than 0, got {value}", "write: 2")
+        what = f"freeze_trainable_layers must be a whole number other than 0, got {value}"
+        raise Refusal(what, "write:   freeze_trainable_layers: 2")
     return int(layers)
 
 

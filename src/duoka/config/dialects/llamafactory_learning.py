@@ -42,7 +42,7 @@ def warmup(value: Any, asked: Asked) -> Any:
     steps = number(asked.get("warmup_steps", 0), "warmup_steps")
     if steps < 0:
         raise Refusal(
-            f"warmup_steps must be 0 or more, got {value}", "write for example:   warmup_steps: 20", "warmup_steps"
+            f"warmup_steps must be 0 or more, got {steps:g}", "write for example:   warmup_steps: 20", "warmup_steps"
         )
     ratio = share(asked.get("warmup_ratio", 0), "warmup_ratio", "warmup_steps")
     return Answer({"optim.warmup": steps if steps > 0 else ratio})
@@ -91,8 +91,16 @@ def schedule_extra(value: Any, asked: Asked) -> Any:
 
 
 def betas(value: Any, asked: Asked) -> Any:
-    first, second = asked.get("adam_beta1", 0.9), asked.get("adam_beta2", 0.999)
-    return Answer({"optim.betas": [number(first, "adam_beta1"), number(second, "adam_beta2")]})
+    both = []
+    for name, usual in (("adam_beta1", 0.9), ("adam_beta2", 0.999)):
+        beta = number(asked.get(name, usual), name)
+        if not 0 <= beta < 1:
+            raise Refusal(f"{name} must be at least 0 and below 1, got {beta:g}", f"write:   {name}: {usual}", name)
+        both.append(beta)
+    if both[0] ** 2 >= both[1] and both[0] > 0:
+        what = f"adam_beta1 {both[0]:g}, squared, is not below adam_beta2 {both[1]:g}: AdamW diverges"
+        raise Refusal(what, "write:   adam_beta2: 0.999", "adam_beta2")
+    return Answer({"optim.betas": both})
 
 
 def optimizer(value: Any, asked: Asked) -> Any:
@@ -145,10 +153,9 @@ def data_seed(value: Any, asked: Asked) -> Any:
     seed = asked.get("seed", 42)
     if is_none(value) or number(value, "data_seed") == number(seed, "seed"):
         return Answer()
-    raise Refusal(
-        f"data_seed is {value} and seed is {seed}: one seed is for everything here, the order included",
-        f"delete data_seed, or write:   seed: {value}",
-    )
+    what = f"data_seed is {value} and seed is {seed}: one seed is for everything here, the order included"
+    is_seed = isinstance(value, int) and value >= 0
+    raise Refusal(what, f"delete data_seed, or write:   seed: {value}" if is_seed else "delete data_seed")
 
 
 def recompute(value: Any, asked: Asked) -> Any:

@@ -15,7 +15,12 @@ from duoka.registry import nearest
 
 # What a file is for, and how its answers are drawn, hangs on these, whatever becomes of them in training.
 _SWITCHES = ("do_predict", "do_eval", "predict_with_generate", "do_sample")
-_EXAMPLES = {"lora_rank": 8, "lora_alpha": 16, "cutoff_len": 2048, "save_steps": 100, "eval_steps": 100}
+# What to write in place of what is no number, where 1 would be refused too.
+_EXAMPLES = {
+    "lora_rank": 8, "lora_alpha": 16, "cutoff_len": 2048, "save_steps": 100, "eval_steps": 100, "warmup_ratio": 0.1,
+    "val_size": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.999, "quantization_bit": 4, "data_seed": 42, "min_lr_rate": 0.1,
+    "min_lr": 1e-6, "learning_rate": 5e-5, "freeze_trainable_layers": 2, "ddp_timeout": 1800,
+}  # fmt: skip
 State = Literal["implemented", "reported", "refused"]
 # DeepSpeed's switches of how sharded weights are saved.
 WHOLE_AT_THE_END = "the final folder is always whole, in the base's own type; 16 bits: duoka export RUN --dtype bf16"
@@ -148,7 +153,8 @@ def is_false(value: Any) -> bool:
 def read_switch(value: Any, name: str) -> bool:
     """On or off. A misspelled word is neither: taken for off, it would make another run than the one that was meant."""
     if not is_true(value) and not is_false(value):
-        raise Refusal(f"{name} must be true or false, got {shown(value)}", f"write:   {name}: true   or   false", name)
+        last = name.rpartition(".")[2]  # as it stands in its block
+        raise Refusal(f"{name} must be true or false, got {shown(value)}", f"write:   {last}: true   or   false", name)
     return is_true(value)
 
 
@@ -178,16 +184,20 @@ def number(value: Any, name: str) -> float:
         if isinstance(value, bool) or not math.isfinite(out := float(value)):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        example = f"write for example:   {name}: {_EXAMPLES.get(name, 1)}"
-        raise Refusal(f"{name} must be a number, got {shown(value)}", example, name) from None
+        raise Refusal(f"{name} must be a number, got {shown(value)}", _example(name, 1), name) from None
     return out
+
+
+def _example(name: str, least: int) -> str:
+    """What to write, by the word that stands in the key's own block."""
+    return f"write for example:   {name.rpartition('.')[2]}: {_EXAMPLES.get(name, max(1, least))}"
 
 
 def whole(value: Any, name: str, least: int = 1) -> int:
     out = number(value, name)
     if out != int(out) or out < least:
         what = f"{name} must be a whole number of at least {least}, got {shown(value)}"
-        raise Refusal(what, f"write for example:   {name}: {max(_EXAMPLES.get(name, 1), least)}", name)
+        raise Refusal(what, _example(name, least), name)
     return int(out)
 
 
@@ -260,7 +270,8 @@ def timeout_answer(value: Any, name: str, default: str = "10min") -> Answer:
     """A timeout of years hides hangs; people write it because others tokenize while ranks wait. Here nobody waits."""
     seconds = number(value, name)
     if seconds <= 0:
-        raise Refusal(f"{name} must be more than 0 seconds, got {value}")
+        last = name.rpartition(".")[2]
+        raise Refusal(f"{name} must be more than 0 seconds, got {value}", f"write for example:   {last}: 1800", name)
     if seconds <= 86_400:
         return Answer({"parallel.timeout": f"{seconds:g}s"})
     note = (

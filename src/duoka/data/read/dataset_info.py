@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from duoka.config.paths import given_path, is_file, is_folder, is_there
 from duoka.config.schema import DataSource
-from duoka.data.read.example import SetFormat
+from duoka.data.read.example import MEDIA, SetFormat
 from duoka.data.read.formats import FORMATS
 from duoka.data.read.hub import fetch_set
 from duoka.data.read.record_kinds import kind_of_columns
@@ -182,8 +182,11 @@ def _entry_faults(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if not isinstance(given, dict) or not all(isinstance(word, str) for word in given.values()):
             yield f"{option} must be an object of names", f'"{option}": {{"{known[0]}": "..."}}'
             continue
+        if option == "columns" and (media := [name for name in given if name in MEDIA]):
+            what = f"it has {' and '.join(media)}, and duoka reads text: pictures, films and sounds are not learned"
+            yield what, "take a set of text alone; without what it shows, its text would be learned wrongly"
         for name in given:
-            if name not in known:
+            if name not in known and not (option == "columns" and name in MEDIA):
                 guess = nearest(name, known)
                 yield f"unknown name {name!r} in {option}", f"did you mean {guess!r}?" if guess else f"known: {known}"
 

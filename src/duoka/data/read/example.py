@@ -6,7 +6,7 @@ Every reader of a format (messages.py, alpaca.py, ...) builds on these few; noth
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +124,18 @@ def read_text(record: dict[str, Any], name: str) -> str:
 
 def read_optional_text(record: dict[str, Any], name: str | None) -> str:
     return "" if not name or record.get(name) is None else read_text(record, name)
+
+
+# Columns of LLaMA-Factory's sets whose texts only point to what is learned, and where they do.
+MEDIA = {"images": "<image>", "videos": "<video>", "audios": "<audio>"}
+
+
+def check_text_alone(record: dict[str, Any], messages: Sequence[Message]) -> None:
+    """Refuse a conversation about something that is not read: its words alone would teach answers out of thin air."""
+    for column, mark in MEDIA.items():
+        if record.get(column) and any(mark in message.content for message in messages):
+            rule = f"the conversation is about its {column} ({mark}), and duoka reads text alone"
+            raise BadRecord(rule, "take a set of text, or leave the record out")
 
 
 def no_column(name: str, record: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from duoka.data.read.alpaca import read_alpaca
-from duoka.data.read.example import BadRecord, Example, Message, SetFormat, kind_of
+from duoka.data.read.example import BadRecord, Example, Message, SetFormat, check_text_alone, kind_of
 from duoka.data.read.messages import read_messages, read_tools
 from duoka.registry import Registry
 
@@ -36,6 +36,7 @@ def read_example(record: Any, form: SetFormat, *, source: str = "", line: int = 
         )
     messages, tools = FORMATS.get(form.name).read(record, form)
     check_order(messages)
+    check_text_alone(record, messages)
     for place, message in enumerate(messages, start=1):
         check_whole(message.content, place)
     return Example(tuple(messages), read_tools(tools), source, line)
