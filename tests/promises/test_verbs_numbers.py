@@ -5,18 +5,20 @@ import io
 import json
 import pickle
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from verbs import NUM_SAMPLES, Small, Words, collate, count_over, write
 from verbs_between import (
     close,
     exchange_late,
+    forget_nothing,
     fresh,
     leave_the_model,
     no_targets,
+    save_together,
     speak_without_it,
     step_alone,
     two_players,
@@ -135,7 +137,7 @@ def count_schedules(folder, size):
     write(folder, f"schedules-{size}", accelerator.process_index, seen)
 
 
-def all_numbers(folder):
+def all_numbers(folder, tiny_model):
     from duoka import Accelerator
 
     size = Accelerator().num_processes
@@ -151,6 +153,9 @@ def all_numbers(folder):
         two_players(plain)
         if size == 2:
             no_targets(plain)
+            forget_nothing(Accelerator(3, strategy=strategy), f"{folder}/window-{strategy}")
+        if strategy in ("zero1", "fsdp"):
+            save_together(plain, tiny_model, f"{folder}/saved-{strategy}")
         if strategy in ("single", "ddp"):
             repeat_losses(plain, folder, f"repeated-{name}")
     if size < 3:
@@ -162,16 +167,21 @@ def all_numbers(folder):
         speak_without_it(ddp)
 
 
-STRATEGIES = {1: ("single",), 2: ("ddp", "zero1", "zero2", "fsdp"), 3: ("ddp", "fsdp")}
+STRATEGIES = {1: ("single",), 2: ("ddp", "zero1", "fsdp"), 3: ("ddp", "fsdp")}
 WORLDS = [f"{size}-{strategy}" for size, strategies in STRATEGIES.items() for strategy in strategies]
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory):
+def numbers(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("numbers")
     for size in STRATEGIES:
-        run_world(size, all_numbers, str(folder))
-    return lambda name: json.loads((Path(folder) / f"{name}-0.json").read_text())
+        run_world(size, all_numbers, str(folder), str(tiny_model))
+    return folder
+
+
+@pytest.fixture
+def read(numbers):
+    return lambda name: json.loads((numbers / f"{name}-0.json").read_text())
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -198,7 +208,34 @@ def test_schedules_count_optimizer_steps_or_as_told(read, size):
     assert read(f"schedules-{size}") == pytest.approx([0.5, 0.5 if size == 1 else 0.0, 0.5])
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_sharded_weights_are_written_by_all_ranks_as_one_would(numbers, tiny_model, tmp_path, strategy):
+    from transformers import AutoModelForCausalLM
+
+    alone = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for name, options in {"one": {}, "split": {"max_shard_size": "100KB"}}.items():
+        alone.save_pretrained(tmp_path / name, **options)
+        ours, theirs = numbers / f"saved-{strategy}" / name, tmp_path / name
+        assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
+        for path in theirs.glob("*.safetensors*"):
+            assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
+    assert len(list(theirs.glob("*.safetensors"))) > 1
+
+
 # ------------------------------------------------------------------------- in one process
+
+
+def test_any_model_is_saved_in_files_of_the_asked_size(tmp_path):
+    from duoka import Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(Small())
+    accelerator.save_model(model, tmp_path, max_shard_size=400)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
+    assert len(files) > 1 and index["weight_map"] == {name: file for file, part in files.items() for name in part}
+    whole = {name: tensor for part in files.values() for name, tensor in part.items()}
+    assert all(torch.equal(whole[name], tensor) for name, tensor in model.state_dict().items())
 
 
 class ByList(torch.utils.data.Dataset):

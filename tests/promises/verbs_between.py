@@ -1,11 +1,13 @@
 """What processes of test_verbs_numbers.py run of verbs between ranks: local steps, late exchanges, functions."""
 
 import copy
+import io
 
 import pytest
 import torch
 import torch.nn.functional as F
-from verbs import build, count_over
+from torch.utils.data import DataLoader
+from verbs import Small, Words, build, collate, count_over
 
 
 def fresh(lr=0.3):
@@ -164,4 +166,63 @@ def two_players(accelerator):
         trained = weights_of(accelerator, ours)  # whole on rank 0 alone where they are sharded
         if accelerator.is_main_process:
             close(trained, theirs.state_dict(), 1e-4)
+    accelerator.free_memory()
+
+
+def save_together(accelerator, tiny_model, folder):
+    """Sharded weights are written by all ranks, and no tensor is ever whole on one; files of others stay."""
+    from transformers import AutoModelForCausalLM
+
+    import duoka.accelerator.saving as room
+
+    model = accelerator.prepare(AutoModelForCausalLM.from_pretrained(tiny_model))
+    gather, room.gather_state = room.gather_state, None
+    try:
+        accelerator.save_model(model, f"{folder}/one", save_function=accelerator.save)
+        accelerator.save_model(model, f"{folder}/split", max_shard_size="100KB")
+    finally:
+        room.gather_state = gather
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+
+
+def forget_nothing(accelerator, folder):
+    """A save in a window goes on bit for bit; unwrapped models and prepared optimizers are copied and pickled."""
+    from duoka.errors import ConfigError
+
+    rank = accelerator.process_index
+    kept = {}
+    for turn in ("whole", "again"):
+        torch.manual_seed(1)
+        small = Small(dropout=0.4)
+        loader = DataLoader(Words(), batch_size=2, shuffle=True, collate_fn=collate)
+        model, optimizer, loader = accelerator.prepare(small, torch.optim.Adam(small.parameters(), lr=0.03), loader)
+        torch.manual_seed(50 + rank + 9 * (turn == "again"))
+        batches = loader
+        if turn == "again":
+            accelerator.load_state(folder)
+            batches = accelerator.skip_first_batches(loader, 5)
+        losses = []
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = count_over(model(batch["ids"]), batch["labels"])
+                accelerator.backward(loss / 10)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if turn == "whole" and len(losses) == 5:  # in the second window of three
+                accelerator.save_state(folder)
+        kept[turn] = losses, weights_of(accelerator, model)
+        if turn == "whole":
+            accelerator.free_memory()
+    assert kept["again"] == (kept["whole"][0][3:], kept["whole"][1])
+    bare = accelerator.unwrap_model(model)
+    for thing in (bare, optimizer):
+        if accelerator.layout.is_sharded:
+            with pytest.raises(ConfigError, match="cannot be pickled"):
+                torch.save(thing, io.BytesIO())
+            with pytest.raises(ConfigError, match="or copied"):
+                copy.deepcopy(bare)
+        else:
+            torch.save(copy.deepcopy(thing), io.BytesIO())
     accelerator.free_memory()

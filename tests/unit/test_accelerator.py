@@ -37,6 +37,8 @@ def test_what_is_not_there_is_refused_by_name(tmp_path):
         (lambda: Accelerator(gradient_accumulation_steps=0), "gradient_accumulation_steps is 0"),
         (lambda: Accelerator(log_with="comet_ml"), "duoka writes to tensorboard and wandb"),
         (lambda: Accelerator(parallel={"bucket_mb": -1}), "parallel: bucket_mb"),
+        (lambda: Accelerator(strategy="fsdp", parallel={"compress": "powersgd"}), "which only ddp knows"),
+        (lambda: Accelerator(parallel={"shard_ranks": 2}), "which only hsdp knows"),
         (lambda: Accelerator(log_with="tensorboard").init_trackers("x"), "TensorBoard needs a folder"),
         (lambda: Accelerator().save({"a": torch.ones(1)}, tmp_path / "model.bin"), "the name of a pickle"),
         (lambda: Accelerator().save(object(), tmp_path / "x.json"), "cannot be written"),
@@ -59,6 +61,16 @@ def test_the_launchers_words_count_where_arguments_are_left_out():
     assert read_parallel(None, None, zero).strategy == "zero3"
     precision, note = read_precision("fp16", True, {})
     assert precision in ("bf16", "fp32") and "CPUs do not train in" in note
+
+
+def test_options_of_ddp_are_said_to_do_nothing_under_another_strategy(capsys):
+    from duoka.accelerator.utils import DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    assert not Accelerator(strategy="zero2", kwargs_handlers=[handler]).parallel.find_unused_parameters
+    assert "nothing of it counts under zero2" in capsys.readouterr().out
+    assert Accelerator(kwargs_handlers=[handler]).parallel.find_unused_parameters and not capsys.readouterr().out
+    torch.distributed.destroy_process_group()
 
 
 def test_things_come_back_in_the_given_order_and_once(tmp_path):

@@ -24,7 +24,14 @@ from duoka.accelerator.prepared import Counting, PreparedOptimizer, PreparedSche
 from duoka.accelerator.readings import Readings
 from duoka.accelerator.roles import Roles
 from duoka.accelerator.saving import Saving
-from duoka.accelerator.settings import choose_layout, read_parallel, read_precision, read_steps
+from duoka.accelerator.settings import (
+    add_ddp_options,
+    check_parallel,
+    choose_layout,
+    read_parallel,
+    read_precision,
+    read_steps,
+)
 from duoka.accelerator.snapshot import Parts
 from duoka.accelerator.stepping import Stepping
 from duoka.accelerator.trackers import Tracking
@@ -66,15 +73,17 @@ class Accelerator(Stepping, Saving, Tracking, Described, Roles):
         """
         said = read_arguments(others)
         asked = read_parallel(agreed(said, "strategy", strategy), {**said["parallel"], **(parallel or {})})
+        asked, note = add_ddp_options(asked, said.get("ddp", {}))
         Tracking.__init__(self, log_with)
         Saving.__init__(self)
         world, started = join_world(asked)
         Roles.__init__(self, world, debug)
         if started:
             atexit.register(end_world, world)
-        precision, note = read_precision(mixed_precision, world.device.type == "cpu")
-        if note:
-            self.print(note)
+        precision, other_note = read_precision(mixed_precision, world.device.type == "cpu")
+        for line in filter(None, (note, other_note)):
+            self.print(line)
+        check_parallel(asked, precision)
         self.parallel = asked
         self.layout = choose_layout(asked, precision, world)
         self.mesh = build_mesh(self.layout, world)

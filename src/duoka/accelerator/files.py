@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from duoka.errors import ConfigError
@@ -40,12 +41,31 @@ def write_model(model: torch.nn.Module, folder: Path, state: dict[str, torch.Ten
     lm = named_part(model)
     with files_beside(folder) as draft:
         if hasattr(lm, "save_pretrained"):
-            save: Any = lm.save_pretrained
-            takes = inspect.signature(save).parameters
             with quiet_loading():
-                save(os.fspath(draft), state_dict=state, **{k: v for k, v in options.items() if k in takes})
+                lm.save_pretrained(os.fspath(draft), state_dict=state, **taken(lm, options))  # type: ignore[operator]
         else:
-            write_tensors(state, draft / "model.safetensors")
+            _write_split(state, draft, options.get("max_shard_size"))
+
+
+def taken(lm: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `options` that the model's save_pretrained knows."""
+    known = inspect.signature(lm.save_pretrained).parameters  # type: ignore[arg-type]
+    return {name: value for name, value in options.items() if name in known}
+
+
+def _write_split(state: dict[str, torch.Tensor], draft: Path, max_shard_size: int | str | None) -> None:
+    """model.safetensors, or where that would be larger than `max_shard_size`, several files with their index."""
+    if max_shard_size is None:
+        write_tensors(state, draft / "model.safetensors")
+        return
+    split = split_torch_state_dict_into_shards(
+        state, max_shard_size=max_shard_size, filename_pattern="model{suffix}.safetensors"
+    )
+    for name, tensors in split.filename_to_tensors.items():
+        write_tensors({one: state[one] for one in tensors}, draft / name)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def write_tensors(state: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from duoka.accelerator.graph import mark_call
 from duoka.accelerator.nested import map_tensors, tensors_in
@@ -154,6 +155,8 @@ def prepare_model(
     # Gradients may be gone by the end of `accumulate`: prepared models look right after the backward pass.
     engine.checks_all_used = False
     prepared = PreparedModel(engine, layout, engine.named_trainable(), readings)
+    if layout.is_sharded:
+        _refuse_copies(engine.bare)
     # On the instance: FSDP gathers weights inside of this call, DDP around it.
     set_call(engine.bare, CallIn(engine.bare, layout.precision, device, layout.is_sharded, prepared))
     now = dict(named_part(model).named_parameters())
@@ -162,6 +165,19 @@ def prepare_model(
     for old in prepared.originals:
         old.data = torch.empty(0)
     return prepared
+
+
+def _refuse_copies(model: torch.nn.Module) -> None:
+    """A shard in a pickle is of no use, and what torch says of it (classes that it cannot find) helps nobody."""
+
+    def refuse(*_: Any) -> Any:
+        raise ConfigError(
+            "a sharded model cannot be pickled or copied: each rank has a part of it",
+            fix="write on all ranks:   accelerator.save_model(model, folder)   or   accelerator.get_state_dict(model)",
+        )
+
+    for name in ("__reduce_ex__", "__deepcopy__"):
+        object.__setattr__(model, name, refuse)
 
 
 @torch.no_grad()
@@ -188,6 +204,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle of it holds the optimizer as it was given, and needs no duoka."""
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            raise ConfigError(
+                "an optimizer of sharded weights cannot be pickled: each rank has a part of its state",
+                fix="write on all ranks:   accelerator.save_state(folder)",
+            )
         return copy.copy, (self.inner,)
 
     state = property(lambda self: self.inner.state)

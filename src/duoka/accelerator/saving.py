@@ -18,10 +18,12 @@ from duoka.accelerator.snapshot import FOLDER, Opened, Parts, load_snapshot, new
 from duoka.accelerator.window import Window
 from duoka.comm.world import World
 from duoka.errors import ConfigError
-from duoka.model.build import named_part
+from duoka.model.build import named_part, quiet_loading
 from duoka.parallel.gather import gather_state
+from duoka.parallel.mesh import Mesh
 from duoka.parallel.precision import Numerics
 from duoka.runs.manifest import folder_name, list_checkpoints
+from duoka.store.final_folder import write_weights
 
 
 class Saving:
@@ -31,6 +33,7 @@ class Saving:
     parts: Parts
     numerics: Numerics
     window: Window
+    mesh: Mesh
     project_configuration: ProjectConfiguration
     is_main_process: bool
     print: Callable[..., None]
@@ -79,16 +82,31 @@ class Saving:
     ) -> None:
         """Weights with config, as transformers (or PEFT, for adapters) reads them; others as model.safetensors.
 
-        `max_shard_size` counts where the model's own save_pretrained knows it.
+        Sharded weights are written by all ranks, each its own, where the model is one of transformers'.
         """
         (prepared,) = self.find_models((model,))
         _check_safe(safe_serialization)
         if max_shard_size is not None:
             options["max_shard_size"] = max_shard_size
+        prepared.engine.settle()
+        lm = named_part(prepared.bare)
+        if prepared.layout.is_sharded and self._write_together(lm, Path(save_directory), options):
+            return
         state = self.get_state_dict(model)
         if self.is_main_process:
             files.write_model(prepared.bare, Path(save_directory), state, options)
         self.wait_for_everyone()
+
+    def _write_together(self, lm: torch.nn.Module, folder: Path, options: dict[str, Any]) -> bool:
+        """False where somebody has to have whole tensors: models that are not transformers', adapters."""
+        from transformers import PreTrainedModel
+
+        if not isinstance(lm, PreTrainedModel):
+            return False
+        # Who writes, and how, is not the script's here.
+        options = {name: value for name, value in options.items() if name not in ("is_main_process", "save_function")}
+        with quiet_loading():
+            return write_weights(lm, self.mesh, folder, files.taken(lm, options))
 
     def register_for_checkpointing(self, *things: Any) -> None:
         """Save and restore these too: anything with state_dict and load_state_dict."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import ValidationError
 
 from duoka.comm.world import World
+from duoka.config.rules_parallel import PARALLEL_RULES
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.plan.layout import SHARDED, Layout, Precision, Strategy
@@ -35,6 +37,27 @@ def read_parallel(
             fix="make it with duoka.optim.host.HostAdamW, whose state lies in host memory",
         )
     return parallel
+
+
+def add_ddp_options(parallel: ParallelConfig, options: Mapping[str, Any]) -> tuple[ParallelConfig, str]:
+    """(with a handler's options of DDP, a note for people). Scripts bring them whatever the launcher was told."""
+    if not options:
+        return parallel, ""
+    if parallel.strategy in (*SHARDED, "zero3"):
+        note = f"DistributedDataParallelKwargs({', '.join(options)}): nothing of it counts under {parallel.strategy}"
+        return parallel, note
+    return read_parallel(parallel.strategy, {**options, **parallel.model_dump(exclude_unset=True)}), ""
+
+
+def check_parallel(parallel: ParallelConfig, precision: Precision) -> None:
+    """The contradictions that `duoka train` refuses: what only one strategy knows, under another one."""
+    strategy = "ddp" if parallel.strategy == "auto" else parallel.strategy
+    seen: Any = SimpleNamespace(
+        parallel=parallel.model_copy(update={"strategy": strategy}), train=SimpleNamespace(precision=precision)
+    )
+    for rule in PARALLEL_RULES:
+        if not rule.is_note and rule.is_broken(seen):
+            raise ConfigError(rule.message.format(c=seen), fix=rule.fix)
 
 
 def _strategy_of_launcher(env: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The final folder of a run: a result that no rank ever holds as a whole, written by all of them.
+"""The final folder of a run: a result that no rank holds as a whole, written by all of them; own loops' weights too.
 
 transformers itself says what the folder holds (names, files, index, config) from a model without values. Rank 0 writes
 the headers of those files, and each rank puts the rows that it has at their places in them: nothing is gathered.
@@ -83,7 +83,7 @@ def _write_final(
         with _shared_fault(side, final):
             if side.is_main:
                 told = sources()
-                draft = _begin(lm, mesh, told.base, final)
+                draft = _begin(lm, mesh, base_dtype(told.base), final.parent, f".{final.name}.", {})
                 if draft is not None:
                     cleaning.callback(shutil.rmtree, draft.folder, ignore_errors=True)
         draft = side.agree(draft)
@@ -106,8 +106,44 @@ def _write_final(
                     shutil.rmtree(left, ignore_errors=True)
 
 
+def write_weights(lm: torch.nn.Module, mesh: Mesh, folder: Path, options: Mapping[str, Any]) -> bool:
+    """Weights in their own types, with config, beside what else is in `folder`; on all ranks together.
+
+    `options` go to save_pretrained. False, and nothing written, where only whole tensors would do.
+    """
+    side = open_side_world(mesh.everyone)
+    try:
+        with contextlib.ExitStack() as cleaning:
+            draft: _Draft | None = None
+            with _shared_fault(side, folder, LOOP_GOES_ON):
+                if side.is_main:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    draft = _begin(lm, mesh, None, folder, ".draft.", options)
+                    if draft is not None:
+                        cleaning.callback(shutil.rmtree, draft.folder, ignore_errors=True)
+            draft = side.agree(draft)
+            if draft is None:
+                return False
+            with _shared_fault(side, folder, LOOP_GOES_ON):
+                _write_own(lm, draft, mesh, mesh.everyone.heart)
+            with _shared_fault(side, folder, LOOP_GOES_ON):
+                if side.is_main:
+                    for path in sorted(Path(draft.folder).iterdir()):
+                        path.replace(folder / path.name)
+        return True
+    finally:
+        close_side_world(side)
+
+
+RUN_GOES_ON = (
+    "the last checkpoint is whole, and a result that was there before is unchanged",
+    "free some space there, then start the same command again: it trains no step anew",
+)
+LOOP_GOES_ON = ("", "free some space there, or name another folder")
+
+
 @contextlib.contextmanager
-def _shared_fault(side: World, final: Path) -> Iterator[None]:
+def _shared_fault(side: World, final: Path, words: tuple[str, str] = RUN_GOES_ON) -> Iterator[None]:
     """What one rank's disk refuses ends all of them here: none waits for one that has left."""
     fault: OSError | None = None
     try:
@@ -119,38 +155,41 @@ def _shared_fault(side: World, final: Path) -> Iterator[None]:
     if reasons:
         raise StorageError(
             f"the result could not be written to {final}: {'; '.join(reasons)}",
-            where="the last checkpoint is whole, and a result that was there before is unchanged",
-            fix="free some space there, then start the same command again: it trains no step anew",
+            where=words[0],
+            fix=words[1],
         ) from fault
 
 
 # --- rank 0: what will lie where ---
 
 
-def _begin(lm: torch.nn.Module, mesh: Mesh, base: Path, final: Path) -> _Draft | None:
-    """A draft with everything but values in it; None when the files hold what the ranks do not have as it is."""
+def _begin(
+    lm: torch.nn.Module, mesh: Mesh, dtype: torch.dtype | None, place: Path, prefix: str, options: Mapping[str, Any]
+) -> _Draft | None:
+    """A draft in `place` with everything but values in it; None when the files hold what the ranks do not have as it
+    is. Without a `dtype` tensors keep their own."""
     # A rank of a pipeline knows neither the names nor the sizes of the others' layers.
     if hasattr(lm, "peft_config") or mesh.pipeline.size > 1:
         return None
-    dtype = base_dtype(base)
     metas: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
     for name, tensor in lm.state_dict(keep_vars=True).items():
-        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         # Shared tensors stay shared, so that transformers finds tied heads and plans them once.
         state[name] = metas.setdefault(id(tensor), torch.empty(tensor.shape, dtype=kind, device="meta"))
     # As transformers orders a model that it loaded itself: which tensors share a file depends on the order, and a model
     # that was built without its weights has another.
     state = {name: state[name] for name in sorted(state, key=_natural)}
     name_of = {id(meta): name for name, meta in reversed(state.items())}
-    draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+    draft = Path(tempfile.mkdtemp(dir=place, prefix=prefix))
     try:
-        files = _plan_files(lm, draft, state)
+        files = _plan_files(lm, draft, state, options)
         planned = [tensor for tensors, _ in files.values() for tensor in tensors.values()]
         if not planned or any(id(tensor) not in name_of for tensor in planned):
             shutil.rmtree(draft)
             return None
-        name_dtype(draft, dtype)
+        if dtype is not None:
+            name_dtype(draft, dtype)
         slots: dict[str, _Slot] = {}
         for file, (tensors, metadata) in files.items():
             header, starts, size = _layout(tensors, metadata)
@@ -177,7 +216,7 @@ def _natural(name: str) -> list[tuple[bool, str, int]]:
 _Files = dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]
 
 
-def _plan_files(lm: torch.nn.Module, draft: Path, state: dict[str, torch.Tensor]) -> _Files:
+def _plan_files(lm: torch.nn.Module, draft: Path, state: dict[str, torch.Tensor], options: Mapping[str, Any]) -> _Files:
     """Let transformers write config and index, and note what it would write into which file."""
     from transformers import modeling_utils
 
@@ -189,7 +228,7 @@ def _plan_files(lm: torch.nn.Module, draft: Path, state: dict[str, torch.Tensor]
     # Its one call of safetensors; which names, splits and ties lead there is transformers' own affair.
     write, modeling_utils.safe_save_file = modeling_utils.safe_save_file, note
     try:
-        lm.save_pretrained(os.fspath(draft), state_dict=state)  # type: ignore[operator]
+        lm.save_pretrained(os.fspath(draft), state_dict=state, **options)  # type: ignore[operator]
     finally:
         modeling_utils.safe_save_file = write
     return files

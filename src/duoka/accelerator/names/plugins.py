@@ -137,7 +137,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             said["bucket_mb"] = self.bucket_cap_mb
         if compress:
             said["compress"] = compress
-        return {"parallel": said}
+        return {"ddp": said}
 
 
 class GradScalerKwargs(KwargsHandler):
