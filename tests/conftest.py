@@ -36,6 +36,7 @@ import pytest  # noqa: E402
 
 # Measured on 2 cores, slowest first: begun last, one of them would leave the other worker of `make test` without work.
 SLOWEST_FILES = (
+    "test_gpu_budgets",
     "test_optimizers", "test_crash_restarts", "test_ddp_options", "test_any_split", "test_from_nothing",
     "test_worlds_of_others", "test_sharded", "test_machines_come_and_go", "test_stop", "test_crash_signals",
     "test_crash_numbers", "test_trackers", "test_eval_counts_every_sample_once", "test_guides_keys",
@@ -47,6 +48,14 @@ SLOWEST_FILES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A loud line where the fake GPU could not be made: its budgets were not checked."""
+    skipped = [one for one in terminalreporter.getreports("skipped") if "test_gpu_budgets" in one.nodeid]
+    if skipped:
+        reason = str(skipped[0].longrepr[-1] if isinstance(skipped[0].longrepr, tuple) else skipped[0].longrepr)
+        terminalreporter.write_line(f"NO FAKE GPU: {len(skipped)} checks were SKIPPED: {reason}", red=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -42,7 +42,7 @@ class Replicas(torch.nn.Module):
     def forward(
         self, *, answer: Answer = "loss", **inputs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        inputs["places"] = None  # of the whole batch's targets; each GPU gets a part of its rows
+        inputs.pop("places", None)  # of the whole batch's targets; each GPU gets a part of its rows
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's note that it gathers scalars: they are meant to be
             first, second = self._ask_held(answer, inputs) if self._holds else self.replicas(answer=answer, **inputs)
