@@ -30,10 +30,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## fine-tune a real 135M chat model, ask it before and after, export it (5 minutes on 2 cores)
 	@$(BIN)/python examples/demo.py
 
-# Two files at a time: what one waits for (a world that ends, a grace time) the other uses.
+# Three files at a time, on two cores: what one waits for (a world that ends, a grace time) the others use.
 test: $(STAMP)  ## all tests
 	@$(COMPILE)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of what holds
 	@DUOKA_TEST_GPUS=1 $(BIN)/python -m pytest tests/gpu
