@@ -78,7 +78,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def living_bytes(reference: StorageWeakRef) -> int | None:
-    """The size of a storage that somebody still holds."""
+    """The size of a storage that is still referenced."""
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return None if storage is None else int(storage.nbytes())
 

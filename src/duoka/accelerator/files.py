@@ -69,7 +69,7 @@ def _write_split(state: dict[str, torch.Tensor], draft: Path, max_shard_size: in
 
 
 def write_tensors(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Shared tensors are written under each of their names: whoever reads them knows no sharing."""
+    """Shared tensors are written under each of their names: their readers know no sharing."""
     seen: set[int] = set()
     whole = {}
     for name, tensor in state.items():

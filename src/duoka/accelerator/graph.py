@@ -93,7 +93,7 @@ def scaled_leaves(leaves: Iterable[torch.Tensor], factor: Any) -> Iterator[None]
 
 
 def _answers_in(answer: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Tensors of an answer, also where it is somebody's own object."""
+    """Tensors of an answer, also where it is a user's own object."""
     found = list(tensors_in(answer))
     yield from found
     if not found and depth and hasattr(answer, "__dict__"):

@@ -1,6 +1,6 @@
 """Prepared loaders: a plain DataLoader, over all ranks, each sample exactly once, with a place that can be saved.
 
-`prepare_loader` chooses how: by sample numbers, by the batches of somebody's own batch sampler, or as a stream. What a
+`prepare_loader` chooses how: by sample numbers, by the batches of a user's own batch sampler, or as a stream. What a
 loop gets are batches on the device; what the verbs ask (how many samples are real, is it the last) is `current`.
 """
 
@@ -334,7 +334,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _replay(sampler: Any, seed: int, epoch: int) -> Sequence[Any]:
-    """What somebody's sampler gives in an epoch: the same on every rank, and again after a resume."""
+    """What a user's sampler gives in an epoch: the same on every rank, and again after a resume."""
     with seeded(seed * 1_000_003 + epoch):
         parts: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
         for part in parts:

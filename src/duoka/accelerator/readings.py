@@ -40,7 +40,7 @@ class Reading:
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """Those of its tensors that somebody still has."""
+        """Those of its tensors that are still referenced."""
         return [tensor for ref in self.tensors if (tensor := ref()) is not None]
 
 

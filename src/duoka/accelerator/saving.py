@@ -98,7 +98,7 @@ class Saving:
         self.wait_for_everyone()
 
     def _write_together(self, lm: torch.nn.Module, folder: Path, options: dict[str, Any]) -> bool:
-        """False where somebody has to have whole tensors: models that are not transformers', adapters."""
+        """False where one rank needs whole tensors: models that are not transformers', adapters."""
         from transformers import PreTrainedModel
 
         if not isinstance(lm, PreTrainedModel):

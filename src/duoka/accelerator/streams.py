@@ -52,7 +52,7 @@ class OwnStream(ExactStream):
             if not any(count for count, _ in counts):
                 return
             if not all(has_any for _, has_any in counts):
-                # A rank that never had an item runs with somebody else's first one, which counts for nothing.
+                # A rank that never had an item runs with another rank's first one, which counts for nothing.
                 offers = self.world.gather(spare)
                 spare = spare or next(offer for offer in offers if offer)
             yield mine or spare, slice(0, len(mine)), sum(count for count, _ in counts)

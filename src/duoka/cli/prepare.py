@@ -1,6 +1,6 @@
 """Before and after the processes that train: the config with its checks, the run folder's files, the closing report.
 
-Called by the process that a user starts (train.py), and by rank 0 where somebody else started the ranks (work.py).
+Called by the process that a user starts (train.py), and by rank 0 where another launcher started the ranks (work.py).
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _describe(spec: WorldSpec, cause: RankExit, failure: Failure | None) -> tupl
         return f"raised {what}", what, [f"  {line}" for line in failure.traceback.rstrip().splitlines()]
     if cause.code < 0:
         name = signal_name(-cause.code)
-        # By whoever started it: it was asked first.
+        # By the launcher: it was asked first.
         was_late = cause.by_us and name == "SIGKILL"
         return "did not leave when it was asked to, and was killed" if was_late else f"was killed by {name}", name, []
     traceback = read_last_traceback(spec.run.logs / log_name(cause.rank))

@@ -1,4 +1,4 @@
-"""A config of another tool as somebody would write it in duoka's words: what its lines became, and nothing else.
+"""A config of another tool, written as one of duoka's: what its lines became, and nothing else.
 
 `duoka config convert` writes this. Read back, it is the same config; what a run keeps is write.py's, with every key.
 """

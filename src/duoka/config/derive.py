@@ -141,7 +141,7 @@ _FROM_DEPTH: tuple[Derived, ...] = (
     Derived("train.eval_every", lambda c: 250 if c.data.eval else None),
     Derived("log.samples", lambda c: 2 if c.data.eval else None),
 )
-# Passes over the data are counted by whoever counts nothing else.
+# Without any other limit, epochs count.
 _FROM_TOKENS = Derived("train.epochs", _always(None), origin="from train.tokens")
 
 
@@ -160,7 +160,7 @@ def derive(config: RunConfig, written: Container[str]) -> tuple[RunConfig, dict[
 
 
 def rules_kept(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keys and values of a filled config: those that are what depth says, and those that somebody wrote otherwise."""
+    """Keys and values of a filled config: those that are what depth says, and those that the user wrote otherwise."""
     own: dict[str, Any] = {}
     other: dict[str, Any] = {}
     for rule in _FROM_DEPTH if config.model.depth else ():

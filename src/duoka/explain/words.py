@@ -1,4 +1,4 @@
-"""From a symptom in somebody's own words to the topic that speaks of it: the one that holds most of the question.
+"""From a symptom in a user's own words to the topic that speaks of it: the one that holds most of the question.
 
 find.py asks here last, when a question is neither a name nor a line of a log.
 """

@@ -122,7 +122,7 @@ def _tensor_samples(path: Path) -> Iterator[tuple[int, int]]:
             header = json.loads(file.read(header_bytes))
         spans = sorted(tuple(one["data_offsets"]) for name, one in header.items() if name != "__metadata__")
     except (ValueError, struct.error, KeyError, TypeError, AttributeError):
-        return  # a damaged file: whoever reads tensors of it says so
+        return  # a damaged file: reading its tensors reports it
     for start, end in spans[:_MOST_TENSORS]:
         length = min(_TENSOR_BYTES, end - start)
         yield 8 + header_bytes + start + (end - start - length) // 2, length

@@ -153,7 +153,7 @@ def find_varlen() -> Any:
 
 
 def kernel_packets() -> tuple[Any, ...]:
-    """The operators that the kernel shows to whoever watches a pass; none where this torch has no such kernel."""
+    """The kernel's operators, as a dispatch mode sees them; none where this torch has no such kernel."""
     if find_varlen() is None:
         return ()
     packet = getattr(torch.ops.torch_attn, "_varlen_attn", None)

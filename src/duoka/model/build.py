@@ -146,7 +146,7 @@ def use_head(head: torch.nn.Module, read: Callable[..., Any], *how: Any) -> Any:
 class LossModel(torch.nn.Module):
     """A causal language model that answers a micro-batch with the sum of its target tokens' losses, or each one's.
 
-    Stages compute their losses from these answers: whoever wraps a model (DDP, FSDP) must see the call that learns.
+    Stages compute their losses from these answers: a wrapper (DDP, FSDP) must see the call that has gradients.
 
     `own_logits`: from the model's own logits, because its head is more than a matrix product (see exactness.py).
     """
@@ -170,7 +170,7 @@ class LossModel(torch.nn.Module):
         position_ids: torch.Tensor,  # (rows, tokens)
         boundaries: torch.Tensor | Documents | None = None,
         token_keys: torch.Tensor | None = None,  # (rows, tokens), what dropout is counted from
-        places: Places | None = None,  # of the targets among all tokens, where somebody knows them already
+        places: Places | None = None,  # of the targets among all tokens, where they are known already
         answer: Answer = "loss",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`loss`: (summed loss, correct target tokens); the second is counted in eval mode only.

@@ -55,7 +55,7 @@ class Targets:
 class Places:
     """Which tokens of a batch are targets, found while its labels were on the host: to ask a GPU for it would stop it.
 
-    No tensor itself, so that it means all rows to whoever hands out parts of tensors.
+    No tensor itself, so that code that slices arguments passes it on whole.
     """
 
     index: torch.Tensor  # (targets,) on the device

@@ -89,7 +89,7 @@ def export_model(
 ) -> Exported:
     """Merge adapters (if any) of the fp32 model `lm` and write a full model; `lm` is used up.
 
-    `stop_id` is the token that training ended answers with: whoever generates with the folder must know it.
+    `stop_id` is the token that training ended answers with: a generator that loads the folder must know it.
     `shard_gb` is the size of a weight file at most, in GB; by default transformers' own.
     """
     check_target(folder)

@@ -14,7 +14,7 @@ def is_transformer(core: torch.nn.Module) -> bool:
 
 
 def find_blocks(core: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of lists and sequences of modules, the outermost ones: what somebody's own model is a stack of."""
+    """The members of lists and sequences of modules, the outermost ones: what a user's own model is a stack of."""
     blocks: list[torch.nn.Module] = []
     for child in core.children():
         is_stack = isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) and len(child) > 1

@@ -98,7 +98,7 @@ def _start_with_principal_parts(adapted: torch.nn.Module, lora: LoraConfig, seed
 
 
 def keep_starts(adapted: torch.nn.Module, starts: PissaStarts) -> None:
-    """Leave the starts with the model: whoever writes it turns the adapter into a plain one by them."""
+    """Leave the starts with the model: export uses them to turn the adapter into a plain one."""
     setattr(adapted, STARTS, starts)
 
 

@@ -84,7 +84,7 @@ def base_dtype(folder: Path) -> torch.dtype:
 
 
 def copy_tokenizer(source: Path, target: Path, chat_template: str | None = None) -> None:
-    """A model without its tokenizer and chat template is half a model; whoever serves it must ask as training did."""
+    """A model without its tokenizer and chat template is half a model; a server must format prompts as training did."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

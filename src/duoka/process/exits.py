@@ -26,7 +26,7 @@ class RankExit:
 
 
 class ExitWatch:
-    """Sees which ranks have ended, in order, without taking their status away from whoever reaps them."""
+    """Sees which ranks have ended, in order, without reaping them."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.pids = dict(pids)
@@ -52,7 +52,7 @@ class ExitWatch:
         self._looked_at = now
 
     def send(self, number: int) -> None:
-        """Signal every rank that still runs: their own pids, which stay theirs until somebody reaps them."""
+        """Signal every rank that still runs: their own pids, which are not reused until they are reaped."""
         for rank, pid in self.running.items():
             self._signalled.add(rank)
             try:
@@ -62,7 +62,7 @@ class ExitWatch:
 
 
 def _exit_code(pid: int) -> int | None:
-    if not hasattr(os, "waitid"):  # macOS before Python 3.13: reaped here, so that whoever waits later hears nothing
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13: reaped here, so a later wait gets no status
         reaped, status = os.waitpid(pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if reaped else None
     try:

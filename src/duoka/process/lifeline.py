@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 PARENT_PID = "DUOKA_PARENT_PID"  # who started this process; set by who starts ranks
 JOINS = "DUOKA_JOINS"  # set for a rank that nobody prepares: it joins its world as one that torchrun started
-QUIET = "quiet"  # a value of it: whoever started the rank says what was the matter, once for all machines
+QUIET = "quiet"  # a value of it: the launcher reports the failure, once for all machines
 MAY_BE_LEFT = "duoka-sink"  # threads whose names begin so may wait for a network for ever; no process waits for them
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 1.0

@@ -27,7 +27,7 @@ def mask_secrets(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def hide_secrets(text: str, env: Mapping[str, str] = os.environ) -> str:
-    """A text of somebody else's (an error, say) without this environment's secrets in it."""
+    """A text from elsewhere (a library's error, say) without this environment's secrets in it."""
     for name, value in env.items():
         if _SECRET_NAME.search(name) and name not in _HARMLESS and len(value) >= _LEAST_LETTERS:
             text = text.replace(value, _MASK)

@@ -51,7 +51,7 @@ def is_settled(version: list[int]) -> bool:
 
 @contextmanager
 def hold_lock(path: Path, *, on_wait: Callable[[], None], poll_s: float = 0.1) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`; `on_wait` is called once when somebody else holds it.
+    """Hold an exclusive lock on the file `path`; `on_wait` is called once when another process holds it.
 
     The operating system lets go of it when its holder dies, so a killed run never leaves a lock behind.
     """

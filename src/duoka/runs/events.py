@@ -94,8 +94,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 class EventTail:
     """Reads a log that grows: each `read` gives the events that came since the one before.
 
-    A last line that is not whole yet stays for the next time. `offset` is where the next read begins: whoever keeps it
-    may go on from there in another process. When the file was replaced or cut, `read` begins anew at its first line,
+    A last line that is not whole yet stays for the next time. `offset` is where the next read begins: who keeps it may
+    go on from there in another process. When the file was replaced or cut, `read` begins anew at its first line,
     and `replaced` says so: what was read before belongs to a log that is gone.
     """
 

@@ -93,7 +93,7 @@ class RunFolder:
 def apply_umask(folder: Path) -> None:
     """Give a draft folder and its files the modes that the user's umask asks for.
 
-    Temporary folders, and files that safetensors writes, are for their owner alone; results are for whoever may.
+    Temporary folders, and files that safetensors writes, are for their owner alone; results follow the umask.
     """
     probe = folder / ".umask"
     os.close(os.open(probe, os.O_WRONLY | os.O_CREAT, 0o666))

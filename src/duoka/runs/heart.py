@@ -1,6 +1,6 @@
 """A rank's heartbeat: logs/beat-rank00000.json, one short line, overwritten in place at every sign of progress.
 
-Written by ranks through `Heart`, read by whoever watches them (the supervisor, `duoka chaos`). A rank that is stopped
+Written by ranks through `Heart`, read by supervisors (the launcher, `duoka chaos`). A rank that is stopped
 or waits for ever cannot say so; that its line no longer changes says it. A beat is one write of half a kilobyte.
 """
 

@@ -46,7 +46,7 @@ class TensorBoardSink(Sink):
                 self._writer.add_scalars(name, {key: float(one) for key, one in value.items()}, step, **options)
             else:
                 self._writer.add_scalar(name, float(value), step, **options)
-        self._writer.flush()  # a loop of somebody's own may be killed at any time, and has no event log beside
+        self._writer.flush()  # a user's own loop may be killed at any time, and has no event log beside
 
     def close(self) -> None:
         self._writer.close()

@@ -112,7 +112,7 @@ class Run:
         return self.mesh.everyone
 
     def open_record(self) -> Recorder:
-        """Open the log; whoever does closes it, whatever happens."""
+        """Open the log; the caller closes it, whatever happens."""
         settings, state = self.settings, self.contents.state
         config, yardstick = self.inputs.config, self.plan.yardstick
         self.record = Recorder(self.inputs.run, self.world, config, settings.total_steps, state.step, yardstick)
