@@ -112,7 +112,7 @@ class PreparedLoader(DataLoader[Any]):
         self._place = dict(place)
         self.is_restored = False
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if not self.is_restored:
             # Left in the middle, an epoch begins again, as any loader's does.
             self._go_to({**self._place, **self._beginning()})
@@ -142,6 +142,7 @@ class PreparedLoader(DataLoader[Any]):
         (`loss.repeat(batch_size)`): a short batch would count more than it holds."""
         full = getattr(self.source, "global_batch", 0) // max(1, getattr(self.source, "num_ranks", 1))
         call, self._num_gathered = self._num_gathered, self._num_gathered + 1
+        leaf = -1
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal leaf
@@ -154,7 +155,6 @@ class PreparedLoader(DataLoader[Any]):
             is_repeated = rows == full > 1 and self._rows_of_full.get((call, leaf), full) == full
             return tensor[: current.num_own] if is_repeated else tensor
 
-        leaf = -1
         return map_tensors(value, cut)
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ class Stepping:
                 one.unscale(self.numerics)
 
     def _unscaled(self, parameters: Any, verb: str) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.parts.models:
             check_all_prepared(given, self._known(), verb)
         wanted = {id(p) for p in given}

@@ -22,7 +22,7 @@ from duoka.comm.ledger import LEDGER, Traffic
 from duoka.comm.world import World
 from duoka.config.schema import RunConfig
 from duoka.model.attention import register_attention
-from duoka.model.build import LossModel, quiet_loading
+from duoka.model.build import LossModel, named_part, quiet_loading
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.freeze import apply_train_only
 from duoka.model.lora import apply_lora
@@ -133,7 +133,7 @@ def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, sizes: Sequ
         engine = _engine(config, facts, layout, world)
         with FakeTensorMode(allow_non_fake_inputs=True), StoragePeak() as live:
             engine.bare.to_empty(device="cpu")
-            engine.bare.core.tie_weights()  # type: ignore[operator]  # to_empty gives tied names a tensor each
+            engine.bare.core.tie_weights()  # type: ignore[operator, union-attr]  # to_empty gives tied names a tensor each
             optimizer = build_optimizer(_trainable(engine), config.optim, on_host=layout.offload == "optimizer")
             live.hold(engine.bare)
             phases: dict[str, int] = {}
@@ -146,7 +146,7 @@ def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, sizes: Sequ
 
 def _trainable(engine: Engine) -> dict[str, torch.nn.Parameter]:
     # Not engine.named_trainable(), which remembers what it saw: these are other tensors after to_empty.
-    return {name: p for name, p in engine.bare.lm.named_parameters() if p.requires_grad}
+    return {name: p for name, p in named_part(engine.bare).named_parameters() if p.requires_grad}
 
 
 def _step(
@@ -271,7 +271,7 @@ class StoragePeak(TorchDispatchMode):
                 tracker._set(box, storage.nbytes())
             return answer
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 

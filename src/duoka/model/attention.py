@@ -88,19 +88,19 @@ def attend(
         raise RuntimeError("attention sinks are not supported by duoka's attention")
 
     drop = _find_drop(module, query.device, dropout) if dropout else None
-    how = (scaling, drop, sliding_window, softcap)
     if documents is None and cu_seq_lens_q is not None:
         documents = Documents.of(cu_seq_lens_q, query.device)
     if documents is None:
-        return _attend_document(query, key, value, *how).transpose(1, 2), None
+        return _attend_document(query, key, value, scaling, drop, sliding_window, softcap).transpose(1, 2), None
     if has_kernel_for(query, bool(dropout), softcap):
         return attend_all_documents(query, key, value, documents, scaling, sliding_window), None
     # One call per document: a quadratic cost of each document's length instead of the whole row's. Split, not sliced:
     # the gradient of a slice is as large as the row.
     lengths = documents.lengths.tolist()
-    apart = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    apart = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
     if drop is None:
-        return torch.cat([_attend_document(*one, *how).transpose(1, 2) for one in apart], dim=1), None
+        alone = (_attend_document(*one, scaling, None, sliding_window, softcap).transpose(1, 2) for one in apart)
+        return torch.cat(tuple(alone), dim=1), None
     starts = itertools.accumulate(lengths, initial=0)
     parts = [
         _attend_document(*one, scaling, functools.partial(drop, start=start), sliding_window, softcap).transpose(1, 2)
@@ -205,12 +205,13 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 4, 24, head_dim), (1, 2, 24, head_dim), (1, 2, 24, head_dim))
     inputs = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
-    parts = [tensor.split([7, 17], dim=2) for tensor in inputs]
+    query, key, value = inputs
+    parts = zip(*(tensor.split([7, 17], dim=2) for tensor in inputs), strict=True)
     try:
         with torch.enable_grad():
             documents = Documents.of(torch.tensor([0, 7, 24]), device)
-            ours = attend_all_documents(*inputs, documents, None, None)
-            alone = [_attend_document(*one, None, None, None, None).transpose(1, 2) for one in zip(*parts, strict=True)]
+            ours = attend_all_documents(query, key, value, documents, None, None)
+            alone = [_attend_document(q, k, v, None, None, None, None).transpose(1, 2) for q, k, v in parts]
             want = torch.cat(alone, dim=1)
             pairs = [(ours, want)]
             pairs += zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True)

@@ -238,8 +238,8 @@ def _measure(model: torch.nn.Module, batch: dict[str, torch.Tensor], own_logits:
         gradients = _gradients(model, loss)
     except _BREAKS as error:
         return LayoutTrial(math.inf, own_logits, _in_one_line(error))
-    error = max(abs(float(loss.detach()) / alone.loss - 1), _distance(gradients, alone.gradients))
-    return LayoutTrial(error if math.isfinite(error) else math.inf, own_logits)
+    off = max(abs(float(loss.detach()) / alone.loss - 1), _distance(gradients, alone.gradients))
+    return LayoutTrial(off if math.isfinite(off) else math.inf, own_logits)
 
 
 def _labels(document: torch.Tensor) -> torch.Tensor:

@@ -29,16 +29,17 @@ def apply_fused(lm: torch.nn.Module, *, adapters: bool) -> int:
         kind = None if module is head else _find_kind(module, adapters)
         if kind is not None:
             # A class, not a method of this object: replicas that torch makes of it must not call the original.
-            module.__class__ = _with_forward(type(module), kind)
+            module.__class__ = _with_forward(type(module), kind)  # type: ignore[arg-type]
             count += 1
     return count
 
 
 def _find_kind(module: torch.nn.Module, adapters: bool) -> Any:
     if hasattr(module, "variance_epsilon") and hasattr(module, "weight"):
-        return _forward_norm if _is_rms_norm(type(module)) else None
+        return _forward_norm if _is_rms_norm(type(module)) else None  # type: ignore[arg-type]
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-        return _forward_gated if _is_gated_silu(type(module), type(module.act_fn)) else None
+        kinds = type(module), type(module.act_fn)
+        return _forward_gated if _is_gated_silu(*kinds) else None  # type: ignore[arg-type]
     if hasattr(module, "q_proj"):
         return _forward_rotated(type(module).forward)
     if adapters and hasattr(module, "lora_A"):

@@ -64,7 +64,7 @@ def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int, earlier: Ea
     settings = peft.LoraConfig(
         task_type=peft.TaskType.CAUSAL_LM,
         r=lora.rank,
-        lora_alpha=lora.alpha if lora.alpha != int(lora.alpha) else int(lora.alpha),
+        lora_alpha=lora.alpha if lora.alpha != int(lora.alpha) else int(lora.alpha),  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules="all-linear" if lora.targets == "all" else list(lora.targets),
         bias="none",

@@ -158,7 +158,7 @@ def decode_fast(model: torch.nn.Module) -> None:
     """For models that write answers: packed layers may be laid out anew, and weights be off by bf16's rounding."""
     for module in model.modules():
         if hasattr(module, "decodes"):
-            module.decodes = True
+            module.decodes = True  # type: ignore[assignment]
 
 
 @torch.no_grad()

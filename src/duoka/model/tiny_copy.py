@@ -88,7 +88,7 @@ def build_tiny(config: Any, attention: str, *, trust_remote_code: bool = False) 
             # Beside what the code begins with: gates and projections that begin at zero would hide what they let
             # through, and 0.02 in small matrices makes every layer too faint to be seen.
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-            parameter += scale * torch.randn(parameter.shape, generator=numbers)
+            parameter.add_(scale * torch.randn(parameter.shape, generator=numbers))
     return model.eval()
 
 
@@ -97,6 +97,7 @@ def _shrink(config: Any, widths: bool) -> None:
     depth = next((value for key, value in facts.items() if _DEPTH.fullmatch(key) and type(value) is int), 0)
     layers = _choose_layers(facts, depth)
     heads = next((value for key, value in facts.items() if key in ("num_attention_heads", "n_head", "num_heads")), 0)
+    small: Any
     for key, value in facts.items():
         if type(value) is int:
             if _KEY_VALUE_HEADS.fullmatch(key):

@@ -24,7 +24,8 @@ SMALL = 128  # rows, below which a product is not worth two calls
 class Sharing(Protocol):
     """How matrices lie over ranks. Buckets name places in the list of matrices that the optimizer was given."""
 
-    buckets: Sequence[Bucket]
+    @property
+    def buckets(self) -> Sequence[Bucket]: ...
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether this rank keeps state of the matrix, or of a part of it."""

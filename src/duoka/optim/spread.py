@@ -12,7 +12,7 @@ from duoka.comm.collectives import all_reduce
 from duoka.optim.host import local_part
 from duoka.torch_private import foreach_norm
 
-Groups = tuple[dist.ProcessGroup, ...]
+Groups = tuple[dist.ProcessGroup | None, ...]  # None: all ranks
 Spread = Callable[[torch.Tensor], Groups]
 
 
@@ -20,8 +20,11 @@ def spread_of(tensor: torch.Tensor) -> Groups:
     """The groups whose ranks hold different parts of the tensor; () when this rank has all of it."""
     if not isinstance(tensor, DTensor):
         return ()
+    if any(place.is_partial() for place in tensor.placements):
+        raise RuntimeError(f"a gradient is not summed over its ranks yet: {tensor.placements}")
     mesh = tensor.device_mesh
-    return tuple(mesh.get_group(axis) for axis, place in enumerate(tensor.placements) if place.is_shard())
+    # Not is_shard(): what FSDP makes of a dim that another axis shards already answers False there.
+    return tuple(mesh.get_group(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate())
 
 
 def add_over(values: torch.Tensor, groups: Groups, kind: str) -> torch.Tensor:

@@ -193,8 +193,8 @@ class Engine:
                 if not is_out_of_memory(error):
                     raise
                 shortage = describe_shortage(micro, error, world, is_last=place == last)
-                nothing = ({name: torch.zeros_like(total) for name, total in names.items()} for names in totals)
-                return RankSums(*nothing, times, shortage)
+                nothing = [{name: torch.zeros_like(total) for name, total in names.items()} for names in totals]
+                return RankSums(nothing[0], nothing[1], times, shortage)
             observer.after_backward()
             for total, own in zip(totals, (losses, sums.metrics), strict=True):
                 for name, value in own.items():
@@ -205,7 +205,7 @@ class Engine:
             times.wait_s += waited_forward + waited_backward
         if clock is not None:
             clock.mark("end")
-        return RankSums(*totals, times, clock=clock)
+        return RankSums(totals[0], totals[1], times, clock=clock)
 
     def exchange(self, last: bool) -> AbstractContextManager[None]:
         """Around the passes of one micro-batch: what they exchange. `last`: of the step."""

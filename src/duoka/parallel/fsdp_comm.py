@@ -70,9 +70,9 @@ class CountedGather(AllGather):
         self._heart = heart
         self._buffers = buffers
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self._buffers is not None and device.type == "cpu":
-            return self._buffers.take(size[0], dtype)
+            return self._buffers.take(int(size[0]), dtype)
         return self._plain.allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -95,10 +95,10 @@ class CountedScatter(ReduceScatter):
         self._num_replicas = num_replicas
         self._scattered = 0.0
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # As large as the unit's gathered weights: its gradients on their way. What comes of them stays, and is plain.
-        if self._buffers is not None and device.type == "cpu" and self._buffers.knows(size[0]):
-            return self._buffers.take(size[0], dtype)
+        if self._buffers is not None and device.type == "cpu" and self._buffers.knows(int(size[0])):
+            return self._buffers.take(int(size[0]), dtype)
         return self._plain.allocate(size, dtype=dtype, device=device)
 
     def __call__(

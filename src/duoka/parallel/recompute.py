@@ -61,7 +61,7 @@ class _Recomputation:
         self.stack.enter_context(self.keys())
         self.stack.enter_context(self.inner)
 
-    def __exit__(self, *error: Any) -> bool:
+    def __exit__(self, *error: Any) -> bool | None:
         return self.stack.__exit__(*error)
 
 

@@ -147,14 +147,14 @@ def apply_sharded(
     shard(bare, wide, None if reshard else False)
     if isinstance(bare, LossModel):
         register_fsdp_forward_method(bare, "next_token")
-    buffers = LayerBuffers()
-    for module in _units(bare):
+    buffers, known = LayerBuffers(), {id(layer) for layer in layers}
+    for unit in _units(bare):
         # The one place where the mean over ranks is undone: the loss is divided by the global count already.
         # Summed by force, because gloo has no scaled sum and NCCL's would only multiply by one.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
         # The root and the ends are each of a size of their own: no other unit could reuse their buffers.
-        count_traffic(module, layout, world.heart, buffers if module in layers else None)
+        count_traffic(unit, layout, world.heart, buffers if id(unit) in known else None)
     for first, second in itertools.pairwise(layers):
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
     assert isinstance(bare, FSDPModule)
@@ -195,4 +195,4 @@ def _gather_head_for_loss(bare: LossModel) -> None:
     head = bare.core.get_output_embeddings()  # type: ignore[operator]
     if bare.has_plain_head and isinstance(head, FSDPModule):
         setattr(head, GATHERED_HEAD, types.MethodType(use_head, head))
-        register_fsdp_forward_method(head, GATHERED_HEAD)
+        register_fsdp_forward_method(head, GATHERED_HEAD)  # type: ignore[arg-type]

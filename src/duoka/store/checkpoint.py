@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save as to_safetensors
 
@@ -220,7 +221,7 @@ class CheckpointStore:
 
     def close(self, patience_s: float = 20.0) -> None:
         """Let a save under way end, unless it takes longer; how it ends was said or is of no use now."""
-        under_way = [work for work in (self._warming, self._writing) if work is not None]
+        under_way: list[Future[Any]] = [work for work in (self._warming, self._writing) if work is not None]
         self._thread.shutdown(wait=False)
         if not wait(under_way, patience_s).not_done:
             if self._buffer is not None:

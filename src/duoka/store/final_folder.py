@@ -226,7 +226,7 @@ def _plan_files(lm: torch.nn.Module, draft: Path, state: dict[str, torch.Tensor]
         files[Path(path).name] = (dict(tensors), metadata or {})
 
     # Its one call of safetensors; which names, splits and ties lead there is transformers' own affair.
-    write, modeling_utils.safe_save_file = modeling_utils.safe_save_file, note
+    write, modeling_utils.safe_save_file = modeling_utils.safe_save_file, note  # type: ignore[assignment]
     try:
         lm.save_pretrained(os.fspath(draft), state_dict=state, **options)  # type: ignore[operator]
     finally:
@@ -301,7 +301,7 @@ def write_box(
 ) -> None:
     """`values` at their place in a tensor of shape `whole` whose bytes begin at `start`."""
     size = values.element_size()
-    raw = memoryview(values.reshape(-1).view(torch.uint8).numpy()) if values.numel() else memoryview(b"")
+    raw = values.reshape(-1).view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
     # The outer dims that do not lie end to end in the file; inside them, one run of bytes each.
     cut = max((dim for dim in range(values.dim()) if values.shape[dim] != whole[dim]), default=0)
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]

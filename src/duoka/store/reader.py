@@ -91,7 +91,7 @@ def read_header(path: Path) -> dict[str, int]:
 def _read_into(handle: int, tensor: torch.Tensor, start: int) -> None:
     if not tensor.numel():
         return
-    left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    left = tensor.reshape(-1).view(torch.uint8).numpy().data
     while left:
         count = os.preadv(handle, [left], start)
         if count == 0:

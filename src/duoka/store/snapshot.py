@@ -142,7 +142,7 @@ class HeapBuffer:
 
     def chunks(self, size_bytes: int) -> Iterator[Chunk]:
         """The first `size_bytes`, part by part."""
-        return _cut(memoryview(self.bytes.numpy()), size_bytes)
+        return _cut(self.bytes.numpy().data, size_bytes)
 
 
 def _cut(memory: memoryview, size_bytes: int) -> Iterator[Chunk]:

@@ -9,6 +9,7 @@ from duoka.config.loaded import Loaded
 from duoka.data.prepare import prepare_data
 from duoka.errors import StoppedEarly
 from duoka.hub.models import model_folder, resolve_tokenizer
+from duoka.model.build import named_part
 from duoka.model.lora import count_parameters
 from duoka.optim.build import describe_optimizer
 from duoka.process.environ import read_rank_environment
@@ -89,7 +90,7 @@ def _announce(run: Run) -> None:
     inputs, settings, plan, contents = run.inputs, run.settings, run.plan, run.contents
     write_json_atomic(inputs.run.plan, plan.to_json())
     resumed = f"  {describe_rest(run.found, settings, run.feed, contents.state)}" if run.found else ""
-    parameters = count_parameters(contents.engine.bare.lm)
+    parameters = count_parameters(named_part(contents.engine.bare))
     learns = describe_optimizer(contents.optimizer, settings.config.optim, settings.batch_factor)
     lines = banner(settings, plan, inputs.prepared, inputs.run, parameters, learns, resumed)
     print("\n".join([*lines, *(f"  note: {note}" for note in run.notes), ""]), flush=True)
@@ -102,7 +103,7 @@ def _finish(run: Run, stopped_by: str) -> int:
         record.stopped(step, stopped_by, StoppedEarly.exit_code)
         return StoppedEarly.exit_code
     world.heart.tell("end", step)
-    write_final(contents.engine.bare.lm, run.mesh, lambda: _result_sources(inputs), inputs.run.final)
+    write_final(named_part(contents.engine.bare), run.mesh, lambda: _result_sources(inputs), inputs.run.final)
     record.done(step)
     return 0
 

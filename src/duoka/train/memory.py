@@ -157,8 +157,9 @@ class MemoryWatch(Concern):
                 sum(bytes_by_storage(t for t in part if t.device.type == "cpu" and t.numel() > 1).values())
                 for part in parts
             )
-        sizes = [sum(part.values()) for part in (weights, gradients, state)]
-        self._held = self._held.max(Holdings(*sizes, 0, sum(buffers.values()), on_host))
+        weights_bytes, gradients_bytes, state_bytes = (sum(part.values()) for part in (weights, gradients, state))
+        now = Holdings(weights_bytes, gradients_bytes, state_bytes, 0, sum(buffers.values()), on_host)
+        self._held = self._held.max(now)
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         return (v for one in self._optimizer.state.values() for v in one.values() if isinstance(v, torch.Tensor))

@@ -62,8 +62,9 @@ def rehearse_largest(
         longest = plan.task.max_length if known is None or known.basis == "sampled" else known.longest
         sizes = [plan.memory.tokens, 0 if plan.layout.strategy == "ddp" else plan.memory.later]
         micros = [largest_batch(size, longest, plan.layout.packing) for size in sizes if size]
-        counts = [sum(getattr(one, name) for one in micros) for name in ("num_targets", "num_samples", "num_tokens")]
-        return GlobalBatch(micros, *counts, 0, 0, np.empty(0, dtype=np.int64))
+        targets = sum(one.num_targets for one in micros)
+        samples, tokens = sum(one.num_samples for one in micros), sum(one.num_tokens for one in micros)
+        return GlobalBatch(micros, targets, samples, tokens, 0, 0, np.empty(0, dtype=np.int64))
 
     guard.until_it_fits(attempt, lay_out(), lay_out)
 

@@ -205,7 +205,7 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
 
 def tqdm(*args: Any, main_process_only: bool = True, **options: Any) -> Any:
     """A progress bar on one process of each machine."""
-    from tqdm.auto import tqdm as bar
+    from tqdm.auto import tqdm as bar  # type: ignore[import-untyped]
 
     if main_process_only:
         options["disable"] = options.get("disable", False) or current_world().local_rank != 0

@@ -98,7 +98,7 @@ class ProjectConfiguration(Settings):
 
     def set_directories(self, project_dir: Any = None) -> None:
         self.project_dir = project_dir
-        self.logging_dir = self.logging_dir or project_dir
+        self.logging_dir = getattr(self, "logging_dir", None) or project_dir
 
 
 class DistributedDataParallelKwargs(KwargsHandler):
