@@ -32,6 +32,7 @@ COMMANDS = {
     "export": "Merge adapters and write a standard model folder.",
     "plan": "Say before a run whether it fits, and how it is laid out.",
     "comm": "Test how processes talk to each other, and how fast.",
+    "profile": "Say where the time of a training step goes.",
     "bench": "Measure this machine, so that plans stand on figures.",
     "doctor": "Check whether this machine is fit for training.",
     "chaos": "Strike a short copy of a run, and print what it survives.",

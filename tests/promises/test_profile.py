@@ -1,0 +1,58 @@
+"""`duoka profile` says where a step's time goes: rows that add up, a trace a viewer reads, and no run left behind."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tiny import write_conversations
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def yaml(tmp_path, tiny_model):
+    data = write_conversations(tmp_path / "chats.jsonl", 40)
+    path = tmp_path / "run.yaml"
+    text = f"model: {tiny_model}\ndata: {{train: [{data}], packing: false}}\nlora: {{rank: 4}}\n"
+    path.write_text(f"{text}train: {{global_batch: 4, micro_batch: 2, epochs: 1}}\noutput: {tmp_path}/runs/a\n")
+    return path
+
+
+def profile(yaml, *arguments):
+    command = [sys.executable, "-m", "duoka", "profile", str(yaml), "--steps", "2", *arguments]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def test_rows_add_up_and_the_trace_can_be_read(yaml, tmp_path):
+    found = json.loads(profile(yaml, "--json"))
+    assert found["num_steps"] == 2 and found["num_samples"] == 4 and found["num_micro_batches"] == 2
+    assert sum(found["phases"].values()) <= found["step_s"] * 1.01
+    assert sum(row["share"] for row in found["operators"]) == pytest.approx(1)
+    modules = {row["name"]: row for row in found["modules"]}
+    assert {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "embedding"} <= set(modules)
+    # Four layers, two micro-batches a step; what they call is inside.
+    assert modules["self_attn"]["calls"] == modules["mlp"]["calls"] == 8 and modules["embedding"]["calls"] == 2
+    forward_ms = sum(row["seconds"] for row in found["modules"])
+    assert 0 < forward_ms < found["profiled_step_s"]
+    names = {row["name"] for row in found["operators"]}
+    assert any("mm" in name for name in names), names
+    folder = tmp_path / "runs" / "a-profile"
+    with gzip.open(folder / "trace-rank00000.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    assert sum(event.get("name") == "forward pass" for event in events) >= 4
+    assert json.loads((folder / "profile.json").read_text()) == found
+    assert sorted(path.name for path in folder.iterdir()) == ["profile.json", "trace-rank00000.json.gz"]
+    assert not (tmp_path / "runs" / "a").exists(), "no run is begun"
+
+
+def test_two_ranks_leave_two_traces_and_one_page(yaml, tmp_path):
+    out = profile(yaml, "--nproc", "2", "--out", str(tmp_path / "seen"))
+    assert out.count("2 ranks, ddp2") == out.count("  change  ") == out.count("tokens/s") == 1, out
+    assert "wait" in out and "self_attn" in out
+    names = sorted(path.name for path in (tmp_path / "seen").iterdir())
+    assert names == ["profile.json", "trace-rank00000.json.gz", "trace-rank00001.json.gz"]
