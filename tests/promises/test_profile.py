@@ -9,7 +9,32 @@ import sys
 import pytest
 from tiny import write_conversations
 
+from duoka.cli.profile import advice
+from duoka.train.profile import StepProfile
+
 pytestmark = pytest.mark.timeout(240)
+
+
+PHASES = {"data": 0.01, "forward": 0.4, "backward": 0.5, "wait": 0.05, "optimizer": 0.04}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, "nothing stands out"),
+        ({"wait": 0.6}, "ranks wait for each other in 39% of a step"),
+        ({"data": 0.3}, "batches come late (23%)"),
+    ],
+)
+def test_advice_follows_the_bottleneck(changed, words):
+    phases = {**PHASES, **changed}
+    found = StepProfile(3, 2, "ddp2", "cpu", 8, 4096, 1, sum(phases.values()), 1.2, phases, (), (), "trace")
+    assert advice(found)[0].startswith(words)
+
+
+def test_a_gpu_with_few_tokens_is_told_so():
+    found = StepProfile(3, 2, "ddp2", "cuda", 8, 1600, 4, 1.0, 1.2, PHASES, (), (), "trace")
+    assert advice(found)[0].startswith("200 tokens a micro-batch")
 
 
 @pytest.fixture

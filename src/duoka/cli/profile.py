@@ -103,7 +103,7 @@ def _lines(found: StepProfile, config: str) -> list[str]:
         *_table(f"forward of modules, {what}", found.modules),
         *_table(f"operators, {what} without what they call", found.operators),
         f"  trace       {found.trace}   (one for each rank; open it in chrome://tracing or ui.perfetto.dev)",
-        *(f"  change      {text}" for text in _advice(found, whole)),
+        *(f"  change      {text}" for text in advice(found)),
     ]
 
 
@@ -118,8 +118,10 @@ def _table(title: str, rows: tuple[Row, ...]) -> list[str]:
     return [*lines, *([f"    and {left} more in profile.json"] if left > 0 else [])]
 
 
-def _advice(found: StepProfile, whole: float) -> list[str]:
+def advice(found: StepProfile) -> list[str]:
+    """What to change, the largest loss first."""
     phases: dict[str, Any] = found.phases
+    whole = sum(phases.values()) or 1.0
     out = []
     if phases.get("wait", 0.0) > _WAITS * whole:
         out.append(
