@@ -96,7 +96,7 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
         and " leaves on request" in said
         and "Traceback" not in said
     ), said
-    assert "this machine has left; the same command comes back" in guest and "Traceback" not in guest, guest
+    assert "this machine has left; the same command joins again" in guest and "Traceback" not in guest, guest
     steps = read_steps(run)
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
     assert {event["num_samples"] for event in steps} == {20}, "the same global batch in every world"

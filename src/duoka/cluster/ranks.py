@@ -78,7 +78,7 @@ class Ranks:
         self._forks = forks
         self._token = forks.token if forks is not None else uuid.uuid4().hex
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
-        _adopt_orphans()
+        adopt_orphans()
         try:
             for local in range(place.num_processes):
                 own = {**env, **rank_environment(place, local), PARENT_PID: str(os.getpid()), WORLD_TOKEN: self._token}
@@ -157,7 +157,7 @@ def find_world(token: str, but: int = 0) -> list[psutil.Process]:
     return found
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Children of a rank that dies become ours, so that they can be found and ended."""
     if sys.platform == "linux":
         import ctypes
