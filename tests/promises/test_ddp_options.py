@@ -304,6 +304,7 @@ def test_compiled_layers_give_the_same_numbers(case):
     few = ["train.max_steps=3"]
     train_all([(str(yaml), [*few, "parallel.strategy=fsdp"], str(folder / "eager"))], 1)
     settings = [*few, "parallel.strategy=fsdp", "train.compile=true"]
-    train_all([(str(yaml), settings, str(folder / "compiled"))], 1)
+    # In the rank itself: a pool of compilers would import torch once more for each of a handful of kernels.
+    train_all([(str(yaml), settings, str(folder / "compiled"), {"TORCHINDUCTOR_COMPILE_THREADS": "1"})], 1)
     error = relative(losses(folder / "compiled"), losses(folder / "eager"))
     assert error < TOLERANCE
