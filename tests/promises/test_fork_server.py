@@ -1,6 +1,7 @@
 """Ranks are forked from one process that imported torch and the model once, and are as any rank: same weights, same
 ends, children of the launcher; without that process, or against the user's wish, each starts by itself."""
 
+import ctypes
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from duoka.cluster.ranks import adopt_orphans
 from duoka.process.interpreter import python_module
 from duoka.runs.folder import RunFolder
 
+PR_SET_CHILD_SUBREAPER = 36
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -76,7 +78,10 @@ def test_only_the_environment_it_was_started_with_is_forked(server, tmp_path):
         assert made.fork(("bash", "-c", "true"), env, streams) is None
         place = {"RANK": "0", "WORLD_SIZE": "1", "DUOKA_PARENT_PID": str(os.getpid())}
         adopt_orphans()
-        forked = made.fork(command, {**env, **place}, streams)
+        try:
+            forked = made.fork(command, {**env, **place}, streams)
+        finally:  # other tests' orphans are not for this process to wait for
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     assert forked is not None
     forked.wait()
     assert "Beautiful is better than ugly." in (tmp_path / "out").read_text()

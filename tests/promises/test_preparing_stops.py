@@ -41,13 +41,16 @@ def start(yaml, cache, **options):
     )  # fmt: skip
 
 
+def is_at_work(process):
+    with contextlib.suppress(psutil.Error):  # it may end while it is looked at
+        return "duoka.data.tokens.tokenize" in process.cmdline() and process.cpu_times().user > 1.2
+    return False
+
+
 def wait_for_workers(launcher):
     deadline = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline:
-        found = [
-            one for one in psutil.Process(launcher.pid).children(recursive=True)
-            if "duoka.data.tokens.tokenize" in one.cmdline() and one.cpu_times().user > 1.2
-        ]  # fmt: skip
+        found = [one for one in psutil.Process(launcher.pid).children(recursive=True) if is_at_work(one)]
         if len(found) == 2:
             return found
         assert launcher.poll() is None, launcher.communicate()[0]
