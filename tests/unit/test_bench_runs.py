@@ -40,20 +40,17 @@ def test_the_picture_has_a_bar_for_each_that_ran():
 
 
 @pytest.mark.timeout(300)
-def test_a_config_is_measured_at_one_and_two_processes(tmp_path, tiny_model):
+def test_a_config_is_measured_on_processes_of_its_own(tmp_path, tiny_model):
     data = write_conversations(tmp_path / "chats.jsonl", 40)
     yaml = tmp_path / "run.yaml"
-    yaml.write_text(
-        f"model: {tiny_model}\ndata: {{train: [{data}]}}\ntrain: {{global_batch: 4}}\noutput: {tmp_path}/out\n"
-    )
-    command = [sys.executable, "-m", "duoka", "bench", "run", str(yaml), "--nproc", "1,2", "--strategies", "fsdp,hsdpp"]
+    sections = f"data: {{train: [{data}]}}\ntrain: {{global_batch: 4}}\n"
+    yaml.write_text(f"model: {tiny_model}\n{sections}output: {tmp_path}/out\n")
+    command = [sys.executable, "-m", "duoka", "bench", "run", str(yaml), "--nproc", "2", "--strategies", "fsdp,hsdpp"]
     command += ["--steps", "1", "--json", "--svg", str(tmp_path / "speeds.svg")]
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    one, two, wrong = json.loads(done.stdout)
-    assert (one["layout"], two["layout"]) == ("single", "fsdp2")
-    assert one["sent_bytes"] == 0 < two["sent_bytes"] and one["efficiency"] == 1.0
-    assert two["efficiency"] == pytest.approx(two["tokens_per_s"] / one["tokens_per_s"] / 2)
-    assert all(row["peak_bytes"] > 0 < row["planned_bytes"] for row in (one, two))
+    two, wrong = json.loads(done.stdout)
+    assert two["layout"] == "fsdp2" and two["sent_bytes"] > 0 and two["peak_bytes"] > 0 < two["planned_bytes"]
+    assert two["tokens_per_s"] > 0 and two["efficiency"] is None
     assert "parallel.strategy" in wrong["problem"] and wrong["step_s"] is None
     assert (tmp_path / "speeds.svg").exists() and not (tmp_path / "out").exists()
