@@ -1,4 +1,5 @@
-"""`duoka bench hardware`: measure this machine once, so that plans for it stand on figures instead of guesses."""
+"""`duoka bench`: measure this machine once, so that plans for it stand on figures instead of guesses (`hardware`), or a
+config at several numbers of processes and strategies (`run`)."""
 
 from __future__ import annotations
 
@@ -126,3 +127,49 @@ def _all_reduce(num_processes: int, size: str, say: Callable[[str], None]) -> di
         why = (error.stderr or "").strip()[-300:] or f"exit code {error.returncode}"
     say(f"collectives were not measured, plans keep their guess: {why}")
     return None
+
+
+@command.command("run")
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--nproc", default="1,2", show_default=True, metavar="N,N,...", help="Numbers of processes.")
+@click.option(
+    "--strategies",
+    default="auto",
+    show_default=True,
+    metavar="NAME,...",
+    help="With several processes, such as ddp,fsdp.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Steps to measure, of each.")
+@click.option("--svg", type=click.Path(dir_okay=False), help="Write the speeds as a picture, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def run(
+    config: str, overrides: tuple[str, ...], nproc: str, strategies: str, steps: int, svg: str | None, as_json: bool
+) -> int:
+    """Speed, memory and bytes of CONFIG's steps at several numbers of processes and strategies, beside the plan.
+
+    Efficiency is the speed divided by that of one process of the same run, times as many processes. Nothing of a run is
+    written. Let nothing else run beside it.
+    """
+    from dataclasses import asdict
+
+    from duoka.cli.bench_runs import chart, measure, table
+    from duoka.plan.hardware import read_machine
+    from duoka.runs.folder import write_text_atomic
+
+    machine = read_machine()
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    cases = measure(config, overrides, _counts(nproc), names or ["auto"], steps)
+    if svg is not None:
+        write_text_atomic(Path(svg), chart(cases))
+    rows = [asdict(case) for case in cases]
+    lines = table(cases, machine.num_cores, len(machine.gpus))
+    click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines))
+    return 0 if any(case.step_s for case in cases) else 1
+
+
+def _counts(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdigit() and int(word) > 0 for word in words):
+        raise click.UsageError(f"--nproc is {text!r}: write numbers of processes, such as   --nproc 1,2,4")
+    return [int(word) for word in words]

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from duoka.data.feed.loader import GlobalBatch, Place
 from duoka.model.build import find_core
 from duoka.model.layers import find_layers
 from duoka.parallel.engine import Engine, PassObserver
+from duoka.train.record import peak_memory_bytes
 from duoka.train.run import Inputs, Run, build_run
 from duoka.train.step import StepResult, optimizer_step
 
@@ -44,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Means over the steps of one rank; `phases` and `step_s` are of the plain ones."""
+    """Means over the steps of one rank; `phases` and `step_s` are of the plain ones, the last four of all ranks."""
 
     num_steps: int
     num_ranks: int
@@ -59,6 +60,10 @@ class StepProfile:
     modules: tuple[Row, ...]  # their forward passes, with all that they call
     operators: tuple[Row, ...]  # each without what it calls
     trace: str
+    peak_bytes: int = 0  # of the fullest rank
+    planned_bytes: int = 0
+    sent_bytes: float = 0.0  # a step, of the rank that sends most
+    planned_step_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,7 +90,16 @@ def profile_run(inputs: Inputs, world: World, num_steps: int, folder: Path) -> S
             seen.export_chrome_trace(str(trace))
     finally:
         run.store.close()
-    return _sum_up(run, plain, profiled, seen.key_averages(), trace)
+    found = _sum_up(run, plain, profiled, seen.key_averages(), trace)
+    sent = sum(kind.sent_bytes for one in plain for kind in one.result.traffic.values()) / num_steps
+    ranks = world.gather([peak_memory_bytes(), sent])
+    return replace(
+        found,
+        peak_bytes=max(int(peak) for peak, _ in ranks),
+        planned_bytes=run.plan.memory.peak_bytes,
+        sent_bytes=max(sent for _, sent in ranks),
+        planned_step_s=run.plan.speed.step_s if run.plan.speed else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,56 @@
+"""`duoka bench run`: rows of measured runs, an efficiency that its own times give, and what did not run said."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+from tiny import write_conversations
+
+from duoka.cli.bench_runs import Case, chart, table, with_efficiency
+
+ONE = Case(1, "auto", "single", 2.0, 1000.0, peak_bytes=1 << 30, planned_bytes=1 << 30)
+TWO = Case(
+    2, "ddp", "ddp2", 1.25, 1600.0, peak_bytes=1 << 30, planned_bytes=1 << 30, sent_bytes=5e6, planned_step_s=1.2
+)
+NOT = Case(4, "hsdp", problem="config error: parallel.shard_ranks is missing")
+
+
+def test_efficiency_is_of_measured_times_alone():
+    one, two, none = with_efficiency([ONE, TWO, NOT])
+    assert (one.efficiency, two.efficiency, none.efficiency) == (1.0, 0.8, None)
+    assert with_efficiency([TWO])[0].efficiency is None
+    assert "no efficiency without one process" in table([TWO], 8, 0)[-1]
+
+
+def test_what_did_not_run_and_what_cores_do_not_give_is_said():
+    lines = table(with_efficiency([ONE, TWO, NOT]), 2, 0)
+    assert "config error: parallel.shard_ranks is missing" in lines[3]
+    assert lines[-1].startswith("note: 4 processes share 2 cores") and "no speed-up" in lines[-1]
+    assert not [line for line in table([ONE, TWO], 2, 0) if line.startswith("note")]
+    assert not [line for line in table([ONE, TWO, NOT], 2, 4) if line.startswith("note")], "GPUs are no cores"
+
+
+def test_the_picture_has_a_bar_for_each_that_ran():
+    root = ET.fromstring(chart(with_efficiency([ONE, TWO, NOT])))
+    bars = [float(one.get("width")) for one in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert len(bars) == 2 and bars[1] == pytest.approx(1.6 * bars[0], rel=1e-3)
+
+
+@pytest.mark.timeout(300)
+def test_a_config_is_measured_on_processes_of_its_own(tmp_path, tiny_model):
+    data = write_conversations(tmp_path / "chats.jsonl", 40)
+    yaml = tmp_path / "run.yaml"
+    sections = f"data: {{train: [{data}]}}\ntrain: {{global_batch: 4}}\n"
+    yaml.write_text(f"model: {tiny_model}\n{sections}output: {tmp_path}/out\n")
+    command = [sys.executable, "-m", "duoka", "bench", "run", str(yaml), "--nproc", "2", "--strategies", "fsdp,hsdpp"]
+    command += ["--steps", "1", "--json", "--svg", str(tmp_path / "speeds.svg")]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    two, wrong = json.loads(done.stdout)
+    assert two["layout"] == "fsdp2" and two["sent_bytes"] > 0 and two["peak_bytes"] > 0 < two["planned_bytes"]
+    assert two["tokens_per_s"] > 0 and two["efficiency"] is None
+    assert "parallel.strategy" in wrong["problem"] and wrong["step_s"] is None
+    assert (tmp_path / "speeds.svg").exists() and not (tmp_path / "out").exists()
