@@ -40,7 +40,14 @@ ODD = {"hidden_size": 66, "intermediate_size": 161, "num_attention_heads": 3, "n
 
 
 def write_tiny_model(
-    folder: Path, *, seed: int = 0, tied: bool = True, dtype: str = "float32", odd: bool = False, hidden: int = 64
+    folder: Path,
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    dtype: str = "float32",
+    odd: bool = False,
+    hidden: int = 64,
+    layers: int = 4,
 ) -> Path:
     """Config, safetensors and tokenizer in `folder`, from `seed` alone; with `odd`, sizes that 4 ranks cannot share."""
     import torch
@@ -54,7 +61,7 @@ def write_tiny_model(
     even |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
         vocab_size=len(tokenizer) + (4 if odd else 5),  # a padded vocabulary, as many real models have
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         **(ODD if odd else even),
         max_position_embeddings=1024,
         initializer_range=0.08,

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from test_any_split import TOLERANCE, YAML, read_run, relative
 from test_sharded import build
-from tiny import write_conversations
+from tiny import write_conversations, write_tiny_model
 from worlds import run_world, train_all
 
 
@@ -301,7 +301,9 @@ def test_fp16_with_a_scaler_leaves_out_an_overflow_on_all_ranks(case):
 def test_compiled_layers_give_the_same_numbers(case):
     pytest.importorskip("torch._inductor")
     folder, yaml = case
-    few = ["train.max_steps=3"]
+    # One layer: each is compiled for itself.
+    small = write_tiny_model(folder / "one-layer", layers=1)
+    few = ["train.max_steps=3", f"model.name={small}"]
     train_all([(str(yaml), [*few, "parallel.strategy=fsdp"], str(folder / "eager"))], 1)
     settings = [*few, "parallel.strategy=fsdp", "train.compile=true"]
     # In the rank itself: a pool of compilers would import torch once more for each of a handful of kernels.
