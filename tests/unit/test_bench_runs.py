@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from tiny import write_conversations
 
-from duoka.cli.bench_runs import Case, chart, table, with_efficiency
+from duoka.cli.bench_runs import Case, chart, find_problem, table, with_efficiency
 
 ONE = Case(1, "auto", "single", 2.0, 1000.0, peak_bytes=1 << 30, planned_bytes=1 << 30)
 TWO = Case(
@@ -31,6 +31,12 @@ def test_what_did_not_run_and_what_cores_do_not_give_is_said():
     assert lines[-1].startswith("note: 4 processes share 2 cores") and "no speed-up" in lines[-1]
     assert not [line for line in table([ONE, TWO], 2, 0) if line.startswith("note")]
     assert not [line for line in table([ONE, TWO, NOT], 2, 4) if line.startswith("note")], "GPUs are no cores"
+
+
+def test_the_fault_is_found_among_notes():
+    said = "/tmp/chats.jsonl: messages; 40 of 40 kept\nnote: fine\nconfig error: lora.rank is 0\n  write:   rank: 8\n"
+    assert find_problem(said, 2) == "config error: lora.rank is 0"
+    assert find_problem("first\nlast\n", 1) == "last" and find_problem("", 9) == "exit code 9"
 
 
 def test_the_picture_has_a_bar_for_each_that_ran():

@@ -133,7 +133,7 @@ class Spawned:
                 told.close()
                 self._accounts.append(account)
                 self._processes.append(process)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too must leave no process behind; raised again
             self._end_all()
             raise
 

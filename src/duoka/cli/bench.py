@@ -165,7 +165,7 @@ def run(
     rows = [asdict(case) for case in cases]
     lines = table(cases, machine.num_cores, len(machine.gpus))
     click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines))
-    return 0 if any(case.step_s for case in cases) else 1
+    return 0 if any(case.step_s for case in cases) else cases[0].exit_code
 
 
 def _counts(text: str) -> list[int]:

@@ -16,7 +16,10 @@ from pathlib import Path
 
 import click
 
+from duoka.errors import ConfigError, DataError, DoesNotFit, StorageError, WorkerFailed
 from duoka.units import format_bytes
+
+_TITLES = tuple(f"{kind.title}:" for kind in (ConfigError, DataError, DoesNotFit, StorageError, WorkerFailed))
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Case:
     sent_bytes: float = 0.0
     planned_step_s: float | None = None
     problem: str = ""
+    exit_code: int = 0
 
 
 def measure(
@@ -71,9 +75,15 @@ def _measure_one(config: str, overrides: Sequence[str], size: int, strategy: str
         done = subprocess.run(command, env=dict(os.environ), stdin=subprocess.DEVNULL, capture_output=True, text=True)
         page = Path(folder) / "profile.json"
         if done.returncode or not page.is_file():
-            words = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("note:")]
-            return Case(size, strategy, problem=words[0] if words else f"exit code {done.returncode}")
+            return Case(size, strategy, problem=find_problem(done.stderr, done.returncode), exit_code=done.returncode)
         return read_case(size, strategy, json.loads(page.read_text(encoding="utf-8")))
+
+
+def find_problem(said: str, code: int) -> str:
+    """The first line of the fault among what a command said; else its last line."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    faults = (line for line in lines if line.startswith(_TITLES))
+    return next(faults, lines[-1] if lines else f"exit code {code}")
 
 
 def read_case(size: int, strategy: str, facts: Mapping[str, float | str | None]) -> Case:

@@ -93,7 +93,7 @@ class ForkServer:
         except OSError:
             answer = b""
         if not answer:
-            self.close()
+            self._give_up()
             return None
         return ForkedRank(int(answer))
 
@@ -104,6 +104,19 @@ class ForkServer:
             if select.select([self._wire], [], [], _LOOK_EVERY_S)[0]:
                 return self._wire.recv(64)
         return b""
+
+    def _give_up(self) -> None:
+        """End the server, and what it forked after it was no longer waited for: the same rank starts by itself."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        with contextlib.suppress(OSError):
+            self._wire.setblocking(False)
+            for pid in self._wire.recv(64).split():
+                stray = ForkedRank(int(pid))
+                stray.kill()
+                stray.wait()
+        self.close()
 
     def close(self) -> None:
         """The server ends; ranks that it forked live on."""

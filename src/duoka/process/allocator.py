@@ -7,6 +7,7 @@ A user's own LD_PRELOAD stays as it is, and DUOKA_MALLOC=0 leaves the heap alone
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ SWITCH = "DUOKA_MALLOC"
 PRELOAD = "LD_PRELOAD"
 INSTALL = "apt install libtcmalloc-minimal4   (Debian, Ubuntu; elsewhere gperftools)"
 _LIBRARIES = {"libtcmalloc_minimal.so.4": "tcmalloc", "libtcmalloc.so.4": "tcmalloc", "libjemalloc.so.2": "jemalloc"}
-_FOLDERS = (f"{sys.prefix}/lib", "/usr/local/lib", f"/usr/lib/{os.uname().machine}-linux-gnu", "/usr/lib64", "/usr/lib")
+_FOLDERS = (f"{sys.prefix}/lib", "/usr/local/lib", f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib")
 
 
 def find_allocator(folders: Sequence[str] = _FOLDERS) -> Path | None:

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from duoka.comm.world import World
 from duoka.data.feed.ahead import Walk
 from duoka.data.feed.loader import GlobalBatch, Place
+from duoka.errors import DoesNotFit
 from duoka.model.build import find_core
 from duoka.model.layers import find_layers
 from duoka.parallel.engine import Engine, PassObserver
@@ -120,6 +121,12 @@ def _step(run: Run, batch: GlobalBatch, observer: PassObserver | None = None) ->
         observer=observer or PassObserver(),
     )  # fmt: skip
     run.world.heart.tell("step")
+    if result.is_short:
+        raise DoesNotFit(
+            "memory ran out in a profiled step",
+            where=f"in {result.shortage.phase}" if result.shortage is not None else "on another rank",
+            fix="write a smaller train.micro_batch, or see what fits:   duoka plan CONFIG",
+        )
     return result
 
 
