@@ -7,6 +7,7 @@ stays out of the speed: that is taken from the plain steps.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -74,7 +75,8 @@ def profile_run(inputs: Inputs, world: World, num_steps: int, folder: Path) -> S
     """All ranks call it together; each writes its trace to `folder`, and returns what it saw."""
     run = build_run(inputs, world)
     try:
-        with Walk[Place, GlobalBatch](lambda place: run.feed.batches(place, run.settings.num_epochs)) as batches:
+        # As many epochs as it takes: data may be fewer steps than are measured.
+        with Walk[Place, GlobalBatch](lambda place: run.feed.batches(place, math.inf)) as batches:
             batches.go_to(run.contents.state.place)
             run.contents.engine.model.train()
             for _ in range(WARM_UP):
