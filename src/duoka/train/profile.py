@@ -7,7 +7,6 @@ stays out of the speed: that is taken from the plain steps.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -75,8 +74,8 @@ def profile_run(inputs: Inputs, world: World, num_steps: int, folder: Path) -> S
     """All ranks call it together; each writes its trace to `folder`, and returns what it saw."""
     run = build_run(inputs, world)
     try:
-        # As many epochs as it takes: data may be fewer steps than are measured.
-        with Walk[Place, GlobalBatch](lambda place: run.feed.batches(place, math.inf)) as batches:
+        num_epochs = float(WARM_UP + 2 * num_steps)  # each holds a step at least: the data may be few
+        with Walk[Place, GlobalBatch](lambda place: run.feed.batches(place, num_epochs)) as batches:
             batches.go_to(run.contents.state.place)
             run.contents.engine.model.train()
             for _ in range(WARM_UP):
