@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import torch
+from commands import start_duoka
 from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import train_all
@@ -34,6 +35,12 @@ def make_case(folder, tiny_model):
 
 
 def start(yaml, output, *arguments, **env):
+    """`duoka train` on two processes, forked."""
+    return start_duoka("train", yaml, f"output={output}", "--nproc", "2", *arguments, env=env)
+
+
+def start_really(yaml, output, *arguments, **env):
+    """The same as a process that imports everything itself."""
     command = [sys.executable, "-m", "duoka", "train", str(yaml), f"output={output}", "--nproc", "2", *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}

@@ -2,17 +2,15 @@
 
 import contextlib
 import json
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import psutil
 import pytest
+from commands import start_duoka
 from struck import STEPS, WITHIN_S, finish, make_case, same_weights, start, wait_for_step
 from worlds import train_all
 
@@ -177,8 +175,7 @@ def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks
 
 def launch(tmp_path, script, *flags):
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    command = [sys.executable, "-m", "duoka", "launch", "--output", str(tmp_path / "out"), *flags, "script.py"]
-    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return start_duoka("launch", "--output", tmp_path / "out", *flags, "script.py", cwd=tmp_path)
 
 
 def test_the_same_failure_at_the_same_step_is_not_tried_again(tmp_path):
@@ -206,11 +203,10 @@ def test_a_failure_that_does_not_repeat_costs_one_restart(tmp_path):
 
 def test_a_stop_between_two_worlds_ends_the_run(tmp_path):
     process = launch(tmp_path, "raise SystemExit(9)\n", "--restarts", "5")
-    os.set_blocking(process.stdout.fileno(), True)
-    for line in process.stdout:
-        if "restart 1 of 5" in line:
-            process.send_signal(signal.SIGTERM)
-            break
+    while "restart 1 of 5" not in process.said():
+        assert process.poll() is None, process.said()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 75 and "between two worlds" in output
 

@@ -2,11 +2,9 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from commands import run_duoka
 from tiny import write_conversations
 
 from duoka.cli.profile import advice
@@ -47,8 +45,7 @@ def yaml(tmp_path, tiny_model):
 
 
 def profile(yaml, *arguments):
-    command = [sys.executable, "-m", "duoka", "profile", str(yaml), "--steps", "2", *arguments]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=200)
+    done = run_duoka("profile", yaml, "--steps", "2", *arguments, timeout=200)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
