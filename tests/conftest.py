@@ -73,7 +73,7 @@ def duoka_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random Llama of 0.4M parameters and a byte-level tokenizer with a ChatML template."""
+    """A folder with a random Llama of two layers, a byte-level tokenizer and a ChatML template."""
     from tiny import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")

@@ -29,6 +29,7 @@ SMALLER = {
 
 
 HALVES = {name: [f"parallel.strategy={name}"] for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp")}
+SHORT = "train.max_steps=6"
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,10 @@ def runs(case):
         settings += ["checkpoint.every=11"] if name == "powersgd" else []
         jobs.append((str(yaml), settings, str(folder / name)))
     for name, settings in HALVES.items():
-        jobs.append((str(yaml), ["train.precision=bf16", *settings], str(folder / f"half-{name}")))
+        jobs.append((str(yaml), [SHORT, "train.precision=bf16", *settings], str(folder / f"half-{name}")))
     train_all(jobs, 2)
-    alone = [(str(yaml), ["train.precision=bf16"], str(folder / "half-one process"))]
+    alone = [(str(yaml), [SHORT, "train.precision=bf16"], str(folder / "half-one process"))]
+    alone.append((str(yaml), [SHORT], str(folder / "short")))
     train_all([*alone, (str(yaml), ["parallel.strategy=ddp"], str(folder / "ddp-alone"))], 1)
     return folder
 
@@ -73,12 +75,12 @@ def compare_half_with_whole(half, whole):
     """Half precision begins where fp32 does, and learns."""
     ours, plain = losses(half), losses(whole)
     assert relative(ours[:3], plain[:3]) < 1e-2
-    assert ours[-1] < 0.6 * ours[0]
+    assert ours[-1] < 0.75 * ours[0]
 
 
 @pytest.mark.parametrize("name", [*HALVES, "one process"])
 def test_bf16_begins_and_falls_alike_under_every_strategy(runs, name):
-    compare_half_with_whole(runs / f"half-{name}", runs / "plain")
+    compare_half_with_whole(runs / f"half-{name}", runs / "short")
 
 
 def test_bf16_is_the_same_bf16_under_every_strategy(runs):
@@ -222,12 +224,12 @@ def leave_one_out(yaml, folder):
         settings = ["parallel.strategy=ddp", f"parallel.find_unused_parameters={str(looks).lower()}"]
         inputs, world, _, contents, loader = build(yaml, settings, folder, world)
         batch = next(loader.from_cursor(0, 0, 1.0))
-        last = contents.engine.bare.core.get_decoder().layers[3]
+        last = contents.engine.bare.core.get_decoder().layers[-1]
         last.forward = lambda hidden, *args, **kwargs: hidden
         if looks:
             contents.engine.forward_backward(batch, build_stage(inputs.config))
         else:
-            with pytest.raises(ConfigError, match=r"parameter model\.layers\.3\..* had no part in the loss"):
+            with pytest.raises(ConfigError, match=r"parameter model\.layers\.1\..* had no part in the loss"):
                 contents.engine.forward_backward(batch, build_stage(inputs.config))
     end_world(world)
 

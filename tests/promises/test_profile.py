@@ -57,8 +57,8 @@ def test_rows_add_up_and_the_trace_can_be_read(yaml, tmp_path):
     assert sum(row["share"] for row in found["operators"]) == pytest.approx(1)
     modules = {row["name"]: row for row in found["modules"]}
     assert {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "embedding"} <= set(modules)
-    # Four layers, two micro-batches a step; what they call is inside.
-    assert modules["self_attn"]["calls"] == modules["mlp"]["calls"] == 8 and modules["embedding"]["calls"] == 2
+    # Two layers, two micro-batches a step; what they call is inside.
+    assert modules["self_attn"]["calls"] == modules["mlp"]["calls"] == 4 and modules["embedding"]["calls"] == 2
     forward_ms = sum(row["seconds"] for row in found["modules"])
     assert 0 < forward_ms < found["profiled_step_s"]
     names = {row["name"] for row in found["operators"]}

@@ -355,7 +355,7 @@ def drift(yaml, folder):
 
     _, world, _, contents, _ = build(yaml, ["parallel.strategy=hsdp", PAIRS], folder)
     check_replicas(contents, world)
-    name = "model.layers.2.mlp.up_proj.weight"
+    name = "model.layers.1.mlp.up_proj.weight"
     if world.rank == 3:
         with torch.no_grad():
             contents.engine.named_trainable()[name].to_local()[0, 0] += 1e-3
