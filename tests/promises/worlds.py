@@ -80,10 +80,10 @@ def _enter(rank, size, port, env, function, arguments):
 
 def train_all(jobs, size):
     """Train every (yaml, overrides, run folder[, environment]) in turn on a world of `size` gloo processes."""
-    run_world(size, _train_jobs, jobs)
+    run_world(size, train_jobs, jobs)
 
 
-def _train_jobs(jobs):
+def train_jobs(jobs):
     from duoka.comm.world import end_world, start_world
     from duoka.config.load import load_config
     from duoka.parallel import inject
