@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import write_conversations
-from worlds import run_world, train_all
+from worlds import leave_garbage, run_world, train_all
 
 YAML = """
 model: {model}
@@ -158,6 +158,7 @@ def refuse_all(yaml, folder):
 
     world = None
     for name, overrides, faults, kind, words in REFUSED:
+        leave_garbage()
         os.environ[INJECT] = faults
         run = RunFolder(Path(folder) / name)
         run.make()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tiny import write_conversations
-from worlds import run_world
+from worlds import leave_garbage, run_world
 
 # Full fine-tuning of the tiny model: a checkpoint takes about 3 MB.
 YAML = """
@@ -38,6 +38,7 @@ def train_with_trouble(jobs, results):
 
     world = None
     for name, yaml, overrides, folder, trouble in jobs:
+        leave_garbage()
         run = RunFolder(Path(folder))
         loaded = load_config(yaml, overrides)
         world = world or start_world(loaded.config.parallel)
