@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tiny_model):
-    return make_case(tmp_path_factory.mktemp("forked"), tiny_model)
+    return make_case(tmp_path_factory.mktemp("forked"), tiny_model, epochs=4)
 
 
 def servers_below(pid):
