@@ -18,6 +18,7 @@ import tempfile
 import threading
 import traceback
 from functools import partial
+from multiprocessing import resource_tracker
 from types import SimpleNamespace
 
 from worlds import PRELOADED
@@ -132,6 +133,8 @@ def _fork_instead(command, *, stdin, stdout, stderr, env, start_new_session):
     _take_streams(*(null if one == subprocess.DEVNULL else one for one in (stdin, stdout, stderr)))
     # What the launcher holds open, the lock of a run's folder among it, is not for others to hold.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    tracker = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None  # the one of the process that all are forked from: closed here
     for number in SIGNALS:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
