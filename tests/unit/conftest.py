@@ -25,6 +25,14 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of all tests, but with four layers: here layers are counted, and no step is slow."""
+    from tiny import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", layers=4)
+
+
+@pytest.fixture(scope="session")
 def tiny_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The byte-level tokenizer with a ChatML template, without a model."""
     from tiny import build_tiny_tokenizer
