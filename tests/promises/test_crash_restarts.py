@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 from commands import start_duoka
-from struck import STEPS, WITHIN_S, finish, make_case, same_weights, start, wait_for_step
+from struck import STEPS, WITHIN_S, finish, make_case, same_weights, start, start_really, wait_for_step
 from worlds import train_all
 
 from duoka.cluster.fault_injection import living_ranks, strike, wait_for_ranks
@@ -48,7 +48,7 @@ def survive(case, name, dice, victims):
     """Kill the launcher once, and then strike the ranks of the same command with restarts; returns what it said."""
     folder, yaml = case
     run = RunFolder(folder / name)
-    process = start(yaml, run.path)
+    process = start_really(yaml, run.path)
     ranks = wait_for_step(run, dice.randint(3, 12))
     open_ports = [one for beat in ranks.values() for one in psutil.Process(beat.pid).net_connections("tcp")]
     listening = {one.laddr.ip for one in open_ports if one.status == psutil.CONN_LISTEN}
@@ -58,7 +58,7 @@ def survive(case, name, dice, victims):
     _, left = psutil.wait_procs([psutil.Process(b.pid) for b in living_ranks(run).values()], timeout=30)
     assert not left, f"the launcher was killed, and its ranks live on: {left}"
 
-    process = start(
+    process = start_really(
         yaml, run.path, "--restarts", str(2 * len(victims)), "parallel.timeout=180000000", "faults.hang_after=6",
         DUOKA_INJECT=f"hang step={HANGS_AFTER + 1} rank=0" if "hang" in victims else "",
     )  # fmt: skip
@@ -133,7 +133,7 @@ def test_twenty_of_twenty_killed_runs_restart_cleanly(case, seed):
     """One SIGKILL costs one restart, and nothing else can be told afterwards."""
     folder, yaml = case
     run = RunFolder(folder / f"once-{seed}")
-    process = start(yaml, run.path, "--restarts", "3")
+    process = start_really(yaml, run.path, "--restarts", "3")
     struck = kill_once(process, run, random.Random(seed))
     code, output = finish(process)
     assert code == 0 and "Traceback" not in output, f"{struck}: {output}"
@@ -153,7 +153,7 @@ def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks
     folder, yaml = case
     run, dice = RunFolder(folder / f"again-{victim}-{seed}"), random.Random(seed)
     for number in range(5):
-        process = start(yaml, run.path)
+        process = start_really(yaml, run.path)
         ranks = [rank_process(process, run, rank) for rank in (0, 1)]
         if dice.random() < 0.3:  # while it starts
             time.sleep(dice.random() * 6)
@@ -166,7 +166,7 @@ def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks
         assert code == (-signal.SIGKILL if victim == "launcher" else 5), f"kill {number}: {output}"
         _, left = psutil.wait_procs(ranks, timeout=30)
         assert not left, f"kill {number}: {left} live on"
-    code, output = finish(start(yaml, run.path))
+    code, output = finish(start_really(yaml, run.path))
     assert code == 0 and "Traceback" not in output, output
     assert same_weights(run.path, folder / "whole")
     assert [event["step"] for event in read_steps(run)] == list(range(1, STEPS + 1))
