@@ -3,7 +3,7 @@
 A `duoka train` costs five seconds of CPU for imports alone, in its fork server, and a script that imports torch as
 much: a test that looks at what a run does, not at how a process starts, begins here. The command is a process of its
 own with its own arguments, variables, folder and output; what it would start with this Python is forked from it.
-Nothing else differs but what the system tells of it: the variables in /proc are those of the process it was forked from,
+Nothing else differs but what the system tells of it: its variables in /proc are those of what it was forked from,
 so a launcher cannot find what it would end all at once, and worlds that hang start really, as do those of
 test_fork_server.py, test_worlds_of_others.py and test_launch.py.
 """
