@@ -79,6 +79,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with four layers: where layers are counted, or where it matters how long a save takes."""
+    from tiny import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "deep", layers=4)
+
+
+@pytest.fixture(scope="session")
 def demo_model(duoka_cache: Path) -> Path:
     """SmolLM2-135M-Instruct from its wheel, converted once per session."""
     # Found, not imported: the wheel's own module wants packages that duoka does without.

@@ -112,11 +112,11 @@ def disk(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def yaml(tmp_path_factory, tiny_model):
+def yaml(tmp_path_factory, deep_model):
     folder = tmp_path_factory.mktemp("storage")
     data = write_conversations(folder / "chats.jsonl", 40, seed=2)
     path = folder / "run.yaml"
-    path.write_text(YAML.format(model=tiny_model, data=data, output=folder / "out"), encoding="utf-8")
+    path.write_text(YAML.format(model=deep_model, data=data, output=folder / "out"), encoding="utf-8")
     return path
 
 

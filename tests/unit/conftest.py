@@ -25,11 +25,9 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of all tests, but with four layers: here layers are counted, and no step is slow."""
-    from tiny import write_tiny_model
-
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", layers=4)
+def tiny_model(deep_model: Path) -> Path:
+    """Here layers are counted, and no step is slow."""
+    return deep_model
 
 
 @pytest.fixture(scope="session")
