@@ -242,5 +242,5 @@ def _optimizer_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     if work.program is not None or work.optimizer == "adamw":
         return 0
     if work.device == "cuda":
-        return 4 * share.trainable // layout.shard
-    return 8 * (share.embedding if work.lora is None else 0) // layout.shard
+        return 4 * share.trainable // layout.state_ranks
+    return 8 * (share.embedding if work.lora is None else 0) // layout.state_ranks
