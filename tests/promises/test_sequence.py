@@ -34,15 +34,21 @@ def compare_all(layouts):
     end_world(world)
 
 
+SOME = ["6 heads, 2 of keys", "LoRA", "5 heads, gathered", "padded rows"]
+WIDE_ONES = [FIRST, "LoRA", "9 heads, 3 of keys, gathered, recomputing what is cheap", "padded rows"]
+
+
 def test_two_ranks_that_share_rows_equal_the_oracle():
-    some = ["6 heads, 2 of keys", "LoRA", "5 heads, gathered", "padded rows"]
-    run_world(
-        2, compare_all, [("ddp1·sp2", list(CASES)), ("fsdp1·sp2", some), ("zero1x1·sp2", some), ("zero2x1·sp2", some)]
-    )
+    run_world(2, compare_all, [("ddp1·sp2", list(CASES)), ("fsdp1·sp2", SOME), ("zero1x1·sp2", SOME[:2])])
 
 
 def test_four_ranks_that_share_rows_and_state_equal_the_oracle():
-    wide = [FIRST, "LoRA", "9 heads, 3 of keys, gathered, recomputing what is cheap", "padded rows"]
+    run_world(4, compare_all, [("fsdp2·sp2", WIDE_ONES[:3]), ("ddp2·sp2", WIDE_ONES[3:]), ("ddp1·sp4", WIDE_ONES[1:3])])
+
+
+@pytest.mark.nightly
+def test_every_layout_of_four_ranks_equals_the_oracle():
+    layouts = ("ddp2·sp2", "zero1x2·sp2", "zero2x2·sp2", "fsdp2·sp2", "hsdp2x1·sp2")
     run_world(
-        4, compare_all, [("fsdp2·sp2", wide), ("ddp2·sp2", wide[:2]), ("zero1x2·sp2", wide[1:2]), ("ddp1·sp4", wide)]
+        4, compare_all, [(name, WIDE_ONES) for name in layouts] + [("ddp1·sp4", list(CASES)), ("fsdp1·sp4", SOME)]
     )

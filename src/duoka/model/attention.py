@@ -54,7 +54,7 @@ class SequenceExchange(Protocol):
         ...
 
     def deals_heads(self, num_heads: int) -> bool:
-        """Whether each rank computes some heads of whole rows; else all heads of its stretch, with keys of whole rows."""
+        """Whether each rank computes some heads of whole rows; else all heads of its stretch, and gathers keys."""
         ...
 
     def to_heads(
@@ -294,7 +294,7 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
         with torch.enable_grad():
             documents = Documents.of(torch.tensor([0, 7, 24]), device)
             ours = attend_all_documents(query, key, value, documents, None, None)
-            alone = [attend_document(*one, Scoring()).transpose(1, 2) for one in parts]
+            alone = [attend_document(q, k, v, Scoring()).transpose(1, 2) for q, k, v in parts]
             want = torch.cat(alone, dim=1)
             pairs = [(ours, want)]
             pairs += zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True)

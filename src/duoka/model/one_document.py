@@ -1,7 +1,7 @@
 """Attention inside one document, causal and exact: by torch's kernels where they know the case, else written out.
 
-attention.py finds the documents of a row and calls this for each; where ranks share a row, and each has all keys but only
-a stretch of its queries, `attend_stretch` does.
+attention.py finds the documents of a row and calls this for each; where ranks share a row, and each has all keys but
+only a stretch of its queries, `attend_stretch` does.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def attend_stretch(
     # Split, not sliced: the gradient of a slice is as large as the row.
     sizes = [met[0][0], *(last - first for first, _, last in met), key.shape[2] - end]
     keys, values = (tensor.split(sizes, dim=2)[1:-1] for tensor in (key, value))
-    parts = [
-        _attend_in_chunks(*one, how, first, own - first) if own > first else attend_document(*one, how, first)
-        for *one, (first, own, _) in zip(queries, keys, values, met, strict=True)
-    ]
+    parts = []
+    for asking, asked, held, (first, own, _) in zip(queries, keys, values, met, strict=True):
+        attend = attend_document if own == first else _attend_in_chunks
+        parts.append(attend(asking, asked, held, how, first, own - first))
     return torch.cat(parts, dim=2)
 
 

@@ -1,4 +1,4 @@
-"""The one fixed order in which a model becomes parallel: (pipeline,) (tensor,) sequence, fused, recompute, compile, data.
+"""The one fixed order of making a model parallel: (pipeline,) (tensor,) sequence, fused, recompute, compile, data.
 
 For `duoka train`, whose model is a LossModel, and for any module that people's own loops bring (duoka.Accelerator).
 What is in brackets arrives with later parts, at its place in STEPS. A new way to share the work is an engine in a file

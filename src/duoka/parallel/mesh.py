@@ -95,7 +95,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         rank = _rank_at({axis: sizes[axis] for axis in used}, place)
         return replace(world, rank=rank, size=size, group=groups.get(used), name=name)
 
-    # A group of its own: attention's exchanges lie between those of gradients and weights, which may have the same ranks.
+    # A group of its own: attention's exchanges cross those of gradients and weights, which may be of the same ranks.
     sequence = view("sequence", "sp")
     if layout.sp > 1:
         sequence = replace(sequence, group=_group_over(world, sizes, place, ("sp",), is_new=True))

@@ -1,9 +1,9 @@
 """The sequence axis: ranks that each compute a stretch of every row, and come together in attention alone.
 
 A micro-batch is cut on the host, after labels were shifted (`cut_rows`); all layers but attention see single tokens.
-Attention exchanges: where heads divide by the ranks, each gets some heads of the whole row and gives back its stretch of
-all heads (Ulysses); else each gathers keys and values of the whole row. Both are exact, gradients too: what goes to
-several ranks comes back summed. The loss needs nothing of its own: it is a sum over targets, wherever they lie.
+Attention exchanges: where heads divide by the ranks, each gets some heads of the whole row, and gives back all heads of
+the others' stretches (Ulysses); else each gathers keys and values of the whole row. Both are exact, gradients too: what
+goes to several ranks comes back summed. The loss needs nothing of its own: it is a sum over targets, wherever they lie.
 """
 
 from __future__ import annotations

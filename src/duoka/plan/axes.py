@@ -46,7 +46,7 @@ def why_exchange(num_heads: int, num_ranks: int) -> str:
     """How attention works over a sequence that is cut, in words."""
     if deals_heads(num_heads, num_ranks):
         return f"all-to-all: each rank attends with {num_heads // num_ranks} of {num_heads} heads to whole rows"
-    return f"all-gather: {num_heads} heads do not divide by {num_ranks}, so each rank gathers keys and values of whole rows"
+    return f"all-gather: {num_heads} heads do not divide by {num_ranks}, so each gathers keys and values of whole rows"
 
 
 def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:

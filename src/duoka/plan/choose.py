@@ -170,9 +170,7 @@ def _with_strategy(
 ) -> Layout:
     """`layout` is single or ddp; sharding costs traffic, so `auto` takes it only when memory asks for it."""
     asked, size, adding = config.parallel.strategy, layout.dp, layout.dp * layout.sp
-    if (
-        asked == "ddp" and adding == 1
-    ):  # as an elastic run may become: there is no other rank to exchange gradients with
+    if asked == "ddp" and adding == 1:  # as an elastic run may become: there is no other to exchange gradients with
         reasons["parallel.strategy"] = "single: one process, and ddp is for several"
         return layout
     if asked != "auto":
