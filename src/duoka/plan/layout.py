@@ -76,7 +76,8 @@ class Layout:
     @property
     def is_trainable(self) -> bool:
         """Whether this version can train with it; what it cannot, it can still plan."""
-        return all(axis in TRAINABLE_AXES for axis in self.axes)
+        known = all(axis in TRAINABLE_AXES for axis in self.axes)
+        return known and ("sp" not in self.axes or len(self.axes) == 1)  # sequences are shared beside data ranks only
 
     @property
     def is_sharded(self) -> bool:
