@@ -175,7 +175,7 @@ def learn_together(case, layout, mesh):
     batch, losses, norms, gradients = batch_of(case, mesh.data.rank), [], [], {}
 
     def whole(tensor):
-        return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+        return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
 
     engine.forward_backward(batch, Likelihood())
     gradients = {name: whole(p.grad) for name, p in engine.named_trainable().items()}

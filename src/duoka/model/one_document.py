@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 # Of queries whose document begins on another rank, so many scores at once: they need a mask, which is as large.
-_SCORES_AT_ONCE = 2**24
+SCORES_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _attend_in_chunks(
     """As `attend_document`, some queries at a time; masks are made again in the backward pass, not kept."""
     tokens, num_keys = query.shape[2], key.shape[2]
     scores = num_keys * (1 if how.softcap is None and how.drop is None else query.shape[0] * query.shape[1])
-    step = max(1, _SCORES_AT_ONCE // scores)
+    step = max(1, SCORES_AT_ONCE // scores)
     parts = []
     for at in range(0, tokens, step):
         some = query[:, :, at : at + step]
