@@ -14,9 +14,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from duoka.errors import DuokaError
 from duoka.serve.batching.cache import SequenceCache
 from duoka.serve.batching.model import CHUNK, Next, SlotModel
 from duoka.serve.sampling import Sampling, choose_token
+
+_BREAKS = (RuntimeError, ValueError, TypeError, LookupError, OSError, DuokaError)
 
 Reason = Literal["stop", "length", "cancelled"]
 
@@ -167,29 +170,35 @@ class Scheduler:
     # --- the thread ---
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._waiting or self._active or self._calls or self._is_closing):
-                    self._changed.wait()
-                if self._is_closing:
-                    break
-                calls, self._calls = self._calls, deque()
-            for function, answer in calls:
+        try:
+            while self._is_working():
                 try:
-                    answer.put(function())
-                except Exception as error:  # noqa: BLE001 (whoever called gets it)
-                    answer.put(error)
+                    self._drop_cancelled()
+                    self._admit()
+                    self._read_a_chunk()
+                    self._decode()
+                except _BREAKS as error:  # of memory, mostly: answers are lost, the server is not
+                    self._fail(f"{type(error).__name__}: {error}")
+        finally:  # nobody waits for an answer that will never come
+            with self._changed:
+                self._is_closing = True
+            for sequence in self._active:
+                sequence.job.events.put(Done("cancelled"))
+            for job in self._waiting:
+                job.events.put(Done("cancelled"))
+
+    def _is_working(self) -> bool:
+        """Wait for work, and do what was called for; False when the scheduler is closed."""
+        with self._changed:
+            while not (self._waiting or self._active or self._calls or self._is_closing):
+                self._changed.wait()
+            calls, self._calls = self._calls, deque()
+        for function, answer in calls:
             try:
-                self._drop_cancelled()
-                self._admit()
-                self._read_a_chunk()
-                self._decode()
-            except Exception as error:  # noqa: BLE001 (of memory, mostly: answers are lost, the server is not)
-                self._fail(f"{type(error).__name__}: {error}")
-        for sequence in self._active:
-            sequence.job.events.put(Done("cancelled"))
-        for job in self._waiting:
-            job.events.put(Done("cancelled"))
+                answer.put(function())
+            except _BREAKS as error:
+                answer.put(error)
+        return not self._is_closing
 
     def _fail(self, error: str) -> None:
         for sequence in self._active:
