@@ -33,6 +33,7 @@ def heads(num, kv):
     return {"num_attention_heads": num, "num_key_value_heads": kv, "hidden_size": 8 * num}
 
 
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
 CASES = {
     "6 heads, 3 of keys, Adam": Case(settings=heads(6, 3), optimizer="adamw"),
     "6 heads, 2 of keys": Case(settings=heads(6, 2)),
@@ -47,6 +48,8 @@ CASES = {
     "softcaps and windows": Case("gemma2", {**heads(6, 2), "sliding_window": 6, "head_dim": 8}),
     "softcaps and windows, gathered": Case("gemma2", {**heads(5, 1), "sliding_window": 6, "head_dim": 8}),
     "LoRA": Case(settings=heads(6, 2), lora=True, optimizer="adamw"),
+    "experts of Qwen3": Case("qwen3_moe", {**heads(6, 2), **EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}),
+    "experts of Mixtral": Case("mixtral", {**heads(6, 2), **EXPERTS, "num_local_experts": 8}),
 }
 # Of two data ranks, which share the documents; the second has fewer.
 WIDE = (((0, 1), (3,)), ((2, 4), ()))

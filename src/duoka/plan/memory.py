@@ -71,8 +71,9 @@ def estimate_memory(
     matters only where attention keeps its scores. Evaluations measure up to `eval_tokens` at once.
     """
     sizes = -(-tokens // layout.sp), -(-(tokens if later is None else later) // layout.sp)
+    measured = -(-eval_tokens // layout.sp)
     stages = [
-        _estimate(work, layout, share, sizes, length, eval_tokens) for share in shares(work, layout, accumulation)
+        _estimate(work, layout, share, sizes, length, measured) for share in shares(work, layout, accumulation)
     ]
     return max(stages, key=lambda memory: memory.peak_bytes)
 
