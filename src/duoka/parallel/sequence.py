@@ -71,6 +71,7 @@ class HeadsAndRows:
         self._world = world
         self.rank, self.size = world.rank, world.size
         self.is_on = True
+        self._chosen: dict[tuple[int, int, torch.device], torch.Tensor | None] = {}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -87,10 +88,16 @@ class HeadsAndRows:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(rows, heads, tokens of the stretch, dim) -> (rows, some heads, tokens of the row, dim)."""
-        chosen = key_value_heads(query.shape[1], key.shape[1], self.size)
-        is_same = chosen == list(range(key.shape[1]))
-        index = None if is_same else torch.tensor(chosen).to(key.device, non_blocking=True)
+        index = self._choose(query.shape[1], key.shape[1], key.device)
         return _ToHeads.apply(self, index, query, key, value)  # type: ignore[return-value]
+
+    def _choose(self, num_heads: int, num_kv_heads: int, device: torch.device) -> torch.Tensor | None:
+        """Which key-value heads are sent, on the device, once; None: as they are."""
+        sizes = num_heads, num_kv_heads, device
+        if sizes not in self._chosen:
+            chosen = key_value_heads(num_heads, num_kv_heads, self.size)
+            self._chosen[sizes] = None if chosen == [*range(num_kv_heads)] else torch.tensor(chosen, device=device)
+        return self._chosen[sizes]
 
     def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
         """(rows, tokens of the row, some heads, dim) -> (rows, tokens of the stretch, heads, dim)."""

@@ -72,9 +72,7 @@ def estimate_memory(
     """
     sizes = -(-tokens // layout.sp), -(-(tokens if later is None else later) // layout.sp)
     measured = -(-eval_tokens // layout.sp)
-    stages = [
-        _estimate(work, layout, share, sizes, length, measured) for share in shares(work, layout, accumulation)
-    ]
+    stages = [_estimate(work, layout, share, sizes, length, measured) for share in shares(work, layout, accumulation)]
     return max(stages, key=lambda memory: memory.peak_bytes)
 
 
