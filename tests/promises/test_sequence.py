@@ -52,7 +52,7 @@ def test_experts_learn_alike_under_each_strategy():
 
 
 def test_four_ranks_that_share_rows_and_state_equal_the_oracle():
-    run_world(4, compare_all, [("fsdp2·sp2", WIDE_ONES[:3]), ("ddp2·sp2", WIDE_ONES[3:]), ("ddp1·sp4", WIDE_ONES[1:3])])
+    run_world(4, compare_all, [("fsdp2·sp2", WIDE_ONES[:2]), ("ddp1·sp4", WIDE_ONES[2:3])])
 
 
 @pytest.mark.nightly
