@@ -39,7 +39,8 @@ SETTINGS = {
     "qwen3_moe": WINDOWS,
     "starcoder2": {"sliding_window": 4096},
     "cohere_compass_text": {
-        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
         },

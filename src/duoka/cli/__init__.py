@@ -37,6 +37,7 @@ COMMANDS = {
     "doctor": "Check whether this machine is fit for training.",
     "chaos": "Strike a short copy of a run, and print what it survives.",
     "runs": "List runs with state, step, loss and age; show or stop one.",
+    "top": "Watch a run in the terminal while it trains.",
     "config": "Show a config with the origin of every value, or the schema.",
     "data": "Look at data sets as training sees them.",
     "launch": "Run your own script on N processes.",

@@ -12,9 +12,10 @@ from typing import Any
 from duoka.runs.folder import RunFolder, read_json, write_text_atomic
 from duoka.units import format_bytes, format_count, format_seconds
 from duoka.watch.chart import Chart, draw_chart
+from duoka.watch.columns import number, whole
 from duoka.watch.costs import costs_to_json, exchange_rows, held_rows, memory_rows
 from duoka.watch.curve import can_draw, draw_curve
-from duoka.watch.history import History, number, read_history, whole
+from duoka.watch.history import History, read_history
 from duoka.watch.page import card, facts_table, figure, grid_table, page, percent, time_bar, track
 from duoka.watch.scale import Point, points_of
 from duoka.watch.stop_cause import cause_lines, has_died
