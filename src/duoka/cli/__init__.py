@@ -38,6 +38,8 @@ COMMANDS = {
     "chaos": "Strike a short copy of a run, and print what it survives.",
     "runs": "List runs with state, step, loss and age; show or stop one.",
     "top": "Watch a run in the terminal while it trains.",
+    "board": "Show all runs of a folder as a live page in the browser.",
+    "report": "Write one run's page: one file that fetches nothing.",
     "config": "Show a config with the origin of every value, or the schema.",
     "data": "Look at data sets as training sees them.",
     "launch": "Run your own script on N processes.",

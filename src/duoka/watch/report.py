@@ -30,8 +30,13 @@ def write_report(run: RunFolder) -> Path:
     alone = loss.replace("--ground:none", ground[0]).replace("dark){.dk{", f"dark){{.dk{{{ground[1]};")
     write_text_atomic(run.path / "loss.svg", alone + "\n")
     path = run.path / "report.html"
-    write_text_atomic(path, page(f"{run.name} · duoka", _page_body(history, loss)))
+    write_text_atomic(path, report_page(history, loss))
     return path
+
+
+def report_page(history: History, loss: str | None = None) -> str:
+    """The run on one page, in one file that fetches nothing; `loss`: its chart, where it is drawn already."""
+    return page(f"{history.run.name} · duoka", _page_body(history, loss or draw_chart(loss_chart(history))))
 
 
 def loss_chart(history: History) -> Chart:
