@@ -29,7 +29,7 @@ from duoka.watch.stop_cause import has_died
 
 LOG_BYTES = 64 * 1024
 _READ_S = 0.25  # of reading before an answer: a long log is shown while it is read
-_KEPT_BYTES = 120 * 2**20  # of steps, over all runs; those that nobody looks at go first
+KEPT_BYTES = 120 * 2**20  # of steps, over all runs; those that nobody looks at go first
 _MOST_POINTS = 2000
 _PACE = 150.0  # the next look is this many times as far away as this one took
 
@@ -84,11 +84,16 @@ class Board:
         self._followed.move_to_end(run.path)
         followed.catch_up(_READ_S)
         kept = sum(one.history.steps.num_bytes() for one in self._followed.values())
-        while kept > _KEPT_BYTES and len(self._followed) > 1:
+        while kept > KEPT_BYTES and len(self._followed) > 1:
             path, oldest = self._followed.popitem(last=False)
             self._curves.pop(path, None)
             kept -= oldest.history.steps.num_bytes()
         return followed
+
+    @property
+    def num_followed(self) -> int:
+        """Whose steps are in memory."""
+        return len(self._followed)
 
     # --- answers ---
 

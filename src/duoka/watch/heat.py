@@ -17,7 +17,8 @@ from duoka.watch.ranks import parse_lines, rank_files
 from duoka.watch.series import short
 
 MOST_COLUMNS, MOST_ROWS = 200, 256
-_PIECE_BYTES = 1024  # at each of the places that are looked at: some lines
+_PIECE_BYTES = 2048  # at each of the places that are looked at: some lines
+_LINES = 2  # of them that are parsed, which is what costs
 _ALL_WHOLE_BYTES = 16 * 2**20  # logs are read from end to end where all of them together are no more
 
 
@@ -76,7 +77,7 @@ class HeatMap:
                     return parse_lines(file.read().splitlines())
                 for place in range(self.num_columns):
                     file.seek(size * place // self.num_columns)
-                    lines = file.read(_PIECE_BYTES).split(b"\n")
+                    lines = file.read(_PIECE_BYTES).split(b"\n", _LINES + 1)
                     out += parse_lines(lines[1:-1])  # the first and the last are cut
         except OSError:
             pass  # moved away meanwhile: what was read stands

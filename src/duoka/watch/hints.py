@@ -60,7 +60,7 @@ _SIGNS = (
     _Sign(
         lambda f: f.state == "failed",
         lambda f: f"the run failed{f' with exit code {f.status.exit_code}' if f.status else ''}",
-        "the cause is above, ranks' own words are in logs/; `duoka explain CODE` says what a code means",
+        "the cause is above, ranks' own words are in logs/; the same command goes on from the newest checkpoint",
     ),
     _Sign(
         lambda f: f.state == "stopped",
