@@ -82,18 +82,16 @@ def measure(pid: int, port: int, token: str, path: Path) -> list[tuple[str, str]
     ]
     while answer["is_behind"]:
         answer = get("/api/look", **look)
-    rows.append(
-        ("until the whole log is in it", f"{time.perf_counter() - began:.2f} s, {cpu_s(pid) - cpu:.2f} s of CPU")
-    )
+    rows.append(("until the whole log is in it", took(pid, began, cpu)))
     assert answer["series"]["long"]["num_steps"] == STEPS and answer["focus"]["slowest"]["rank"] == 700
     began, cpu = time.perf_counter(), cpu_s(pid)
     heat = get("/api/heat", run="long")
     while not heat["is_whole"]:
         heat = get("/api/heat", run="long")
-    rows.append(("map of ranks x steps", f"{time.perf_counter() - began:.2f} s, {cpu_s(pid) - cpu:.2f} s of CPU"))
-    began = time.perf_counter()
+    rows.append(("map of ranks x steps", took(pid, began, cpu)))
+    began, cpu = time.perf_counter(), cpu_s(pid)
     get("/api/look", **{**look, "axis": "time", "log": 1})
-    rows.append(("another axis", f"{time.perf_counter() - began:.2f} s"))
+    rows.append(("another axis", took(pid, began, cpu)))
     cpu, began, step, looks = cpu_s(pid), time.perf_counter(), STEPS, 0
     with (path / "events" / "run.jsonl").open("a") as log:
         while (now := time.perf_counter() - began) < FOLLOW_S:
@@ -110,6 +108,10 @@ def measure(pid: int, port: int, token: str, path: Path) -> list[tuple[str, str]
     peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     rows.append(("the server's peak memory", f"{peak / 1024:.0f} MiB"))
     return rows
+
+
+def took(pid: int, began: float, cpu: float) -> str:
+    return f"{time.perf_counter() - began:.2f} s, {cpu_s(pid) - cpu:.2f} s of CPU"
 
 
 def cpu_s(pid: int) -> float:

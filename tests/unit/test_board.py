@@ -2,14 +2,13 @@
 
 import http.client
 import json
-import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -152,14 +151,12 @@ def test_a_pixel_shows_the_mean_least_and_most_of_its_steps(runs, serve, log):
             file.write(step_line(step, loss=spike.get(step, loss_at(step))))
     page = serve()
     rows = page.look("a", most=100, log=log)["series"]["a"]["curves"]["loss"]
-    assert len(rows) <= 100 and rows[-1][0] == 5000
+    assert len(rows) <= 100 and 4700 < rows[-1][0] <= 5000
     assert max(row[3] for row in rows) == 50.0 and min(row[2] for row in rows) == -3.0
     for row in rows:
         assert row[2] <= row[1] <= row[3]
-    edges = [0, *(row[0] for row in rows)]
-    whole = next(i for i in range(1, len(rows)) if edges[i + 1] < 4000)
-    row = rows[whole]
-    assert row[3] >= loss_at(int(row[0])) >= row[2]
+    before = [row for row in rows if row[0] < 4000]
+    assert all(row[3] + 1e-4 >= loss_at(int(row[0])) >= row[2] - 1e-4 for row in before)
     zoomed = page.look("a", most=100, low=4318, high=4324)["series"]["a"]["curves"]["loss"]
     assert [tuple(row) for row in zoomed][4:6] == [(4321, 50.0), (4322, None)]
 
@@ -356,12 +353,18 @@ def test_the_command_serves_and_leaves_at_ctrl_c(runs):
         process.stdout.close()
 
 
-def test_a_long_log_is_answered_at_once_and_read_on(runs):
-    write_run(runs / "a", 3000, ranks=1, rank_steps=5)
+def test_a_long_log_is_answered_at_once_and_read_on(runs, monkeypatch):
+    """The first answer has the whole run already, in a few hundred of its steps."""
+    monkeypatch.setattr("duoka.watch.board.READ_S", 0.0)
+    write_run(runs / "a", 8000, ranks=1, rank_steps=5)
     board = Board(runs)
     asked = Asked(runs=("a",), keys=("loss",), focus="a")
-    began, answer = time.monotonic(), board.look(asked)
+    first = answer = board.look(asked)
+    rows = first["series"]["a"]["curves"]["loss"]
+    assert first["is_behind"] and 400 < len(rows) <= 500 and rows[0][0] < 100 and rows[-1][0] > 7900
+    assert all(row[1] == pytest.approx(loss_at(row[0]), rel=1e-5) for row in rows)
     while answer["is_behind"]:
-        assert answer["next_s"] == 0.0 and time.monotonic() - began < 60
-        answer = board.look(asked)
-    assert answer["series"]["a"]["num_steps"] == 3000 and math.isclose(answer["focus"]["share_read"], 1.0)
+        assert answer["next_s"] == 0.0
+        answer = board.look(replace(asked, since=answer["version"]))
+        assert ("series" in answer) == (not answer["is_behind"]), "a curve is drawn twice: sampled, then whole"
+    assert answer["series"]["a"]["num_steps"] == 8000 and answer["share_read"] == {"a": 1.0}

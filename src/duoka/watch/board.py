@@ -16,21 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from duoka.errors import DuokaError
+from duoka.runs.events import global_log
 from duoka.runs.find import runs_in, written_at
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import read_status
 from duoka.watch.differences import find_differences
 from duoka.watch.follow import FollowedRun
 from duoka.watch.heat import HeatMap
+from duoka.watch.history import History
+from duoka.watch.ranks import sample_events
 from duoka.watch.report import report_page
 from duoka.watch.series import AXES, axis_of, place_of, short, thin_curve
 from duoka.watch.standing import read_standing
 from duoka.watch.stop_cause import has_died
 
 LOG_BYTES = 64 * 1024
-_READ_S = 0.25  # of reading before an answer: a long log is shown while it is read
+READ_S = 0.25  # of reading before an answer: a long log is shown while it is read
 KEPT_BYTES = 120 * 2**20  # of steps, over all runs; those that nobody looks at go first
 _MOST_POINTS = 2000
+_FIRST_STEPS = 500  # of a long log, at even distances: what is shown while it is read
 _PACE = 150.0  # the next look is this many times as far away as this one took
 
 
@@ -82,7 +86,7 @@ class Board:
         if followed is None:
             followed = self._followed[run.path] = FollowedRun(run)
         self._followed.move_to_end(run.path)
-        followed.catch_up(_READ_S)
+        followed.catch_up(READ_S)
         kept = sum(one.history.steps.num_bytes() for one in self._followed.values())
         while kept > KEPT_BYTES and len(self._followed) > 1:
             path, oldest = self._followed.popitem(last=False)
@@ -99,20 +103,21 @@ class Board:
 
     def look(self, asked: Asked) -> dict[str, Any]:
         """The list of runs, and the curves of those that are chosen where something has changed since `asked.since`."""
-        began = time.perf_counter()
+        before = time.thread_time()
         there = self.runs()
         chosen = {name: self.follow(there[name]) for name in asked.runs if name in there}
         focus = chosen.get(asked.focus) or (self.follow(there[asked.focus]) if asked.focus in there else None)
-        version = ",".join(f"{name}:{one.version}" for name, one in chosen.items())
-        version += f";{asked.focus}:{focus.version}" if focus else ""
+        version = ",".join(f"{name}:{_version(one)}" for name, one in chosen.items())
+        version += f";{asked.focus}:{_version(focus)}" if focus else ""
         answer: dict[str, Any] = {"runs": [_brief(name, run) for name, run in there.items()], "version": version}
         if version != asked.since:
             answer["series"] = {name: self._series(one, asked) for name, one in chosen.items()}
         if focus is not None:
             # Ages and states change while nothing is written: that is what they are for.
             answer["focus"] = self._focus(focus, asked, is_new=version != asked.since)
+        answer["share_read"] = {name: one.share_read for name, one in chosen.items()}
         answer["is_behind"] = any(one.is_behind for one in (*chosen.values(), *([focus] if focus else [])))
-        cost_s = time.perf_counter() - began
+        cost_s = time.thread_time() - before
         answer["next_s"] = 0.0 if answer["is_behind"] else round(max(2.0, _PACE * cost_s), 2)
         return answer
 
@@ -145,7 +150,7 @@ class Board:
         if is_due or known is None:
             known, self._heat_at[run.path] = HeatMap(run, last), now
             self._heat = {run.path: known}  # of one run at a time
-        known.catch_up(_READ_S)
+        known.catch_up(READ_S)
         answer = known.to_json()
         # The pace counts what drawing up the answer takes too.
         known.cost_s = max(known.cost_s, 0.001)
@@ -184,18 +189,31 @@ class Board:
         return sorted(path for path in files if path.is_file() and not path.is_symlink())
 
 
+def _version(followed: FollowedRun) -> str:
+    """A log that is being read has one version until it has been read."""
+    return "reading" if followed.is_behind else str(followed.version)
+
+
+def _skeleton(followed: FollowedRun) -> History:
+    """The whole run in a few hundred of its steps, before its log has been read."""
+    history = History(followed.run)
+    for event in sample_events(global_log(followed.run), _FIRST_STEPS):
+        history.apply(event)
+    return history
+
+
 class _Curves:
     """One run's curves, kept until its log grows: several pages, and a page that is drawn again, cost nothing."""
 
     def __init__(self, followed: FollowedRun) -> None:
         self.followed = followed
-        self._version = -1
+        self._version = ""
         self._axes: dict[str, array[float]] = {}
         self._answers: dict[Asked, dict[str, Any]] = {}
 
     def answer(self, asked: Asked) -> dict[str, Any]:
-        if self._version != self.followed.version:
-            self._version = self.followed.version
+        if self._version != _version(self.followed):
+            self._version = _version(self.followed)
             self._axes.clear()
             self._answers.clear()
         key = Asked(asked.runs, "", asked.keys, asked.axis, asked.most, asked.low, asked.high, asked.log)
@@ -204,7 +222,9 @@ class _Curves:
         return self._answers[key]
 
     def _make(self, asked: Asked) -> dict[str, Any]:
-        history = self.followed.history
+        # Sums over a few of the steps would be no tokens and no time: on these axes a curve waits for its log.
+        is_first = self.followed.is_behind and asked.axis == "step"
+        history = _skeleton(self.followed) if is_first else self.followed.history
         steps = history.steps
         axis = asked.axis if asked.axis in AXES else "step"
         xs = self._axes.get(axis)
@@ -220,7 +240,6 @@ class _Curves:
             "curves": {name: thin_curve(xs, steps.column(name), most, **zoom) for name in known},
             "names": steps.names(), "marks": marks, "evals": evals,
             "x": [short(xs[0]), short(xs[-1])] if xs else None, "num_steps": len(steps),
-            "share_read": self.followed.share_read,
         }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class StepColumns(Sequence[LoggedStep]):
     def __init__(self) -> None:
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
+        self._totals: dict[str, tuple[int, float, int]] = {}  # by name: steps counted, their sum, how many are NaN
 
     def put(self, step: int, event: Mapping[str, Any]) -> None:
         count = len(self._steps)
@@ -66,6 +67,7 @@ class StepColumns(Sequence[LoggedStep]):
 
     def _put_back(self, step: int, event: Mapping[str, Any]) -> None:
         """One that does not come last."""
+        self._totals.clear()
         place = bisect.bisect_left(self._steps, step)
         is_known = self._steps[place] == step
         self._steps[place : place + is_known] = array("q", [step])
@@ -78,6 +80,7 @@ class StepColumns(Sequence[LoggedStep]):
 
     def drop_after(self, step: int) -> int:
         """How many are gone."""
+        self._totals.clear()
         place = bisect.bisect_right(self._steps, step)
         count = len(self._steps) - place
         del self._steps[place:]
@@ -100,7 +103,22 @@ class StepColumns(Sequence[LoggedStep]):
 
     def total(self, name: str, last: int | None = None) -> float:
         """The sum of what is above zero."""
+        if last is None:
+            return self._count(name)[1]
         return sum(value for value in self.column(name, last) if value > 0)
+
+    def num_missing(self, name: str) -> int:
+        """Steps without a number of this name."""
+        return self._count(name)[2]
+
+    def _count(self, name: str) -> tuple[int, float, int]:
+        """Over all steps; those that were counted before are not looked at again."""
+        seen, total, missing = self._totals.get(name, (0, 0.0, 0))
+        new = self.column(name, len(self._steps) - seen)
+        total += sum(value for value in new if value > 0)
+        missing += sum(map(math.isnan, new))
+        self._totals[name] = len(self._steps), total, missing
+        return self._totals[name]
 
     def num_bytes(self) -> int:
         return len(self._steps) * self._steps.itemsize * (1 + len(self._columns))

@@ -1,7 +1,7 @@
 """Ranks x steps as a map: how long each rank worked and how little it waited, from logs of any length.
 
 Short logs are read whole, of long ones lines at even distances: a thousand ranks' logs are many gigabytes. Read in
-slices of time, so that a page can show what is there already.
+slices of time, so that a page can show how far it is.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from duoka.runs.folder import RunFolder
 from duoka.watch.columns import number, whole
-from duoka.watch.ranks import parse_lines, rank_files
+from duoka.watch.ranks import parse_lines, rank_files, sample_events
 from duoka.watch.series import short
 
 MOST_COLUMNS, MOST_ROWS = 200, 256
-_PIECE_BYTES = 2048  # at each of the places that are looked at: some lines
-_LINES = 2  # of them that are parsed, which is what costs
+_MOST_PLACES = 100_000  # that are looked at in all ranks' logs together
+_LEAST_COLUMNS = 50
 _ALL_WHOLE_BYTES = 16 * 2**20  # logs are read from end to end where all of them together are no more
 
 
@@ -27,9 +27,10 @@ class HeatMap:
 
     def __init__(self, run: RunFolder, last_step: int) -> None:
         self.last_step = max(1, last_step)
-        self.num_columns = min(MOST_COLUMNS, self.last_step)
         self._left = rank_files(run)
         self.num_ranks = len(self._left)
+        columns = max(_LEAST_COLUMNS, min(MOST_COLUMNS, _MOST_PLACES // max(1, self.num_ranks)))
+        self.num_columns = min(columns, self.last_step)
         sizes = [path.stat().st_size for path in self._left]
         self.is_sampled = sum(sizes) > _ALL_WHOLE_BYTES
         self._own: dict[int, list[float | None]] = {}
@@ -41,10 +42,10 @@ class HeatMap:
         return not self._left
 
     def catch_up(self, budget_s: float) -> None:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), time.thread_time()
         while self._left and time.perf_counter() - began < budget_s:
-            self._read(self._left.pop(0))
-        self.cost_s += time.perf_counter() - began
+            self._read(self._left.pop())
+        self.cost_s += time.thread_time() - before
 
     def _read(self, path: Path) -> None:
         own: list[float | None] = [None] * self.num_columns
@@ -68,23 +69,17 @@ class HeatMap:
             self._own[rank], self._wait[rank] = own, wait
 
     def _events(self, path: Path) -> list[dict[str, Any]]:
-        out: list[dict[str, Any]] = []
+        if self.is_sampled:
+            return sample_events(path, self.num_columns)
         try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                file.seek(0)
-                if not self.is_sampled:
-                    return parse_lines(file.read().splitlines())
-                for place in range(self.num_columns):
-                    file.seek(size * place // self.num_columns)
-                    lines = file.read(_PIECE_BYTES).split(b"\n", _LINES + 1)
-                    out += parse_lines(lines[1:-1])  # the first and the last are cut
+            return parse_lines(path.read_bytes().splitlines())
         except OSError:
-            pass  # moved away meanwhile: what was read stands
-        return out
+            return []  # moved away meanwhile
 
     def to_json(self) -> dict[str, Any]:
         """Rows of ranks: `own`, their time relative to the ranks' median, the most of a cell; `wait`, the least."""
+        if not self.is_whole:
+            return {"is_whole": False, "share_read": len(self._own) / self.num_ranks}
         ranks = sorted(self._own)
         group = max(1, -(-len(ranks) // MOST_ROWS))
         medians = [_median([self._own[rank][place] for rank in ranks]) for place in range(self.num_columns)]
@@ -97,8 +92,7 @@ class HeatMap:
             wait.append([None if value is None else short(value) for value in least])
         return {
             "ranks": ranks[::group], "group": group, "num_ranks": self.num_ranks, "last_step": self.last_step,
-            "own": own, "wait": wait, "is_sampled": self.is_sampled, "is_whole": self.is_whole,
-            "share_read": len(self._own) / self.num_ranks if self.num_ranks else 1.0,
+            "own": own, "wait": wait, "is_sampled": self.is_sampled, "is_whole": True, "share_read": 1.0,
         }  # fmt: skip
 
 

@@ -152,9 +152,9 @@ class History:
             return None
         return {name: tokens / (value or 1.0) for name, value in seconds.items()}
 
-    def mfu(self) -> float | None:
+    def mfu(self, last: int | None = None) -> float | None:
         """MFU: the model's FLOPs per second as a share of the devices' peak; None where the peak is unknown."""
-        compute, speed = self.plan.get("compute"), self.tokens_per_s()
+        compute, speed = self.plan.get("compute"), self.tokens_per_s(last)
         if not isinstance(compute, dict) or not speed:
             return None
         flops, peak = number(compute.get("flops_per_token")), number(compute.get("peak_flops"))

@@ -87,7 +87,7 @@ def read_standing(followed: FollowedRun, *, price_per_hour: float | None = None,
     facts = Facts(
         state, age_s, times, memory, slowest, find_spike(steps), history.status,
         clock_ahead_s=ahead if abs(ahead) > _CLOCKS_DIFFER_S and may_tell else 0.0,
-        num_nonfinite=len(history.nonfinite), num_ranks=len(ranks),
+        num_nonfinite=steps.num_missing("loss"), num_ranks=len(ranks),
     )  # fmt: skip
     return Standing(
         name=history.run.name or history.run.path.resolve().name,
@@ -107,7 +107,7 @@ def read_standing(followed: FollowedRun, *, price_per_hour: float | None = None,
         lr=last.lr if last else None,
         tokens_per_s=history.tokens_per_s(RECENT),
         predicted_tokens_per_s=(history.speed_predicted() or {}).get("step"),
-        mfu=history.mfu(),
+        mfu=history.mfu(RECENT),
         num_tokens=steps.total("num_tokens"),
         seconds=history.total_s(),
         cost=_cost(history, price_per_hour),

@@ -81,7 +81,7 @@ function take(answer) {
   if (isNew) state.series = answer.series;
   if (answer.focus) state.now = answer.focus.is_new ? answer.focus : { ...state.now, ...answer.focus };
   else if (state.focus) state.now = null; // moved away
-  const behind = Object.values(state.series).map((one) => one.share_read).filter((one) => one < 1);
+  const behind = Object.values(answer.share_read).filter((one) => one < 1);
   $("live").className = "";
   $("live").textContent = behind.length ? say("reading", percent(Math.min(...behind))) : `● ${say("live")}`;
   listRuns();

@@ -121,6 +121,12 @@ export class Heat {
   }
 
   draw(data) {
+    if (!data.is_whole) {
+      this.says.textContent = say("reading", percent(data.share_read));
+      if (!this.data || this.data.run !== data.run) this.node.replaceChildren(el("h2", { text: say("heat") }), this.says);
+      return;
+    }
+    if (!this.data || this.data.run !== data.run) this.says.textContent = "";
     this.data = data;
     const chosen = this.measure.value || "own";
     this.measure.replaceChildren(el("option", { value: "own", text: say("own") }), el("option", { value: "wait", text: say("waits") }));
@@ -141,8 +147,7 @@ export class Heat {
     this.canvas.setAttribute("aria-label", `${say("heat")}: ${say(isOwn ? "own" : "waits")}`);
     const ends = isOwn ? [`${number(low)}×`, `${number(high)}×`] : [percent(high), percent(low)];
     const scale = el("p", { class: "soft scale", "aria-hidden": "true" }, ends[0], el("i"), ends[1]);
-    const notes = [data.group > 1 ? say("perCell", data.group) : "", data.is_sampled ? say("sampled") : "",
-      data.is_whole ? "" : say("reading", percent(data.share_read))].filter(Boolean).join(" · ");
+    const notes = [data.group > 1 ? say("perCell", data.group) : "", data.is_sampled ? say("sampled") : ""].filter(Boolean).join(" · ");
     this.node.replaceChildren(el("h2", { text: say("heat") }), el("label", {}, `${say("measure")} `, this.measure),
       el("p", { class: "soft", text: `${say("heatHelp")} ${notes}` }), this.canvas, scale, this.says);
   }
