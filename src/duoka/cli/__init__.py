@@ -39,6 +39,7 @@ COMMANDS = {
     "runs": "List runs with state, step, loss and age; show or stop one.",
     "top": "Watch a run in the terminal while it trains.",
     "board": "Show all runs of a folder as a live page in the browser.",
+    "alerts": "Follow a run and tell a command or a webhook what becomes of it.",
     "report": "Write one run's page: one file that fetches nothing.",
     "config": "Show a config with the origin of every value, or the schema.",
     "data": "Look at data sets as training sees them.",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from duoka.cluster.forks import WORLD_TOKEN, ForkedRank, ForkServer
+from duoka.cluster.forks import ForkedRank, ForkServer
 from duoka.cluster.launch import share_of_machine
 from duoka.cluster.patience import StopPatience
 from duoka.cluster.probe import count_usable_cores
