@@ -78,6 +78,11 @@ class Network:
     def ssh(self) -> str:
         return f"ssh -F {self.folder / 'ssh_config'}"
 
+    def revive(self, number: int) -> None:
+        """Its sshd, after kill_all."""
+        self.nodes[number].sshd = _start_sshd(self, self.nodes[number])
+        _wait_for_sshd(self)
+
     def inside(self, node: int, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self.nodes[node].space, *command]
 
@@ -134,11 +139,17 @@ def _add_node(net: Network, number: int) -> Node:
         encoding="utf-8",
     )
     Path("/run/sshd").mkdir(exist_ok=True)
+    node.sshd = _start_sshd(net, node)
+    return node
+
+
+def _start_sshd(net: Network, node: Node) -> subprocess.Popen[bytes]:
+    config = net.folder / f"sshd_{node.name}"
     log = (net.folder / f"sshd_{node.name}.log").open("wb")
     command = ["ip", "netns", "exec", node.space, SSHD, "-D", "-e", "-f", str(config)]
-    node.sshd = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    started = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     log.close()
-    return node
+    return started
 
 
 def _write_ssh_config(net: Network) -> None:

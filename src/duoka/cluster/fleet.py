@@ -8,10 +8,14 @@ alike, before anything starts; one connection to each (ssh.py), whose far end (t
 from __future__ import annotations
 
 import contextlib
+import io
 import ipaddress
 import os
 import secrets
+import shlex
+import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +26,7 @@ from duoka.cluster.fleet_check import check_nodes, check_shared
 from duoka.cluster.launcher import Say
 from duoka.cluster.one_voice import OneVoice
 from duoka.cluster.passthrough import PlainCopy
-from duoka.cluster.ssh import Connection, Reader, in_folder
+from duoka.cluster.ssh import Connection, Reader, in_folder, ssh_command
 from duoka.cluster.supervise import Request, listen_to_signals, write_end
 from duoka.cluster.tether import code_digest, file_digest
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
@@ -41,6 +45,7 @@ NOT_FORWARDED = ("DUOKA_SSH", "DUOKA_LOGS", "DUOKA_PARENT_PID", "DUOKA_JOINS", "
 BEAT_EVERY_S = 2.0
 GRACE_S = 10.0  # after a node has ended: the others hear the verdict from the rendezvous, and end by themselves
 SAVE_S = 60.0  # from our SIGTERM, when the run cannot go on, until we hang up
+FETCH_S = 120.0
 _CLOSE_S = 12.0  # the far side ends within 10 s
 _LOOK_EVERY_S = 0.1
 _DRAIN_S = 1.0
@@ -93,9 +98,25 @@ def run_fleet(fleet: Fleet, say: Say) -> Verdict:
             verdict = link.follow(say)
         finally:
             link.close()
+    if not link.shares_folder:
+        say(fetch_logs(fleet.hosts[0], fleet.folder, fleet.run))
     if link.shares_folder and verdict.kind is Kind.LOST_RANK and fleet.run.path.is_dir():
         write_end(fleet.run, verdict)  # the nodes that are left only know that they were stopped
     return verdict
+
+
+def fetch_logs(host: Host, folder: str, run: RunFolder) -> str:
+    """All ranks' logs into the run folder here; returns what to tell the user."""
+    there = os.path.join(folder, run.path)
+    script = f"cd -- {shlex.quote(there)} && exec tar -cf - logs"
+    try:
+        done = subprocess.run(ssh_command(host, script), capture_output=True, stdin=subprocess.DEVNULL, timeout=FETCH_S)
+        run.path.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            archive.extractall(run.path, filter="data")
+    except (OSError, subprocess.SubprocessError, tarfile.TarError) as error:
+        return f"the logs stay on {host}, in {there}/logs: {error}"
+    return f"this machine does not share the run folder: {host} has it, as {there}; logs were copied to {run.logs}"
 
 
 def _left_before(request: Request) -> Verdict:
@@ -138,7 +159,7 @@ class _Link:
                 return None
             self.shares_folder = Path(facts[0]["mark"]).exists()
         finally:
-            self.nodes[0].send({"forget": facts[0]["mark"]})
+            self.nodes[0].send({"forget": True})
         host, port = fleet.meet or (self._address(facts), fleet.port or int(facts[0]["port"]))
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

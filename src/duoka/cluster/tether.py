@@ -66,20 +66,30 @@ class Orders:
 
 def main() -> int:
     adopt_orphans()
-    orders = Orders()
+    orders, mark = Orders(), ""
     try:
         for order in orders.stream():
             if "look" in order:
-                _answer(_look(**order["look"]))
+                facts = _look(**order["look"])
+                mark = facts["mark"]
+                _answer(facts)
             elif "seen" in order:
                 _answer({"seen": _is_seen(Path(order["seen"]))})
             elif "forget" in order:
-                Path(order["forget"]).unlink(missing_ok=True)
+                _forget(mark)
             elif "run" in order:
                 return _run(orders, **order["run"])
     except NearEndGone:
         pass  # before anything was started
+    finally:
+        _forget(mark)
     return 0
+
+
+def _forget(mark: str) -> None:
+    if mark:
+        with contextlib.suppress(OSError):
+            os.unlink(mark)
 
 
 def _answer(facts: dict[str, Any]) -> None:
