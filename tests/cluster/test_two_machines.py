@@ -27,7 +27,8 @@ WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"NO MACHINES: {WHY_NOT}")
 YAML = (
     "model: {model}\ndata: {{train: [{data}], max_length: 64}}\noptim: {{lr: 2e-3}}\n"
-    "train: {{epochs: {epochs}, global_batch: 8, precision: fp32}}\ncheckpoint: {{every: 2}}\nlog: {{every: 1}}\noutput: out\n"
+    "train: {{epochs: {epochs}, global_batch: 8, precision: fp32}}\n"
+    "checkpoint: {{every: 2}}\nlog: {{every: 1}}\noutput: out\n"
 )
 WITHIN_S = 240
 

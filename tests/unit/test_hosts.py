@@ -218,8 +218,8 @@ def test_flags_that_contradict_are_refused(tmp_path: Path, tiny_model: Path, mon
         (["--include", "a"], {}, "choose from a hostfile"),
         (["--hosts", "a,b", "--nodes", "3"], {}, "there are 2 hosts"),
         (["--hosts", "a slots=2,b slots=2", "--nproc", "4"], {}, "slots=2 and --nproc 4"),
-        (["--hosts", "a,b"], {"NNODES": "2", "NODE_RANK": "0"}, "one machine's part"),
         (["--hosts", "a,b", "--meet", "x"], {}, "--meet is"),
+        (["--hosts", "a,b"], {"NNODES": "2", "NODE_RANK": "0"}, "one machine's part"),
     ):
         for name, value in env.items():
             monkeypatch.setenv(name, value)

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 @click.option("--meet", default="", metavar="HOST:PORT", help="The rendezvous: the address of the machine that stays.")
 @click.option("--wait", default="", metavar="TIME", help="How long to wait for machines; default: 30min.")
 @host_options
+@click.option("--slurm", default="", metavar="KEY=VALUE,...", help="As a batch job: partition=gpu,nodes=2,time=2h.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
 def command(
     config: str, overrides: tuple[str, ...], dry_run: bool, hosts: str, hostfile: str, include: str, exclude: str,
-    **flags: Any,
+    slurm: str, **flags: Any,
 ) -> int:  # fmt: skip
     """Train as CONFIG says, with values of it replaced: optim.lr=1e-4 data.max_length=1024.
 
@@ -46,19 +47,28 @@ def command(
     it (HOST is one of them), or with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in front.
     """
     from duoka.cli.hosts import HostFlags, find_hosts, train_on
+    from duoka.cli.slurm import train_in_job
     from duoka.cluster.nodes import Flags
     from duoka.errors import ConfigError
     from duoka.process.environ import read_rank_environment
     from duoka.process.lifeline import is_supervised
+    from duoka.process.slurm import slurm_variables, unused_nodes
 
+    os.environ.update(slurm_variables(os.environ))
     place = read_rank_environment()
     typed = HostFlags(hosts, hostfile, include, exclude)
+    if place is None and slurm:
+        if typed != HostFlags():
+            raise ConfigError("--slurm and --hosts are both given", fix="keep one of them")
+        return train_in_job(slurm, config, overrides, Flags(**flags), dry_run=dry_run)
     if place is None:
+        if note := unused_nodes(os.environ):
+            click.echo(f"note: {note}", err=True)
         found = find_hosts(config, overrides, typed, Flags(**flags))
         if found:
             return train_on(found, config, overrides, Flags(**flags), dry_run=dry_run)
         return start_here(config, overrides, Flags(**flags), dry_run=dry_run)
-    if any(flags.values()) or dry_run or typed != HostFlags():
+    if any(flags.values()) or dry_run or slurm or typed != HostFlags():
         raise ConfigError(
             "--nproc, --port, --restarts, --nodes, --hosts and --dry-run start a world, and this process is in one",
             where="RANK and WORLD_SIZE are set in the environment",

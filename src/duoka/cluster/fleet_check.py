@@ -5,18 +5,15 @@ Called by fleet.py. Every fault of every node in one message; the doctor (survey
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from duoka.cluster.ssh import CONNECT_S, Connection, Reader, why_lost
+from duoka.cluster.ssh import CONNECT_S, Connection, Reader, ask, silent, why_lost
 from duoka.cluster.supervise import Request
-from duoka.cluster.tether import GREETING, SEEN_WITHIN_S
+from duoka.cluster.tether import SEEN_WITHIN_S
 from duoka.errors import DoctorError
 
 ANSWER_S = CONNECT_S + 45.0  # to connect, and to start Python there
-_LOOK_EVERY_S = 0.1
 
 
 class NodesUnfit(DoctorError):
@@ -38,13 +35,13 @@ def check_nodes(
     config: str,
 ) -> list[dict[str, Any]] | None:  # fmt: skip
     """The facts of every node; None when a signal asked to stop. Raises NodesUnfit. `code`, `config`: digests here."""
-    answers = _ask(nodes, reader, request, asks, ANSWER_S)
+    answers = ask(nodes, reader, asks, ANSWER_S, lambda: bool(request.stop_by))
     if answers is None:
         return None
     faults = []
     for node, answer in zip(nodes, answers, strict=True):
         if isinstance(answer, str):
-            faults.append(why_lost(node, answer) if node.code is not None else _silent(node, ANSWER_S))
+            faults.append(why_lost(node, answer) if node.code is not None else silent(node, ANSWER_S))
             continue
         if not answer["config"]:
             path = asks[0]["look"]["config"]
@@ -70,13 +67,15 @@ def check_nodes(
 def check_shared(nodes: Sequence[Connection], reader: Reader, request: Request, first: Mapping[str, Any]) -> bool:
     """All nodes see the file that the first one left where the run will be; False when a signal asked to stop."""
     others = nodes[1:]
-    answers = _ask(others, reader, request, [{"seen": first["mark"]}] * len(others), SEEN_WITHIN_S + 20)
+    answers = ask(
+        others, reader, [{"seen": first["mark"]}] * len(others), SEEN_WITHIN_S + 20, lambda: bool(request.stop_by)
+    )
     if answers is None:
         return False
     faults = []
     for node, answer in zip(others, answers, strict=True):
         if isinstance(answer, str):
-            faults.append(why_lost(node, answer) if node.code is not None else _silent(node, SEEN_WITHIN_S + 20))
+            faults.append(why_lost(node, answer) if node.code is not None else silent(node, SEEN_WITHIN_S + 20))
         elif not answer["seen"]:
             folder = str(first["mark"]).rpartition("/")[0]
             what = f"{node.host} does not see what {nodes[0].host} writes in {folder}"
@@ -86,46 +85,3 @@ def check_shared(nodes: Sequence[Connection], reader: Reader, request: Request, 
     if faults:
         raise NodesUnfit(faults)
     return True
-
-
-def _silent(node: Connection, seconds: float) -> tuple[str, str]:
-    return f"{node.host} has not answered within {seconds:.0f} s", f"try it by hand:   ssh {node.host.target} true"
-
-
-def _ask(
-    nodes: Sequence[Connection], reader: Reader, request: Request, asks: Sequence[Mapping[str, Any]], within_s: float
-) -> list[dict[str, Any] | str] | None:
-    """One answer of each; in its place what a node has said on stderr, when it ended or kept silent."""
-    answers: dict[Connection, dict[str, Any]] = {}
-    output = {node: [b"", b""] for node in nodes}
-    for node, ask in zip(nodes, asks, strict=True):
-        node.send(dict(ask))
-    until, ended_at = time.monotonic() + within_s, 0.0
-    while len(answers) < len(nodes) and time.monotonic() < until:
-        if request.stop_by:
-            return None
-        for node, stream, data in reader.read(_LOOK_EVERY_S):
-            if node in output:
-                output[node][stream] += data
-                found = _find_answer(output[node][0])
-                if found is not None:
-                    answers[node] = found
-        waiting = [node for node in nodes if node not in answers]
-        alive = [node for node in waiting if node.look()]
-        if alive:
-            ended_at = 0.0
-        elif waiting:  # their last words may still be on the way
-            ended_at = ended_at or time.monotonic()
-            if time.monotonic() - ended_at > 1:
-                break
-        for node in waiting:
-            node.flush()
-    return [answers[node] if node in answers else output[node][1].decode(errors="replace") for node in nodes]
-
-
-def _find_answer(data: bytes) -> dict[str, Any] | None:
-    for line in data.split(b"\n")[:-1]:
-        if line.startswith(GREETING.encode()):
-            found = json.loads(line[len(GREETING) :])
-            return found if isinstance(found, dict) else None
-    return None

@@ -13,9 +13,10 @@ import selectors
 import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
+from duoka.cluster.node_probe import ANSWER
 from duoka.config.hosts import Host
 
 SSH = "DUOKA_SSH"  # another command in place of ssh, with its flags: "ssh -F config"
@@ -24,6 +25,7 @@ CONNECT_S = 15
 ALIVE_S, ALIVE_COUNT = 5, 4
 CONNECTION_LOST = 255  # ssh's own exit code
 NO_FOLDER, NO_PYTHON = 81, 82
+_LOOK_EVERY_S = 0.1
 _OPTIONS = (
     "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", "-o", f"ServerAliveInterval={ALIVE_S}",
     "-o", f"ServerAliveCountMax={ALIVE_COUNT}",
@@ -171,3 +173,50 @@ def why_lost(connection: Connection, errors: str) -> tuple[str, str]:
     if connection.is_lost:
         return f"{name} cannot be reached: {last}", by_hand
     return f"{name}: could not start there (exit code {connection.code}): {last}", by_hand
+
+
+def silent(node: Connection, seconds: float) -> tuple[str, str]:
+    return f"{node.host} has not answered within {seconds:.0f} s", f"try it by hand:   ssh {node.host.target} true"
+
+
+def ask(
+    nodes: Sequence[Connection], reader: Reader, asks: Sequence[Mapping[str, Any]], within_s: float,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> list[dict[str, Any] | str] | None:  # fmt: skip
+    """One answer of each; in its place what a node has said on stderr, when it ended or kept silent.
+
+    None when `is_stopped` says so meanwhile.
+    """
+    answers: dict[Connection, dict[str, Any]] = {}
+    output = {node: [b"", b""] for node in nodes}
+    for node, ask in zip(nodes, asks, strict=True):
+        node.send(dict(ask))
+    until, ended_at = time.monotonic() + within_s, 0.0
+    while len(answers) < len(nodes) and time.monotonic() < until:
+        if is_stopped():
+            return None
+        for node, stream, data in reader.read(_LOOK_EVERY_S):
+            if node in output:
+                output[node][stream] += data
+                found = _find_answer(output[node][0])
+                if found is not None:
+                    answers[node] = found
+        waiting = [node for node in nodes if node not in answers]
+        alive = [node for node in waiting if node.look()]
+        if alive:
+            ended_at = 0.0
+        elif waiting:  # their last words may still be on the way
+            ended_at = ended_at or time.monotonic()
+            if time.monotonic() - ended_at > 1:
+                break
+        for node in waiting:
+            node.flush()
+    return [answers[node] if node in answers else output[node][1].decode(errors="replace") for node in nodes]
+
+
+def _find_answer(data: bytes) -> dict[str, Any] | None:
+    for line in data.split(b"\n")[:-1]:
+        if line.startswith(ANSWER.encode()):
+            found = json.loads(line[len(ANSWER) :])
+            return found if isinstance(found, dict) else None
+    return None

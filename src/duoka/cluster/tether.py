@@ -24,11 +24,11 @@ from typing import Any
 
 import psutil
 
+from duoka.cluster.node_probe import ANSWER  # before the JSON: a login shell may print lines of its own
 from duoka.cluster.ranks import adopt_orphans
 from duoka.process.interpreter import python_module
 from duoka.process.lifeline import PARENT_PID
 
-GREETING = "duoka-tether "  # before the JSON: a login shell may print lines of its own
 SILENT_S = 30.0  # without a beat of the near end for so long, it is gone
 LEAVE_S = 7.0  # from there until SIGKILL: with the rest, below the promised 10 s
 SEEN_WITHIN_S = 10.0  # disks that several machines share may be late
@@ -93,7 +93,7 @@ def _forget(mark: str) -> None:
 
 
 def _answer(facts: dict[str, Any]) -> None:
-    sys.stdout.write(GREETING + json.dumps(facts) + "\n")
+    sys.stdout.write(ANSWER + json.dumps(facts) + "\n")
     sys.stdout.flush()
 
 
