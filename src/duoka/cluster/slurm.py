@@ -28,7 +28,7 @@ KEYS = {
     "cpus": "--cpus-per-task", "mem": "--mem", "account": "--account", "qos": "--qos", "constraint": "--constraint",
     "reservation": "--reservation", "nodelist": "--nodelist", "exclude": "--exclude", "name": "--job-name",
 }  # fmt: skip
-_LOOK_EVERY_S = 2.0
+LOOK_EVERY_S = 2.0
 _GONE_S = 30.0  # without a word of the job from Slurm
 _VALUE = re.compile(r"[\w.:/@+\[\]-]+")
 
@@ -59,7 +59,7 @@ def read_asked(text: str) -> dict[str, str]:
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in KEYS:
             near = nearest(key, list(KEYS))
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(KEYS)}"
+            hint = f"did you mean {near}?" if near else f"there are: {', '.join(KEYS)}"
             raise ConfigError(f"--slurm: {key or part!r} is not known", fix=hint)
         if not _VALUE.fullmatch(value):
             raise ConfigError(f'--slurm: {key} is "{value}"', fix="write for example:   partition=gpu,nodes=2,time=2h")
@@ -154,7 +154,7 @@ def follow(job: Job, number: str, say: Say) -> Verdict:
             gone_at = 0.0 if state else gone_at or time.monotonic()
             if gone_at and time.monotonic() - gone_at > _GONE_S:
                 return failed(Kind.LAUNCHER_LOST, f"Slurm knows nothing of job {number} any more", f"  its log: {log}")
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         text = f"job {number} goes on; to stop it with a save:   scancel --signal=USR2 {number}"
         return stopped(text, INTERRUPTED)
@@ -176,9 +176,9 @@ def job_state(number: str) -> tuple[str, int, str]:
     """(state, exit code, reason) as Slurm says; an empty state when it does not know."""
     done = _slurm("scontrol", "show", "job", number, "--oneliner")
     found = {name: value for name, _, value in (word.partition("=") for word in done.stdout.split())}
-    code, _, number_of_signal = found.get("ExitCode", "0:0").partition(":")
-    whole = int(code) if code.isdecimal() else 1
-    return found.get("JobState", ""), whole or (128 + int(number_of_signal or 0)) % 128, found.get("Reason", "")
+    code, _, killed_by = found.get("ExitCode", "0:0").partition(":")
+    whole = int(code) or (128 + int(killed_by) if int(killed_by or 0) else 0)
+    return found.get("JobState", ""), whole, found.get("Reason", "")
 
 
 GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING",
