@@ -235,7 +235,12 @@ def test_hosts_of_the_yaml_are_the_terminals_and_not_a_nodes(tmp_path: Path, tin
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, ["train", "run.yaml", "--dry-run"], standalone_mode=False)
     assert done.exception is None, done.exception
-    assert done.output.count("NODE_RANK=") == 3 and "user@c:   cd" in done.output and "--nodes 3:3" in done.output
+    assert (
+        done.output.count("NODE_RANK=") == 3
+        and "--nproc 1 " in done.output
+        and "user@c:   cd" in done.output
+        and "--nodes 3:3" in done.output
+    )
     alone = CliRunner().invoke(cli, ["train", "run.yaml", "cluster.hosts=[]", "--dry-run"], standalone_mode=False)
     assert alone.exception is None and "NODE_RANK=" not in alone.output
     fleet = Fleet([Host("a")], ("run.yaml",), Path("run.yaml"), RunFolder(Path("out")))

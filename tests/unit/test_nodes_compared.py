@@ -136,6 +136,9 @@ def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text(FAKE_SSH)
     path.chmod(0o755)
     monkeypatch.setenv("DUOKA_SSH", str(path))
+    monkeypatch.setenv(
+        "SSH_CONNECTION", "127.0.0.1 40000 127.0.0.1 22"
+    )  # sshd's word: from where, and at which address
 
 
 def test_the_probe_is_asked_over_ssh_and_one_node_out_of_reach_hides_no_other(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,7 @@ def train_on(hosts: list[Host], config: str, overrides: tuple[str, ...], flags: 
     loaded = load_config(config, overrides)
     fleet = build_fleet(hosts, config, overrides, find_run_folder(loaded), flags)
     if dry_run:
-        return _print_dry_run(fleet, loaded, config, overrides)
+        return _print_dry_run(fleet, loaded, config, overrides, flags)
     verdict = run_fleet(fleet, Say())
     print_verdict(verdict)
     return verdict.exit_code
@@ -100,7 +101,7 @@ def build_fleet(hosts: list[Host], config: str, overrides: tuple[str, ...], run:
     from duoka.cluster.fleet import Fleet
     from duoka.errors import ConfigError
 
-    slots = hosts[0].slots
+    slots = slots_of(hosts)
     if slots and flags.nproc and slots != flags.nproc:
         raise ConfigError(f"slots={slots} and --nproc {flags.nproc}", fix="keep one of them")
     least = _least(flags.nodes, len(hosts))
@@ -110,6 +111,11 @@ def build_fleet(hosts: list[Host], config: str, overrides: tuple[str, ...], run:
     return Fleet(
         hosts, (config, *overrides), Path(config), run, passed, least, _meeting_place(flags.meet), flags.port or 0,
     )  # fmt: skip
+
+
+def slots_of(hosts: Sequence[Host]) -> int | None:
+    """Processes on each machine, where one of them says so."""
+    return next((host.slots for host in hosts if host.slots), None)
 
 
 def _least(nodes: str, count: int) -> int:
@@ -137,7 +143,7 @@ def _meeting_place(meet: str) -> tuple[str, int] | None:
     return host.strip("[]"), int(port)
 
 
-def _print_dry_run(fleet: Fleet, loaded: Loaded, config: str, overrides: tuple[str, ...]) -> int:
+def _print_dry_run(fleet: Fleet, loaded: Loaded, config: str, overrides: tuple[str, ...], flags: Flags) -> int:
     """What would be started where, and then the plan."""
     from duoka.cli.train import print_plan
     from duoka.cluster.fleet import node_variables
@@ -150,5 +156,5 @@ def _print_dry_run(fleet: Fleet, loaded: Loaded, config: str, overrides: tuple[s
         words = shlex.join(fleet.command("ADDRESS:PORT"))
         click.echo(f"{host}:   cd {shlex.quote(fleet.folder)} && {env} {words}")
     click.echo("ADDRESS is the first machine's, as ssh reaches it, and PORT one that is free there\n")
-    nproc = fleet.hosts[0].slots or count_processes(None, len(read_machine().gpus))
+    nproc = flags.nproc or slots_of(fleet.hosts) or count_processes(None, len(read_machine().gpus))
     return print_plan(config, overrides, fleet.run, check_claim(loaded, fleet.run), nproc * len(fleet.hosts))

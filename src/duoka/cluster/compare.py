@@ -153,7 +153,8 @@ def compare_files(survey: Survey) -> Iterator[NodeFinding]:
             else "put it there, on all machines"
         )
         cause = "not there" if gone else "another content"
-        yield NodeFinding("fail", path, _both(values, odd or dict.fromkeys(gone, "not there")), cause, fix)
+        shown = _both(values, {name: values[name] for name in odd or gone})
+        yield NodeFinding("fail", path, shown, cause, fix)
 
 
 def _file_words(one: Mapping[str, Any]) -> str:

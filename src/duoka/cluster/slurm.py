@@ -30,7 +30,7 @@ KEYS = {
 }  # fmt: skip
 LOOK_EVERY_S = 2.0
 _GONE_S = 30.0  # without a word of the job from Slurm
-_VALUE = re.compile(r"[\w.:/@+\[\]-]+")
+_VALUE = re.compile(r"[\w.:/@+\[\],-]+")
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def _read(texts: Sequence[str], where: str) -> list[Host]:
 
 
 def check_hosts(hosts: list[Host], where: str) -> list[Host]:
-    """One part of a run per machine, and as many processes on each."""
+    """One part of a run per machine, and as many processes on each: slots=N of one goes for all."""
     names = [str(host) for host in hosts]
     if not hosts:
         raise ConfigError(f"{where} names no machine", fix=f"write for example:   {EXAMPLE}")
@@ -94,9 +94,8 @@ def check_hosts(hosts: list[Host], where: str) -> list[Host]:
         raise ConfigError(
             f"{where} names {', '.join(twice)} twice", fix="one machine takes part once; slots=2 is for two"
         )
-    counts = {host.slots for host in hosts}
-    if len(counts) > 1:
-        seen = ", ".join(f"{host} {host.slots or 'one per GPU'}" for host in hosts)
+    if len({host.slots for host in hosts if host.slots}) > 1:
+        seen = ", ".join(f"{host} {host.slots}" for host in hosts if host.slots)
         raise ConfigError(
             f"{where}: machines are to start different numbers of processes ({seen})",
             fix="give all machines the same slots=N; a machine of fewer GPUs sets the number",
