@@ -116,8 +116,10 @@ def test_ctrl_c_a_lost_machine_and_a_lost_terminal_cost_no_bit(tmp_path: Path, t
     home = write_home(tmp_path / "home", tiny_model, 40)
     run = RunFolder(home / "out")
 
+    (home / "hostfile").write_text("a slots=1  # as DeepSpeed has it\nb slots=1\n")
+
     def start_until(step: int) -> subprocess.Popen[str]:
-        process = start(net, home, "--hosts", "a,b")
+        process = start(net, home, "--hostfile", "hostfile")
         wait_for_ranks(run, 2, lambda beat: beat.step >= step, within_s=WITHIN_S)
         return process
 
