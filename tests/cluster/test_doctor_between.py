@@ -30,19 +30,9 @@ def test_refused_filtered_and_unroutable_are_told_apart_both_ways(tmp_path: Path
     with machines(tmp_path / "net", 4) as net:
         filter_new_connections(net.nodes[1].space, "drop")
         filter_new_connections(net.nodes[2].space, "reject", "with", "tcp", "reset")
-        # Only from a: what comes back from d does not pass here.
-        run(
-            "ip",
-            "-n",
-            net.nodes[0].space,
-            "rule",
-            "add",
-            "to",
-            net.nodes[3].address,
-            "dport",
-            "1024-65535",
-            "unreachable",
-        )
+        # From a to d; its answers to d's own connections do not get there either.
+        wanted = ["to", net.nodes[3].address, "ipproto", "tcp", "dport", "1024-65534"]
+        run("ip", "-n", net.nodes[0].space, "rule", "add", *wanted, "unreachable")
         command = net.inside(
             0, sys.executable, "-m", "duoka", "doctor", "--hosts", "a,b,c,d", "--level", "net", "--json"
         )
@@ -56,7 +46,7 @@ def test_refused_filtered_and_unroutable_are_told_apart_both_ways(tmp_path: Path
         if one["check"] == "links":
             links |= {pair: said.split()[-1] for pair, said in one["nodes"].items()}
     expected = {f"{one} -> b": "filtered" for one in "acd"} | {f"{one} -> c": "refused" for one in "abd"}
-    assert links == {**expected, "a -> d": "unroutable"}, "every pair, and no other"
+    assert links == {**expected, "a -> d": "unroutable", "d -> a": "filtered"}, f"every pair, and no other: {links}"
     others = [one for one in findings if one["severity"] == "fail" and one["check"] != "links"]
     assert not others, others
     assert not list(tmp_path.glob(".duoka-*"))

@@ -38,7 +38,7 @@ def test_the_script_is_the_golden_one() -> None:
     job = Job(
         asked,
         ("/env/bin/python", "-P", "-m", "duoka", "train", "run.yaml", "optim.lr=1e-4"),
-        "/work/me",
+        "/home/me",
         Path("runs/run"),
     )
     script = render(job, "duoka train run.yaml optim.lr=1e-4 --slurm partition=gpu,nodes=2,time=2h,gpus=8")
