@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from duoka.cli import cli
-from duoka.cluster.fleet import Fleet, node_variables
+from duoka.cluster.fleet import Fleet, fetch_logs, node_variables
 from duoka.cluster.one_voice import HOLD_S, OneVoice
 from duoka.cluster.ssh import Connection, in_folder, ssh_command, why_lost
 from duoka.config.hosts import Host, choose_hosts, parse_host, parse_hosts, read_hostfile
@@ -241,7 +241,29 @@ def test_hosts_of_the_yaml_are_the_terminals_and_not_a_nodes(tmp_path: Path, tin
         and "user@c:   cd" in done.output
         and "--nodes 3:3" in done.output
     )
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    dry = CliRunner().invoke(cli, ["train", "run.yaml", "--dry-run"], standalone_mode=False)
+    assert "HF_TOKEN=" in dry.output and "hf_very_secret" not in dry.output
     alone = CliRunner().invoke(cli, ["train", "run.yaml", "cluster.hosts=[]", "--dry-run"], standalone_mode=False)
     assert alone.exception is None and "NODE_RANK=" not in alone.output
     fleet = Fleet([Host("a")], ("run.yaml",), Path("run.yaml"), RunFolder(Path("out")))
     assert "--meet" in fleet.command("x:1")
+
+
+def test_a_terminal_that_does_not_share_the_run_gets_its_logs(
+    fake_ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    (there / "out/logs").mkdir(parents=True)
+    (there / "out/logs/rank00001.log").write_text("one\n")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    said = fetch_logs(Host("a"), str(there), RunFolder(Path("out")))
+    assert (here / "out/logs/rank00001.log").read_text() == "one\n" and "does not share the run folder" in said
+    assert "the logs stay on a" in fetch_logs(Host("a"), "/no/such", RunFolder(Path("out")))
+
+
+def test_without_an_ssh_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUOKA_SSH", "/no/ssh -F x")
+    with pytest.raises(ConfigError, match="cannot start /no/ssh"):
+        Connection(Host("a"), "true")

@@ -150,9 +150,11 @@ def _print_dry_run(fleet: Fleet, loaded: Loaded, config: str, overrides: tuple[s
     from duoka.cluster.launch import count_processes
     from duoka.cluster.run_lock import check_claim
     from duoka.plan.hardware import read_machine
+    from duoka.process.secrets import mask_secrets
 
     for number, host in enumerate(fleet.hosts):
-        env = " ".join(f"{name}={shlex.quote(value)}" for name, value in node_variables(host, number).items())
+        shown = mask_secrets(node_variables(host, number))
+        env = " ".join(f"{name}={shlex.quote(value)}" for name, value in shown.items())
         words = shlex.join(fleet.command("ADDRESS:PORT"))
         click.echo(f"{host}:   cd {shlex.quote(fleet.folder)} && {env} {words}")
     click.echo("ADDRESS is the first machine's, as ssh reaches it, and PORT one that is free there\n")

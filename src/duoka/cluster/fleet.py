@@ -111,9 +111,12 @@ def fetch_logs(host: Host, folder: str, run: RunFolder) -> str:
     script = f"cd -- {shlex.quote(there)} && exec tar -cf - logs"
     try:
         done = subprocess.run(ssh_command(host, script), capture_output=True, stdin=subprocess.DEVNULL, timeout=FETCH_S)
-        run.path.mkdir(parents=True, exist_ok=True)
+        run.logs.mkdir(parents=True, exist_ok=True)
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            archive.extractall(run.path, filter="data")
+            for member in archive:
+                file = archive.extractfile(member)  # None for folders and the like
+                if file is not None:
+                    (run.logs / Path(member.name).name).write_bytes(file.read())
     except (OSError, subprocess.SubprocessError, tarfile.TarError) as error:
         return f"the logs stay on {host}, in {there}/logs: {error}"
     return f"this machine does not share the run folder: {host} has it, as {there}; logs were copied to {run.logs}"

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from duoka.cluster.node_probe import ANSWER
 from duoka.config.hosts import Host
+from duoka.errors import ConfigError
 
 SSH = "DUOKA_SSH"  # another command in place of ssh, with its flags: "ssh -F config"
 CONNECT_S = 15
@@ -52,11 +53,17 @@ class Connection:
         self.host = host
         self.code: int | None = None
         self.ended_at = 0.0
-        # Its own session: Ctrl-C in the terminal is for us, who end the far side in good order.
-        self._process = subprocess.Popen(
-            ssh_command(host, script), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
+        command = ssh_command(host, script)
+        try:
+            # Its own session: Ctrl-C in the terminal is for us, who end the far side in good order.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot start {command[0]}: {error.strerror or error}",
+                fix=f"install OpenSSH's client, or write another command in {SSH}",
+            ) from None
         self._waiting = b""
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert stream is not None
