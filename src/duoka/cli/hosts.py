@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from duoka.cluster.nodes import Flags
     from duoka.config.hosts import Host
     from duoka.config.loaded import Loaded
+    from duoka.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def train_on(hosts: list[Host], config: str, overrides: tuple[str, ...], flags: 
     return verdict.exit_code
 
 
-def build_fleet(hosts: list[Host], config: str, overrides: tuple[str, ...], run: Any, flags: Flags) -> Fleet:
+def build_fleet(hosts: list[Host], config: str, overrides: tuple[str, ...], run: RunFolder, flags: Flags) -> Fleet:
     from duoka.cluster.fleet import Fleet
     from duoka.errors import ConfigError
 

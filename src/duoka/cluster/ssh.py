@@ -196,8 +196,8 @@ def ask(
     """
     answers: dict[Connection, dict[str, Any]] = {}
     output = {node: [b"", b""] for node in nodes}
-    for node, ask in zip(nodes, asks, strict=True):
-        node.send(dict(ask))
+    for node, question in zip(nodes, asks, strict=True):
+        node.send(dict(question))
     until, ended_at = time.monotonic() + within_s, 0.0
     while len(answers) < len(nodes) and time.monotonic() < until:
         if is_stopped():

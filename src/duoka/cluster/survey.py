@@ -66,7 +66,9 @@ def _examine(nodes: list[Connection], reader: Reader, question: Question, level:
         "paths": list(question.paths), "folder": question.folder, "output": question.output, "python": sys.executable,
     }  # fmt: skip
     answers = ask(nodes, reader, [{"look": look}] * len(nodes), LOOK_S) or []
-    findings, facts, alive = [], {}, []
+    findings: list[NodeFinding] = []
+    facts: dict[str, dict[str, Any]] = {}
+    alive: list[Connection] = []
     for node, answer in zip(nodes, answers, strict=True):
         name = str(node.host)
         if isinstance(answer, str):
