@@ -84,7 +84,7 @@ def find_hosts(config: str, overrides: tuple[str, ...], typed: HostFlags, flags:
 
 def train_on(hosts: list[Host], config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
     """Start, show and wait; the exit code is the run's, as on one machine."""
-    from duoka.cli.train import print_verdict
+    from duoka.cli.outcome import print_verdict
     from duoka.cluster.fleet import run_fleet
     from duoka.cluster.run_lock import find_run_folder
     from duoka.config.load import load_config
@@ -146,7 +146,7 @@ def _meeting_place(meet: str) -> tuple[str, int] | None:
 
 def _print_dry_run(fleet: Fleet, loaded: Loaded, config: str, overrides: tuple[str, ...], flags: Flags) -> int:
     """What would be started where, and then the plan."""
-    from duoka.cli.train import print_plan
+    from duoka.cli.outcome import print_plan
     from duoka.cluster.fleet import node_variables
     from duoka.cluster.launch import count_processes
     from duoka.cluster.run_lock import check_claim

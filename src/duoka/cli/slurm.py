@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def train_in_job(slurm: str, config: str, overrides: tuple[str, ...], flags: Flags, *, dry_run: bool) -> int:
     """Print the batch script, or submit it and follow its log; the exit code is the run's."""
-    from duoka.cli.train import print_verdict
+    from duoka.cli.outcome import print_verdict
     from duoka.cluster.slurm import follow, render, submit
 
     typed = shlex.join(["duoka", "train", config, *overrides, "--slurm", slurm])

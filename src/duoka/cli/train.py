@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from duoka.cli.hosts import host_options
+from duoka.cli.outcome import print_plan, print_verdict
 from duoka.cli.prepare import Say, finish, load_checked, prepare_run
 
 if TYPE_CHECKING:
@@ -202,23 +203,3 @@ def _prepare_only(loaded: Loaded) -> int:
     click.echo("\n".join(prepared.report.lines()))
     click.echo(f"tokens are ready, and nothing was trained; to train:   duoka train {loaded.path} do_train=true")
     return 0
-
-
-def print_verdict(verdict: Verdict) -> None:
-    """One message on top, then its traceback once and where the logs are."""
-    from duoka.cli import print_error
-
-    if verdict.lines and verdict.stopped:
-        click.echo("\n".join((*verdict.lines, *verdict.details)), err=True)
-    elif verdict.lines:
-        print_error((*verdict.lines, *verdict.details))
-
-
-def print_plan(config: str, overrides: tuple[str, ...], run: RunFolder, kind: str, num_processes: int) -> int:
-    """What would happen, and then the plan of `duoka plan`, with its exit code."""
-    from duoka.cli.plan import command as plan
-
-    words = {"new": "a new run", "resumed": "goes on with the run there", "finished": "the run there is finished"}
-    click.echo(f"{config}: no fault. {run.path}: {words[kind]}\n")
-    assert plan.callback is not None
-    return int(plan.callback(config=config, overrides=overrides, nproc=num_processes, as_json=False))
