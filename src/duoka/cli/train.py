@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 @click.option("--slurm", default="", metavar="KEY=VALUE,...", help="As a batch job: partition=gpu,nodes=2,time=2h.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
 def command(
-    config: str, overrides: tuple[str, ...], dry_run: bool, hosts: str, hostfile: str, include: str, exclude: str,
-    slurm: str, **flags: Any,
+    config: str, overrides: tuple[str, ...], dry_run: bool, hosts: str = "", hostfile: str = "", include: str = "",
+    exclude: str = "", slurm: str = "", **flags: Any,
 ) -> int:  # fmt: skip
     """Train as CONFIG says, with values of it replaced: optim.lr=1e-4 data.max_length=1024.
 
