@@ -249,17 +249,19 @@ def test_twenty_of_twenty_restarts_are_clean(tmp_path, monkeypatch, number):
 
 
 @pytest.mark.timeout(500)
-def test_memory_short_in_a_sharded_step_begins_a_world_with_less_at_once(case):
+@pytest.mark.parametrize("way", ["parallel.strategy=fsdp", "parallel.sequence=2"])
+def test_memory_short_where_layers_exchange_begins_a_world_with_less_at_once(case, way):
     """The step cannot be done again in place: a fresh world takes half, without being told to, to the same numbers."""
     folder, yaml = case
-    settings = ["parallel.strategy=fsdp", "lora.dropout=0", "train.max_steps=8"]
-    train_all([(str(yaml), settings, str(folder / "roomy"))], 2)
-    code, output = finish(start(yaml, folder / "short", *settings, DUOKA_INJECT="oom step=7 rank=1"))
+    roomy, short = (folder / f"{name}-{way.split('=')[1]}" for name in ("roomy", "short"))
+    settings = [way, "lora.dropout=0", "train.max_steps=8"]
+    train_all([(str(yaml), settings, str(roomy))], 2)
+    code, output = finish(start(yaml, short, *settings, DUOKA_INJECT="oom step=7 rank=1"))
     assert code == 0, output
     assert "out of memory: a micro-batch of" in output and "going on from step-00000004" in output, output
-    roomy, short = (read_steps(RunFolder(folder / name)) for name in ("roomy", "short"))
-    assert [step["step"] for step in short] == list(range(1, 9))
-    for mine, theirs in zip(short, roomy, strict=True):
+    steps = [read_steps(RunFolder(one)) for one in (short, roomy)]
+    assert [step["step"] for step in steps[0]] == list(range(1, 9))
+    for mine, theirs in zip(*steps, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and mine["num_targets"] == theirs["num_targets"]
-    most = json.loads((folder / "short" / "memory.json").read_text(encoding="utf-8"))["most_tokens_at_once"]
+    most = json.loads((short / "memory.json").read_text(encoding="utf-8"))["most_tokens_at_once"]
     assert f"-> {most} tokens" in output

@@ -29,6 +29,7 @@ SMALLER = {
 
 
 HALVES = {name: [f"parallel.strategy={name}"] for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp")}
+HALVES["sequence"] = ["parallel.sequence=2"]
 
 
 @pytest.fixture(scope="module")

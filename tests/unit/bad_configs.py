@@ -355,6 +355,7 @@ CONTRADICTIONS = {
     "ddp-settings-without-ddp": HEAD + "parallel: {strategy: single, find_unused_parameters: true}\n",
     "static-graph-looks-for-unused": HEAD + "parallel: {static_graph: true, find_unused_parameters: true}\n",
     "shard-ranks-without-hsdp": HEAD + "parallel: {strategy: fsdp, shard_ranks: 2}\n",
+    "compile-with-sequence": HEAD + "parallel: {sequence: 2}\ntrain: {compile: true}\n",
     "reshard-without-fsdp": HEAD + "parallel: {strategy: zero2, reshard: false}\n",
     "offload-params-of-whole-models": HEAD + "parallel: {strategy: ddp, offload: params}\n",
     "compress-without-exchange": HEAD + "parallel: {strategy: single, compress: bf16}\n",

@@ -35,6 +35,6 @@ def build_evaluation(
         # Ranks that compute a pass together, or gather its layers: none may leave it before the others.
         ask = all_are_stopped if layout.is_sharded or layout.axes else is_stopped
         with engine.evaluate() as model:
-            return measure_loss(model, batches, mesh.loss, layout.precision, ask, sizes)
+            return measure_loss(model, map(engine.part_of, batches), mesh.loss, layout.precision, ask, sizes)
 
     return evaluate
