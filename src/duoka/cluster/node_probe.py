@@ -54,7 +54,7 @@ def masked(name: str, value: str) -> str:
 
 def resolve(name: str) -> list[str]:
     try:
-        return sorted({one[4][0] for one in socket.getaddrinfo(name, None)})
+        return sorted({str(one[4][0]) for one in socket.getaddrinfo(name, None)})
     except OSError:
         return []
 
@@ -197,7 +197,7 @@ def listen() -> int:
                 return
 
     threading.Thread(target=serve, daemon=True).start()
-    return server.getsockname()[1]
+    return int(server.getsockname()[1])
 
 
 def only_ipv4() -> bool:
@@ -230,7 +230,7 @@ def reach(found: dict[str, dict[str, Any]], name: str, address: str, port: int, 
     except socket.timeout:  # noqa: UP041 - its own class before Python 3.10
         how = FILTERED
     except OSError as error:
-        how = HOW.get(error.errno, error.strerror or str(error))
+        how = HOW.get(error.errno or 0, error.strerror or str(error))
     found[name] = {"how": how, "ms": round(1000 * (time.monotonic() - start), 1)}
 
 
