@@ -71,7 +71,7 @@ def command(
         return start_here(config, overrides, Flags(**flags), dry_run=dry_run)
     if any(flags.values()) or dry_run or slurm or typed != HostFlags():
         raise ConfigError(
-            "--nproc, --port, --restarts, --nodes, --hosts and --dry-run start a world, and this process is in one",
+            "--nproc, --nodes, --hosts, --dry-run and the like start a world, and this process is part of one already",
             where="RANK and WORLD_SIZE are set in the environment",
             fix="leave the flags to the launcher, or unset these variables",
         )
