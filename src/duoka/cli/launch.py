@@ -33,7 +33,7 @@ def command(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    from duoka.cli.train import print_verdict
+    from duoka.cli.outcome import print_verdict
     from duoka.cluster.launch import check_port, count_processes
     from duoka.cluster.launcher import Spec
     from duoka.cluster.restart import LocalLauncher

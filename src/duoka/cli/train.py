@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from duoka.cli.hosts import host_options
+from duoka.cli.outcome import print_plan, print_verdict
 from duoka.cli.prepare import Say, finish, load_checked, prepare_run
 
 if TYPE_CHECKING:
@@ -32,25 +34,44 @@ if TYPE_CHECKING:
 @click.option("--nodes", default="", metavar="MIN:MAX", help="Machines, which may leave and come back.")
 @click.option("--meet", default="", metavar="HOST:PORT", help="The rendezvous: the address of the machine that stays.")
 @click.option("--wait", default="", metavar="TIME", help="How long to wait for machines; default: 30min.")
+@host_options
+@click.option("--slurm", default="", metavar="KEY=VALUE,...", help="As a batch job: partition=gpu,nodes=2,time=2h.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
-def command(config: str, overrides: tuple[str, ...], dry_run: bool, **flags: Any) -> int:
+def command(
+    config: str, overrides: tuple[str, ...], dry_run: bool, hosts: str = "", hostfile: str = "", include: str = "",
+    exclude: str = "", slurm: str = "", **flags: Any,
+) -> int:  # fmt: skip
     """Train as CONFIG says, with values of it replaced: optim.lr=1e-4 data.max_length=1024.
 
     The output folder of a run that was stopped, or that crashed, is gone on with by the same command.
-    On several machines type it on each, with --nodes 2 --meet HOST:PORT behind it (HOST is one of them), or with
-    NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in front.
+    Several machines: --hosts A,B starts them all over ssh. Or type it on each, with --nodes 2 --meet HOST:PORT behind
+    it (HOST is one of them), or with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in front.
     """
+    from duoka.cli.hosts import HostFlags, find_hosts, train_on
+    from duoka.cli.slurm import train_in_job
     from duoka.cluster.nodes import Flags
     from duoka.errors import ConfigError
     from duoka.process.environ import read_rank_environment
     from duoka.process.lifeline import is_supervised
+    from duoka.process.slurm import slurm_variables, unused_nodes
 
+    os.environ.update(slurm_variables(os.environ))
     place = read_rank_environment()
+    typed = HostFlags(hosts, hostfile, include, exclude)
+    if place is None and slurm:
+        if typed != HostFlags():
+            raise ConfigError("--slurm and --hosts are both given", fix="keep one of them")
+        return train_in_job(slurm, config, overrides, Flags(**flags), dry_run=dry_run)
     if place is None:
+        if note := unused_nodes(os.environ):
+            click.echo(f"note: {note}", err=True)
+        found = find_hosts(config, overrides, typed, Flags(**flags))
+        if found:
+            return train_on(found, config, overrides, Flags(**flags), dry_run=dry_run)
         return start_here(config, overrides, Flags(**flags), dry_run=dry_run)
-    if any(flags.values()) or dry_run:
+    if any(flags.values()) or dry_run or slurm or typed != HostFlags():
         raise ConfigError(
-            "--nproc, --port, --restarts, --nodes and --dry-run start a world, and this process is part of one already",
+            "--nproc, --nodes, --hosts, --dry-run and the like start a world, and this process is part of one already",
             where="RANK and WORLD_SIZE are set in the environment",
             fix="leave the flags to the launcher, or unset these variables",
         )
@@ -99,7 +120,7 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
     launcher.check()
     run = find_run_folder(loaded)
     if dry_run:
-        return _print_dry_run(config, overrides, run, check_claim(loaded, run), num_ranks)
+        return print_plan(config, overrides, run, check_claim(loaded, run), num_ranks)
     if _is_finished(loaded, run, launcher):
         click.echo(f"{run.path} is finished; its result is in {run.final}")
         return finish(run) if launcher.prepares else 0
@@ -182,23 +203,3 @@ def _prepare_only(loaded: Loaded) -> int:
     click.echo("\n".join(prepared.report.lines()))
     click.echo(f"tokens are ready, and nothing was trained; to train:   duoka train {loaded.path} do_train=true")
     return 0
-
-
-def print_verdict(verdict: Verdict) -> None:
-    """One message on top, then its traceback once and where the logs are."""
-    from duoka.cli import print_error
-
-    if verdict.lines and verdict.stopped:
-        click.echo("\n".join((*verdict.lines, *verdict.details)), err=True)
-    elif verdict.lines:
-        print_error((*verdict.lines, *verdict.details))
-
-
-def _print_dry_run(config: str, overrides: tuple[str, ...], run: RunFolder, kind: str, num_processes: int) -> int:
-    """What would happen, and then the plan of `duoka plan`, with its exit code."""
-    from duoka.cli.plan import command as plan
-
-    words = {"new": "a new run", "resumed": "goes on with the run there", "finished": "the run there is finished"}
-    click.echo(f"{config}: no fault. {run.path}: {words[kind]}\n")
-    assert plan.callback is not None
-    return int(plan.callback(config=config, overrides=overrides, nproc=num_processes, as_json=False))

@@ -12,7 +12,7 @@ import click
 
 def run_same_command(arguments: Sequence[str], num_processes: int) -> int:
     """`duoka ARGUMENTS` on every rank. Logs go to a temporary folder, which stays only when they explain a failure."""
-    from duoka.cli.train import print_verdict
+    from duoka.cli.outcome import print_verdict
     from duoka.cluster.launcher import Spec
     from duoka.cluster.restart import LocalLauncher
     from duoka.process.interpreter import python_module

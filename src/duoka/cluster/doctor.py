@@ -39,7 +39,7 @@ _GIB = 1 << 30
 # A rank's own thread, its loader's, NCCL's and the writer of checkpoints; tokenizing takes all that there are.
 _CORES_WANTED = 8
 # The oldest driver that runs programs of a CUDA's major version (NVIDIA's table of minor version compatibility, Linux).
-_OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
+OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def check_driver(patient: Patient) -> Iterator[Finding]:
             "warn", "driver", f"{driver}; torch is a build without CUDA", "a CUDA build", "install torch for CUDA"
         )
         return
-    oldest = _OLDEST_DRIVER.get(cuda.split(".")[0])
+    oldest = OLDEST_DRIVER.get(cuda.split(".")[0])
     seen = f"{driver}, and torch is built for CUDA {cuda}"
     if oldest and tuple(int(part) for part in driver.split(".")[:2]) < oldest:
         wanted = f"{'.'.join(map(str, oldest))} or newer"

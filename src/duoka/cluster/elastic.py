@@ -311,9 +311,17 @@ class Machine:
             LOGS_FOLDER: str(self.spec.run.logs.resolve()), NUM_RESTARTS: str(self.world - 1), JOINS: QUIET,
         }  # fmt: skip
         patience = StopPatience(self.spec.run, self.spec.stop_within_s)
+        if self.spec.forks is not None:
+            self.spec.forks.is_hurried = self._waits_for_imports
         self.ranks = Ranks(place, self.spec.command, env, patience=patience, forks=self.spec.forks)
         if self.request.stop_by:
             self.ranks.ask()
+
+    def _waits_for_imports(self) -> bool:
+        """Torch on a busy disk takes longer to import than the meeting waits for a silent machine."""
+        if self.wire is not None:
+            self.wire.beat()
+        return bool(self.request.stop_by)
 
     def _look_at_ranks(self) -> Verdict | None:
         if self.ranks is None or self.wire is None:

@@ -1,8 +1,8 @@
 """The protocol of launchers: from a command to a supervised world of processes, on this machine or several.
 
 choose.py knows them all; `duoka train` and `duoka launch` start one and print its verdict. Here: LocalLauncher
-(restart.py), FixedNodes (nodes.py), ComingAndGoing (elastic.py). Another one (ssh, Slurm) is a file beside them with a
-class of this shape, and a line in choose.py.
+(restart.py), FixedNodes (nodes.py), ComingAndGoing (elastic.py). Another one is a file beside them with a class of this
+shape, and a line in choose.py. Over ssh (fleet.py) and under Slurm (slurm.py) each node starts one of these.
 """
 
 from __future__ import annotations

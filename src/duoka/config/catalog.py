@@ -32,6 +32,7 @@ EXECUTION_KEYS: tuple[str, ...] = (
     "parallel.*",
     "checkpoint.*",
     "faults.*",
+    "cluster.*",
     "log.*",
     "output",
 )
@@ -77,6 +78,7 @@ _EXAMPLES: dict[str, str] = {
     "checkpoint.keep_every": "1000",
     "checkpoint.allow_changes": "[train.epochs]",
     "parallel.shard_ranks": "2",
+    "cluster.hosts": "[node1, node2]",
     "output": "runs/identity",
 }
 

@@ -40,6 +40,7 @@ _STARTER: dict[str, str] = {
     "faults.hang_after": "auto",
     "faults.stop_within": "auto",
     "faults.nonfinite": "stop",
+    "cluster.hosts": "[]",
     "log.every": "10",
     "log.to": "[tensorboard]",
 }

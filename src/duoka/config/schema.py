@@ -20,12 +20,13 @@ from duoka.config.schema_learning import (
     TrainConfig,
     TrainOnlyConfig,
 )
-from duoka.config.schema_running import CheckpointConfig, FaultsConfig, LogConfig, ParallelConfig
+from duoka.config.schema_running import CheckpointConfig, ClusterConfig, FaultsConfig, LogConfig, ParallelConfig
 from duoka.config.stages import StageConfig
 
 __all__ = [
     "NAMED_BLOCKS",
     "CheckpointConfig",
+    "ClusterConfig",
     "DataConfig",
     "DataSource",
     "FaultsConfig",
@@ -56,6 +57,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     faults: FaultsConfig = FaultsConfig()
+    cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
     output: str = Field("", description="The run folder; left out: runs/ and the YAML's name.")
 

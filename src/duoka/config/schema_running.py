@@ -1,4 +1,4 @@
-"""The blocks of the YAML that say how a run is carried out: layout, checkpoints, faults, logs.
+"""The blocks of the YAML that say how a run is carried out: layout, checkpoints, faults, machines, logs.
 
 Nearly all of it changes speed, memory and safety, never results; what does is said at the key.
 """
@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, create_model
 
 from duoka.config.fields import Number, Often, Patience, SampleChoice, Seconds, Section, Whole, step_as_text
+from duoka.config.hosts import HostText
 from duoka.config.trackers import TrackerName
 from duoka.units import parse_seconds
 
@@ -147,6 +148,14 @@ class AlertConfig(Section):
     @property
     def is_on(self) -> bool:
         return bool((self.command or self.webhook) and self.on)
+
+
+class ClusterConfig(Section):
+    """Machines that one command starts (docs/cluster.md)."""
+
+    hosts: tuple[HostText, ...] = Field(
+        (), description="Machines that take part, by the names that ssh knows; left out: this one alone."
+    )
 
 
 class LogConfig(Section):

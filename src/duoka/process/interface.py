@@ -30,14 +30,19 @@ def interface_towards(host: str) -> str:
     """The name of the network interface by which this machine reaches `host`; empty: nobody knows."""
     import psutil
 
+    own = address_towards(host)
+    for name, addresses in psutil.net_if_addrs().items():
+        if own and any(one.address == own for one in addresses):
+            return name
+    return ""
+
+
+def address_towards(host: str) -> str:
+    """This machine's own address in the network by which it reaches `host`; empty: nobody knows."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
-            own = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
     except OSError:
         return ""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == own for one in addresses):
-            return name
-    return ""

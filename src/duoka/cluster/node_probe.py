@@ -1,0 +1,285 @@
+"""What a node is like, told by the standard library alone: survey.py sends this file's text over ssh's stdin.
+
+It works where duoka, torch or the environment are missing or broken, and with Pythons older than duoka's. Each line of
+JSON that comes in is a question, each line behind ANSWER is its answer. It changes nothing, but for one empty file that
+it removes again, and ends when its stdin does.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+ANSWER = "duoka-answer "
+SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 10
+MOST_FILES = 2000  # of a folder
+ENV = re.compile(r"NCCL_|GLOO_|CUDA_|OMP_|TORCH_|PYTORCH_|PYTHONPATH$|LD_LIBRARY_PATH$|HF_HOME$|HF_HUB_OFFLINE$")
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH")
+GPU_FIELDS = "driver_version,name,memory.total,memory.used,persistence_mode"
+REFUSED, FILTERED, UNROUTABLE, UNRESOLVED = "refused", "filtered", "unroutable", "unresolved"
+HOW = {errno.ECONNREFUSED: REFUSED, errno.EHOSTUNREACH: UNROUTABLE, errno.ENETUNREACH: UNROUTABLE}
+
+
+def look(paths: list[str], folder: str, output: str, python: str) -> dict[str, Any]:
+    """All facts of this node at once."""
+    return {
+        "host": socket.gethostname(), "python": platform.python_version(),
+        "executable": sys.executable, "has_python": os.access(python, os.X_OK), "system": platform.platform(),
+        "address": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2],
+        "resolves_to": resolve(socket.gethostname()), "packages": packages(), "code": code(),
+        "torch_cuda": torch_cuda(),
+        "files": {path: fingerprint(os.path.join(folder, os.path.expanduser(path))) for path in paths},
+        "folder": os.path.isdir(folder), "memory": memory(), "disk": disk(os.path.join(folder, output)),
+        "shm": free("/dev/shm"), "cores": cores(), "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "gpus": gpus(), "env": {name: masked(name, value) for name, value in os.environ.items() if ENV.match(name)},
+    }  # fmt: skip
+
+
+def masked(name: str, value: str) -> str:
+    return "***" if SECRET.search(name) else value
+
+
+def resolve(name: str) -> list[str]:
+    try:
+        return sorted({str(one[4][0]) for one in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
+
+
+def packages() -> dict[str, str]:
+    """Versions by name, from the names of folders: nothing is opened."""
+    found: dict[str, str] = {}
+    for place in sys.path:
+        try:
+            names = os.listdir(place or ".")
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                word, _, version = name.rsplit(".", 1)[0].partition("-")
+                found.setdefault(word.lower().replace("_", "-"), version)
+    return found
+
+
+def place_of(module: str) -> str:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return ""
+    return os.path.dirname(spec.origin) if spec and spec.origin else ""
+
+
+def code() -> str:
+    root = place_of("duoka")
+    if not root:
+        return ""
+    digest = hashlib.sha256()
+    for folder, folders, names in os.walk(root):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith(".py"):
+                digest.update(os.path.relpath(os.path.join(folder, name), root).encode())
+                with open(os.path.join(folder, name), "rb") as file:
+                    digest.update(file.read())
+    return digest.hexdigest()
+
+
+def torch_cuda() -> str:
+    try:
+        with open(os.path.join(place_of("torch"), "version.py")) as file:
+            found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", file.read(), re.MULTILINE)
+    except OSError:
+        return ""
+    return found.group(1) if found else ""
+
+
+def fingerprint(path: str) -> dict[str, Any]:
+    """Size and a digest: of all of a small file, of samples of a large one; of a folder, of its files'."""
+    try:
+        if os.path.isdir(path):
+            digest = hashlib.sha256()
+            names: list[str] = []
+            for folder, folders, found in os.walk(path):
+                folders.sort()
+                names += [os.path.join(folder, name) for name in sorted(found)]
+                if len(names) > MOST_FILES:
+                    break
+            for name in names[:MOST_FILES]:
+                digest.update(os.path.relpath(name, path).encode() + sample(name).encode())
+            return {"kind": "folder", "size": len(names), "digest": digest.hexdigest()}
+        return {"kind": "file", "size": os.path.getsize(path), "digest": sample(path)}
+    except OSError as error:
+        return {"kind": "missing", "size": 0, "digest": "", "why": error.strerror or str(error)}
+
+
+def sample(path: str) -> str:
+    size = os.path.getsize(path)
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        if size <= SAMPLE_BYTES * NUM_SAMPLES:
+            digest.update(file.read())
+        else:
+            for number in range(NUM_SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def memory() -> dict[str, int]:
+    try:
+        with open("/proc/meminfo") as file:
+            words = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+        return {"total": words["MemTotal"], "available": words["MemAvailable"]}
+    except (OSError, KeyError, ValueError, IndexError):
+        return {"total": 0, "available": 0}
+
+
+def existing(path: str) -> str:
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def disk(path: str) -> dict[str, Any]:
+    there = existing(path)
+    return {"path": there, "can_write": os.access(there, os.W_OK), "free": free(there)["free"]}
+
+
+def free(path: str) -> dict[str, int]:
+    try:
+        usage = shutil.disk_usage(path)
+        return {"free": usage.free, "total": usage.total}
+    except OSError:
+        return {"free": 0, "total": 0}
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpus() -> str:
+    """nvidia-smi's own words; the leader reads them."""
+    command = ["nvidia-smi", "--query-gpu=" + GPU_FIELDS, "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10).stdout.decode()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def listen() -> int:
+    """A port of ours, so that a refusal can only come from something in between."""
+    server = socket.socket(socket.AF_INET6 if socket.has_ipv6 and not only_ipv4() else socket.AF_INET)
+    if server.family == socket.AF_INET6:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    server.bind(("", 0))
+    server.listen(256)
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+                connection.sendall(b"duoka")
+                connection.close()
+            except OSError:
+                return
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(server.getsockname()[1])
+
+
+def only_ipv4() -> bool:
+    try:
+        with open("/proc/sys/net/ipv6/conf/all/disable_ipv6") as file:
+            return file.read().strip() == "1"
+    except OSError:
+        return True
+
+
+def connect(peers: list[tuple[str, str, int]], timeout: float) -> dict[str, dict[str, Any]]:
+    """How each of `peers`, (name, address, port), is reached from here, all at once."""
+    found: dict[str, dict[str, Any]] = {}
+    threads = [threading.Thread(target=reach, args=(found, *peer, timeout), daemon=True) for peer in peers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 5)
+    return {name: found.get(name, {"how": FILTERED, "ms": 0}) for name, _, _ in peers}
+
+
+def reach(found: dict[str, dict[str, Any]], name: str, address: str, port: int, timeout: float) -> None:
+    start = time.monotonic()
+    try:
+        with socket.create_connection((address, port), timeout=timeout) as connection:
+            heard = connection.recv(5)
+        how = "ok" if heard == b"duoka" else "answered by another program"
+    except socket.gaierror:
+        how = UNRESOLVED
+    except socket.timeout:  # noqa: UP041 - its own class before Python 3.10
+        how = FILTERED
+    except OSError as error:
+        how = HOW.get(error.errno or 0, error.strerror or str(error))
+    found[name] = {"how": how, "ms": round(1000 * (time.monotonic() - start), 1)}
+
+
+def mark(path: str, name: str) -> str:
+    try:
+        made = os.path.join(existing(path), name)
+        open(made, "x").close()
+        return made
+    except OSError:
+        return ""
+
+
+def is_seen(path: str, within_s: float) -> bool:
+    until = time.monotonic() + within_s
+    while not os.path.exists(path):
+        if time.monotonic() > until:
+            return False
+        os.listdir(existing(os.path.dirname(path)))  # makes a network file system ask its server again
+        time.sleep(0.2)
+    return True
+
+
+def main() -> None:
+    made = ""
+    try:
+        for line in sys.stdin.buffer:
+            asked = json.loads(line) if line.strip() else {}
+            if "look" in asked:
+                answer(look(**asked["look"]))
+            elif "now" in asked:
+                answer({"time": time.time()})
+            elif "listen" in asked:
+                answer({"port": listen()})
+            elif "connect" in asked:
+                answer({"reached": connect(**asked["connect"])})
+            elif "mark" in asked:
+                made = mark(**asked["mark"])
+                answer({"mark": made})
+            elif "seen" in asked:
+                answer({"seen": is_seen(**asked["seen"])})
+    finally:
+        if made:
+            os.unlink(made)
+
+
+def answer(facts: dict[str, Any]) -> None:
+    sys.stdout.write(ANSWER + json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ in ("__main__", "duoka_probe"):
+    main()
