@@ -13,7 +13,7 @@ from typing import cast
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES, WHOLE_WEIGHT_OPTIMIZERS
 from duoka.config.rules_parallel import ddp_settings
-from duoka.config.schema import DataConfig, RunConfig, TrainConfig
+from duoka.config.schema import RunConfig, TrainConfig
 from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
 from duoka.plan.hardware import Machine
@@ -120,7 +120,7 @@ def choose_layout(
         dp=world_size,
         strategy="single" if world_size == 1 else "ddp",
         precision=_choose_precision(config.train, machine, reasons, warnings),
-        micro=Amount(config.data.max_length, "tokens"),
+        micro=Amount(config.sample_tokens, "tokens"),
         packing=config.data.packs,
         offload=config.parallel.offload,
         compile=config.train.compile,
@@ -138,7 +138,7 @@ def choose_layout(
     layout = replace(layout, recompute=_choose_recompute(config.train, task, smallest, available_bytes, reasons))
     if config.train.micro_batch != "auto":
         return Choice(_with_given_micro(layout, config.train), reasons, tuple(warnings))
-    layout = _choose_micro(config.data, task, layout, machine, available_bytes, reasons)
+    layout = _choose_micro(task, layout, machine, available_bytes, reasons)
     return Choice(layout, reasons, tuple(warnings))
 
 
@@ -231,7 +231,6 @@ def _choose_recompute(
 
 
 def _choose_micro(
-    data: DataConfig,
     task: Task,
     layout: Layout,
     machine: Machine,
@@ -239,7 +238,7 @@ def _choose_micro(
     reasons: dict[str, str],
 ) -> Layout:
     cap = GPU_TOKENS if machine.device == "cuda" else CPU_TOKENS
-    longest = data.max_length
+    longest = task.max_length
     for tokens in _ladder(cap, longest):
         rung = replace(layout, micro=Amount(tokens, "tokens"))
         memory = memory_of(task, rung)

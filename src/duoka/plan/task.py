@@ -62,8 +62,9 @@ class Task:
 
 def task_of(config: RunConfig, work: Work, lengths: Lengths | None) -> Task:
     step, aside = parse_amount(config.train.global_batch), config.data.eval
-    share = aside if isinstance(aside, float) else 1.0
-    return Task(work, step, config.data.max_length, lengths, config.data.fixed_rows, share)
+    # The reference's pass is over all data, and takes what an evaluation takes.
+    share = 1.0 if config.stage.has_reference else aside if isinstance(aside, float) else 1.0
+    return Task(work, step, config.sample_tokens, lengths, config.data.fixed_rows, share)
 
 
 def memory_of(task: Task, layout: Layout) -> Memory:

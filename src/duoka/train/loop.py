@@ -93,6 +93,8 @@ def _step(
 
     result = run.guard.until_it_fits(attempt, batch)
     result.times.data_s = data_s
+    if result.is_finite and state.step == 0:
+        run.stage.check_first(result.metrics, run.plan.layout.precision)
     if not result.is_finite and run.nonfinite.goes_back(batch, contents, result.loss, result.norm):
         return [], False
     state.advance(batch)
@@ -114,6 +116,7 @@ def _evaluate(run: Run, is_stopped: Callable[[], bool]) -> bool:
         return False
     seconds = round(time.perf_counter() - started, 4)
     derived = {"perplexity": measured.perplexity, "bits_per_byte": measured.bits_per_byte}
-    run.record.evaluated(state, {**asdict(measured), **derived, "seconds": seconds})
+    numbers = {**asdict(measured), **derived, **(measured.metrics or {}), "seconds": seconds}
+    run.record.evaluated(state, {name: value for name, value in numbers.items() if name != "metrics"})
     run.saver.evaluated(measured.loss)
     return True

@@ -60,6 +60,7 @@ def rehearse_largest(
         plan = guard.plan
         known = plan.task.lengths
         longest = plan.task.max_length if known is None or known.basis == "sampled" else known.longest
+        longest = min(longest, guard.config.data.max_length)  # of a pair, one of its sequences
         sizes = [plan.memory.tokens, 0 if plan.layout.strategy == "ddp" else plan.memory.later]
         micros = [largest_batch(size, longest, plan.layout.packing) for size in sizes if size]
         targets = sum(one.num_targets for one in micros)
