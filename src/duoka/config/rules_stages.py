@@ -22,7 +22,7 @@ STAGE_RULES: tuple[Rule, ...] = (
         "stage-does-not-read-it",
         ("stage",),
         lambda c: bool(c.stage.unread),
-        "stage {c.stage.name} does not read {c.stage.unread}",
+        "stage {c.stage.title} does not read {c.stage.unread}",
         "delete it; duoka explain stage.loss says which settings a loss has",
     ),
     Rule(

@@ -118,6 +118,11 @@ class StageConfig(Section):
         return STAGES[self.name]
 
     @property
+    def title(self) -> str:
+        """Its name, with the loss where it has several."""
+        return f"{self.name} with loss {self.pair_loss}" if self.kind.reads_pairs else self.name
+
+    @property
     def pair_loss(self) -> PairLossName:
         return self.loss or "sigmoid"
 
@@ -127,16 +132,13 @@ class StageConfig(Section):
         return self.kind.reads_pairs and PAIR_LOSSES[self.pair_loss].has_reference
 
     @property
-    def unread(self) -> list[str]:
+    def unread(self) -> str:
         """Settings that are written and that this stage, or its loss, does not read."""
         read = set(self.kind.settings)
         if self.kind.reads_pairs:
             read &= {*_OF_ALL_LOSSES, *PAIR_LOSSES[self.pair_loss].settings}
-        return [
-            key
-            for key in type(self).model_fields
-            if key != "name" and key not in read and getattr(self, key) is not None
-        ]
+        others = set(type(self).model_fields) - read - {"name"}
+        return ", ".join(key for key in type(self).model_fields if key in others and getattr(self, key) is not None)
 
 
 def stages_that_read(kind: RecordKind) -> list[StageName]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +42,12 @@ class Measured:
         if self.metrics is not None:
             return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything, under the names of the event log."""
+        known = asdict(self)
+        metrics = known.pop("metrics") or {}
+        return {**known, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, **metrics}
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 from duoka.data.feed.ahead import Walk
 from duoka.data.feed.loader import GlobalBatch, Place
@@ -115,8 +114,6 @@ def _evaluate(run: Run, is_stopped: Callable[[], bool]) -> bool:
     if measured is None:
         return False
     seconds = round(time.perf_counter() - started, 4)
-    derived = {"perplexity": measured.perplexity, "bits_per_byte": measured.bits_per_byte}
-    numbers = {**asdict(measured), **derived, **(measured.metrics or {}), "seconds": seconds}
-    run.record.evaluated(state, {name: value for name, value in numbers.items() if name != "metrics"})
+    run.record.evaluated(state, {**measured.numbers(), "seconds": seconds})
     run.saver.evaluated(measured.loss)
     return True

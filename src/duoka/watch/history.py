@@ -19,6 +19,7 @@ from duoka.runs.folder import RunFolder, read_json
 from duoka.runs.status import Status, read_status
 
 PARTS = ("data", "forward", "backward", "wait", "optimizer", "checkpoint")
+METRICS = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 _TAIL_BYTES = 64 * 1024
 
 
@@ -37,6 +38,7 @@ class LoggedStep:
     memory_bytes: float | None
     times: Mapping[str, float]
     sent_bytes: float | None = None  # by rank 0, to the others
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of a stage that compares answers
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,10 @@ class History:
     def values(self, name: str) -> tuple[list[float], list[float | None]]:
         """(steps, values) of one number, for a curve."""
         return [float(step.step) for step in self.steps], [getattr(step, name) for step in self.steps]
+
+    def metric(self, name: str) -> tuple[list[float], list[float | None]]:
+        """(steps, values) of one of METRICS."""
+        return [float(step.step) for step in self.steps], [step.metrics.get(name) for step in self.steps]
 
     def total_s(self) -> float:
         return sum(step.step_s or 0.0 for step in self.steps)
@@ -214,6 +220,7 @@ def _step(step: int, event: Mapping[str, Any]) -> LoggedStep:
         memory_bytes=number(event.get("memory_bytes")),
         times=_times(event),
         sent_bytes=number(event.get("sent_bytes")),
+        metrics={name: number(event[name]) for name in METRICS if name in event},
     )
 
 
