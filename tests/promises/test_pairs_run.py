@@ -1,4 +1,4 @@
-"""A run over preference pairs from end to end: its reference, resuming, evaluation, other tools' files, what follows."""
+"""A run over preference pairs from end to end: reference, resuming, evaluation, other tools' files, what follows."""
 
 import json
 import math
@@ -87,13 +87,13 @@ def case(tmp_path_factory):
     resumed = folder / AGAIN
     (resumed / "checkpoints").mkdir(parents=True)
     shutil.copytree(folder / WHOLE / "checkpoints" / "step-00000004", resumed / "checkpoints" / "step-00000004")
-    on_top = [f"lora.adapter={folder / WHOLE / 'final'}", "train.max_steps=2"]
+    on_top = [f"lora.adapter={folder / WHOLE / 'final'}", "train.max_steps=3"]
     train_all(
         [
             # With another cache: the reference is computed again, from the start's weights and not the checkpoint's.
             (str(yaml), [], str(resumed), {"DUOKA_CACHE": str(folder / "elsewhere")}),
             (str(yaml), on_top, str(folder / ON_TOP), cache),
-            (str(yaml), ["train.rehearse=true", "train.max_steps=2"], str(folder / TRIED), cache),
+            (str(yaml), ["train.rehearse=true", "train.max_steps=3"], str(folder / TRIED), cache),
         ],
         1,
     )
@@ -137,7 +137,7 @@ def test_a_file_of_llamafactory_runs_as_it_stands(case):
 
 
 def test_a_rehearsal_changes_no_number(case):
-    assert [one["loss"] for one in read_run(case / TRIED)] == [one["loss"] for one in read_run(case / WHOLE)[:2]]
+    assert [one["loss"] for one in read_run(case / TRIED)] == [one["loss"] for one in read_run(case / WHOLE)[:3]]
 
 
 def refuse_in_world(yaml, folder, cache):
@@ -170,26 +170,35 @@ def test_a_reference_that_is_not_the_start_ends_the_run_at_its_first_step(case):
     assert not events_of(case / "refused", "checkpoint")
 
 
-def test_the_report_shows_margins_and_the_result_chats(case):
+@pytest.fixture
+def whole(case):
+    """The run folder with the config that a launcher leaves there."""
+    from duoka.config.load import load_config, resolved_yaml
     from duoka.runs.folder import RunFolder
-    from duoka.serve.load_run import find_trained, load_trained
-    from duoka.watch.report import closing_lines, write_report
 
     run = RunFolder(case / WHOLE)
-    text = "\n".join(closing_lines(run))
+    run.config.write_text(resolved_yaml(load_config(case / "run.yaml")), encoding="utf-8")
+    return run
+
+
+def test_the_report_shows_margins_and_the_result_chats(whole):
+    from duoka.serve.load_run import find_trained, load_trained
+    from duoka.watch.report import end_lines, write_report
+
+    text = "\n".join(end_lines(whole))
     assert "margin" in text and "better answer ahead in" in text and "7 pairs" in text
-    assert "Margin of rewards" in write_report(run).read_text(encoding="utf-8")
-    lm = load_trained(find_trained(str(case / WHOLE), say=print), dtype=torch.float32)
+    assert "Margin of rewards" in write_report(whole).read_text(encoding="utf-8")
+    lm = load_trained(find_trained(str(whole.path), say=print), dtype=torch.float32)
     assert lm(input_ids=torch.arange(3, 20)[None]).logits.isfinite().all()
 
 
-def test_duoka_eval_refuses_pairs_and_says_where_their_loss_is(case):
+def test_duoka_eval_refuses_pairs_and_says_where_their_loss_is(whole):
     from duoka.errors import ConfigError
     from duoka.serve.evaluate import read_eval_data
     from duoka.serve.load_run import find_trained
 
     with pytest.raises(ConfigError, match="preference pairs"):
-        read_eval_data(find_trained(str(case / WHOLE), say=print), (), say=print)
+        read_eval_data(find_trained(str(whole.path), say=print), (), say=print)
 
 
 def test_nothing_drops_beside_a_reference():
@@ -205,7 +214,7 @@ def test_nothing_drops_beside_a_reference():
     ids = torch.arange(12)[None]
     for model in models:
         model.train()
-        drops = [float((model(ids).logits - model(ids).logits).abs().max())]
+        drops = [float((model(ids).logits - model(ids).logits).detach().abs().max())]
         stop_dropout(model)
-        drops.append(float((model(ids).logits - model(ids).logits).abs().max()))
+        drops.append(float((model(ids).logits - model(ids).logits).detach().abs().max()))
         assert drops[0] > 1e-4 and drops[1] == 0.0, type(model).__name__

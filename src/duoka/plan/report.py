@@ -28,7 +28,7 @@ from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, estimate_speed
 from duoka.plan.task import Task, load_of, memory_of, task_of
 from duoka.plan.yardstick import Yardstick, yardstick_of
-from duoka.units import format_bytes
+from duoka.units import format_bytes, format_count, format_seconds
 
 Verdict = Literal["fits", "tight", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -243,7 +243,10 @@ def make_plan(
         speed=speed,
         costs=costs,
         smaller=smaller_changes(task, layout, cluster, available) if verdict == "does not fit" else (),
-        notes=advice(work, layout, cluster, speed.exchanges, batch.accumulation),
+        notes=(
+            *_reference_notes(config, lengths, speed),
+            *advice(work, layout, cluster, speed.exchanges, batch.accumulation),
+        ),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
@@ -255,6 +258,17 @@ def _length_of_run(
 ) -> tuple[Horizon | None, Steps | None]:
     horizon = find_horizon(config, shape)
     return horizon, count_steps(config.train, lengths, horizon)
+
+
+def _reference_notes(config: RunConfig, lengths: Lengths | None, speed: Speed) -> tuple[str, ...]:
+    """What a loss with a reference costs beside the steps: a forward pass, about a third of training the same tokens."""
+    if not config.stage.has_reference:
+        return ()
+    words = "the reference's log-probabilities are computed before the first step, in one pass without gradients"
+    if lengths is not None and lengths.num_samples is not None:
+        tokens = lengths.num_samples * lengths.mean
+        words += f" over {format_count(tokens)} tokens (about {format_seconds(tokens / (3 * speed.tokens_per_s))})"
+    return (f"{words}, and kept in the cache; the memory is that of an evaluation, no second model is held",)
 
 
 def _last(length: Steps | Horizon | None) -> int | None:
