@@ -27,6 +27,15 @@ class ParallelConfig(Section):
     shard_ranks: Annotated[Whole, Field(ge=1)] | None = Field(
         None, description="HSDP: how many ranks share one copy of the model; left out: those of a node."
     )
+    tensor: Annotated[Whole, Field(ge=1)] = Field(
+        1, description="Tensor parallelism: how many ranks share each matrix of a layer."
+    )
+    pipeline: Annotated[Whole, Field(ge=1)] = Field(
+        1, description="Pipeline parallelism: how many stages the stack of layers is cut into."
+    )
+    sequence: Annotated[Whole, Field(ge=1)] = Field(
+        1, description="Sequence (context) parallelism: how many ranks share each sequence."
+    )
     reshard: bool = Field(
         True, description="FSDP, HSDP: give gathered weights back after each layer's forward pass, gather them again."
     )

@@ -16,6 +16,7 @@ from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import RunConfig, TrainConfig
 from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
+from duoka.plan.axes import axes_of, check_axes, data_ranks
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import SHARDED, Layout, Precision, Recompute, Strategy
 from duoka.plan.memory import FITS
@@ -53,13 +54,16 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
     if config.parallel.backend == "nccl" and machine.device == "cpu":
         what = "parallel.backend is nccl, and this machine has no GPU"
         faults.append(Fault(what, key="parallel.backend", fix="write for example:   backend: auto"))
-    if config.parallel.strategy in ("single", "dp") and world_size > 1:
+    if axes := check_axes(config.parallel, world_size):
+        return [*faults, *axes]
+    data = data_ranks(config.parallel, world_size)
+    if config.parallel.strategy in ("single", "dp") and data > 1:
         asked = config.parallel.strategy
         what = f"parallel.strategy is {asked}, which is one process, but {world_size} processes are asked for"
         fix = "write for example:   strategy: auto   (or start one process: --nproc 1)"
         faults.append(Fault(what, key="parallel.strategy", fix=fix))
     here = local_size or world_size
-    faults += _check_sharding(config, world_size, here)
+    faults += _check_sharding(config, data, data_ranks(config.parallel, here) or 1)
     if machine.gpus and here > len(machine.gpus):
         what = f"{here} processes are asked for on this machine, and it has {len(machine.gpus)} GPUs"
         faults.append(Fault(what, fix=f"start one process per GPU: --nproc {len(machine.gpus)}"))
@@ -116,14 +120,16 @@ def choose_layout(
     """
     reasons: dict[str, str] = {}
     warnings: list[str] = list(machine.notes)
+    data = data_ranks(config.parallel, world_size)
     layout = Layout(
-        dp=world_size,
-        strategy="single" if world_size == 1 else "ddp",
+        dp=data,
+        strategy="single" if data == 1 else "ddp",
         precision=_choose_precision(config.train, machine, reasons, warnings),
         micro=Amount(config.sample_tokens, "tokens"),
         packing=config.data.packs,
         offload=config.parallel.offload,
         compile=config.train.compile,
+        **axes_of(config.parallel),  # type: ignore[arg-type]
     )
     if given is not None:
         axes = {"dp": given.dp, "shard": given.shard, "tp": given.tp, "pp": given.pp, "sp": given.sp}
@@ -133,7 +139,8 @@ def choose_layout(
     elif config.parallel.strategy == "dp":
         warnings.append(_why_not_dp(machine))
     if given is None:
-        layout = _with_strategy(config, task, layout, available_bytes, local_size or world_size, reasons)
+        local = data_ranks(config.parallel, local_size or world_size) or 1
+        layout = _with_strategy(config, task, layout, available_bytes, local, reasons)
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
     layout = replace(layout, recompute=_choose_recompute(config.train, task, smallest, available_bytes, reasons))
     if config.train.micro_batch != "auto":
