@@ -261,7 +261,7 @@ def _length_of_run(
 
 
 def _reference_notes(config: RunConfig, lengths: Lengths | None, speed: Speed) -> tuple[str, ...]:
-    """What a loss with a reference costs beside the steps: a forward pass, about a third of training the same tokens."""
+    """What a reference costs beside the steps: a forward pass, about a third of training on the same tokens."""
     if not config.stage.has_reference:
         return ()
     words = "the reference's log-probabilities are computed before the first step, in one pass without gradients"
