@@ -246,6 +246,7 @@ def _choose_micro(
 ) -> Layout:
     cap = GPU_TOKENS if machine.device == "cuda" else CPU_TOKENS
     longest = task.max_length
+    longest_words = f"one {'pair of twice' if task.sequences > 1 else 'sample of'} data.max_length"
     for tokens in _ladder(cap, longest):
         rung = replace(layout, micro=Amount(tokens, "tokens"))
         memory = memory_of(task, rung)
@@ -254,11 +255,11 @@ def _choose_micro(
         if memory.peak_bytes - fixed <= room or tokens == longest:
             break
     if tokens == longest and longest >= cap:
-        why = f"one sample of data.max_length, which is at least the {cap:,} that keep the device busy"
+        why = f"{longest_words}, which is at least the {cap:,} that keep the device busy"
     elif tokens == cap:
         why = f"more at once brings nothing on a {'GPU' if machine.device == 'cuda' else 'CPU'}"
     elif tokens == longest:
-        why = "the smallest, one sample of data.max_length: memory is short"
+        why = f"the smallest, {longest_words}: memory is short"
     else:
         why = f"what fits in {MEMORY_SHARE:.0%} of the free memory per rank"
     reasons["train.micro_batch"] = f"{tokens:,} tokens: {why}"

@@ -144,7 +144,8 @@ class Plan:
         """Whether the tokens at once are expected or a bound, and what that rests on."""
         batch, known = self.batch, self.lengths
         if known is None:
-            return f"at most: as if every sample had data.max_length, {batch.max_length:,} tokens"
+            each = "every pair had twice" if self.task.sequences > 1 else "every sample had"
+            return f"at most: as if {each} data.max_length, {batch.max_length:,} tokens"
         if not known.batch:
             return f"for full rows of {batch.max_length:,} tokens"
         text = f"expected from {known.sentence()}"
