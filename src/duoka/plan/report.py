@@ -244,10 +244,7 @@ def make_plan(
         speed=speed,
         costs=costs,
         smaller=smaller_changes(task, layout, cluster, available) if verdict == "does not fit" else (),
-        notes=(
-            *_reference_notes(config, lengths, speed),
-            *advice(work, layout, cluster, speed.exchanges, batch.accumulation),
-        ),
+        notes=_notes(config, lengths, speed, layout, cluster, batch.accumulation, work),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
@@ -261,14 +258,21 @@ def _length_of_run(
     return horizon, count_steps(config.train, lengths, horizon)
 
 
+def _notes(
+    config: RunConfig, lengths: Lengths | None, speed: Speed, layout: Layout, cluster: Cluster, accumulation: int,
+    work: Work,
+) -> tuple[str, ...]:  # fmt: skip
+    return (*_reference_notes(config, lengths, speed), *advice(work, layout, cluster, speed.exchanges, accumulation))
+
+
 def _reference_notes(config: RunConfig, lengths: Lengths | None, speed: Speed) -> tuple[str, ...]:
     """What a reference costs beside the steps: a forward pass, about a third of training on the same tokens."""
     if not config.stage.has_reference:
         return ()
     words = "the reference's log-probabilities are computed before the first step, in one pass without gradients"
     if lengths is not None and lengths.num_samples is not None:
-        tokens = lengths.num_samples * lengths.mean
-        words += f" over {format_count(round(tokens))} tokens (about {format_seconds(tokens / (3 * speed.tokens_per_s))})"
+        tokens = round(lengths.num_samples * lengths.mean)
+        words += f" over {format_count(tokens)} tokens (about {format_seconds(tokens / (3 * speed.tokens_per_s))})"
     return (f"{words}, and kept in the cache; the memory is that of an evaluation, no second model is held",)
 
 
