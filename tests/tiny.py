@@ -99,3 +99,21 @@ def write_conversations(path: Path, num_conversations: int, *, seed: int = 0) ->
                 messages.append({"role": "assistant", "content": text(1 if index % 5 == 0 else 24)})
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
     return path
+
+
+def write_pairs(path: Path, num_pairs: int, *, seed: int = 0) -> Path:
+    """Preference pairs as TRL has them, of widely different lengths: the better answer is of its own words."""
+    import random
+
+    dice = random.Random(seed)
+    better, worse = ("cat", "多卡", "sum", "rank", "你好"), ("dog", "ring", "layer", "不", "batch")
+
+    def text(words: tuple[str, ...], most: int) -> str:
+        return " ".join(dice.choice(words) for _ in range(dice.randint(1, most)))
+
+    with path.open("w", encoding="utf-8") as file:
+        for index in range(num_pairs):
+            record = {"prompt": text(better + worse, 5), "chosen": text(better, 2 + 7 * (index % 3))}
+            record["rejected"] = text(worse, 2 + 7 * (index % 2))
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return path

@@ -182,7 +182,7 @@ VALUES = [
     bad("precision as bits", HEAD + "train: {precision: 16}\n", (3, "got 16", "precision: bf16")),
     bad("precision, long", HEAD + "train: {precision: bfloat16}\n", (3, 'got "bfloat16"', "write:   precision: bf16")),
     bad("all-linear", HEAD + "lora: {targets: all-linear}\n", (3, 'got "all-linear"', "write:   targets: all")),
-    bad("stage", HEAD + "stage: dpo\n", (3, "stage must be one of sft, ", "stage: sft")),
+    bad("stage", HEAD + "stage: distill\n", (3, "stage must be one of sft, ", "stage: sft")),
     bad(
         "switch",
         HEAD + "parallel: {bucket_view: maybe}\n",
@@ -282,6 +282,7 @@ OVERRIDES = [
     ),
 ]
 
+DPO = "model: demo\nstage: dpo\n"
 TEXT = "model: demo\nstage: pretrain\n"
 NEW = "data: {train: [a]}\n\nmodel: {depth: 4, tokenizer: t"
 CONTRADICTIONS = {
@@ -302,6 +303,11 @@ CONTRADICTIONS = {
     "samples-of-no-text": HEAD + "log: {samples: 2}\n",
     "nothing-ends-the-run": HEAD + "train: {epochs: null}\n",
     "fixed-rows-are-packed": "model: demo\n\ndata: {train: [a], fixed_rows: true, packing: false}\n",
+    "stage-does-not-read-it": "model: demo\ndata: {train: [a]}\nstage: {name: dpo, loss: hinge, gamma: 1}\n",
+    "robust-needs-a-share": "model: demo\ndata: {train: [a]}\nstage: {name: dpo, loss: robust}\n",
+    "pairs-have-their-own-loss": DPO + "train: {label_smoothing: 0.1}\ndata: {train: [a]}\n",
+    "pairs-mark-the-last-answer": DPO + "data: {train: [a], targets: all}\n",
+    "no-dropout-beside-a-reference": DPO + "lora: {dropout: 0.1}\ndata: {train: [a]}\n",
     "pretrain-rows-are-packed": TEXT + "data: {train: [a], packing: false}\n",
     "pretrain-learns-every-token": TEXT + "data: {train: [a], on_long: drop}\n",
     "stream-of-text-only": "model: demo\ntrain: {max_steps: 5}\ndata: {train: [a], stream: true}\n",
@@ -355,6 +361,7 @@ CONTRADICTIONS = {
     "ddp-settings-without-ddp": HEAD + "parallel: {strategy: single, find_unused_parameters: true}\n",
     "static-graph-looks-for-unused": HEAD + "parallel: {static_graph: true, find_unused_parameters: true}\n",
     "shard-ranks-without-hsdp": HEAD + "parallel: {strategy: fsdp, shard_ranks: 2}\n",
+    "pairs-with-axes": "model: demo\n\nstage: dpo\n\ndata: {train: [identity]}\nparallel: {sequence: 2}\n",
     "compile-with-sequence": HEAD + "parallel: {sequence: 2}\ntrain: {compile: true}\n",
     "reshard-without-fsdp": HEAD + "parallel: {strategy: zero2, reshard: false}\n",
     "offload-params-of-whole-models": HEAD + "parallel: {strategy: ddp, offload: params}\n",

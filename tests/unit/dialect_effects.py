@@ -69,6 +69,7 @@ SHOWN_BY = {
     "train.compile": "promises/test_ddp_options.py::compile",
 }
 # key, a value, what else must stand there -> our key and its value. One row per implemented key.
+DPO = {"stage": "dpo"}
 EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("model_name_or_path", "other/model", {}, "model.name", "other/model"),
     ("model_revision", "v2", {}, "model.revision", "v2"),
@@ -155,5 +156,12 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("output_dir", "saves/x", {}, "output", "saves/x"),
     ("ddp_timeout", 1800, {}, "parallel.timeout", "1800s"),
     ("ddp_backend", "gloo", {}, "parallel.backend", "gloo"),
+    ("pref_loss", "simpo", DPO, "stage.loss", "simpo"),
+    ("pref_beta", 0.3, DPO, "stage.beta", 0.3),
+    ("pref_ftx", 0.5, DPO, "stage.sft_weight", 0.5),
+    ("pref_ftx", 0.5, DPO | {"pref_loss": "orpo"}, "stage.sft_weight", 1.5),
+    ("dpo_label_smoothing", 0.1, DPO, "stage.label_smoothing", 0.1),
+    ("simpo_gamma", 0.7, DPO | {"pref_loss": "simpo"}, "stage.gamma", 0.7),
+    ("ld_alpha", 0.5, DPO, "stage.ld_alpha", 0.5),
     ("ddp_find_unused_parameters", True, {}, "parallel.find_unused_parameters", True),
 ]

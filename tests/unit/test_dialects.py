@@ -237,6 +237,7 @@ def test_the_sample_covers_the_implemented_keys() -> None:
     wanted = {row.name for row in rows if row.state == "implemented"}
     sampled = {effect[0] for effect in EFFECTS}
     left = {"stage", "deepspeed", "do_train", "eval_strategy", "evaluation_strategy", "quantization_method"}
+    left |= {"pref_bco_weight", "ref_model", "ref_model_adapters", "ref_model_quantization_bit"}
     left |= {"data_seed", "enable_thinking", "preserve_thinking"}  # these only check
     assert wanted - sampled == left and len(sampled) >= 40
 
@@ -254,6 +255,9 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
         ({"learnin_rate": 1}, ("unknown key learnin_rate", "did you mean learning_rate")),
         ({"template": "qwen9"}, ("no template qwen9", "did you mean qwen")),
         ({"stage": "ppo"}, ("stage: ppo", "does not have yet")),
+        ({"stage": "dpo", "pref_loss": "kto_pair"}, ("kto_pair is not there", "pref_loss: sigmoid")),
+        ({"stage": "dpo", "ref_model": "other/model"}, ("another reference", "delete ref_model")),
+        ({"stage": "dpo", "pref_bco_weight": 0.5}, ("BCO", "delete pref_bco_weight")),
         ({"stage": "stf"}, ("did you mean sft",)),
         ({"optim": "paged_adamw_8bit"}, ("moves its state to the host", "optim: adamw_8bit")),
         ({"use_adam_mini": True}, ("use_adam_mini true is refused",)),

@@ -29,7 +29,7 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "quantization_bit": (4, 8), "quantization_method": ("bnb", "hqq"), "quantization_type": ("nf4", "fp4"),
     "save_strategy": ("steps", "epoch"), "eval_strategy": ("steps", "epoch"), "stage": ("sft", "pt"),
     "evaluation_strategy": ("steps", "epoch"), "strategy": ("ddp", "fsdp"), "template": ("qwen", "chatml"),
-    "warmup_ratio": (0.1, 0.2),
+    "warmup_ratio": (0.1, 0.2), "pref_loss": ("sigmoid", "hinge"),
 }  # fmt: skip
 SWITCHES = [name for name, row in dialects()["nested"].rows.items() if row.is_switch]
 

@@ -111,14 +111,9 @@ def prepared(tiny_tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_pair_is_one_sample_with_both_answers_as_targets(
     prepared: Any, tiny_tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    store = prepared([{"prompt": "q", "chosen": "good", "rejected": "worse"}]).train
+    pairs = prepared([{"prompt": "q", "chosen": "good", "rejected": "worse"}]).train
     tokenizer = read_tokenizer(prepared.config.model, tmp_path, tiny_tokenizer_folder)
-    sample, cut = store.sample(0), int(store.marks[0])
-    parts = [
-        Sample(sample.input_ids[:cut], sample.is_target[:cut]),
-        Sample(sample.input_ids[cut:], sample.is_target[cut:]),
-    ]
-    learned = [tokenizer.decode(part.input_ids[part.is_target].tolist()) for part in parts]
+    learned = [tokenizer.decode(part.input_ids[part.is_target].tolist()) for part in pairs.segments(0)]
     assert learned == ["good<|im_end|>", "worse<|im_end|>"]
 
 

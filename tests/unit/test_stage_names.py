@@ -46,8 +46,8 @@ def test_a_resolved_config_reads_back_the_same():
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("stage: dpo\n", ("stage must be one of", "stage: sft")),
-    ("stage: {name: dpo}\n", ("stage.name must be one of", "name: sft")),
+    ("stage: distill\n", ("stage must be one of", "stage: sft")),
+    ("stage: {name: distill}\n", ("stage.name must be one of", "name: sft")),
     ("stage: {nam: sft}\n", ("unknown key stage.nam", "did you mean name")),
 ])  # fmt: skip
 def test_a_wrong_stage_is_refused_as_it_was_written(text, words):

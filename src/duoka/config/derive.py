@@ -45,7 +45,7 @@ class Derived:
 def count_batch_tokens(config: RunConfig) -> int:
     """Tokens that one optimizer step learns from, at most; samples count as whole rows."""
     batch = parse_amount(config.train.global_batch)
-    return batch.count if batch.unit == "tokens" else batch.count * config.data.max_length
+    return batch.count if batch.unit == "tokens" else batch.count * config.sample_tokens
 
 
 def _width(c: RunConfig) -> int:

@@ -13,6 +13,7 @@ from duoka.config.rule import Rule, names_of
 from duoka.config.rules_model import MODEL_RULES
 from duoka.config.rules_optim import OPTIM_RULES
 from duoka.config.rules_parallel import PARALLEL_RULES
+from duoka.config.rules_stages import STAGE_RULES
 from duoka.config.rules_text import TEXT_RULES
 from duoka.config.schema import RunConfig
 from duoka.units import parse_amount
@@ -29,7 +30,7 @@ def check_rules(config: RunConfig, skipped_keys: set[str] | frozenset[str] = fro
 
 def _max_length_is_more_than_the_batch(c: RunConfig) -> bool:
     batch = parse_amount(c.train.global_batch)
-    return batch.unit == "tokens" and batch.count < c.data.max_length
+    return batch.unit == "tokens" and batch.count < c.sample_tokens
 
 
 def _micro_is_more_than_global(c: RunConfig) -> bool:
@@ -153,4 +154,5 @@ RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *PARALLEL_RULES,
     *TEXT_RULES,
+    *STAGE_RULES,
 )

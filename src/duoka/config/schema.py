@@ -61,6 +61,11 @@ class RunConfig(Section):
     log: LogConfig = LogConfig()
     output: str = Field("", description="The run folder; left out: runs/ and the YAML's name.")
 
+    @property
+    def sample_tokens(self) -> int:
+        """The longest sample: a pair has two sequences."""
+        return self.data.max_length * self.stage.kind.sequences
+
     @model_validator(mode="before")
     @classmethod
     def _expand_short_forms(cls, raw: Any) -> Any:

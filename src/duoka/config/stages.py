@@ -7,14 +7,17 @@ The stage itself is the class in duoka/train/stages/ that the row names.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from duoka.config.fields import Section
+from duoka.config.fields import Number, Section, Share
 
 RecordKind = Literal["conversation", "text", "prompt", "preference", "labeled"]
-StageName = Literal["sft", "pretrain"]
+StageName = Literal["sft", "pretrain", "dpo"]
+PairLossName = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "cpo", "orpo"]
+Positive = Annotated[Number, Field(gt=0)]
+Weight = Annotated[Number, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -22,24 +25,61 @@ class StageKind:
     """`stage`: its class; `learns`: what from, as in "learns the answers of conversations"; `records`: kinds it reads.
 
     `references`: frozen copies of the model that a rank holds while all weights are trained, for the plan. Under
-    adapters there are none: a copy without them is the same model with its adapters off.
+    adapters there are none: a copy without them is the same model with its adapters off. `settings`: keys of the
+    block beside the name. `sequences`: how many a sample has, each of up to data.max_length tokens.
     """
 
     stage: str
     learns: str
     records: tuple[RecordKind, ...]
     references: int = 0
+    settings: tuple[str, ...] = ()
+    sequences: int = 1
 
     @property
     def reads_text(self) -> bool:
         """Documents end to end, every token a target: rows of one length, streams, counts of tokens and of bytes."""
         return self.records == ("text",)
 
+    @property
+    def reads_pairs(self) -> bool:
+        return self.records == ("preference",)
 
+
+_LIKELIHOOD = "duoka.train.stages.likelihood:Likelihood"
+_OF_PAIRS = ("loss", "beta", "label_smoothing", "gamma", "sft_weight", "sft_mean", "ld_alpha")
 STAGES: dict[StageName, StageKind] = {
-    "sft": StageKind("duoka.train.stages.likelihood:Likelihood", "the answers of conversations", ("conversation",)),
-    "pretrain": StageKind("duoka.train.stages.likelihood:Likelihood", "every token of plain text", ("text",)),
+    "sft": StageKind(_LIKELIHOOD, "the answers of conversations", ("conversation",)),
+    "pretrain": StageKind(_LIKELIHOOD, "every token of plain text", ("text",)),
+    "dpo": StageKind(
+        "duoka.train.stages.pairs:Pairs", "from preference pairs, the better answer before the worse", ("preference",),
+        settings=_OF_PAIRS, sequences=2,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """`settings`: keys that this loss reads, beside those that all do. `has_reference`: it looks at how far answers
+    have moved from where the run began, so their log-probabilities there are computed before the first step."""
+
+    settings: tuple[str, ...] = ()
+    has_reference: bool = True
+    sft_weight: float = 0.0  # where none is written
+
+
+PAIR_LOSSES: dict[PairLossName, PairLoss] = {
+    "sigmoid": PairLoss(("label_smoothing", "ld_alpha")),
+    "hinge": PairLoss(("ld_alpha",)),
+    "ipo": PairLoss(),
+    "robust": PairLoss(("label_smoothing", "ld_alpha")),
+    "apo_zero": PairLoss(("ld_alpha",)),
+    "apo_down": PairLoss(("ld_alpha",)),
+    "simpo": PairLoss(("gamma",), has_reference=False),
+    "cpo": PairLoss(has_reference=False, sft_weight=1.0),
+    "orpo": PairLoss(has_reference=False, sft_weight=1.0),
 }
+_OF_ALL_LOSSES = ("loss", "beta", "sft_weight", "sft_mean")
 
 
 class StageConfig(Section):
@@ -49,10 +89,56 @@ class StageConfig(Section):
         "sft",
         description=f"What the job learns: {'; '.join(f'{name}: {one.learns}' for name, one in STAGES.items())}.",
     )
+    loss: PairLossName | None = Field(
+        None, description="With dpo: the loss of a pair (docs/preferences.md has the formulas); left out: sigmoid."
+    )
+    beta: Positive | None = Field(
+        None, description="With dpo: how much a log-probability counts, the lambda of orpo; left out: 0.1."
+    )
+    label_smoothing: Annotated[Share, Field(lt=0.5)] | None = Field(
+        None, description="With loss sigmoid (cDPO) and robust: the share of pairs that are the wrong way round."
+    )
+    gamma: Weight | None = Field(
+        None, description="With loss simpo: the margin that the better answer is to have; left out: 0.5."
+    )
+    sft_weight: Weight | None = Field(
+        None, description="With dpo: how much -log p of the better answer counts beside the loss (RPO); left out: 0, "
+        "and 1 with cpo and orpo."
+    )  # fmt: skip
+    sft_mean: Literal["sequences", "tokens"] | None = Field(
+        None, description="With dpo: what that term is the mean over: answers, each by its own mean, or all their "
+        "tokens; left out: sequences."
+    )  # fmt: skip
+    ld_alpha: Annotated[Number, Field(ge=0, le=1)] | None = Field(
+        None, description="With dpo: what tokens beyond the shorter answer's length count (LD-DPO); left out: 1."
+    )
 
     @property
     def kind(self) -> StageKind:
         return STAGES[self.name]
+
+    @property
+    def title(self) -> str:
+        """Its name, with the loss where it has several."""
+        return f"{self.name} with loss {self.pair_loss}" if self.kind.reads_pairs else self.name
+
+    @property
+    def pair_loss(self) -> PairLossName:
+        return self.loss or "sigmoid"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether log-probabilities of the model that the run begins with are a part of the loss."""
+        return self.kind.reads_pairs and PAIR_LOSSES[self.pair_loss].has_reference
+
+    @property
+    def unread(self) -> str:
+        """Settings that are written and that this stage, or its loss, does not read."""
+        read = set(self.kind.settings)
+        if self.kind.reads_pairs:
+            read &= {*_OF_ALL_LOSSES, *PAIR_LOSSES[self.pair_loss].settings}
+        others = set(type(self).model_fields) - read - {"name"}
+        return ", ".join(key for key in type(self).model_fields if key in others and getattr(self, key) is not None)
 
 
 def stages_that_read(kind: RecordKind) -> list[StageName]:

@@ -78,7 +78,7 @@ def audit_data(
     if isinstance(prepared.train, StreamSource):
         return _audit_stream(prepared.train, num_ranks, epoch)
     # How a rank cuts its share into micro-batches does not matter here.
-    micro = Amount(config.data.max_length, "tokens")
+    micro = Amount(config.sample_tokens, "tokens")
     layout = Layout(num_ranks, "ddp" if num_ranks > 1 else "single", micro=micro, packing=config.data.packs)
     feed = build_feed(config, prepared, layout, 0, lambda values: values)
     assert isinstance(feed, Loader)
@@ -105,7 +105,7 @@ def audit_data(
         for rank, (own, cost) in enumerate(zip(ids, costs, strict=True))
     )
     words = f"shares of {looked_at:,} of {feed.steps_per_epoch:,} global batches"
-    what = "rows of text" if prepared.report.row_tokens else "samples"
+    what = "rows of text" if prepared.report.row_tokens else "pairs" if prepared.report.has_pairs else "samples"
     asked = parse_amount(config.train.global_batch)
     # As DistributedSampler counts: the same number on every rank of every step.
     whole = -(-asked.count // num_ranks) * num_ranks if asked.unit == "samples" else 0

@@ -61,7 +61,7 @@ def build_feed(
         )  # fmt: skip
     return Loader(
         train, plan_epochs(train, config.train), rank=rank, num_ranks=layout.dp, micro=layout.micro,
-        packing=layout.packing, max_length=config.data.max_length, pad_id=prepared.pad_id,
+        packing=layout.packing, max_length=config.sample_tokens, pad_id=prepared.pad_id,
         fixed_rows=config.data.fixed_rows, pin_memory=pin_memory,
     )  # fmt: skip
 

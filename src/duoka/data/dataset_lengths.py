@@ -47,6 +47,7 @@ _TOKENS_PER_MESSAGE = 5
 
 def lengths_of(prepared: PreparedData, config: RunConfig) -> Lengths:
     """Of tokenized data: exact, and the fullest of the batches that this run will see."""
+    from duoka.data.feed.loader import laid_lengths
     from duoka.data.feed.stream_source import StreamSource
 
     train = prepared.train
@@ -55,8 +56,9 @@ def lengths_of(prepared: PreparedData, config: RunConfig) -> Lengths:
         return Lengths("tokenized", None, float(row_tokens), row_tokens)
     some = slice(None, None, max(1, len(train) // _MOST_SAMPLES))
     plan = plan_epochs(train, config.train, some)
-    batch = sorted(plan.lengths[_fullest(plan, config.train)].tolist(), reverse=True)
-    return Lengths("tokenized", len(train), float(train.lengths.mean()), int(train.lengths.max()), tuple(batch))
+    laid = laid_lengths(train, config.data.packs)
+    batch = sorted(laid[some][_fullest(plan, config.train)].tolist(), reverse=True)
+    return Lengths("tokenized", len(train), float(train.lengths.mean()), int(laid.max()), tuple(batch))
 
 
 def _fullest(plan: EpochPlan, train: TrainConfig) -> np.ndarray:
@@ -125,7 +127,7 @@ def guess_lengths(config: RunConfig, sets: list[ResolvedSet]) -> Lengths | None:
         total = total + min(number, found.max_samples or number) if known and total is not None else None
     if not guessed:
         return None
-    longest, mean = config.data.max_length, sum(guessed) / len(guessed)
+    longest, mean = config.sample_tokens, sum(guessed) / len(guessed)
     if isinstance(config.data.eval, float) and total is not None:
         total -= round(config.data.eval * total)
     if config.stage.kind.reads_text or any(found.form.kind == "text" for found in sets):

@@ -20,6 +20,7 @@ import numpy as np
 
 from duoka.config.schema import DataConfig, ModelConfig, RunConfig, StageConfig
 from duoka.data.feed.epoch_plan import EpochPlan
+from duoka.data.feed.pairs import PairRows
 from duoka.data.feed.stream_source import StreamSource, build_source
 from duoka.data.feed.text_rows import TextRows, as_samples
 from duoka.data.mixture import Mixture, mix_parts
@@ -48,8 +49,8 @@ _PADDING_SAMPLES = 10_000
 class PreparedData:
     """What training reads: samples, rows of plain text, or a stream read while training."""
 
-    train: TokenStore | TextRows | StreamSource
-    eval: TokenStore | TextRows | None
+    train: TokenStore | TextRows | PairRows | StreamSource
+    eval: TokenStore | TextRows | PairRows | None
     report: DataReport
     pad_id: int
     text_bytes: np.ndarray | None = None  # of each token, in plain text of a byte-level tokenizer
@@ -139,8 +140,8 @@ def read_tokenizer(model: ModelConfig, base: Path, model_folder: Path) -> ChatTo
 
 def _build_report(
     mixture: Mixture,
-    train: TokenStore | TextRows,
-    evaluation: TokenStore | TextRows | None,
+    train: TokenStore | TextRows | PairRows,
+    evaluation: TokenStore | TextRows | PairRows | None,
     reports: list[SetReport],
     set_notes: tuple[str, ...],
     tokenizer: ChatTokenizer,
@@ -166,8 +167,12 @@ def _build_report(
         notes.append(f"no answer ends with {named}, so a chat may not know when to stop")
     return DataReport(
         **common,
+        has_pairs=isinstance(train, PairRows),
         template="the model's own" if tokenizer.template_name == "model" else tokenizer.template_name,
-        padding=measure_padding(_any_plan(store, config), config.data.max_length),
+        # A pair is two rows: how many tokens padding takes is not a matter of one length.
+        padding=None
+        if isinstance(train, PairRows)
+        else measure_padding(_any_plan(store, config), config.sample_tokens),
         ends_with_eos=ends,
         notes=tuple(notes),
     )

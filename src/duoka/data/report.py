@@ -76,6 +76,7 @@ class DataReport:
     train_tokens: int = 0
     train_targets: int = 0
     longest: int = 0
+    has_pairs: bool = False  # a sample is two sequences
     template: str = ""  # nothing for plain text
     num_rows: int = 0  # that plain text was cut into
     row_tokens: int = 0
@@ -120,7 +121,8 @@ class DataReport:
         if self.row_tokens:
             rows = f"in {self.num_rows:,} rows of {self.row_tokens:,} tokens"
             return f"train: {self.num_train:,} documents, {counts}, {rows}; eval: {self.num_eval:,} rows"
-        return f"train: {self.num_train:,} samples, {counts}; eval: {self.num_eval:,} samples"
+        noun = "pairs" if self.has_pairs else "samples"
+        return f"train: {self.num_train:,} {noun}, {counts}; eval: {self.num_eval:,} {noun}"
 
     def sentence(self) -> str:
         """The data in one line of a banner."""
@@ -131,7 +133,7 @@ class DataReport:
             rows = f"in {self.num_rows:,} rows of {self.row_tokens:,}"
             return f"{self.num_train:,} documents, {self.train_tokens:,} tokens, {rows}{held_out}"
         counts = f"{self.train_tokens:,} tokens, {self.train_targets:,} of them targets"
-        return f"{self.num_train:,} conversations, {counts}{held_out}"
+        return f"{self.num_train:,} {'pairs' if self.has_pairs else 'conversations'}, {counts}{held_out}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "mean_length": self.mean_length}

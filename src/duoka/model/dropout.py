@@ -242,6 +242,16 @@ def count_dropout(lm: torch.nn.Module) -> Drops | None:
     return drops
 
 
+def stop_dropout(lm: torch.nn.Module) -> None:
+    """Let nothing of a language model drop anything: for losses that compare it with what it was."""
+    for module in lm.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # what attention hands on
+                setattr(module, name, 0.0)
+
+
 def _drops_itself(lm: torch.nn.Module, adapters: dict[str, Any]) -> bool:
     config = getattr(lm, "config", None)
     find = getattr(config, "get_text_config", None)

@@ -70,7 +70,7 @@ def _tries(task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
         yield "lora: {rank: 8}", replace(task, work=replace(work, lora=LoraConfig())), layout
     half = length // 2
     fewer = Amount(max(half, layout.micro.count // 2), "tokens") if layout.micro.unit == "tokens" else layout.micro
-    yield f"data.max_length: {half}", _shorter(task, half), replace(layout, micro=fewer)
+    yield f"data.max_length: {half // task.sequences}", _shorter(task, half), replace(layout, micro=fewer)
 
 
 def _measure(words: str, task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> Change:
@@ -108,7 +108,7 @@ def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_byte
         if layout.is_sharded:
             tries.append(("parallel.offload: params", task, replace(layout, offload="params")))
     half = replace(shared, micro=Amount(length // 2, "tokens"))
-    tries.append((f"data.max_length: {length // 2}", _shorter(task, length // 2), half))
+    tries.append((f"data.max_length: {length // 2 // task.sequences}", _shorter(task, length // 2), half))
     if task.work.may_have_adapters:
         tries.append(("lora: {rank: 8}", adapters, shared))
     found: list[str] = []

@@ -13,7 +13,7 @@ from typing import cast
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES, WHOLE_WEIGHT_OPTIMIZERS
 from duoka.config.rules_parallel import ddp_settings
-from duoka.config.schema import DataConfig, RunConfig, TrainConfig
+from duoka.config.schema import RunConfig, TrainConfig
 from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
 from duoka.plan.axes import axes_of, check_axes, data_ranks, why_exchange
@@ -125,7 +125,7 @@ def choose_layout(
         dp=data,
         strategy="single" if data * config.parallel.sequence == 1 else "ddp",
         precision=_choose_precision(config.train, machine, reasons, warnings),
-        micro=Amount(config.data.max_length, "tokens"),
+        micro=Amount(config.sample_tokens, "tokens"),
         packing=config.data.packs,
         offload=config.parallel.offload,
         compile=config.train.compile,
@@ -147,7 +147,7 @@ def choose_layout(
     layout = replace(layout, recompute=_choose_recompute(config.train, task, smallest, available_bytes, reasons))
     if config.train.micro_batch != "auto":
         return Choice(_with_given_micro(layout, config.train), reasons, tuple(warnings))
-    layout = _choose_micro(config.data, task, layout, machine, available_bytes, reasons)
+    layout = _choose_micro(task, layout, machine, available_bytes, reasons)
     return Choice(layout, reasons, tuple(warnings))
 
 
@@ -240,7 +240,6 @@ def _choose_recompute(
 
 
 def _choose_micro(
-    data: DataConfig,
     task: Task,
     layout: Layout,
     machine: Machine,
@@ -248,7 +247,8 @@ def _choose_micro(
     reasons: dict[str, str],
 ) -> Layout:
     cap = (GPU_TOKENS if machine.device == "cuda" else CPU_TOKENS) * layout.sp
-    longest = data.max_length
+    longest = task.max_length
+    longest_words = f"one {'pair of twice' if task.sequences > 1 else 'sample of'} data.max_length"
     for tokens in _ladder(cap, longest):
         rung = replace(layout, micro=Amount(tokens, "tokens"))
         memory = memory_of(task, rung)
@@ -257,11 +257,11 @@ def _choose_micro(
         if memory.peak_bytes - fixed <= room or tokens == longest:
             break
     if tokens == longest and longest >= cap:
-        why = f"one sample of data.max_length, which is at least the {cap:,} that keep the device busy"
+        why = f"{longest_words}, which is at least the {cap:,} that keep the device busy"
     elif tokens == cap:
         why = f"more at once brings nothing on a {'GPU' if machine.device == 'cuda' else 'CPU'}"
     elif tokens == longest:
-        why = "the smallest, one sample of data.max_length: memory is short"
+        why = f"the smallest, {longest_words}: memory is short"
     else:
         why = f"what fits in {MEMORY_SHARE:.0%} of the free memory per rank"
     reasons["train.micro_batch"] = f"{tokens:,} tokens: {why}"

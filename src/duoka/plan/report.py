@@ -28,7 +28,7 @@ from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, estimate_speed
 from duoka.plan.task import Task, load_of, memory_of, task_of
 from duoka.plan.yardstick import Yardstick, yardstick_of
-from duoka.units import format_bytes
+from duoka.units import format_bytes, format_count, format_seconds
 
 Verdict = Literal["fits", "tight", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -144,7 +144,8 @@ class Plan:
         """Whether the tokens at once are expected or a bound, and what that rests on."""
         batch, known = self.batch, self.lengths
         if known is None:
-            return f"at most: as if every sample had data.max_length, {batch.max_length:,} tokens"
+            each = "every pair had twice" if self.task.sequences > 1 else "every sample had"
+            return f"at most: as if {each} data.max_length, {batch.max_length:,} tokens"
         if not known.batch:
             return f"for full rows of {batch.max_length:,} tokens"
         text = f"expected from {known.sentence()}"
@@ -243,7 +244,7 @@ def make_plan(
         speed=speed,
         costs=costs,
         smaller=smaller_changes(task, layout, cluster, available) if verdict == "does not fit" else (),
-        notes=advice(work, layout, cluster, speed.exchanges, batch.accumulation),
+        notes=_notes(config, lengths, speed, layout, cluster, batch.accumulation, work),
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
@@ -255,6 +256,24 @@ def _length_of_run(
 ) -> tuple[Horizon | None, Steps | None]:
     horizon = find_horizon(config, shape)
     return horizon, count_steps(config.train, lengths, horizon)
+
+
+def _notes(
+    config: RunConfig, lengths: Lengths | None, speed: Speed, layout: Layout, cluster: Cluster, accumulation: int,
+    work: Work,
+) -> tuple[str, ...]:  # fmt: skip
+    return (*_reference_notes(config, lengths, speed), *advice(work, layout, cluster, speed.exchanges, accumulation))
+
+
+def _reference_notes(config: RunConfig, lengths: Lengths | None, speed: Speed) -> tuple[str, ...]:
+    """What a reference costs beside the steps: a forward pass, about a third of training on the same tokens."""
+    if not config.stage.has_reference:
+        return ()
+    words = "the reference's log-probabilities are computed before the first step, in one pass without gradients"
+    if lengths is not None and lengths.num_samples is not None:
+        tokens = round(lengths.num_samples * lengths.mean)
+        words += f" over {format_count(tokens)} tokens (about {format_seconds(tokens / (3 * speed.tokens_per_s))})"
+    return (f"{words}, and kept in the cache; the memory is that of an evaluation, no second model is held",)
 
 
 def _last(length: Steps | Horizon | None) -> int | None:

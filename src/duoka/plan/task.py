@@ -24,6 +24,7 @@ class Task:
     lengths: Lengths | None = None
     fixed_rows: bool = False
     eval_share: float = 0.0  # of the samples that evaluations measure; 1: data of its own, however much
+    sequences: int = 1  # of a sample, each of up to data.max_length
 
     @property
     def length(self) -> float:
@@ -62,8 +63,9 @@ class Task:
 
 def task_of(config: RunConfig, work: Work, lengths: Lengths | None) -> Task:
     step, aside = parse_amount(config.train.global_batch), config.data.eval
-    share = aside if isinstance(aside, float) else 1.0
-    return Task(work, step, config.data.max_length, lengths, config.data.fixed_rows, share)
+    # The reference's pass is over all data, and takes what an evaluation takes.
+    share = 1.0 if config.stage.has_reference else aside if isinstance(aside, float) else 1.0
+    return Task(work, step, config.sample_tokens, lengths, config.data.fixed_rows, share, config.stage.kind.sequences)
 
 
 def memory_of(task: Task, layout: Layout) -> Memory:
@@ -71,7 +73,7 @@ def memory_of(task: Task, layout: Layout) -> Memory:
     load = load_of(task, layout)
     return estimate_memory(
         task.work, layout, task.at_once(layout), later=task.later(layout), accumulation=math.ceil(load.accumulation),
-        length=task.max_length, eval_tokens=task.eval_tokens(layout),
+        length=task.max_length // task.sequences, eval_tokens=task.eval_tokens(layout),
     )  # fmt: skip
 
 

@@ -37,12 +37,19 @@ class Console(Sink):
             self._bar.update(self._task, completed=now.step, text=f"loss {now.numbers['loss']:.4f}  {speed}  {eta}")
         if now.step % self._log_every == 0 or now.step in (1, self._total_steps):
             share = "" if now.recent_mfu is None else f"MFU {now.recent_mfu:.1%}  "
+            margin = f"margin {now.metrics['margin']:.3g}  " if "margin" in now.metrics else ""
             self.say(
-                f"step {now.step:>5}  epoch {now.numbers['epoch']:.2f}  loss {now.numbers['loss']:.4f}  "
+                f"step {now.step:>5}  epoch {now.numbers['epoch']:.2f}  loss {now.numbers['loss']:.4f}  {margin}"
                 f"norm {now.numbers['grad_norm']:.3f}  lr {now.numbers['lr']:.2e}  {speed}  {share}{eta}"
             )
 
     def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
+        if "margin" in values:
+            self.say(
+                f"eval at step {step}: loss {values['loss']:.4f}, margin {values['margin']:.4g}, "
+                f"better answer ahead in {values['accuracy']:.1%} of {values['num_samples']} pairs"
+            )
+            return
         bits = values["bits_per_byte"]
         self.say(
             f"eval at step {step}: loss {values['loss']:.4f}, perplexity {values['perplexity']:.4g}, "

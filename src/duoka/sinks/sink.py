@@ -92,7 +92,7 @@ class Sink:
         return None
 
 
-EVAL_NUMBERS = ("loss", "perplexity", "accuracy", "bits_per_byte")
+EVAL_NUMBERS = ("loss", "perplexity", "accuracy", "bits_per_byte", "margin", "reward_chosen", "reward_rejected")
 
 
 def step_scalars(now: StepNumbers) -> dict[str, float]:

@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 import torch
 
-from duoka.config.schema import DataConfig
+from duoka.config.schema import RunConfig
 from duoka.data.feed.loader import eval_batches
 from duoka.data.prepare import PreparedData
 from duoka.parallel.engine import Engine
-from duoka.parallel.measure import Measured, measure_loss
+from duoka.parallel.measure import Measured
 from duoka.plan.layout import Layout
+from duoka.train.stages.stage import Stage
 
 
 def build_evaluation(
-    prepared: PreparedData, data: DataConfig, layout: Layout, engine: Engine
+    prepared: PreparedData, config: RunConfig, layout: Layout, engine: Engine, stage: Stage
 ) -> Callable[[Callable[[], bool]], Measured | None] | None:
     """None where there is nothing to evaluate on. The function returns None when a rank was asked to stop."""
     store, text_bytes, mesh = prepared.eval, prepared.text_bytes, engine.mesh
@@ -26,7 +27,7 @@ def build_evaluation(
     def evaluate(is_stopped: Callable[[], bool]) -> Measured | None:
         batches = eval_batches(
             store, rank=mesh.data.rank, num_ranks=mesh.data.size, micro=layout.micro, packing=layout.packing,
-            max_length=data.max_length, pad_id=prepared.pad_id,
+            max_length=config.sample_tokens, pad_id=prepared.pad_id,
         )  # fmt: skip
 
         def all_are_stopped() -> bool:
@@ -35,6 +36,6 @@ def build_evaluation(
         # Ranks that compute a pass together, or gather its layers: none may leave it before the others.
         ask = all_are_stopped if layout.is_sharded or layout.axes else is_stopped
         with engine.evaluate() as model:
-            return measure_loss(model, map(engine.part_of, batches), mesh.loss, layout.precision, ask, sizes)
+            return stage.measure(model, map(engine.part_of, batches), mesh.loss, layout.precision, ask, sizes)
 
     return evaluate

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 from duoka.data.feed.ahead import Walk
 from duoka.data.feed.loader import GlobalBatch, Place
@@ -93,6 +92,8 @@ def _step(
 
     result = run.guard.until_it_fits(attempt, batch)
     result.times.data_s = data_s
+    if result.is_finite and state.step == 0:
+        run.stage.check_first(result.metrics, run.plan.layout.precision)
     if not result.is_finite and run.nonfinite.goes_back(batch, contents, result.loss, result.norm):
         return [], False
     state.advance(batch)
@@ -113,7 +114,6 @@ def _evaluate(run: Run, is_stopped: Callable[[], bool]) -> bool:
     if measured is None:
         return False
     seconds = round(time.perf_counter() - started, 4)
-    derived = {"perplexity": measured.perplexity, "bits_per_byte": measured.bits_per_byte}
-    run.record.evaluated(state, {**asdict(measured), **derived, "seconds": seconds})
+    run.record.evaluated(state, {**measured.numbers(), "seconds": seconds})
     run.saver.evaluated(measured.loss)
     return True

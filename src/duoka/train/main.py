@@ -93,6 +93,8 @@ def _announce(run: Run) -> None:
     parameters = count_parameters(named_part(contents.engine.bare))
     learns = describe_optimizer(contents.optimizer, settings.config.optim, settings.batch_factor)
     lines = banner(settings, plan, inputs.prepared, inputs.run, parameters, learns, resumed)
+    lines += [f"  loss        {said}"] if (said := run.stage.describe()) else []
+    lines += [f"  reference   {run.reference}"] if run.reference else []
     print("\n".join([*lines, *(f"  note: {note}" for note in run.notes), ""]), flush=True)
 
 

@@ -60,6 +60,7 @@ def rehearse_largest(
         plan = guard.plan
         known = plan.task.lengths
         longest = plan.task.max_length if known is None or known.basis == "sampled" else known.longest
+        longest = min(longest, guard.config.data.max_length)  # of a pair, one of its sequences
         sizes = [plan.memory.tokens, 0 if plan.layout.strategy == "ddp" else plan.memory.later]
         sizes = [size * plan.layout.sp for size in sizes]  # planned is what a rank has of them
         micros = [largest_batch(size, longest, plan.layout.packing) for size in sizes if size]

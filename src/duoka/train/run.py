@@ -59,6 +59,7 @@ from duoka.train.memory import MemoryWatch
 from duoka.train.moments import Moments
 from duoka.train.nonfinite import NonFinite
 from duoka.train.record import Recorder
+from duoka.train.reference import ReferencePass, add_references
 from duoka.train.rehearse import is_asked, rehearse_largest
 from duoka.train.replicas import ReplicaCheck
 from duoka.train.samples import Sampler, read_prompts
@@ -98,6 +99,7 @@ class Run:
     feed: Feed
     store: CheckpointStore
     settings: RunSettings
+    reference: str  # what the loss compares with, and where that is from; "" where it does not
 
     # It is told how to ask whether the run should stop, and returns None when a rank said yes.
     evaluate: Callable[[Callable[[], bool]], Measured | None] | None = field(init=False)
@@ -125,7 +127,7 @@ class Run:
         record.start(contents.state, world_size=self.world.size, layout=plan.layout.to_json())
         for note in self.notes:
             record.event("warning", step=contents.state.step, text=note)
-        self.evaluate = build_evaluation(inputs.prepared, config.data, plan.layout, engine)
+        self.evaluate = build_evaluation(inputs.prepared, config, plan.layout, engine, self.stage)
         timer = Timer(self.settings.save_every, self.settings.steps_per_epoch)
         self.saver = Saver(self.store, contents, self.settings.config.checkpoint, timer, record, self.world)
         self.guard = MemoryGuard(config, plan, record, self.feed)
@@ -149,8 +151,10 @@ def build_run(inputs: Inputs, world: World) -> Run:
     plan = _agree_on_plan(inputs, world, found, rows, notes)  # rank 0's on every rank
     mesh = build_mesh(plan.layout, world)  # who reads the same data, holds the same bits, adds the same loss
     stage = build_stage(config)  # what an optimizer step minimizes
+    stage.take_data(inputs.prepared)
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
     notes += note_attention(find_core(engine.bare), plan.layout, world.device)
+    reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
     contents = build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
@@ -162,7 +166,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     except BaseException:  # a Ctrl-C too must leave no thread and no group of the store behind; it goes on upwards
         store.close()
         raise
-    return Run(inputs, found, notes, plan, mesh, stage, contents, feed, store, settings)
+    return Run(inputs, found, notes, plan, mesh, stage, contents, feed, store, settings, reference)
 
 
 def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
@@ -235,6 +239,14 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     own_logits = needs_own_logits(config.model, inputs.folder, plan.layout.packing)
     model = stage.wrap(lm, own_logits=own_logits)
     return parallelize(model, plan.layout, config.parallel, mesh, source, matrices), roles
+
+
+def _find_reference(inputs: Inputs, plan: Plan, engine: Engine) -> str:
+    if not inputs.config.stage.has_reference:
+        return ""
+    prepared = inputs.prepared
+    make = ReferencePass(inputs.config, inputs.loaded.base, inputs.folder, prepared.pad_id, plan.layout, engine)
+    return add_references(make, prepared)
 
 
 def build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role]) -> Contents:

@@ -11,6 +11,7 @@ from typing import Any
 
 from duoka.runs.folder import RunFolder, read_json, write_text_atomic
 from duoka.units import format_bytes, format_count, format_seconds
+from duoka.watch.answers import accuracy_note, answer_charts, answer_rows, eval_sentence
 from duoka.watch.chart import Chart, draw_chart
 from duoka.watch.columns import number, whole
 from duoka.watch.costs import costs_to_json, exchange_rows, memory_rows
@@ -99,9 +100,8 @@ def _figures(history: History) -> list[str]:
         out.append(figure("Training loss", f"{settled:.4f}", f"{note}{points[0].y:.4f} at step {points[0].x:,.0f}"))
     if history.evals:
         last = history.evals[-1]
-        loss, accuracy = number(last.get("loss")), number(last.get("accuracy"))
-        note = f"{accuracy:.1%} of target tokens right" if accuracy is not None else ""
-        out.append(figure("Evaluation loss", "not finite" if loss is None else f"{loss:.4f}", note))
+        loss = number(last.get("loss"))
+        out.append(figure("Evaluation loss", "not finite" if loss is None else f"{loss:.4f}", accuracy_note(last)))
     speed = history.tokens_per_s()
     if speed:
         tokens = sum(step.num_tokens or 0.0 for step in history.steps)
@@ -129,7 +129,7 @@ def _small_charts(history: History) -> list[Chart]:
         Chart("Tokens per second", steps, rates, from_zero=True, **small),  # type: ignore[arg-type]
     ]
     seen = [chart for chart in charts if points_of(chart.steps, chart.values)]
-    return seen[:2] if len(seen) == 3 else seen
+    return [*answer_charts(history), *(seen[:2] if len(seen) == 3 else seen)]
 
 
 def _memory_card(history: History) -> str:
@@ -278,9 +278,9 @@ def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
         first, last = points[0], points[-1]
         start = f"{first.y:.4f} at step {first.x:,.0f} {arrow} " if len(points) > 1 else ""
         rows.append(("loss", f"{start}{last.y:.4f} at step {last.x:,.0f}"))
-    rows += [("warning", text) for text in _nonfinite_lines(history)]
+    rows += [*answer_rows(history, arrow), *(("warning", text) for text in _nonfinite_lines(history))]
     if history.evals:
-        rows.append(("evaluation", _eval_sentence(history)))
+        rows.append(("evaluation", eval_sentence(history.evals[-1])))
     speed = history.tokens_per_s()
     if speed:
         tokens = sum(step.num_tokens or 0.0 for step in history.steps)
@@ -324,19 +324,6 @@ def _compute_rows(history: History) -> list[tuple[str, str]]:
         return []
     flops = format_count(number(compute.get("flops_per_token")) or 0.0)
     return [("MFU", f"{mfu:.1%}, at {flops} FLOPs a token by"), ("", str(compute.get("formula")))]
-
-
-def _eval_sentence(history: History) -> str:
-    last = history.evals[-1]
-    loss, accuracy, count = (number(last.get(key)) for key in ("loss", "accuracy", "num_samples"))
-    parts = ["loss not finite" if loss is None else f"loss {loss:.4f}"]
-    bits = number(last.get("bits_per_byte"))
-    parts += [] if bits is None else [f"{bits:.4f} bits per byte"]
-    if accuracy is not None:
-        parts.append(f"token accuracy {accuracy:.1%}")
-    if count is not None:
-        parts.append(f"{count:,.0f} samples")
-    return ", ".join(parts)
 
 
 def _where_and_next(history: History) -> list[str]:

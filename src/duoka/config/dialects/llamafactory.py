@@ -14,6 +14,7 @@ from duoka.config.dialects import llamafactory_convert as to
 from duoka.config.dialects import llamafactory_learning as learn
 from duoka.config.dialects import llamafactory_lora as lora
 from duoka.config.dialects.llamafactory_rest import rest_rows
+from duoka.config.dialects.llamafactory_stages import pref_rows
 from duoka.config.dialects.rows import (
     Asked,
     Dialect,
@@ -69,7 +70,7 @@ def _rows_of_model_and_data() -> list[Row]:
         *implemented("quantization_type", "model.quantization", lora.of_bits(lora.packed_kind)),
         *implemented("quantization_method", "", lora.of_bits(lora.packer), "bnb; other packers are refused"),
         *switch("double_quantization", "model.double_quantization", lora.of_bits(None)),
-        *implemented("lora_dropout", "lora.dropout", lora.of_new_lora()),
+        *implemented("lora_dropout", "lora.dropout", lora.of_new_lora(lora.dropout), "off in preference stages"),
         *implemented("lora_target", "lora.targets", lora.of_new_lora(to.modules("lora_target"))),
         *implemented("dataset", "data.train", to.data_sets("dataset")),
         *implemented("eval_dataset", "data.eval", to.eval_sets),
@@ -173,5 +174,5 @@ def _fits(top: Mapping[str, Any]) -> bool:
 
 @cache
 def llamafactory() -> Dialect:
-    rows = table(_rows_of_model_and_data(), _rows_of_training(), rest_rows())
+    rows = table(_rows_of_model_and_data(), _rows_of_training(), pref_rows(), rest_rows())
     return Dialect("llamafactory", "LLaMA-Factory", rows, _fits, _defaults, task=to.task_of)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from duoka.config.dialects.llamafactory_stages import compares
 from duoka.config.dialects.rows import (
     Answer,
     Asked,
@@ -73,6 +74,8 @@ def earlier(value: Any, asked: Asked) -> Any:
     if not goes_on(asked):
         return Answer({"lora.merge": names}, "merged into the base, as create_new_adapter asks")
     note = "it is trained further, with its own rank, alpha, dropout and modules"
+    if compares(asked):
+        note += "; the reference is this adapter as it begins (there: the base without it)"
     if names[:-1]:
         note = f"{', '.join(names[:-1])} merged into the base; {names[-1]}: {note}"
     return Answer({"lora.adapter": names[-1], **({"lora.merge": names[:-1]} if names[:-1] else {})}, note)
@@ -92,6 +95,12 @@ def of_new_lora(convert: Any = None) -> Any:
         return run(value, asked)
 
     return of_new
+
+
+def dropout(value: Any, asked: Asked) -> Any:
+    if not compares(asked) or number(value, "lora_dropout") == 0:
+        return value
+    return Answer({"lora.dropout": 0.0}, "dropout is off in preference stages, as it is there")
 
 
 def alpha(value: Any, asked: Asked) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from duoka.data.feed.ahead import prefetched
 from duoka.data.feed.epoch_plan import EpochPlan, MicroPlan, share_batch, share_rows
+from duoka.data.feed.pairs import CHOSEN, PADDING, REJECTED, PairRows
 from duoka.data.feed.token_keys import PADDING_KEY, end_to_end, sample_keys, step_key
 from duoka.data.tokens.template import Sample
 from duoka.units import Amount
@@ -51,6 +52,8 @@ class Batch:
     num_samples: int
     token_keys: Tensor | None = None  # (rows, tokens) long, what dropout counts from (token_keys.py); training only
     target_places: Tensor | None = None  # (targets,) long, among all tokens, for devices that are slow to be asked
+    sides: Tensor | None = None  # (documents,) long, of pairs: CHOSEN, then REJECTED of the same; PADDING
+    reference: Tensor | None = None  # (documents,) double: log-probability of each where the run began
 
     def pinned(self) -> Batch:
         """The same in pinned memory, for a GPU, which is told where targets are."""
@@ -171,7 +174,7 @@ class Loader:
 
     def shares(self, sample_ids: np.ndarray) -> list[list[MicroPlan]]:
         """The samples of a global batch by rank and micro-batch: [rank][micro-batch]."""
-        lengths, num_ranks, max_length = self.plan.lengths, self.num_ranks, self.max_length
+        lengths, num_ranks, max_length = laid_lengths(self.store, self.packing), self.num_ranks, self.max_length
         if self.rows_per_micro:
             return share_rows(sample_ids, lengths, num_ranks, self.rows_per_micro, max_length=max_length)
         return share_batch(sample_ids, lengths, num_ranks, self.micro, packing=self.packing, max_length=max_length)
@@ -197,15 +200,26 @@ def eval_batches(
     pad_id: int,
 ) -> Iterator[Batch]:
     """Every sample exactly once over all ranks, none added; equally many micro-batches on every rank."""
+    for plan in eval_plans(store, rank, num_ranks, micro, packing=packing, max_length=max_length):
+        yield build_batch(store, plan, packing, pad_id)
+
+
+def eval_plans(
+    store: Samples, rank: int, num_ranks: int, micro: Amount, *, packing: bool, max_length: int
+) -> Iterator[MicroPlan]:
+    """Which samples each of these micro-batches has."""
     # Like lengths together: rows of about one length need little padding.
     order = np.argsort(-store.lengths.astype(np.int64), kind="stable")
     step = num_ranks * _EVAL_SAMPLES_PER_RANK
     for at in range(0, len(order), step):
-        shares = share_batch(
-            order[at : at + step], store.lengths, num_ranks, micro, packing=packing, max_length=max_length
-        )
-        for plan in shares[rank]:
-            yield build_batch(store, plan, packing, pad_id)
+        lengths = laid_lengths(store, packing)
+        shares = share_batch(order[at : at + step], lengths, num_ranks, micro, packing=packing, max_length=max_length)
+        yield from shares[rank]
+
+
+def laid_lengths(store: Samples, packing: bool) -> np.ndarray:
+    """What each sample takes of a micro-batch's tokens."""
+    return store.row_lengths if isinstance(store, PairRows) and not packing else store.lengths
 
 
 def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int, key: int | None = None) -> Batch:
@@ -217,16 +231,35 @@ def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int, key
     lengths = [_count_tokens(segments) for segments in parts]
     if packing:
         packed = pack_segments([segment for segments in parts for segment in segments], len(sample_ids))
+        packed = with_sides(packed, store, sample_ids)
         return packed if key is None else with_keys(packed, end_to_end(key, zip(sample_ids, lengths, strict=True)))
-    if any(len(segments) > 1 for segments in parts):
+    if any(len(segments) > 1 for segments in parts) and not isinstance(store, PairRows):
         raise ValueError("rows that hold several documents need packing: padded rows have no boundaries")
-    padded = _padded([segments[0] for segments in parts], pad_id)
+    padded = replace(_padded([segment for segments in parts for segment in segments], pad_id), num_samples=len(parts))
+    padded = with_sides(padded, store, sample_ids)
     if key is None:
         return padded
     keys = np.full(padded.input_ids.shape, PADDING_KEY, np.int64)
-    for row, (sample, length) in enumerate(zip(sample_ids, lengths, strict=True)):
-        keys[row, :length] = sample_keys(key, sample, length)
+    rows = iter(keys)
+    for sample, segments, length in zip(sample_ids, parts, lengths, strict=True):
+        own, at = sample_keys(key, sample, length), 0
+        for segment in segments:
+            end = at + len(segment.input_ids)
+            next(rows)[: end - at] = own[at:end]
+            at = end
     return with_keys(padded, keys)
+
+
+def with_sides(batch: Batch, store: Samples, sample_ids: Sequence[int | None]) -> Batch:
+    """A batch of pairs knows which document is whose answer; None stands for a document that fills a row."""
+    if not isinstance(store, PairRows):
+        return batch
+    sides = [side for index in sample_ids for side in ([PADDING] if index is None else [CHOSEN, REJECTED])]
+    reference = None
+    if store.reference is not None:
+        known = [store.reference[index] if index is not None else [0.0] for index in sample_ids]
+        reference = torch.from_numpy(np.concatenate([np.zeros(0), *known]))
+    return replace(batch, sides=torch.tensor(sides, dtype=torch.long), reference=reference)
 
 
 def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int, key: int | None = None) -> Batch:
@@ -246,6 +279,7 @@ def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: 
             owners.append((None, free))
     num_tokens = sum(length for index, length in owners if index is not None)
     packed = replace(pack_segments(segments, len(plan.sample_ids)), num_tokens=num_tokens)
+    packed = with_sides(packed, store, [index for index, _ in owners])
     return packed if key is None else with_keys(packed, end_to_end(key, owners))
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from duoka.data.feed.pairs import PairRows
 from duoka.data.read.example import KIND_WORDS
 from duoka.data.read.registry import ResolvedSet
 from duoka.data.tokens.template import Sample
@@ -69,12 +70,12 @@ class TextRows:
         return parts
 
 
-def as_samples(store: TokenStore, sets: Sequence[ResolvedSet], row_tokens: int) -> TokenStore | TextRows:
-    """The samples of training and evaluation: conversations as they are, plain text in rows."""
+def as_samples(store: TokenStore, sets: Sequence[ResolvedSet], row_tokens: int) -> TokenStore | TextRows | PairRows:
+    """The samples of training and evaluation: conversations as they are, plain text in rows, pairs together."""
     kinds = {found.form.kind for found in sets}
-    if "text" not in kinds:
+    if not kinds & {"text", "preference"}:
         return store
     if len(kinds) > 1:
         names = ", ".join(f"{found.name} ({KIND_WORDS[found.form.kind]})" for found in sets)
-        raise DataError("plain text and conversations cannot be mixed in one data set list", where=names)
-    return TextRows(store, row_tokens)
+        raise DataError("plain text, pairs and conversations cannot be mixed in one data set list", where=names)
+    return PairRows(store) if "preference" in kinds else TextRows(store, row_tokens)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from duoka.comm.world import World
 from duoka.config.schema import RunConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
+from duoka.data.prepare import PreparedData
 from duoka.model.build import LossModel
+from duoka.parallel.measure import Measured, measure_loss
 from duoka.parallel.objective import Sums
 
 
@@ -27,10 +29,18 @@ class Stage(ABC):
     global count of the optimizer step, so that no split into ranks and micro-batches can change a number.
     """
 
-    metrics: ClassVar[Mapping[str, str]] = {}  # what it logs -> the denominator of that
+    metrics: Mapping[str, str] = {}  # what it logs -> the denominator of that
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+
+    def describe(self) -> str:
+        """What is minimized, for the banner, where the stage's name does not say it."""
+        return ""
+
+    def take_data(self, prepared: PreparedData) -> None:
+        """Learn of the data what denominators need; by default, nothing."""
+        return
 
     def wrap(self, lm: torch.nn.Module, *, own_logits: bool = False) -> LossModel:
         """The model that is trained, before its layout is laid on it; `own_logits` is LossModel's."""
@@ -41,6 +51,22 @@ class Stage(ABC):
 
     @abstractmethod
     def sums(self, model: torch.nn.Module, micro: Batch, device: torch.device) -> Sums: ...
+
+    def check_first(self, metrics: Mapping[str, float], precision: str) -> None:
+        """Look at a run's first step: raises where its numbers cannot be; by default, it never does."""
+        return
+
+    def measure(
+        self,
+        model: torch.nn.Module,
+        batches: Iterable[Batch],
+        world: World,
+        precision: str,
+        is_stopped: Callable[[], bool],
+        token_bytes: torch.Tensor | None,
+    ) -> Measured | None:
+        """An evaluation, as measure_loss says it: here the likelihood of targets, whatever training makes of it."""
+        return measure_loss(model, batches, world, precision, is_stopped, token_bytes)
 
 
 def build_stage(config: RunConfig) -> Stage:

@@ -1,0 +1,61 @@
+"""Contradictions of stages: settings that one does not read, and what a comparison with the run's start does not bear.
+
+A part of the table in rules.py, which evaluates it.
+"""
+
+from __future__ import annotations
+
+from duoka.config.rule import Rule
+from duoka.config.schema import RunConfig
+
+
+def _wrong_smoothing(c: RunConfig) -> bool:
+    return c.stage.pair_loss == "robust" and not c.stage.label_smoothing
+
+
+def _written_loss(c: RunConfig) -> bool:
+    return c.train.loss != "likelihood" or c.train.label_smoothing > 0
+
+
+STAGE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "stage-does-not-read-it",
+        ("stage",),
+        lambda c: bool(c.stage.unread),
+        "stage {c.stage.title} does not read {c.stage.unread}",
+        "delete it; duoka explain stage.loss says which settings a loss has",
+    ),
+    Rule(
+        "robust-needs-a-share",
+        ("stage.label_smoothing", "stage.loss"),
+        lambda c: c.stage.kind.reads_pairs and _wrong_smoothing(c),
+        "stage.loss is robust, which corrects for pairs that are the wrong way round, and label_smoothing says of none",
+        "write for example:   label_smoothing: 0.1   or   loss: sigmoid",
+    ),
+    Rule(
+        "pairs-have-their-own-loss",
+        ("train.loss", "train.label_smoothing", "stage"),
+        lambda c: c.stage.kind.reads_pairs and _written_loss(c),
+        "train.loss ({c.train.loss}) and train.label_smoothing ({c.train.label_smoothing}) are of single tokens, and "
+        "stage {c.stage.name} compares whole answers",
+        "delete them; the loss of pairs is stage.loss, and stage.label_smoothing its smoothing",
+    ),
+    Rule(
+        "pairs-mark-the-last-answer",
+        ("data.targets", "data.on_long", "stage"),
+        lambda c: (
+            c.stage.kind.reads_pairs and (c.data.targets not in ("assistant", "last") or c.data.on_long == "split")
+        ),
+        "stage {c.stage.name} compares two answers to one prompt; data.targets ({c.data.targets}) and data.on_long "
+        "({c.data.on_long}) would learn the prompt, or cut a pair into parts",
+        "delete them",
+    ),
+    Rule(
+        "no-dropout-beside-a-reference",
+        ("lora.dropout", "stage"),
+        lambda c: c.stage.has_reference and c.lora is not None and c.lora.dropout > 0,
+        "lora.dropout is {c.lora.dropout}, and stage {c.stage.name} compares the model with where it began: what is "
+        "dropped at random would count as a difference",
+        "write:   dropout: 0",
+    ),
+)

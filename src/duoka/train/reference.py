@@ -1,0 +1,143 @@
+"""What the model that a run begins with says of its data: log-probabilities of all answers, computed in one pass.
+
+`build_run` calls `add_references` while the engine still holds the weights that the run began with, before a checkpoint
+is read: so the reference is the base, with the adapters that the run starts from, and no second model is ever held.
+The numbers are kept beside the tokenized data, by a key of all that they depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from duoka.config.adapters import digest, find_adapter, named_adapters
+from duoka.config.schema import RunConfig
+from duoka.data.feed.loader import build_batch, eval_plans
+from duoka.data.feed.pairs import PairRows
+from duoka.data.prepare import PreparedData
+from duoka.errors import StorageError
+from duoka.hub.base import model_fingerprint
+from duoka.parallel.engine import Engine
+from duoka.parallel.inputs import model_inputs
+from duoka.parallel.precision import compute_in
+from duoka.plan.layout import Layout
+from duoka.runs.cache import cache_folder, make_folder
+from duoka.train.stages.documents import document_sums
+from duoka.units import format_seconds
+
+REFERENCE_VERSION = 1  # raise it when the same model and data would give other numbers
+_WIDTH = 2  # sequences of a pair
+
+
+@dataclass(frozen=True)
+class ReferencePass:
+    """What is needed to compute or find a reference; the same on every rank but for the rank's own place."""
+
+    config: RunConfig
+    base: Path  # of the YAML's relative paths
+    model: Path
+    pad_id: int
+    layout: Layout
+    engine: Engine
+
+    def add(self, pairs: PairRows) -> str:
+        """Give the pairs their reference, on all ranks together; returns where it is from."""
+        world = self.engine.mesh.everyone
+        file = _file_of(self.key(pairs))
+        pairs.reference = world.agree(_read(file, len(pairs)) if world.is_main else None)
+        if pairs.reference is not None:
+            return "from the cache"
+        began = time.monotonic()
+        pairs.reference = self._compute(pairs)
+        if world.is_main:
+            _write(file, pairs.reference)
+        return f"computed in {format_seconds(time.monotonic() - began)}"
+
+    def key(self, pairs: PairRows) -> str:
+        """All that the numbers depend on: weights, adapters, tokens (and so the template), precision."""
+        config, lora = self.config, self.config.lora
+        # PiSSA takes parts out of the base and begins with them: the sum is the base again, but for rounding.
+        drawn = (
+            [lora.init, lora.rank, lora.pissa_iterations, config.train.seed] if lora and lora.init != "random" else []
+        )
+        facts: dict[str, Any] = {
+            "version": REFERENCE_VERSION,
+            "model": model_fingerprint(self.model),
+            "adapters": [(key, digest(find_adapter(name, self.base, key))) for key, name in named_adapters(lora)],
+            "drawn": drawn,
+            "packed weights": [config.model.quantization, config.model.double_quantization],
+            "data": pairs.fingerprint,
+            # A base under adapters lies in the type that computes, trained weights in fp32.
+            "precision": [self.layout.precision, lora is not None],
+        }
+        return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    @torch.no_grad()
+    def _compute(self, pairs: PairRows) -> np.ndarray:
+        mesh, layout, device = self.engine.mesh, self.layout, self.engine.world.device
+        found = torch.zeros(len(pairs), _WIDTH, dtype=torch.float64)
+        plans = eval_plans(
+            pairs, mesh.data.rank, mesh.data.size, layout.micro, packing=layout.packing,
+            max_length=self.config.sample_tokens,
+        )  # fmt: skip
+        with self.engine.evaluate() as model:
+            was_training = model.training
+            model.eval()
+            for plan in plans:
+                mesh.everyone.heart.tell("reference")
+                micro = build_batch(pairs, plan, layout.packing, self.pad_id)
+                with compute_in(layout.precision, device):
+                    logps, _ = model(**model_inputs(micro, device), answer="logps")
+                if plan.sample_ids:
+                    found[list(plan.sample_ids)] = document_sums(logps, micro).view(-1, _WIDTH).cpu()
+            model.train(was_training)
+        # Each pair was computed by one rank; the others have zeros there.
+        whole: np.ndarray = mesh.loss.sum_tensor(found.to(device)).cpu().numpy()
+        return whole
+
+
+def add_references(make: ReferencePass, prepared: PreparedData) -> str:
+    """References of all pairs of a run, training and evaluation; what to say of it before the first step."""
+    start = "the model as it begins"
+    lora = make.config.lora
+    if lora is not None:
+        start = f"the starting adapter {lora.adapter}" if lora.adapter else "the base, without the new adapter"
+    said = []
+    for name, pairs in (("", prepared.train), ("evaluation ", prepared.eval)):
+        if isinstance(pairs, PairRows):
+            said.append(f"{len(pairs):,} {name}pairs {make.add(pairs)}")
+    return f"{start}; log-probabilities of {', '.join(said)}"
+
+
+def _file_of(key: str) -> Path:
+    return cache_folder() / "reference" / f"{key}.npy"
+
+
+def _read(file: Path, count: int) -> np.ndarray | None:
+    """None for a file that is not there, was cut, or is of other data."""
+    try:
+        found: np.ndarray = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return found if found.shape == (count, _WIDTH) and np.isfinite(found).all() else None
+
+
+def _write(file: Path, values: np.ndarray) -> None:
+    """Aside first, so that the name is of a whole file."""
+    draft = make_folder(file.parent) / f"{file.name}.draft"
+    try:
+        with draft.open("wb") as out:
+            np.save(out, values, allow_pickle=False)
+        draft.replace(file)
+    except OSError as error:
+        raise StorageError(
+            f"cannot keep the reference's log-probabilities: {error.strerror or error}", where=str(file.parent),
+            fix="make room, or set DUOKA_CACHE to another folder",
+        ) from None  # fmt: skip

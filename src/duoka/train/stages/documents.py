@@ -1,0 +1,34 @@
+"""Sums over the documents of a micro-batch: whole answers out of numbers of tokens, packed or padded."""
+
+from __future__ import annotations
+
+import torch
+
+from duoka.data.feed.loader import IGNORED, Batch
+
+
+def document_sums(values: torch.Tensor, micro: Batch) -> torch.Tensor:
+    """(documents,) float64: the sums of `values` (rows, tokens), in the order in which documents lie."""
+    # Wide: a sum of a thousand log-probabilities in fp32 loses digits by the order in which they lie.
+    wide = values.double()
+    if micro.boundaries is None:
+        return wide.sum(dim=1)
+    return torch.stack([part.sum() for part in wide[0].split(micro.boundaries.diff().tolist())])
+
+
+def count_targets(micro: Batch) -> torch.Tensor:
+    """(documents,) float64 on the host: how many target tokens each document has."""
+    return document_sums(micro.labels != IGNORED, micro)
+
+
+def weights_beyond(micro: Batch, first: torch.Tensor, weight: float) -> torch.Tensor:
+    """(rows, tokens) on the host: 1 for the first `first` (documents,) targets of each document, `weight` beyond."""
+    is_target = micro.labels != IGNORED
+    if micro.boundaries is None:
+        places, most = is_target.cumsum(dim=1), first[:, None]
+    else:
+        sizes = micro.boundaries.diff()
+        parts = is_target[0].split(sizes.tolist())
+        places = torch.cat([part.cumsum(dim=0) for part in parts])[None]
+        most = first.repeat_interleave(sizes)[None]
+    return torch.where(places <= most, 1.0, weight)
