@@ -55,6 +55,8 @@ _EXAMPLES: dict[str, str] = {
     "data.train": "[identity]",
     "data.train.name": "identity",
     "data.train.weight": "0.5",
+    "data.train.share": "0.2",
+    "data.train.epochs": "4",
     "data.train.max_samples": "1000",
     "data.eval": "0.1",
     "data.folder": "data",

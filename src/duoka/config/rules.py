@@ -109,9 +109,41 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "eval-weight",
         ("data.eval",),
-        lambda c: isinstance(c.data.eval, tuple) and any(source.weight is not None for source in c.data.eval),
-        "data.eval gives a weight: an evaluation counts every sample once",
-        "delete the weight",
+        lambda c: isinstance(c.data.eval, tuple) and not all(source.is_plain for source in c.data.eval),
+        "data.eval gives a weight, share or epochs: an evaluation counts every sample once",
+        "delete it",
+    ),
+    Rule(
+        "mixture-in-two-measures",
+        ("data.train",),
+        lambda c: (
+            any(source.weight is not None for source in c.data.train)
+            and any(source.share is not None or source.epochs is not None for source in c.data.train)
+        ),
+        "data.train mixes by weight and by share or epochs: a weight divides an epoch of fixed length, the others make "
+        "it longer or shorter",
+        "write weights alone, or shares and epochs",
+    ),
+    Rule(
+        "set-with-share-and-epochs",
+        ("data.train",),
+        lambda c: any(source.share is not None and source.epochs is not None for source in c.data.train),
+        "data.train gives one set both a share and epochs: each alone says how many of its samples there are",
+        "delete one of them",
+    ),
+    Rule(
+        "shares-of-more-than-all",
+        ("data.train",),
+        lambda c: sum(source.share or 0.0 for source in c.data.train) >= 1.0,
+        "the shares of data.train add up to 1 or more, and nothing is left for the other sets",
+        "make them add up to less, or write them as weights",
+    ),
+    Rule(
+        "shares-of-nothing-else",
+        ("data.train",),
+        lambda c: all(source.share is not None for source in c.data.train),
+        "every set of data.train has a share, and a share is measured by the sets without one",
+        "leave the share of one set out, or write them as weights",
     ),
     Rule(
         "fixed-rows-are-packed",

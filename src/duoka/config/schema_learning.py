@@ -70,7 +70,18 @@ class DataSource(Section):
     weight: Annotated[Number, Field(gt=0.0)] | None = Field(
         None, description="Share of the mixture: a set is repeated or thinned so that the shares hold."
     )
+    share: Annotated[Share, Field(gt=0.0)] | None = Field(
+        None, description="This set is so much of all samples; the others stay as they are, and the epoch grows."
+    )
+    epochs: Annotated[Number, Field(gt=0.0)] | None = Field(
+        None, description="How often the set is seen in one pass over the mixture: 4, or 0.5 for half of it."
+    )
     max_samples: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Use only the first N records.")
+
+    @property
+    def is_plain(self) -> bool:
+        """Each of its samples counts once."""
+        return self.weight is None and self.share is None and self.epochs is None
 
 
 class DataConfig(Section):

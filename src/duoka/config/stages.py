@@ -14,7 +14,7 @@ from pydantic import Field
 from duoka.config.fields import Section
 
 RecordKind = Literal["conversation", "text", "prompt", "preference", "labeled"]
-StageName = Literal["sft", "pretrain"]
+StageName = Literal["sft", "pretrain", "mid"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class StageKind:
 STAGES: dict[StageName, StageKind] = {
     "sft": StageKind("duoka.train.stages.likelihood:Likelihood", "the answers of conversations", ("conversation",)),
     "pretrain": StageKind("duoka.train.stages.likelihood:Likelihood", "every token of plain text", ("text",)),
+    # Between the two: what `derive.py` fills in makes it another preset of the same loss.
+    "mid": StageKind(
+        "duoka.train.stages.likelihood:Likelihood", "every token of conversations and tasks", ("conversation",)
+    ),
 }
 
 

@@ -132,7 +132,8 @@ def _find(config: RunConfig, base: Path) -> tuple[list[ResolvedSet], list[Fault]
                 found = _find_one(source, infos, base, key)
             if isinstance(found, ResolvedSet):
                 form = as_text(found.form) if config.stage.kind.reads_text else found.form
-                sets.append(replace(found, form=form, split=split, weight=source.weight))  # type: ignore[arg-type]
+                asked = {"weight": source.weight, "share": source.share, "epochs": source.epochs}
+                sets.append(replace(found, form=form, split=split, **asked))  # type: ignore[arg-type]
             else:
                 faults += found
     return sets, faults + (_check_stream(sets) if data.stream else [])
