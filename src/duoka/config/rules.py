@@ -102,7 +102,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "eval-on-train",
         ("data.eval", "data.train"),
-        lambda c: bool(set(names_of(c.data.train)) & set(names_of(c.data.eval))),
+        # A task has items of its own for evaluation.
+        lambda c: any(name in names_of(c.data.train) for name in names_of(c.data.eval) if name[:5] != "task:"),
         "data.eval names a data set that data.train learns: its loss would say nothing about new data",
         "write:   eval: 0.1   to hold a tenth of train back, or name another set",
     ),

@@ -66,7 +66,9 @@ class ModelConfig(Section):
 class DataSource(Section):
     """One data set of a mixture. `train: [identity]` is short for `train: [{name: identity}]`."""
 
-    name: str = Field(description="A registered name (dataset_info.json), a built-in one, or a file or folder.")
+    name: str = Field(
+        description="A registered name (dataset_info.json), a built-in one, a file, folder, or task:NAME."
+    )
     weight: Annotated[Number, Field(gt=0.0)] | None = Field(
         None, description="Share of the mixture: a set is repeated or thinned so that the shares hold."
     )
