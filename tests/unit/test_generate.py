@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError
+from duoka.model.answer import end_of_turn, stop_tokens
 from duoka.serve.chat import Chat, answer_lines, talk
-from duoka.serve.generate import CharacterStream, Sampling, choose_token, end_of_turn, generate, stop_tokens
+from duoka.serve.generate import CharacterStream, Sampling, choose_token, generate
 
 MIXED = "多卡 👩‍🚀 trains, ça va? 🦆🇨🇳\n好。"
 
