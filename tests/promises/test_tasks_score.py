@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import write_tiny_model
+from tiny import write_conversations, write_tiny_model
 from transformers import AutoModelForCausalLM
-from worlds import run_world
+from worlds import run_world, train_all
 
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError
@@ -185,3 +185,39 @@ def test_programs_run_only_when_asked(tmp_path):
     with pytest.raises(ConfigError, match="runs programs that the model wrote"):
         find_asked(Asked((f"humaneval:{tmp_path}",)))
     assert find_asked(Asked((f"humaneval:{tmp_path}",), run_code=True))
+
+
+YAML = """
+model: {{name: "{place}/model"}}
+data: {{train: ["{place}/talk.jsonl"], eval: 0.2, max_length: 256}}
+optim: {{lr: 0.01}}
+train: {{max_steps: 4, global_batch: 8, precision: fp32, eval_every: 2, eval_tasks: [sort, "mmlu:{place}/mmlu"],
+  eval_items: 6}}
+checkpoint: {{every: 2, keep: 1, keep_best: true, best_by: "mmlu:{place}/mmlu"}}
+log: {{to: []}}
+"""
+
+
+def test_training_scores_tasks_under_any_layout_and_keeps_the_best_by_one(place):
+    write_conversations(place / "talk.jsonl", 40)
+    yaml = place / "run.yaml"
+    yaml.write_text(YAML.format(place=place), encoding="utf-8")
+    train_all([(yaml, [], place / "alone")], 1)
+    layouts = ("ddp", "fsdp")
+    train_all([(yaml, [f"parallel.strategy={name}"], place / name) for name in layouts], 2)
+    events = {name: scores_of(place / name) for name in ("alone", *layouts)}
+    assert [step for step, _ in events["alone"]] == [2, 4]
+    assert events["alone"] == events["ddp"] == events["fsdp"]
+    trained = find_trained(str(place / "alone"), say=lambda text: None)
+    asked = Asked(("sort", f"mmlu:{place}/mmlu"), limit=6)
+    again = [score.__dict__ for score in score_tasks(trained, asked, place / "again", say=lambda text: None)]
+    assert again == events["alone"][-1][1], "duoka eval says the same of the result"
+    (file,) = (place / "alone" / "checkpoints").glob("step-*4/state.json")
+    state = json.loads(file.read_text(encoding="utf-8"))["progress"]
+    best = max(events["alone"], key=lambda one: one[1][1]["score"])
+    assert (state["best_step"], state["best_loss"]) == (best[0], 1.0 - best[1][1]["score"])
+
+
+def scores_of(folder):
+    lines = [json.loads(line) for path in (folder / "events").glob("*.jsonl") for line in path.open(encoding="utf-8")]
+    return [(one["step"], one["scores"]) for one in lines if one.get("type") == "tasks"]

@@ -169,6 +169,27 @@ RULES: tuple[Rule, ...] = (
         "write:   eval: 0.1   under data:, or delete keep_best",
     ),
     Rule(
+        "eval-tasks-without-eval",
+        ("train.eval_tasks", "data.eval"),
+        lambda c: bool(c.train.eval_tasks) and not c.data.eval,
+        "train.eval_tasks are scored after each evaluation, but data.eval is 0: there is none",
+        "write:   eval: 0.1   under data:, or score them after the run:   duoka eval RUN --tasks A,B",
+    ),
+    Rule(
+        "best-by-no-task",
+        ("checkpoint.best_by", "train.eval_tasks"),
+        lambda c: c.checkpoint.best_by not in ("loss", *c.train.eval_tasks),
+        "checkpoint.best_by is {c.checkpoint.best_by}, which is neither loss nor one of train.eval_tasks",
+        "write:   best_by: loss   or the task as train.eval_tasks names it",
+    ),
+    Rule(
+        "best-by-without-best",
+        ("checkpoint.best_by", "checkpoint.keep_best"),
+        lambda c: c.checkpoint.best_by != "loss" and not c.checkpoint.keep_best,
+        "checkpoint.best_by is {c.checkpoint.best_by}, but checkpoint.keep_best is off: no best step is kept",
+        "write:   keep_best: true   or delete best_by",
+    ),
+    Rule(
         "allowed-change-of-no-key",
         ("checkpoint.allow_changes",),
         lambda c: bool(set(c.checkpoint.allow_changes) - set(leaves(c)) - set(type(c).model_fields)),

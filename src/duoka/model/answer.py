@@ -17,6 +17,7 @@ from duoka.data.read.example import BadRecord, Example, Message
 from duoka.data.tokens.template import encode
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.attention import NAME
+from duoka.model.build import LossModel
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,19 @@ class Answered:
 
 @torch.no_grad()
 def answer_greedily(
-    lm: torch.nn.Module, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int
+    model: LossModel, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int
 ) -> list[Answered]:
     """The likeliest token again and again, for prompts of one length; ends where all have ended."""
-    device = next(lm.parameters()).device
-    window = window_of(lm)
+    device = next(model.parameters()).device
+    window = window_of(model.core)
     room = max_new_tokens if window is None else min(max_new_tokens, window - len(prompts[0]))
     ids = torch.tensor([list(prompt) for prompt in prompts], device=device)  # (rows, tokens)
     found: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     cache: Any = None
     for _ in range(max(0, room)):
-        output = lm(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
-        chosen = output.logits[:, -1].float().argmax(-1)  # (rows,)
+        logits, cache = model.continue_from(ids, cache)
+        chosen = logits.float().argmax(-1)  # (rows,)
         for row, token in enumerate(chosen.tolist()):
             ended[row] = ended[row] or token in stop_ids
             if not ended[row]:

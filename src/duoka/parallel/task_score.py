@@ -69,7 +69,7 @@ def _compute(
             # A greedy measure compares all tokens that are wanted: a stop token is one of them.
             stops = stop_ids if prompts.task.kind == "generate" else frozenset[int]()
             with with_cache(model.core):
-                answers = answer_greedily(model.core, [row.prompt for row in rows], stops, prompts.num_new(rows[0]))
+                answers = answer_greedily(model, [row.prompt for row in rows], stops, prompts.num_new(rows[0]))
             found = [{"ids": one.ids, "ended": one.ended} for one in answers]
     return dict(zip(group, found, strict=True))
 
