@@ -25,6 +25,7 @@ from duoka.registry import nearest
 COMMANDS = {
     "init": "Write a first config, commented.",
     "train": "Train as a YAML says; the same command goes on after an end.",
+    "run": "Run the stages of one YAML, each kept until something of it changes.",
     "pretrain": "Train a model from nothing, by the flags of a guide.",
     "mid": "Train it further on conversations and tasks, by the flags of a guide.",
     "eval": "Measure loss, perplexity and accuracy of a run or model.",
