@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from duoka.config.overlays import COMMAND_LINE, read_text, shown_path
 from duoka.config.paths import given_path
+from duoka.config.schema import NAMED_BLOCKS
 from duoka.config.yaml_lines import SourcePlace, Tree, parse_yaml
 from duoka.config.yaml_text import EnvText, yaml_text
 from duoka.errors import Fault, Faults
@@ -169,7 +170,7 @@ class _Reader:
     """Entries to stages; `defaults` are what stands outside the pipeline."""
 
     def __init__(self, tree: Tree, defaults: dict[str, Any], faults: list[Fault]) -> None:
-        self.tree, self.defaults, self.faults = tree, defaults, faults
+        self.tree, self.defaults, self.faults = tree, _in_long(defaults), faults
         self.before: str | None = None  # the training stage before
 
     def read(self, name: str, entry: Any, names: list[str]) -> Iterator[StageSpec]:
@@ -219,18 +220,15 @@ class _Reader:
     def _train(
         self, name: str, entry: dict[str, Any], names: list[str], path: tuple[str, ...], place: SourcePlace
     ) -> StageSpec:
-        entry = dict(entry)
+        entry = _in_long(entry)
         gate = self._gate(entry.pop("when", None), name, path)
-        own_model = entry.get("model")
-        names_model = isinstance(own_model, str) or bool({"name", "depth"} & set(own_model or {}))
+        names_model = bool({"name", "depth"} & set(entry.get("model") or {}))
         source = entry.pop("from", None if names_model else self.before)
         sweep = entry.pop("sweep", None)
         defaults = self.defaults
-        if source is not None and isinstance(defaults.get("model"), dict):
+        if source is not None and "model" in defaults:
             kept = {key: value for key, value in defaults["model"].items() if key not in _NEW_MODEL}
             defaults = {**defaults, "model": kept}
-        elif source is not None:
-            defaults = {key: value for key, value in defaults.items() if key != "model"}
         body = merge_blocks(defaults, entry)
         if source is not None:
             if names_model:
@@ -238,8 +236,7 @@ class _Reader:
                 self._refuse(path, "model", what, "delete one of them; from: null begins from the model")
             # Another stage, or a folder or Hub id.
             start = StageName(source) if source in names or "@" in str(source) else source
-            block = body.get("model") or {}
-            body["model"] = {**(block if isinstance(block, dict) else {}), "name": start}
+            body["model"] = {**(body.get("model") or {}), "name": start}
         for block, key in REFERENCES:
             found = body.get(block)
             if isinstance(found, dict) and isinstance(found.get(key), str) and found[key] in names:
@@ -267,6 +264,12 @@ class _Reader:
         self.faults.append(place.fault(what, key=".".join((*path, key)), fix=fix))
 
 
+def _in_long(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`model: demo` and `stage: sft` in their long forms, so that blocks merge with them."""
+    short = {key: {"name": values[key]} for key in NAMED_BLOCKS if isinstance(values.get(key), str)}
+    return {**values, **short}
+
+
 def is_number(text: str) -> bool:
     return bool(re.fullmatch(r"-?\d*\.?\d+", text))
 
@@ -284,8 +287,6 @@ def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
             del out[key]
         elif isinstance(out.get(key), dict) and isinstance(value, dict):
             out[key] = merge_blocks(out[key], value)
-        elif isinstance(out.get(key), dict) and key in ("model", "stage") and isinstance(value, str):
-            out[key] = {**out[key], "name": value}
         else:
             out[key] = value
     return out
