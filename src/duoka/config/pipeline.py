@@ -319,7 +319,7 @@ def _swept(specs: Sequence[StageSpec], faults: list[Fault]) -> list[StageSpec]:
             out.append(replace(spec, name=name, body=own))
     for place, spec in enumerate(out):
         of = [one for name in spec.of for one in forks.get(name, [name])]
-        out[place] = replace(spec, of=tuple(of))
+        spec = out[place] = replace(spec, of=tuple(of))
         swept = next((name for name in spec.parents if name in forks), None)
         if swept:
             what = f"stage {spec.name} begins from {swept}, which is swept: there are several of it"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,16 +188,23 @@ def decide(node: Node, manifest: Manifest) -> Decision:
         return Decision(node, True, "runs: it is new")
     if before["folder"] == node.folder:
         return Decision(node, True, f"goes on ({node.folder})")
-    found = changes(before["facts"], node.facts)
-    parents = set(node.spec.parents)
-    own = [text for text in found if not any(f"{name}-" in text for name in parents)]
+    parents = [name for name in node.spec.parents if _made_by(name, before["facts"]) != _made_by(name, node.facts)]
+    own = [text for text in changes(before["facts"], node.facts) if not any(_named(name, text) for name in parents)]
     if own:
         more = f" and {len(own) - 3} more" if len(own) > 3 else ""
         return Decision(node, True, f"runs: changed: {'; '.join(own[:3])}{more}")
-    if found:
-        names = [name for name in parents if any(f"{name}-" in text for text in found)]
-        return Decision(node, True, f"runs: follows from {', '.join(sorted(names))}")
+    if parents:
+        return Decision(node, True, f"runs: follows from {', '.join(parents)}")
     return Decision(node, True, "runs: asked for by --from")
+
+
+def _named(name: str, text: str) -> set[str]:
+    """Folders of that stage in a text."""
+    return set(re.findall(rf"(?<![\w-]){re.escape(name)}-[0-9a-f]{{8}}", text))
+
+
+def _made_by(name: str, facts: Mapping[str, str]) -> set[str]:
+    return {folder for text in facts.values() for folder in _named(name, text)}
 
 
 def run_command(*words: str) -> int:
