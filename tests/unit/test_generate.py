@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError
+from duoka.model.answer import end_of_turn, stop_tokens
 from duoka.serve.chat import Chat, answer_lines, talk
-from duoka.serve.generate import CharacterStream, end_of_turn, generate, stop_tokens
+from duoka.serve.generate import CharacterStream, generate
 from duoka.serve.sampling import Sampling, choose_token
 
 MIXED = "多卡 👩‍🚀 trains, ça va? 🦆🇨🇳\n好。"

@@ -234,7 +234,7 @@ def test_a_line_is_said_and_done(line: str, meaning: str, capsys: pytest.Capture
             "duoka train x.yaml --nproc N",
         ),
         (
-            "torchrun --nproc_per_node=8 -m scripts.mid_train --source=base",
+            "torchrun --nproc_per_node=8 -m scripts.chat_sft --source=mid",
             "a stage of its own",
             "model: runs/NAME/final",
         ),
@@ -307,7 +307,7 @@ def test_the_local_rank_of_the_older_launcher_is_passed_over(
     [
         ("-m torch.distributed.launch --nproc_per_node=2 train.py", "duoka torchrun --nproc_per_node=2 train.py"),
         ("-m scripts.base_train --depth=12", "duoka pretrain --depth=12"),
-        ("-m scripts.mid_train", "duoka train mid.yaml"),
+        ("-m scripts.mid_train", "duoka mid"),
         ("-m duoka train x.yaml", "duoka train x.yaml"),
     ],
 )

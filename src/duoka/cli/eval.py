@@ -1,4 +1,4 @@
-"""`duoka eval RUN|MODEL`: loss, perplexity and token accuracy, exact on any number of processes."""
+"""`duoka eval RUN|MODEL`: loss, perplexity and token accuracy, or tasks, exact on any number of processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 @click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Processes; default: one, or one per GPU.")
 @click.option("--base", is_flag=True, help="Measure the model as it was before training.")
 @click.option("--checkpoint", type=int, metavar="STEP", help="Measure the run as it was after this step.")
+@click.option("--tasks", metavar="A,B", help="Score these tasks instead: arithmetic, gsm8k:FOLDER (docs/tasks.md).")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Of each task, N items from all over it.")
+@click.option("--batch", type=click.IntRange(min=1), default=16, metavar="N", help="Rows that a process asks at once.")
+@click.option("--out", metavar="FOLDER", help="Where every item's answer goes; default: evals in the run's folder.")
+@click.option("--run-code", is_flag=True, help="Tasks may run programs that the model wrote.")
 @options.precision
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def command(
@@ -37,8 +42,9 @@ def command(
     checkpoint: int | None,
     precision: str,
     as_json: bool,
+    **task_flags: Any,
 ) -> int:
-    """Measure a run on the data that it kept aside, or on any data.
+    """Measure a run on the data that it kept aside, on any data, or by tasks.
 
     The loss is the mean over all target tokens, each sample counted once, whatever the number of processes. It is
     computed as training here would compute it, unless --precision says otherwise.
@@ -46,26 +52,32 @@ def command(
     to its output_dir too.
     """
     from duoka.cli.chat import say
+    from duoka.cli.eval_tasks import TaskFlags, score
     from duoka.cli.target import find_target
     from duoka.process.environ import read_rank_environment
     from duoka.process.lifeline import parent_pid
 
+    flags = TaskFlags(**task_flags)
+    asked_tasks = flags.read(precision, names)
     place = read_rank_environment()
     # Notes are printed once: by the process that the user started, or by rank 0 under a foreign launcher.
     quiet = as_json or (place is not None and (place.rank > 0 or parent_pid() is not None))
     speak = _silence if quiet else say
     trained, asked = find_target(target, overrides, "eval", checkpoint, speak)
     read = _DataOf(trained, names, None if names else asked, precision, speak)
-    if place is None:
-        num_processes = _count_processes(nproc)
-        if num_processes > 1:
-            from duoka.cli.worlds import run_same_command
+    num_processes = _count_processes(nproc) if place is None else 1
+    if num_processes > 1:
+        from duoka.cli.worlds import run_same_command
 
+        if asked_tasks is None:
             read()  # once, before there are ranks, which would wait for it
-            given = [*overrides, *(f"--data={name}" for name in names), *(["--base"] if base else [])]
-            given += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
-            given += [f"--precision={precision}", *(["--json"] if as_json else [])]
-            return run_same_command(["eval", target, *given], num_processes)
+        given = [*overrides, *(f"--data={name}" for name in names), *(["--base"] if base else []), *flags.words()]
+        given += [f"--checkpoint={checkpoint}"] if checkpoint is not None else []
+        given += [f"--precision={precision}", *(["--json"] if as_json else [])]
+        return run_same_command(["eval", target, *given], num_processes)
+    if asked_tasks is not None:
+        is_first = place is None or place.rank == 0
+        return score(trained, asked_tasks, flags.folder(trained), speak, base=base, as_json=as_json, speaks=is_first)
     if asked is not None and not names and asked.is_on("predict_with_generate"):
         return _predict(trained, asked, read, base, as_json)
     from duoka.serve.evaluate import evaluate

@@ -118,8 +118,8 @@ def _export_full(
 ) -> tuple[dict[str, Any], list[str]]:
     import torch
 
+    from duoka.model.answer import end_of_turn
     from duoka.model.export import export_model
-    from duoka.serve.generate import end_of_turn
     from duoka.serve.load_run import load_trained
     from duoka.units import format_bytes
 

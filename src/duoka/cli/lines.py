@@ -74,8 +74,8 @@ _OF_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage
 # A guide's modules: the first stage, and those that begin from the result of one before.
 PRETRAIN_MODULES = ("scripts.base_train", "duoka.pretrain")
 _FROM = "with   model: runs/NAME/final   (the result of the stage before)"
+MID_MODULE = "scripts.mid_train"
 LATER_MODULES = {
-    "scripts.mid_train": f"write a YAML {_FROM}:   duoka train mid.yaml",
     "scripts.chat_sft": f"write a YAML with   stage: sft   and {_FROM}:   duoka train sft.yaml",
     "scripts.chat_rl": "stage rl is not there yet",
 }
@@ -86,6 +86,7 @@ PYTHON_MODULES = {
     "torch.distributed.run": "torchrun",
     "accelerate.commands.launch": "accelerate launch",
     **dict.fromkeys(PRETRAIN_MODULES, "pretrain"),
+    MID_MODULE: "mid",
     "duoka": "",
 }
 _RDZV = ("rdzv_backend", "rdzv_id", "rdzv_conf")
@@ -303,14 +304,15 @@ def _meaning(
     if nodes != "1" and not is_elastic:
         several = {"NNODES": nodes, "NODE_RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": port}
         env = {name: value for name, value in several.items() if value}
-    if line.is_module and line.program in PRETRAIN_MODULES and not is_theirs:
+    if line.is_module and line.program in (*PRETRAIN_MODULES, MID_MODULE) and not is_theirs:
         if is_elastic:
             raise ConfigError(
                 f"{line.program} by flags needs a fixed number of machines, each with its place",
                 fix="write --nnodes=2 --node_rank=0 --master_addr=HOST --master_port=29500, or a YAML for "
                 "  duoka train x.yaml --nodes 1:2 --meet HOST:29500",
             )
-        words = ["pretrain", *(["--nproc", count] if count else []), *(["--port", port] if port and not env else [])]
+        words = [PYTHON_MODULES[line.program], *(["--nproc", count] if count else [])]
+        words += ["--port", port] if port and not env else []
         own = line.arguments[1:] if line.arguments[:1] == ("--",) else line.arguments
         if line.program == "scripts.base_train" and not any(word.startswith("--depth") for word in own):
             own = (f"--depth={THEIR_DEPTH}", *own)

@@ -28,12 +28,13 @@ def load_checked(
     from duoka.data.read.registry import check_data
     from duoka.hub.models import check_model
     from duoka.plan.choose import check_machine, check_packages
+    from duoka.tasks.check import check_tasks
 
     def check_here(config: object, base: Path) -> list[object]:
         found = check_machine(config, machine, world_size, local_size)  # type: ignore[arg-type]
         return [*found, *check_packages(config)]  # type: ignore[arg-type]
 
-    checks = (check_model, check_data, check_here)
+    checks = (check_model, check_data, check_tasks, check_here)
     start = Start(world_size, bool(machine.gpus))
     loaded = load_config(config, overrides, checks=checks, start=start)  # type: ignore[arg-type]
     for note in loaded.notes if say else ():

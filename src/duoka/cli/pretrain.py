@@ -1,12 +1,12 @@
 """`duoka pretrain --depth=12 --device_batch_size=32 ...`: a guide's flags as keys of a config, then `duoka train`.
 
-One table says what each flag means. Flags with _ and - are the same; with a YAML they change it. Also called as
-`python -m duoka.pretrain`, by itself or under torchrun.
+One table says what each flag means (mid.py has another of its kind). Flags with _ and - are the same; with a YAML they
+change it. Also called as `python -m duoka.pretrain`, by itself or under torchrun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ def _tokens(value: str) -> str:
     return f"{value} tokens"
 
 
-def _folder(name: str) -> str:
+def absolute_folder(name: str) -> str:
     """A folder of here by its whole path, so that the run's config says the same everywhere; a name as it is."""
     path = Path(name).expanduser()
-    return str(path.absolute()) if path.is_dir() else name
+    return str(path.absolute()) if path.exists() else name
 
 
 _NEVER = str(10**9)  # steps: only the end is left
@@ -46,7 +46,7 @@ def _or_never(value: str) -> str:
 FLAGS: tuple[Flag, ...] = (
     Flag("depth", "model.depth"),
     Flag("head-dim", "model.head_dim"),
-    Flag("tokenizer", "model.tokenizer", _folder),
+    Flag("tokenizer", "model.tokenizer", absolute_folder),
     Flag("max-seq-len", "data.max_length"),
     Flag("device-batch-size", "train.micro_batch"),
     Flag("total-batch-size", "train.global_batch", _tokens),
@@ -76,19 +76,23 @@ FLAGS: tuple[Flag, ...] = (
     Flag("window-pattern", note="every layer sees the whole row", passes_over=("L",)),
     Flag("target-flops", note="say how much text:   --target-param-data-ratio=20   or   train.tokens=2B"),
 )
-_BY_PARAMETER = {flag.name.replace("-", "_"): flag for flag in FLAGS}
 
 
-def _options(function: Callable[..., Any]) -> Callable[..., Any]:
-    for flag in reversed(FLAGS):
-        text = f"{flag.key}." if flag.key else f"Without meaning here: {flag.note}."
-        function = click.option(f"--{flag.name}", help=text)(function)
-    return function
+def offer_flags(flags: tuple[Flag, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The flags of a table as options of a command."""
+
+    def offer(function: Callable[..., Any]) -> Callable[..., Any]:
+        for flag in reversed(flags):
+            text = f"{flag.key}." if flag.key else f"Without meaning here: {flag.note}."
+            function = click.option(f"--{flag.name}", help=text)(function)
+        return function
+
+    return offer
 
 
 @click.command("pretrain")
 @click.argument("words", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
-@_options
+@offer_flags(FLAGS)
 @click.option("--data", multiple=True, help="Files or folders of text; default: the folder data.")
 @click.option("--nproc", type=int, help="Processes; default: one per GPU, on a CPU one.")
 @click.option("--port", type=int, help="Port of the rendezvous; default: a free one.")
@@ -107,17 +111,24 @@ def command(
 
     Without CONFIG, text is in --data (or ./data) and the tokenizer in --tokenizer (or ./tokenizer).
     """
-    from duoka.cli.train import command as train
-    from duoka.process.environ import read_rank_environment
-
     config = next((word for word in words if "=" not in word and word.endswith((".yaml", ".yml", ".json"))), None)
     settings = [word for word in words if word != config]
     asked, notes = settings_of({name: value for name, value in flags.items() if value is not None})
     if config is None:
         asked = {**_defaults(asked, settings, data), **asked}
-        config = str(_empty_config())
+        config = str(empty_config("pretrain"))
     elif data:
         asked |= _settings_of_data(data)
+    return start_training(config, asked, settings, notes, nproc=nproc, port=port, restarts=restarts, dry_run=dry_run)
+
+
+def start_training(
+    config: str, asked: Mapping[str, str], settings: Sequence[str], notes: Sequence[str], **flags: Any
+) -> int:
+    """Say what the flags mean, and do it; `flags` are those of `duoka train`."""
+    from duoka.cli.train import command as train
+    from duoka.process.environ import read_rank_environment
+
     place = read_rank_environment()
     means = [f"{key}={value}" for key, value in asked.items()]
     if place is None or place.rank == 0:
@@ -125,19 +136,16 @@ def command(
             click.echo(f"note: {note}", err=True)
         click.echo(f"means:   duoka train CONFIG {' '.join(_quoted(word) for word in [*means, *settings])}", err=True)
     assert train.callback is not None
-    return int(
-        train.callback(
-            config=config, overrides=(*means, *settings), nproc=nproc, port=port, restarts=restarts, dry_run=dry_run
-        )
-    )
+    return int(train.callback(config=config, overrides=(*means, *settings), **flags))
 
 
-def settings_of(flags: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+def settings_of(flags: dict[str, str], table: tuple[Flag, ...] = FLAGS) -> tuple[dict[str, str], list[str]]:
     """Keys of a config, and what is to be said about flags that set none."""
     asked: dict[str, str] = {}
     notes: list[str] = []
+    by_parameter = {flag.name.replace("-", "_"): flag for flag in table}
     for name, value in flags.items():
-        flag = _BY_PARAMETER[name]
+        flag = by_parameter[name]
         if value in flag.passes_over:
             continue
         if flag.key:
@@ -163,7 +171,7 @@ def _defaults(asked: dict[str, str], settings: list[str], data: tuple[str, ...])
                 "there is no tokenizer: no --tokenizer is given, and no folder tokenizer is here",
                 fix="make one from your text:   duoka data tokenizer data --out tokenizer",
             )
-        out["model.tokenizer"] = _folder("tokenizer")
+        out["model.tokenizer"] = absolute_folder("tokenizer")
     if "data.train" not in written:
         if not data and not Path("data").is_dir():
             raise ConfigError(
@@ -190,14 +198,14 @@ def _settings_of_data(names: tuple[str, ...]) -> dict[str, str]:
     return out | {"data.eval": "0.01"}
 
 
-def _empty_config() -> Path:
+def empty_config(stage: str) -> Path:
     """All that is known stands on the command line; a run's own config.yaml keeps it resolved."""
     from duoka.runs.cache import cache_folder, make_folder
     from duoka.runs.folder import write_text_atomic
 
-    path = make_folder(cache_folder()) / "pretrain.yaml"
+    path = make_folder(cache_folder()) / f"{stage}.yaml"
     if not path.is_file():
-        write_text_atomic(path, "stage: pretrain\n")
+        write_text_atomic(path, f"stage: {stage}\n")
     return path
 
 

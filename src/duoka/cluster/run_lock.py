@@ -29,7 +29,7 @@ ClaimKind = Literal["new", "resumed", "finished"]
 JOIN_FOLDER = ".join"
 _OUR_NAMES = {
     "config.yaml", "plan.json", "env.json", "status.json", "progress.json", "events", "checkpoints", "tensorboard",
-    "wandb", "logs", "final", "data.json", "memory.json", "report.html", ".lock", JOIN_FOLDER, SECRET,
+    "wandb", "logs", "final", "data.json", "memory.json", "evals", "report.html", ".lock", JOIN_FOLDER, SECRET,
 }  # fmt: skip
 
 

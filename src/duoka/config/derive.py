@@ -1,4 +1,4 @@
-"""What follows from `model.depth` and from `train.tokens`: one table of rules, each giving way to what is written.
+"""What follows from `model.depth`, `train.tokens` and `stage`: tables of rules, each giving way to what is written.
 
 `load.py` fills a config by it; banners ask which values still are the rules' own. The reasons are in docs/pretrain.md.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from duoka.config.schema import RunConfig
+from duoka.config.stages import StageName
 from duoka.units import parse_amount, parse_budget
 
 WIDTH_PER_LAYER = 64
@@ -141,6 +142,17 @@ _FROM_DEPTH: tuple[Derived, ...] = (
     Derived("train.eval_every", lambda c: 250 if c.data.eval else None),
     Derived("log.samples", lambda c: 2 if c.data.eval else None),
 )
+_MID = "from stage mid"
+# Conversations and tasks as text that all is learned, none of it cut away, once, the rate falling over the last fifth.
+_FROM_STAGE: dict[StageName, tuple[Derived, ...]] = {
+    "mid": (
+        Derived("data.targets", _always("all"), _MID),
+        Derived("data.on_long", _always("split"), _MID),
+        Derived("train.epochs", _always(1.0), _MID),
+        Derived("optim.schedule", _always("wsd"), _MID),
+        Derived("optim.warmup", _always(0.0), _MID),
+    ),
+}
 # Without any other limit, epochs count.
 _FROM_TOKENS = Derived("train.epochs", _always(None), origin="from train.tokens")
 
@@ -148,8 +160,10 @@ _FROM_TOKENS = Derived("train.epochs", _always(None), origin="from train.tokens"
 def derive(config: RunConfig, written: Container[str]) -> tuple[RunConfig, dict[str, str]]:
     """The config with all that follows from it, and the origins of those keys; `written` keys stay as they are."""
     origins: dict[str, str] = {}
-    for rule in _FROM_DEPTH if config.model.depth else ():
-        value = None if any(key in written for key in (rule.key, *rule.unless)) else rule.value(config)
+    rules = (*_FROM_STAGE.get(config.stage.name, ()), *(_FROM_DEPTH if config.model.depth else ()))
+    for rule in rules:
+        is_set = rule.key in origins or any(key in written for key in (rule.key, *rule.unless))
+        value = None if is_set else rule.value(config)
         if value is not None:
             config, origins[rule.key] = _with_value(config, rule.key, value), rule.origin
     counted = config.train.tokens is not None or bool(config.model.depth and config.train.max_steps)

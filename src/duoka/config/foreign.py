@@ -48,8 +48,7 @@ _ALWAYS_SAFE = Foreign((), "a run folder is never overwritten: it is resumed, or
 _SPECIAL: dict[str, Foreign] = {
     "pipeline": Foreign(
         (),
-        "stages chained in one YAML are not there yet: give each a YAML of its own, and let the next begin with "
-        "model: runs/NAME/final",
+        "this YAML has several stages, which are run by   duoka run FILE   (duoka train runs one)",
     ),
     **_same("model.name", "model_name", "model_path", "base_model", "model_id", "pretrained_model"),
     **_same("model.name", "model.path", "model.id", "model.folder", "model.repo"),  # these words in this block only

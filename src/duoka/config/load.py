@@ -15,6 +15,7 @@ from duoka.config.adapters import take_over
 from duoka.config.catalog import leaves
 from duoka.config.derive import derive
 from duoka.config.dialects.rows import Start
+from duoka.config.handover import take_over_rates
 from duoka.config.loaded import Loaded
 from duoka.config.overlays import (
     COMMAND_LINE,
@@ -82,7 +83,8 @@ def load_config(
         written = _written_keys(tree)
         config, derived = derive(_with_output(config, path), written)
         config, taken, said = take_over(config, base, written)
-        derived |= taken
+        config, inherited = take_over_rates(config, base, written)
+        derived |= taken | inherited
         notes = notes + said + _apply_rules(config, bad, tree, layers)
         for check in checks:
             layers.faults.extend(_placed(fault, tree) for fault in check(config, base) if not _is_about(fault, bad))

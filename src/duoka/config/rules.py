@@ -103,16 +103,49 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "eval-on-train",
         ("data.eval", "data.train"),
-        lambda c: bool(set(names_of(c.data.train)) & set(names_of(c.data.eval))),
+        # A task has items of its own for evaluation.
+        lambda c: any(name in names_of(c.data.train) for name in names_of(c.data.eval) if name[:5] != "task:"),
         "data.eval names a data set that data.train learns: its loss would say nothing about new data",
         "write:   eval: 0.1   to hold a tenth of train back, or name another set",
     ),
     Rule(
         "eval-weight",
         ("data.eval",),
-        lambda c: isinstance(c.data.eval, tuple) and any(source.weight is not None for source in c.data.eval),
-        "data.eval gives a weight: an evaluation counts every sample once",
-        "delete the weight",
+        lambda c: isinstance(c.data.eval, tuple) and not all(source.is_plain for source in c.data.eval),
+        "data.eval gives a weight, share or epochs: an evaluation counts every sample once",
+        "delete it",
+    ),
+    Rule(
+        "mixture-in-two-measures",
+        ("data.train",),
+        lambda c: (
+            any(source.weight is not None for source in c.data.train)
+            and any(source.share is not None or source.epochs is not None for source in c.data.train)
+        ),
+        "data.train mixes by weight and by share or epochs: a weight divides an epoch of fixed length, the others make "
+        "it longer or shorter",
+        "write weights alone, or shares and epochs",
+    ),
+    Rule(
+        "set-with-share-and-epochs",
+        ("data.train",),
+        lambda c: any(source.share is not None and source.epochs is not None for source in c.data.train),
+        "data.train gives one set both a share and epochs: each alone says how many of its samples there are",
+        "delete one of them",
+    ),
+    Rule(
+        "shares-of-more-than-all",
+        ("data.train",),
+        lambda c: sum(source.share or 0.0 for source in c.data.train) >= 1.0,
+        "the shares of data.train add up to 1 or more, and nothing is left for the other sets",
+        "make them add up to less, or write them as weights",
+    ),
+    Rule(
+        "shares-of-nothing-else",
+        ("data.train",),
+        lambda c: all(source.share is not None for source in c.data.train),
+        "every set of data.train has a share, and a share is measured by the sets without one",
+        "leave the share of one set out, or write them as weights",
     ),
     Rule(
         "fixed-rows-are-packed",
@@ -135,6 +168,27 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.checkpoint.keep_best and not c.data.eval,
         "checkpoint.keep_best is on, but data.eval is 0: nothing says which checkpoint is the best",
         "write:   eval: 0.1   under data:, or delete keep_best",
+    ),
+    Rule(
+        "eval-tasks-without-eval",
+        ("train.eval_tasks", "data.eval"),
+        lambda c: bool(c.train.eval_tasks) and not c.data.eval,
+        "train.eval_tasks are scored after each evaluation, but data.eval is 0: there is none",
+        "write:   eval: 0.1   under data:, or score them after the run:   duoka eval RUN --tasks A,B",
+    ),
+    Rule(
+        "best-by-no-task",
+        ("checkpoint.best_by", "train.eval_tasks"),
+        lambda c: c.checkpoint.best_by not in ("loss", *c.train.eval_tasks),
+        "checkpoint.best_by is {c.checkpoint.best_by}, which is neither loss nor one of train.eval_tasks",
+        "write:   best_by: loss   or the task as train.eval_tasks names it",
+    ),
+    Rule(
+        "best-by-without-best",
+        ("checkpoint.best_by", "checkpoint.keep_best"),
+        lambda c: c.checkpoint.best_by != "loss" and not c.checkpoint.keep_best,
+        "checkpoint.best_by is {c.checkpoint.best_by}, but checkpoint.keep_best is off: no best step is kept",
+        "write:   keep_best: true   or delete best_by",
     ),
     Rule(
         "allowed-change-of-no-key",

@@ -131,10 +131,10 @@ TEXT_RULES: tuple[Rule, ...] = (
         "stream-takes-all",
         ("data.train", "data.stream"),
         lambda c: (
-            c.data.stream
-            and any(source.weight is not None or source.max_samples is not None for source in c.data.train)
+            c.data.stream and any(not source.is_plain or source.max_samples is not None for source in c.data.train)
         ),
-        "data.train gives a weight or max_samples, but a stream reads every row group of its files once per epoch",
+        "data.train gives a weight, share, epochs or max_samples, but a stream reads every row group of its files once "
+        "per epoch",
         "delete them, or leave data.stream out",
     ),
 )

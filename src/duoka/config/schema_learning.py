@@ -66,11 +66,24 @@ class ModelConfig(Section):
 class DataSource(Section):
     """One data set of a mixture. `train: [identity]` is short for `train: [{name: identity}]`."""
 
-    name: str = Field(description="A registered name (dataset_info.json), a built-in one, or a file or folder.")
+    name: str = Field(
+        description="A registered name (dataset_info.json), a built-in one, a file, folder, or task:NAME."
+    )
     weight: Annotated[Number, Field(gt=0.0)] | None = Field(
         None, description="Share of the mixture: a set is repeated or thinned so that the shares hold."
     )
+    share: Annotated[Share, Field(gt=0.0)] | None = Field(
+        None, description="This set is so much of all samples; the others stay as they are, and the epoch grows."
+    )
+    epochs: Annotated[Number, Field(gt=0.0)] | None = Field(
+        None, description="How often the set is seen in one pass over the mixture: 4, or 0.5 for half of it."
+    )
     max_samples: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Use only the first N records.")
+
+    @property
+    def is_plain(self) -> bool:
+        """Each of its samples counts once."""
+        return self.weight is None and self.share is None and self.epochs is None
 
 
 class DataConfig(Section):
@@ -246,3 +259,7 @@ class TrainConfig(Section):
     compile: bool = Field(False, description="torch.compile each layer: slower to start, faster after it on GPUs.")
     seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")
     eval_every: Often = Field("1 epoch", description="How often the evaluation data is measured.")
+    eval_tasks: tuple[str, ...] = Field(
+        (), description="Tasks that are scored after each evaluation, such as [arithmetic] (docs/tasks.md)."
+    )
+    eval_items: Annotated[Whole, Field(ge=1)] = Field(100, description="How many items of each of these tasks.")

@@ -82,7 +82,10 @@ class CheckpointConfig(_WithAsync):
         None, description="Beside the newest, those of every so many steps stay for good."
     )
     keep_best: bool = Field(
-        False, description="The step with the lowest evaluation loss is saved, and stays until a better one."
+        False, description="The step with the best evaluation (best_by) is saved, and stays until a better one."
+    )
+    best_by: str = Field(
+        "loss", description="What the best is measured by: the evaluation loss, or a task of train.eval_tasks."
     )
     resume: Annotated[str, BeforeValidator(step_as_text)] = Field(
         "auto", description="auto: go on from the newest valid one; never; or a checkpoint's folder or step, or a run."

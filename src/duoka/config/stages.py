@@ -14,7 +14,7 @@ from pydantic import Field
 from duoka.config.fields import Number, Section, Share
 
 RecordKind = Literal["conversation", "text", "prompt", "preference", "labeled"]
-StageName = Literal["sft", "pretrain", "dpo"]
+StageName = Literal["sft", "pretrain", "mid", "dpo"]
 PairLossName = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "cpo", "orpo"]
 Positive = Annotated[Number, Field(gt=0)]
 Weight = Annotated[Number, Field(ge=0)]
@@ -51,6 +51,8 @@ _OF_PAIRS = ("loss", "beta", "label_smoothing", "gamma", "sft_weight", "sft_mean
 STAGES: dict[StageName, StageKind] = {
     "sft": StageKind(_LIKELIHOOD, "the answers of conversations", ("conversation",)),
     "pretrain": StageKind(_LIKELIHOOD, "every token of plain text", ("text",)),
+    # Between the two: what `derive.py` fills in makes it another preset of the same loss.
+    "mid": StageKind(_LIKELIHOOD, "every token of conversations and tasks", ("conversation",)),
     "dpo": StageKind(
         "duoka.train.stages.pairs:Pairs", "from preference pairs, the better answer before the worse", ("preference",),
         settings=_OF_PAIRS, sequences=2,

@@ -40,20 +40,21 @@ def _meaning(key: str, value: Any) -> Any:
     return value
 
 
-def _result_leaves(config: RunConfig) -> dict[str, Any]:
+def result_leaves(config: RunConfig) -> dict[str, Any]:
+    """Every value that results depend on, by dotted key."""
     return {key: _meaning(key, value) for key, value in leaves(config).items() if not is_execution_key(key)}
 
 
 def config_hash(config: RunConfig) -> str:
     """16 hex digits that change when, and only when, a key changes that results depend on."""
-    text = json.dumps(_result_leaves(config), sort_keys=True, ensure_ascii=True)
+    text = json.dumps(result_leaves(config), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def result_values(loaded: Loaded) -> dict[str, str]:
     """Every key that results depend on with its value in short, secrets as they were written: for comparisons."""
     shown = {}
-    for key, value in _result_leaves(loaded.config).items():
+    for key, value in result_leaves(loaded.config).items():
         text = yaml_text(compact(with_secrets(value, key, loaded.secrets)))
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         shown[key] = text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}... ({digest})"
@@ -62,7 +63,7 @@ def result_values(loaded: Loaded) -> dict[str, str]:
 
 def result_differences(old: RunConfig, new: RunConfig) -> list[Difference]:
     """The keys that change results and that the two configs set differently, in the file's order."""
-    before, after = _result_leaves(old), _result_leaves(new)
+    before, after = result_leaves(old), result_leaves(new)
     for block in ("lora", "train_only"):
         if (getattr(old, block) is None) == (getattr(new, block) is None):
             continue

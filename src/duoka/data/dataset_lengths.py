@@ -123,8 +123,9 @@ def guess_lengths(config: RunConfig, sets: list[ResolvedSet]) -> Lengths | None:
     for found in sets:
         own, number = _look_at(found)
         guessed += own
-        known = found.weight is None and total is not None
-        total = total + min(number, found.max_samples or number) if known and total is not None else None
+        known = found.weight is None and found.share is None and total is not None
+        counted = min(number, found.max_samples or number) * (found.epochs or 1.0)
+        total = total + counted if known and total is not None else None
     if not guessed:
         return None
     longest, mean = config.sample_tokens, sum(guessed) / len(guessed)

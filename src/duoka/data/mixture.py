@@ -25,6 +25,19 @@ _FIX = "look at the counts above: records may be too long, wrong, or without an 
 
 
 @dataclass(frozen=True)
+class Asked:
+    """How much of the mixture a set is to be, as `data.train` says it."""
+
+    weight: float | None = None
+    share: float | None = None
+    epochs: float | None = None
+
+    def key(self) -> object:
+        """What tells one from another in the cache; a weight alone is written as it always was."""
+        return self.weight if self.share is None and self.epochs is None else [self.share, self.epochs]
+
+
+@dataclass(frozen=True)
 class Mixture:
     train: TokenStore
     eval: TokenStore | None
@@ -36,8 +49,8 @@ def mix_parts(sets: Sequence[tuple[ResolvedSet, TokenPart]], config: RunConfig) 
     held_out = [part for found, part in sets if found.split == "eval"]
     share = config.data.eval if isinstance(config.data.eval, float) else 0.0
     parts = [part for _, part in train]
-    weights = [found.weight for found, _ in train]
-    train_index, eval_index = _kept_index(parts, weights, share, config.train.seed)
+    asked = [Asked(found.weight, found.share, found.epochs) for found, _ in train]
+    train_index, eval_index = _kept_index(parts, asked, share, config.train.seed)
     if len(train_index) == 0:
         raise DataError("no sample is left to learn from", fix=_FIX)
     store = TokenStore(parts, train_index)
@@ -54,10 +67,11 @@ def mix_parts(sets: Sequence[tuple[ResolvedSet, TokenPart]], config: RunConfig) 
 
 
 def _kept_index(
-    parts: Sequence[TokenPart], weights: Sequence[float | None], share: float, seed: int
+    parts: Sequence[TokenPart], asked: Sequence[Asked], share: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The chosen samples of train and eval, as places in the parts end to end; decided once, then read."""
-    digest = hashlib.blake2b(json.dumps([MIX_VERSION, seed, share, list(weights)]).encode(), digest_size=16)
+    facts = [MIX_VERSION, seed, share, [one.key() for one in asked]]
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part.arrays.content.tobytes())
@@ -65,7 +79,7 @@ def _kept_index(
     file = root / f"{digest.hexdigest()}.npz"
     with hold_lock(root / f"{digest.hexdigest()}.lock", on_wait=lambda: None):
         if not file.is_file():
-            train, held_out = split_and_mix([part.arrays.content for part in parts], weights, share, seed)
+            train, held_out = split_and_mix([part.arrays.content for part in parts], asked, share, seed)
             draft = file.with_suffix(".draft")
             with draft.open("wb") as out:
                 np.savez(out, train=train, eval=held_out)
@@ -75,7 +89,7 @@ def _kept_index(
 
 
 def split_and_mix(
-    contents: Sequence[np.ndarray], weights: Sequence[float | None], share: float, seed: int
+    contents: Sequence[np.ndarray], asked: Sequence[Asked], share: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Places in the sets end to end, rising. Every set gives the same share to evaluation; weights act on the rest."""
     starts = np.cumsum([0, *map(len, contents)])
@@ -84,7 +98,7 @@ def split_and_mix(
         mine, others = split_set(np.asarray(content), share, seed)
         kept.append(mine + start)
         held_out.append(others + start)
-    counts = mixture_counts([len(places) for places in kept], weights)
+    counts = count_mixture([len(places) for places in kept], asked)
     chosen = [
         _repeat(places, count, f"mixture/{seed}/{number}")
         for number, (places, count) in enumerate(zip(kept, counts, strict=True))
@@ -102,6 +116,19 @@ def split_set(content: np.ndarray, share: float, seed: int) -> tuple[np.ndarray,
     mix_keys(keys)
     order = np.argsort(keys, kind="stable").astype(np.int64)
     return np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
+
+
+def count_mixture(sizes: Sequence[int], asked: Sequence[Asked]) -> list[int]:
+    """Samples per set in an epoch: by weights, or each set `epochs` times and then the shares on top of these."""
+    if all(one.share is None and one.epochs is None for one in asked):
+        return mixture_counts(sizes, [one.weight for one in asked])
+    counts = [
+        0 if one.share is not None or not size else max(1, round(size * (1.0 if one.epochs is None else one.epochs)))
+        for size, one in zip(sizes, asked, strict=True)
+    ]
+    shares = [one.share if one.share is not None and size else 0.0 for size, one in zip(sizes, asked, strict=True)]
+    total = sum(counts) / (1.0 - sum(shares))
+    return [max(1, round(share * total)) if share else count for share, count in zip(shares, counts, strict=True)]
 
 
 def mixture_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[int]:

@@ -242,6 +242,15 @@ class LossModel(torch.nn.Module):
         ).last_hidden_state  # fmt: skip
         return int(core.get_output_embeddings()(hidden[:, -1:])[0, -1].argmax())  # (1, 1, vocab)
 
+    def continue_from(self, input_ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        """(logits of the next token (rows, vocab), cache) after these tokens and those in the cache, None at first.
+
+        Under FSDP all ranks call it, as next_token.
+        """
+        core: Any = self.core
+        output = core(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1], output.past_key_values
+
     @property
     def core(self) -> torch.nn.Module:
         """The transformers model, inside its adapters when there are any."""

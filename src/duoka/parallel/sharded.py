@@ -147,6 +147,7 @@ def apply_sharded(
     shard(bare, wide, None if reshard else False)
     if isinstance(bare, LossModel):
         register_fsdp_forward_method(bare, "next_token")
+        register_fsdp_forward_method(bare, "continue_from")
     buffers, known = LayerBuffers(), {id(layer) for layer in layers}
     for unit in _units(bare):
         # The one place where the mean over ranks is undone: the loss is divided by the global count already.

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from duoka.data.read.example import BadRecord, Example, Message
 from duoka.data.tokens.encode import REPLACEMENT
-from duoka.data.tokens.template import encode
 from duoka.data.tokens.tokenizer import ChatTokenizer
+from duoka.model.answer import stop_tokens
 from duoka.serve.sampling import Sampling, choose_token
 
 
@@ -38,24 +37,6 @@ def generate(lm: torch.nn.Module, prompt: Sequence[int], stop_ids: frozenset[int
         yield chosen
         counts[chosen] += 1
         ids = torch.tensor([[chosen]], device=device)
-
-
-def stop_tokens(lm: torch.nn.Module, tokenizer: ChatTokenizer) -> frozenset[int]:
-    """Tokens that end an answer: the tokenizer's, the generation config's, and what training ends a turn with."""
-    named = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
-    found = set(named) if isinstance(named, (list, tuple)) else {named}
-    return frozenset(int(token) for token in found | {tokenizer.eos_id, end_of_turn(tokenizer)} if token is not None)
-
-
-def end_of_turn(tokenizer: ChatTokenizer) -> int | None:
-    """The token that the chat template ends an answer with, when it is one that text never contains."""
-    turns = (Message("user", "Hi"), Message("assistant", "Hello"))
-    try:
-        sample = encode(Example(turns), tokenizer)
-    except BadRecord:  # a template that such a conversation cannot be trained with
-        return None
-    last = int(sample.input_ids[sample.is_target][-1])
-    return last if tokenizer.decode([last]) in tokenizer.special_texts else None
 
 
 class CharacterStream:

@@ -68,8 +68,13 @@ class Saver:
         self._note(self.store.collect())
         return self._fault is not None
 
-    def evaluated(self, loss: float) -> None:
-        """Remember the best evaluation; with `keep_best` its step is saved."""
+    def evaluated(self, loss: float, by: str = "loss") -> None:
+        """Remember the best evaluation `by` what the config says; with `keep_best` its step is saved.
+
+        Of a task, `loss` is what it lacks to a full score.
+        """
+        if by != self.config.best_by:
+            return
         state = self.contents.state
         if loss < (float("inf") if state.best_loss is None else state.best_loss):
             state.best_loss, state.best_step = loss, state.step

@@ -66,6 +66,7 @@ from duoka.train.samples import Sampler, read_prompts
 from duoka.train.setup import RunSettings, build_settings, keep_choices
 from duoka.train.shortage import MemoryGuard, read_shortage
 from duoka.train.stages.stage import Stage, build_stage
+from duoka.train.task_scores import TaskScorer, read_tasks
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,12 @@ class Run:
         self.guard = MemoryGuard(config, plan, record, self.feed)
         self.nonfinite = NonFinite(config.faults.nonfinite, self.saver, record)
         prompts = read_prompts(inputs.prepared, config, inputs.tokenizer)
+        tasks = read_tasks(config, inputs.loaded.base, engine, inputs.tokenizer)
         self.moments = Moments((
             MemoryWatch(engine, contents.optimizer, plan.layout, record),
             ReplicaCheck(contents, self.world, self.settings.check_every),
             Sampler(engine, plan.layout, record, prompts),
+            TaskScorer(engine, plan.layout, record, self.saver, tasks),
             GarbageCollection(),
         ))  # fmt: skip
         if is_asked(config.train, self.world):

@@ -40,6 +40,8 @@ class ResolvedSet:
     form: SetFormat
     split: Literal["train", "eval"] = "train"
     weight: float | None = None
+    share: float | None = None
+    epochs: float | None = None
     max_samples: int | None = None
     notes: tuple[str, ...] = ()
 

@@ -23,8 +23,9 @@ from duoka.data.read.formats import FORMATS
 from duoka.data.read.hub import fetch_set, is_hub_id
 from duoka.data.read.record_kinds import as_text, read_record
 from duoka.data.read.records import KINDS, MAX_RECORD_BYTES, Record, check_file, find_pieces, is_data_file, read_piece
-from duoka.errors import Fault, Faults
+from duoka.errors import ConfigError, Fault, Faults
 from duoka.registry import nearest
+from duoka.tasks.find import DRAWN, PREFIX, is_task, task_data
 
 __all__ = ["INFO_FILE", "ResolvedSet", "check_data", "check_sets", "find_sets", "registered_sets"]
 
@@ -101,6 +102,7 @@ def check_record(record: Record, form: SetFormat) -> Fault | None:
 def registered_sets(data: DataConfig | None, base: Path) -> dict[str, str]:
     """Every name that may stand in `data.train` -> where it comes from."""
     names = {path.stem: "built in" for path in sorted(BUILTIN_FOLDER.glob("*.jsonl"))}
+    names |= {f"{PREFIX}{name}": "a task, drawn from a seed" for name in DRAWN}
     for info in read_infos(data.folder if data else None, base)[0]:
         names |= {name: str(info.path) for name in info.entries if name not in names}
     return names
@@ -132,7 +134,8 @@ def _find(config: RunConfig, base: Path) -> tuple[list[ResolvedSet], list[Fault]
                 found = _find_one(source, infos, base, key)
             if isinstance(found, ResolvedSet):
                 form = as_text(found.form) if config.stage.kind.reads_text else found.form
-                sets.append(replace(found, form=form, split=split, weight=source.weight))  # type: ignore[arg-type]
+                asked = {"weight": source.weight, "share": source.share, "epochs": source.epochs}
+                sets.append(replace(found, form=form, split=split, **asked))  # type: ignore[arg-type]
             else:
                 faults += found
     return sets, faults + (_check_stream(sets) if data.stream else [])
@@ -163,13 +166,14 @@ def _check_stream(sets: list[ResolvedSet]) -> list[Fault]:
 
 
 def _find_one(source: DataSource, infos: list[Info], base: Path, key: str) -> ResolvedSet | list[Fault]:
+    if is_task(source.name):
+        return _from_task(source, base, key)
     for info in infos:
         if source.name in info.entries:
             return set_from_info(source, info, key)
     builtin = BUILTIN_FOLDER / f"{source.name}.jsonl"
     if re.fullmatch(r"[\w-]+", source.name) and builtin.is_file():
-        form = SetFormat("messages", FORMATS.get("messages").columns, FORMATS.get("messages").tags)
-        return ResolvedSet(source.name, (builtin,), form, max_samples=source.max_samples)
+        return ResolvedSet(source.name, (builtin,), _messages(), max_samples=source.max_samples)
     given = given_path(source.name)
     places = [given, base / given, *(info.path.parent / given for info in infos)]
     path = next((place for place in places if is_there(place)), None)
@@ -179,6 +183,19 @@ def _find_one(source: DataSource, infos: list[Info], base: Path, key: str) -> Re
         fetched = fetch_set(source.name)
         return [replace(fetched, key=key)] if isinstance(fetched, Fault) else _from_path(source, fetched, key)
     return [_unknown(source.name, infos, key)]
+
+
+def _messages() -> SetFormat:
+    return SetFormat("messages", FORMATS.get("messages").columns, FORMATS.get("messages").tags)
+
+
+def _from_task(source: DataSource, base: Path, key: str) -> ResolvedSet | list[Fault]:
+    """`task:NAME`: its items for training; as evaluation data, its test items, which are never among them."""
+    try:
+        file = task_data(source.name, base, "test" if key.startswith("data.eval") else "train")
+    except ConfigError as error:
+        return [Fault(error.what, key=key, fix=error.fix or "")]
+    return ResolvedSet(source.name, (file,), _messages(), max_samples=source.max_samples)
 
 
 def _unknown(name: str, infos: list[Info], key: str) -> Fault:

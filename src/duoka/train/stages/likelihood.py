@@ -1,4 +1,4 @@
-"""Stages sft and pretrain: the mean loss over target tokens of the global batch; which tokens those are, data say."""
+"""Stages sft, pretrain, mid: the mean loss over target tokens of the global batch; which tokens those are, data say."""
 
 from __future__ import annotations
 
