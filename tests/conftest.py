@@ -36,12 +36,11 @@ import pytest  # noqa: E402
 
 # Measured on 2 cores, slowest first: begun last, one of them would leave the other worker of `make test` without work.
 SLOWEST_FILES = (
-    "test_gpu_budgets",
-    "test_optimizers", "test_crash_restarts", "test_ddp_options", "test_any_split", "test_from_nothing",
-    "test_worlds_of_others", "test_sharded", "test_machines_come_and_go", "test_stop", "test_crash_signals",
-    "test_crash_numbers", "test_trackers", "test_eval_counts_every_sample_once", "test_guides_keys",
-    "test_resume_story", "test_resume", "test_base_is_known", "test_quantize", "test_dropout_is_counted",
-    "test_every_token_once", "test_data_template", "test_verbs_world", "test_guides_loops", "test_guides_corpus",
+    "test_machines_come_and_go", "test_crash_restarts", "test_any_split", "test_ddp_options", "test_optimizers",
+    "test_worlds_of_others", "test_gpu_budgets", "test_from_nothing", "test_crash_signals", "test_sharded",
+    "test_trackers", "test_verbs_world", "test_fork_server", "test_stop", "test_crash_numbers", "test_guides_keys",
+    "test_resume_story", "test_resume", "test_dropout_is_counted", "test_every_token_once", "test_guides_corpus",
+    "test_base_is_known", "test_quantize", "test_guides_loops", "test_guides_files", "test_verbs_same_engine",
 )  # fmt: skip
 
 
@@ -73,10 +72,18 @@ def duoka_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random Llama of 0.4M parameters and a byte-level tokenizer with a ChatML template."""
+    """A folder with a random Llama of two layers, a byte-level tokenizer and a ChatML template."""
     from tiny import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with four layers: where layers are counted, or where it matters how long a save takes."""
+    from tiny import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "deep", layers=4)
 
 
 @pytest.fixture(scope="session")

@@ -154,7 +154,7 @@ def write_inputs(folder: Path) -> None:
     import pyarrow.parquet as pq
     from tiny import write_conversations, write_tiny_model
 
-    write_tiny_model(folder / "model", seed=MODEL_SEED)
+    write_tiny_model(folder / "model", seed=MODEL_SEED, layers=4)
     write_conversations(folder / "chats.jsonl", 40, seed=DATA_SEED)
     (folder / "texts").mkdir()
     for number in range(4):

@@ -47,9 +47,12 @@ def write_tiny_model(
     dtype: str = "float32",
     odd: bool = False,
     hidden: int = 64,
-    layers: int = 4,
+    layers: int = 2,
 ) -> Path:
-    """Config, safetensors and tokenizer in `folder`, from `seed` alone; with `odd`, sizes that 4 ranks cannot share."""
+    """Config, safetensors and tokenizer in `folder`, from `seed` alone; with `odd`, sizes that 4 ranks cannot share.
+
+    Two layers: one has a layer behind it, the other one before it. A test that wants one in the middle asks for more.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging

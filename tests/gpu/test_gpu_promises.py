@@ -11,6 +11,7 @@ from gpus import num_gpus
 from test_any_split import EVEN, SPLITS, batches, case, compare_held_with_plan, compare_with_oracle, oracles, run_splits
 from test_collectives import KINDS, see_it_all
 from test_ddp_options import HALVES, compare_half_with_whole, exchange_thin
+from test_sequence import SOME, compare_all
 from test_sharded import STRATEGIES, look_at
 from worlds import run_world, train_all
 
@@ -71,6 +72,11 @@ def test_every_collective_of_nccl_is_right(two_gpus, tmp_path):
     run_world(two_gpus, see_it_all, str(tmp_path))
     report = json.loads((tmp_path / f"report-{two_gpus}.json").read_text())
     assert report["backend"] == "nccl" and [one["name"] for one in report["collectives"]] == list(KINDS)
+
+
+def test_ranks_that_share_rows_on_nccl(two_gpus):
+    layouts = [(f"{strategy}1·sp{two_gpus}", SOME) for strategy in ("ddp", "fsdp")]
+    run_world(two_gpus, compare_all, layouts, TOLERANCE)
 
 
 def test_thin_gradients_on_nccl(two_gpus):

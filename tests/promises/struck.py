@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import torch
+from commands import start_duoka
 from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import train_all
@@ -16,24 +17,30 @@ model: {model}
 data: {{train: [{data}], max_length: 256}}
 lora: {{rank: 4, dropout: 0.2}}
 optim: {{lr: 2e-3}}
-train: {{epochs: 14, global_batch: 8, precision: fp32}}
+train: {{epochs: {epochs}, global_batch: 8, precision: fp32}}
 checkpoint: {{every: 4}}
 output: {output}
 """
-STEPS = 70
+STEPS = 70  # of 14 epochs
 WITHIN_S = 100
 
 
-def make_case(folder, tiny_model):
+def make_case(folder, tiny_model, epochs=14):
     """(folder, yaml), and in folder/whole the run of two processes that nobody disturbs."""
     data = write_conversations(folder / "chats.jsonl", 40, seed=2)
     yaml = folder / "run.yaml"
-    yaml.write_text(YAML.format(model=tiny_model, data=data, output=folder / "whole"), encoding="utf-8")
+    yaml.write_text(YAML.format(model=tiny_model, data=data, epochs=epochs, output=folder / "whole"), encoding="utf-8")
     train_all([(str(yaml), [], str(folder / "whole"))], 2)
     return folder, yaml
 
 
 def start(yaml, output, *arguments, **env):
+    """`duoka train` on two processes, forked."""
+    return start_duoka("train", yaml, f"output={output}", "--nproc", "2", *arguments, env=env)
+
+
+def start_really(yaml, output, *arguments, **env):
+    """The same as a process that imports everything itself."""
     command = [sys.executable, "-m", "duoka", "train", str(yaml), f"output={output}", "--nproc", "2", *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import write_conversations
-from worlds import run_world, train_all
+from worlds import leave_garbage, run_world, train_all
 
 YAML = """
 model: {model}
@@ -26,6 +26,7 @@ CASES = {
     "skip": ([SKIP], "nan step=3 rank=LAST", (1, 2)),
     "skip-inf": ([SKIP], "inf step=3", (1,)),
     "skip-fsdp": ([SKIP, FSDP], "nan step=3 rank=LAST", (2,)),
+    "skip-sequence": ([SKIP, "parallel.sequence=2"], "nan step=3 rank=LAST", (2,)),
     # In one rank's copy of the summed gradients: the loss, which is summed too, is finite everywhere.
     "skip-grad": ([SKIP, EACH_STEP], "nan_grad step=3 rank=LAST", (2,)),
     "rollback-grad": ([BACK, EACH_STEP], "nan_grad step=6 rank=LAST", (2,)),
@@ -77,7 +78,7 @@ def runs(tmp_path_factory, tiny_model):
     return folder
 
 
-@pytest.mark.parametrize("name", ["skip-1", "skip-inf-1", "skip-2", "skip-fsdp-2", "skip-grad-2"])
+@pytest.mark.parametrize("name", ["skip-1", "skip-inf-1", "skip-2", "skip-fsdp-2", "skip-sequence-2", "skip-grad-2"])
 def test_a_batch_that_is_not_finite_is_left_out_on_every_split(runs, name):
     assert steps_of(runs / name) == [1, 2, 4, 5, 6, 7, 8, 9, 10]
     (note,) = notes_of(runs / name)
@@ -158,6 +159,7 @@ def refuse_all(yaml, folder):
 
     world = None
     for name, overrides, faults, kind, words in REFUSED:
+        leave_garbage()
         os.environ[INJECT] = faults
         run = RunFolder(Path(folder) / name)
         run.make()

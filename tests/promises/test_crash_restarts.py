@@ -2,18 +2,16 @@
 
 import contextlib
 import json
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import psutil
 import pytest
-from struck import STEPS, WITHIN_S, finish, make_case, same_weights, start, wait_for_step
+from commands import start_duoka
+from struck import STEPS, WITHIN_S, finish, make_case, same_weights, start, start_really, wait_for_step
 from worlds import train_all
 
 from duoka.cluster.fault_injection import living_ranks, strike, wait_for_ranks
@@ -50,7 +48,7 @@ def survive(case, name, dice, victims):
     """Kill the launcher once, and then strike the ranks of the same command with restarts; returns what it said."""
     folder, yaml = case
     run = RunFolder(folder / name)
-    process = start(yaml, run.path)
+    process = start_really(yaml, run.path)
     ranks = wait_for_step(run, dice.randint(3, 12))
     open_ports = [one for beat in ranks.values() for one in psutil.Process(beat.pid).net_connections("tcp")]
     listening = {one.laddr.ip for one in open_ports if one.status == psutil.CONN_LISTEN}
@@ -60,7 +58,7 @@ def survive(case, name, dice, victims):
     _, left = psutil.wait_procs([psutil.Process(b.pid) for b in living_ranks(run).values()], timeout=30)
     assert not left, f"the launcher was killed, and its ranks live on: {left}"
 
-    process = start(
+    process = start_really(
         yaml, run.path, "--restarts", str(2 * len(victims)), "parallel.timeout=180000000", "faults.hang_after=6",
         DUOKA_INJECT=f"hang step={HANGS_AFTER + 1} rank=0" if "hang" in victims else "",
     )  # fmt: skip
@@ -135,7 +133,7 @@ def test_twenty_of_twenty_killed_runs_restart_cleanly(case, seed):
     """One SIGKILL costs one restart, and nothing else can be told afterwards."""
     folder, yaml = case
     run = RunFolder(folder / f"once-{seed}")
-    process = start(yaml, run.path, "--restarts", "3")
+    process = start_really(yaml, run.path, "--restarts", "3")
     struck = kill_once(process, run, random.Random(seed))
     code, output = finish(process)
     assert code == 0 and "Traceback" not in output, f"{struck}: {output}"
@@ -155,7 +153,7 @@ def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks
     folder, yaml = case
     run, dice = RunFolder(folder / f"again-{victim}-{seed}"), random.Random(seed)
     for number in range(5):
-        process = start(yaml, run.path)
+        process = start_really(yaml, run.path)
         ranks = [rank_process(process, run, rank) for rank in (0, 1)]
         if dice.random() < 0.3:  # while it starts
             time.sleep(dice.random() * 6)
@@ -168,7 +166,7 @@ def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks
         assert code == (-signal.SIGKILL if victim == "launcher" else 5), f"kill {number}: {output}"
         _, left = psutil.wait_procs(ranks, timeout=30)
         assert not left, f"kill {number}: {left} live on"
-    code, output = finish(start(yaml, run.path))
+    code, output = finish(start_really(yaml, run.path))
     assert code == 0 and "Traceback" not in output, output
     assert same_weights(run.path, folder / "whole")
     assert [event["step"] for event in read_steps(run)] == list(range(1, STEPS + 1))
@@ -177,8 +175,7 @@ def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks
 
 def launch(tmp_path, script, *flags):
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    command = [sys.executable, "-m", "duoka", "launch", "--output", str(tmp_path / "out"), *flags, "script.py"]
-    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return start_duoka("launch", "--output", tmp_path / "out", *flags, "script.py", cwd=tmp_path)
 
 
 def test_the_same_failure_at_the_same_step_is_not_tried_again(tmp_path):
@@ -206,11 +203,10 @@ def test_a_failure_that_does_not_repeat_costs_one_restart(tmp_path):
 
 def test_a_stop_between_two_worlds_ends_the_run(tmp_path):
     process = launch(tmp_path, "raise SystemExit(9)\n", "--restarts", "5")
-    os.set_blocking(process.stdout.fileno(), True)
-    for line in process.stdout:
-        if "restart 1 of 5" in line:
-            process.send_signal(signal.SIGTERM)
-            break
+    while "restart 1 of 5" not in process.said():
+        assert process.poll() is None, process.said()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 75 and "between two worlds" in output
 
@@ -249,17 +245,19 @@ def test_twenty_of_twenty_restarts_are_clean(tmp_path, monkeypatch, number):
 
 
 @pytest.mark.timeout(500)
-def test_memory_short_in_a_sharded_step_begins_a_world_with_less_at_once(case):
+@pytest.mark.parametrize("way", ["parallel.strategy=fsdp", "parallel.sequence=2"])
+def test_memory_short_where_layers_exchange_begins_a_world_with_less_at_once(case, way):
     """The step cannot be done again in place: a fresh world takes half, without being told to, to the same numbers."""
     folder, yaml = case
-    settings = ["parallel.strategy=fsdp", "lora.dropout=0", "train.max_steps=8"]
-    train_all([(str(yaml), settings, str(folder / "roomy"))], 2)
-    code, output = finish(start(yaml, folder / "short", *settings, DUOKA_INJECT="oom step=7 rank=1"))
+    roomy, short = (folder / f"{name}-{way.split('=')[1]}" for name in ("roomy", "short"))
+    settings = [way, "lora.dropout=0", "train.max_steps=8"]
+    train_all([(str(yaml), settings, str(roomy))], 2)
+    code, output = finish(start(yaml, short, *settings, DUOKA_INJECT="oom step=7 rank=1"))
     assert code == 0, output
     assert "out of memory: a micro-batch of" in output and "going on from step-00000004" in output, output
-    roomy, short = (read_steps(RunFolder(folder / name)) for name in ("roomy", "short"))
-    assert [step["step"] for step in short] == list(range(1, 9))
-    for mine, theirs in zip(short, roomy, strict=True):
+    steps = [read_steps(RunFolder(one)) for one in (short, roomy)]
+    assert [step["step"] for step in steps[0]] == list(range(1, 9))
+    for mine, theirs in zip(*steps, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and mine["num_targets"] == theirs["num_targets"]
-    most = json.loads((folder / "short" / "memory.json").read_text(encoding="utf-8"))["most_tokens_at_once"]
+    most = json.loads((short / "memory.json").read_text(encoding="utf-8"))["most_tokens_at_once"]
     assert f"-> {most} tokens" in output

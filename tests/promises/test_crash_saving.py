@@ -67,11 +67,11 @@ class _SlowChecksum:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory, tiny_model):
+def case(tmp_path_factory, deep_model):
     folder = tmp_path_factory.mktemp("crash")
     data = write_conversations(folder / "chats.jsonl", 40, seed=2)
     yaml = folder / "run.yaml"
-    yaml.write_text(YAML.format(model=tiny_model, data=data, output=folder / "out"), encoding="utf-8")
+    yaml.write_text(YAML.format(model=deep_model, data=data, output=folder / "out"), encoding="utf-8")
     run_world(2, train_slowly, str(yaml), str(folder / "whole"), False)
     return folder, yaml
 

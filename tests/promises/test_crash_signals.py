@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import write_conversations
-from worlds import run_world, train_all
+from worlds import leave_garbage, run_world, train_all
 
 YAML = """
 model: {model}
 data: {{train: [{data}], eval: 0.3, max_length: 256}}
 optim: {{lr: 2e-3}}
-train: {{epochs: 3, global_batch: 8, precision: fp32, eval_every: 3, micro_batch: "128 tokens"}}
+train: {{epochs: 3, global_batch: 8, precision: fp32, eval_every: 3, micro_batch: "256 tokens"}}
 checkpoint: {{every: 2}}
 output: {output}
 """
@@ -59,6 +59,7 @@ def stop_and_go_on(yaml, folder):
 
     world = None
     for name, (phase, step, number, ranks, strategy) in CASES.items():
+        leave_garbage()
         run = RunFolder(Path(folder) / name)
         run.make()
         loaded = load_config(yaml, [f"parallel.strategy={strategy}"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tiny import write_conversations
-from worlds import run_world
+from worlds import leave_garbage, run_world
 
 # Full fine-tuning of the tiny model: a checkpoint takes about 3 MB.
 YAML = """
@@ -38,6 +38,7 @@ def train_with_trouble(jobs, results):
 
     world = None
     for name, yaml, overrides, folder, trouble in jobs:
+        leave_garbage()
         run = RunFolder(Path(folder))
         loaded = load_config(yaml, overrides)
         world = world or start_world(loaded.config.parallel)
@@ -111,11 +112,11 @@ def disk(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def yaml(tmp_path_factory, tiny_model):
+def yaml(tmp_path_factory, deep_model):
     folder = tmp_path_factory.mktemp("storage")
     data = write_conversations(folder / "chats.jsonl", 40, seed=2)
     path = folder / "run.yaml"
-    path.write_text(YAML.format(model=tiny_model, data=data, output=folder / "out"), encoding="utf-8")
+    path.write_text(YAML.format(model=deep_model, data=data, output=folder / "out"), encoding="utf-8")
     return path
 
 

@@ -1,6 +1,7 @@
 """What DDP can do beside adding: gradients that travel smaller, parameters without a part, layers that are compiled."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 from test_any_split import TOLERANCE, YAML, read_run, relative
 from test_sharded import build
 from tiny import write_conversations, write_tiny_model
-from worlds import run_world, train_all
+from worlds import run_world, train_all, train_jobs
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,8 @@ SMALLER = {
 
 
 HALVES = {name: [f"parallel.strategy={name}"] for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp")}
+HALVES["sequence"] = ["parallel.sequence=2"]
+SHORT = "train.max_steps=6"
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +45,10 @@ def runs(case):
         settings += ["checkpoint.every=11"] if name == "powersgd" else []
         jobs.append((str(yaml), settings, str(folder / name)))
     for name, settings in HALVES.items():
-        jobs.append((str(yaml), ["train.precision=bf16", *settings], str(folder / f"half-{name}")))
+        jobs.append((str(yaml), [SHORT, "train.precision=bf16", *settings], str(folder / f"half-{name}")))
     train_all(jobs, 2)
-    alone = [(str(yaml), ["train.precision=bf16"], str(folder / "half-one process"))]
+    alone = [(str(yaml), [SHORT, "train.precision=bf16"], str(folder / "half-one process"))]
+    alone.append((str(yaml), [SHORT], str(folder / "short")))
     train_all([*alone, (str(yaml), ["parallel.strategy=ddp"], str(folder / "ddp-alone"))], 1)
     return folder
 
@@ -73,12 +77,12 @@ def compare_half_with_whole(half, whole):
     """Half precision begins where fp32 does, and learns."""
     ours, plain = losses(half), losses(whole)
     assert relative(ours[:3], plain[:3]) < 1e-2
-    assert ours[-1] < 0.6 * ours[0]
+    assert ours[-1] < 0.75 * ours[0]
 
 
 @pytest.mark.parametrize("name", [*HALVES, "one process"])
 def test_bf16_begins_and_falls_alike_under_every_strategy(runs, name):
-    compare_half_with_whole(runs / f"half-{name}", runs / "plain")
+    compare_half_with_whole(runs / f"half-{name}", runs / "short")
 
 
 def test_bf16_is_the_same_bf16_under_every_strategy(runs):
@@ -222,12 +226,12 @@ def leave_one_out(yaml, folder):
         settings = ["parallel.strategy=ddp", f"parallel.find_unused_parameters={str(looks).lower()}"]
         inputs, world, _, contents, loader = build(yaml, settings, folder, world)
         batch = next(loader.from_cursor(0, 0, 1.0))
-        last = contents.engine.bare.core.get_decoder().layers[3]
+        last = contents.engine.bare.core.get_decoder().layers[-1]
         last.forward = lambda hidden, *args, **kwargs: hidden
         if looks:
             contents.engine.forward_backward(batch, build_stage(inputs.config))
         else:
-            with pytest.raises(ConfigError, match=r"parameter model\.layers\.3\..* had no part in the loss"):
+            with pytest.raises(ConfigError, match=r"parameter model\.layers\.1\..* had no part in the loss"):
                 contents.engine.forward_backward(batch, build_stage(inputs.config))
     end_world(world)
 
@@ -259,7 +263,7 @@ def test_a_parameter_without_a_part_in_the_loss_is_named(case):
 
 
 def overflow_once(yaml, folder):
-    """fp16 steps with a scaler; at the third the scale is far too high, which only some shards would notice."""
+    """fp16 steps with a scaler; at the second the scale is far too high, which only some shards would notice."""
 
     from duoka.comm.world import end_world
     from duoka.parallel.precision import build_numerics
@@ -272,21 +276,23 @@ def overflow_once(yaml, folder):
 
     world, firsts = None, {}
     for strategy in ("ddp", "zero1", "fsdp"):
-        inputs, world, _, contents, loader = build(yaml, [f"parallel.strategy={strategy}"], folder, world)
+        inputs, world, _, contents, loader = build(
+            yaml, [f"parallel.strategy={strategy}", "train.global_batch=4"], folder, world
+        )
         # The plan refuses fp16 on a CPU for its speed; the arithmetic is the GPU's.
         numerics = contents.engine.numerics = build_numerics("fp16", world.device)
         losses = []
-        for step, batch in zip(range(1, 6), loader.from_cursor(0, 0, 1.0), strict=False):
+        for step, batch in zip(range(1, 5), loader.from_cursor(0, 0, 1.0), strict=False):
             before = values(contents)
-            if step == 3:
+            if step == 2:
                 numerics.scaler._scale.fill_(1e38)
             result = optimizer_step(
                 contents.engine, contents.optimizer, batch, build_stage(inputs.config), clip=0.5,
             )  # fmt: skip
             after = values(contents)
             changed = [name for name in before if before[name].numel() and not torch.equal(before[name], after[name])]
-            assert len(changed) == (0 if step == 3 else len(before)), f"{strategy}, step {step}: {len(changed)}"
-            if step == 3:
+            assert len(changed) == (0 if step == 2 else len(before)), f"{strategy}, step {step}: {len(changed)}"
+            if step == 2:
                 numerics.scaler._scale.fill_(1024.0)
             losses.append(result.loss)
         firsts[strategy] = losses
@@ -298,7 +304,14 @@ def test_fp16_with_a_scaler_leaves_out_an_overflow_on_all_ranks(case):
     run_world(2, overflow_once, str(case[1]), str(case[0] / "overflow"))
 
 
-def test_compiled_layers_give_the_same_numbers(case):
+def train_compiled(backend, jobs):
+    """Layers compiled by `backend`: aot_eager traces passes as inductor does, and spares g++ at work for a minute."""
+    torch.compile = partial(torch.compile, backend=backend)
+    train_jobs(jobs)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_compiled_layers_give_the_same_numbers(case, backend):
     pytest.importorskip("torch._inductor")
     folder, yaml = case
     # One layer: each is compiled for itself.
@@ -307,6 +320,7 @@ def test_compiled_layers_give_the_same_numbers(case):
     train_all([(str(yaml), [*few, "parallel.strategy=fsdp"], str(folder / "eager"))], 1)
     settings = [*few, "parallel.strategy=fsdp", "train.compile=true"]
     # In the rank itself: a pool of compilers would import torch once more for each of a handful of kernels.
-    train_all([(str(yaml), settings, str(folder / "compiled"), {"TORCHINDUCTOR_COMPILE_THREADS": "1"})], 1)
-    error = relative(losses(folder / "compiled"), losses(folder / "eager"))
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    run_world(1, train_compiled, backend, [(str(yaml), settings, str(folder / backend), env)])
+    error = relative(losses(folder / backend), losses(folder / "eager"))
     assert error < TOLERANCE

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_duoka
 from tiny import write_conversations
 from worlds import run_world
 
@@ -32,11 +31,7 @@ def said_by(num_processes: int, line: list[str], folder: Path) -> str:
 
 
 def said_by_command(line: list[str], num_processes: int) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "duoka", *line, "--nproc", str(num_processes)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=170, check=False,
-    )  # fmt: skip
+    done = run_duoka(*line, "--nproc", str(num_processes))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -83,13 +78,6 @@ def test_answers_of_two_processes_are_those_of_one_in_the_same_order(tiny_model:
 
 def test_what_every_process_refuses_is_said_once(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "duoka", "eval", str(tiny_model), "--data", str(tmp_path / "bad.jsonl"), "--nproc", "2"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    done = run_duoka("eval", tiny_model, "--data", tmp_path / "bad.jsonl", "--nproc", "2")
     assert done.returncode == 2
     assert done.stderr.count("data error") == 1 and "Traceback" not in done.stderr, done.stderr

@@ -15,7 +15,7 @@ import pytest
 from oracle import read_samples
 from safetensors.torch import load_file
 from tiny import SPECIAL, write_conversations
-from worlds import run_world
+from worlds import leave_garbage, run_world
 
 TOLERANCE = 1e-5
 # Gradients magnify what weights differ by: at one step of eight of "padded", 5 to 10 times what they do at the others.
@@ -123,6 +123,7 @@ def train_and_watch(folder, jobs):
     likelihood.model_inputs, loop.optimizer_step, Engine.rehearse = seen, watched, unlearned
     world = None
     for yaml, overrides, name, source in jobs:
+        leave_garbage()
         steps.clear()
         run = RunFolder(folder / name)
         run.make()

@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from struck import finish, make_case, same_weights, start, wait_for_step
+from struck import finish, make_case, same_weights, start_really, wait_for_step
 
 from duoka.cluster.forks import SWITCH, ForkServer, imports_of_model
 from duoka.cluster.ranks import adopt_orphans
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tiny_model):
-    return make_case(tmp_path_factory.mktemp("forked"), tiny_model)
+    return make_case(tmp_path_factory.mktemp("forked"), tiny_model, epochs=4)
 
 
 def servers_below(pid):
@@ -32,7 +32,7 @@ def servers_below(pid):
 
 def test_ranks_share_one_import_and_restart_without_it_when_it_is_gone(case):
     folder, yaml = case
-    process = start(yaml, folder / "forked", "--restarts", "1")
+    process = start_really(yaml, folder / "forked", "--restarts", "1")
     beats = wait_for_step(RunFolder(folder / "forked"), 3)
     (server,) = servers_below(process.pid)
     for beat in beats.values():
@@ -50,7 +50,7 @@ def test_ranks_share_one_import_and_restart_without_it_when_it_is_gone(case):
 
 def test_each_rank_starts_by_itself_where_the_user_says_so(case):
     folder, yaml = case
-    process = start(yaml, folder / "alone", **{SWITCH: "0"})
+    process = start_really(yaml, folder / "alone", **{SWITCH: "0"})
     try:
         beats = wait_for_step(RunFolder(folder / "alone"), 1)
         assert not servers_below(process.pid)

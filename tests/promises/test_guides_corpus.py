@@ -44,7 +44,7 @@ CONVERTED = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
-    model = write_tiny_model(folder / "tiny")
+    model = write_tiny_model(folder / "tiny", layers=4)
     path = folder / "examples/deepspeed/ds_z3_config.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(CORPUS["side"]["deepspeed/ds_z3_config.json"]), "utf-8")

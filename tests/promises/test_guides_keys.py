@@ -196,8 +196,8 @@ SAMPLE = sorted(random.Random(SEED).sample([name for name in IMPLEMENTED if name
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs, one world for all of them: the base, and one for each key of the sample."""
     folder = tmp_path_factory.mktemp("keys")
-    write_tiny_model(folder / "tiny")
-    write_tiny_model(folder / "tiny2", seed=1)
+    write_tiny_model(folder / "tiny", layers=4)
+    write_tiny_model(folder / "tiny2", seed=1, layers=4)
     info: dict[str, Any] = {}
     for name, count, seed in (("chats", 24, 0), ("more", 9, 5)):
         path = write_conversations(folder / f"{name}.jsonl", count, seed=seed)

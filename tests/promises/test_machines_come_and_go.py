@@ -1,14 +1,12 @@
 """Machines leave a run and come back: the others go on at the same global batch, and each sample is learned once."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from commands import start_duoka
 from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import free_port, train_all
@@ -31,13 +29,11 @@ STEPS = 50
 WITHIN_S = 200  # for a world to begin, on a machine that others use too
 
 
-def start(yaml, run, port, name, *flags):
-    command = [sys.executable, "-m", "duoka", "train", str(yaml), f"output={run.path}", "--nproc", "1"]
-    with (yaml.parent / f"{name}.log").open("wb") as log:
-        return subprocess.Popen(
-            [*command, "--nodes", "1:2", "--meet", f"127.0.0.1:{port}", *flags], stdout=log, stderr=log,
-            env={**os.environ, "DUOKA_ALLOW_LOOPBACK": "1"},
-        )  # fmt: skip
+def start(yaml, run, port, *flags):
+    return start_duoka(
+        "train", yaml, f"output={run.path}", "--nproc", "1", "--nodes", "1:2", "--meet", f"127.0.0.1:{port}", *flags,
+        env={"DUOKA_ALLOW_LOOPBACK": "1"},
+    )  # fmt: skip
 
 
 def worlds_of(run):
@@ -54,7 +50,7 @@ def wait_for_world(run, number, num_machines, *machines, step=0):
             assert worlds[-1][1] == num_machines, worlds
             return
         assert time.monotonic() < deadline, f"no world {number}: {worlds}, last steps {steps[-3:]}"
-        assert all(machine.poll() is None for machine in machines), "one has ended; see the logs beside the run"
+        assert all(machine.poll() is None for machine in machines), [machine.said() for machine in machines]
         assert not steps or list_runs(run.path)[0].state in ("starting", "running"), "also between two worlds"
         time.sleep(0.05)
 
@@ -67,18 +63,18 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
     # Steps of many micro-batches give machines time to come; who is undisturbed needs none.
     train_all([(str(yaml), ["train.micro_batch=20"], str(tmp_path / "whole"))], 1)
     run, port = RunFolder(tmp_path / "elastic"), free_port()
-    host = start(yaml, run, port, "host")
+    host = start(yaml, run, port)
     machines = [host]
     try:
-        while f"owns the rendezvous at 127.0.0.1:{port}" not in (tmp_path / "host.log").read_text(encoding="utf-8"):
-            assert host.poll() is None, (tmp_path / "host.log").read_text(encoding="utf-8")
+        while f"owns the rendezvous at 127.0.0.1:{port}" not in host.said():
+            assert host.poll() is None, host.said()
             time.sleep(0.05)
-        machines.append(start(yaml, run, port, "guest"))
+        machines.append(start(yaml, run, port))
         wait_for_world(run, 1, 2, *machines, step=6)
         machines[1].kill()
         machines[1].wait()
         wait_for_world(run, 2, 1, host)
-        machines.append(start(yaml, run, port, "back"))
+        machines.append(start(yaml, run, port))
         wait_for_world(run, 3, 2, host, machines[2])
         machines[2].send_signal(signal.SIGTERM)
         assert machines[2].wait(WITHIN_S) == 75
@@ -89,7 +85,7 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
             machine.wait()
     begun, sizes = zip(*worlds_of(run), strict=True)
     assert sizes == (2, 1, 2, 1) and begun[1] >= 5, f"each goes on from a checkpoint: {worlds_of(run)}"
-    said, guest = ((tmp_path / f"{name}.log").read_text(encoding="utf-8") for name in ("host", "back"))
+    said, guest = host.said(), machines[2].said()
     assert (
         " left after step " in said
         and " has joined" in said
@@ -117,7 +113,7 @@ def test_ranks_that_are_killed_while_their_machines_stay_cost_a_restart_each(tmp
     yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "out"), encoding="utf-8")
     train_all([(str(yaml), [], str(tmp_path / "whole"))], 2)
     dice, run, port, old = random.Random(seed), RunFolder(tmp_path / "elastic"), free_port(), []
-    machines = [start(yaml, run, port, name, "--nodes", "2", "--restarts", "4") for name in ("one", "two")]
+    machines = [start(yaml, run, port, "--nodes", "2", "--restarts", "4") for _ in range(2)]
     try:
         for step in (6, 20, 34):
             ranks = wait_for_ranks(
@@ -131,7 +127,7 @@ def test_ranks_that_are_killed_while_their_machines_stay_cost_a_restart_each(tmp
         for machine in machines:
             machine.kill()
             machine.wait()
-    said = "\n".join((tmp_path / f"{name}.log").read_text(encoding="utf-8") for name in ("one", "two"))
+    said = "\n".join(machine.said() for machine in machines)
     assert codes == [0, 0] and "Traceback" not in said, said
     assert said.count("restart 3 of 4 in") == 2 and "restart 4" not in said, said
     assert [event["step"] for event in read_steps(run)] == list(range(1, STEPS + 1))

@@ -2,11 +2,9 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from commands import run_duoka
 from tiny import write_conversations
 
 from duoka.cli.profile import advice
@@ -47,8 +45,7 @@ def yaml(tmp_path, tiny_model):
 
 
 def profile(yaml, *arguments):
-    command = [sys.executable, "-m", "duoka", "profile", str(yaml), "--steps", "2", *arguments]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=200)
+    done = run_duoka("profile", yaml, "--steps", "2", *arguments, timeout=200)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
@@ -60,8 +57,8 @@ def test_rows_add_up_and_the_trace_can_be_read(yaml, tmp_path):
     assert sum(row["share"] for row in found["operators"]) == pytest.approx(1)
     modules = {row["name"]: row for row in found["modules"]}
     assert {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "embedding"} <= set(modules)
-    # Four layers, two micro-batches a step; what they call is inside.
-    assert modules["self_attn"]["calls"] == modules["mlp"]["calls"] == 8 and modules["embedding"]["calls"] == 2
+    # Two layers, two micro-batches a step; what they call is inside.
+    assert modules["self_attn"]["calls"] == modules["mlp"]["calls"] == 4 and modules["embedding"]["calls"] == 2
     forward_ms = sum(row["seconds"] for row in found["modules"])
     assert 0 < forward_ms < found["profiled_step_s"]
     names = {row["name"] for row in found["operators"]}

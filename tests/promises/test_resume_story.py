@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import write_conversations
-from worlds import run_world
+from worlds import leave_garbage, run_world
 
 # 20 conversations in batches of 8: the third and last batch of an epoch is short.
 YAML = """
@@ -32,6 +32,7 @@ def train_jobs(jobs, results):
     from duoka.train.main import read_inputs, run_in_world
 
     for name, yaml, overrides in jobs:
+        leave_garbage()
         run = RunFolder(Path(results) / name)
         run.make()
         inputs = read_inputs(load_config(yaml, overrides), run)

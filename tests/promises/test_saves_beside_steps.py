@@ -94,10 +94,10 @@ def files_of(folder):
 
 
 @pytest.mark.parametrize("size, strategies", [(1, ["single"]), (2, ["ddp", "zero1", "fsdp"])])
-def test_a_slow_save_holds_its_own_step(tmp_path, tiny_model, size, strategies):
+def test_a_slow_save_holds_its_own_step(tmp_path, deep_model, size, strategies):
     data = write_conversations(tmp_path / "chats.jsonl", 40, seed=3)
     yaml = tmp_path / "run.yaml"
-    yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "out"), encoding="utf-8")
+    yaml.write_text(YAML.format(model=deep_model, data=data, output=tmp_path / "out"), encoding="utf-8")
     jobs = []
     for place, strategy in enumerate(strategies):
         given = [f"parallel.strategy={strategy}"]

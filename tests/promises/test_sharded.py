@@ -123,7 +123,7 @@ def look_at(yaml, strategies, folder):
 def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     data = write_conversations(folder / "chats.jsonl", 34, seed=3)
-    model = write_tiny_model(folder / "model")
+    model = write_tiny_model(folder / "model", layers=LAYERS)
     yaml = folder / "run.yaml"
     yaml.write_text(YAML.format(model=model, data=data, output=folder / "out"), encoding="utf-8")
     return folder, yaml, model, data
@@ -287,7 +287,7 @@ def load_both_ways(yaml, folder):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_loading_never_holds_a_full_copy_per_rank(tmp_path, case):
-    model = write_tiny_model(tmp_path / "model", tied=False, hidden=768, dtype="bfloat16")
+    model = write_tiny_model(tmp_path / "model", tied=False, hidden=768, layers=LAYERS, dtype="bfloat16")
     yaml = tmp_path / "run.yaml"
     yaml.write_text(YAML.format(model=model, data=case[3], output=tmp_path / "out"), encoding="utf-8")
     run_world(4, load_both_ways, str(yaml), str(tmp_path))
@@ -355,7 +355,7 @@ def drift(yaml, folder):
 
     _, world, _, contents, _ = build(yaml, ["parallel.strategy=hsdp", PAIRS], folder)
     check_replicas(contents, world)
-    name = "model.layers.2.mlp.up_proj.weight"
+    name = "model.layers.1.mlp.up_proj.weight"
     if world.rank == 3:
         with torch.no_grad():
             contents.engine.named_trainable()[name].to_local()[0, 0] += 1e-3

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from commands import start_duoka
 from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import train_all
@@ -28,9 +29,13 @@ STEPS = 60
 DEADLINE_S = 120
 
 
-def start(yaml, *arguments, by=()):
-    """`duoka train` as a user types it, in a session of its own; started `by` another command."""
-    command = [*by, sys.executable, "-m", "duoka", "train", str(yaml), "--nproc", "2", *arguments]
+# As `nohup duoka train ... &` in a script starts it: without job control, shells start such jobs with SIGINT ignored.
+IN_BACKGROUND = ("sh", "-c", 'trap "" INT QUIT; exec nohup "$@"', "sh")
+
+
+def start_in_background(yaml, *arguments):
+    """In a session of its own, and nothing of it forked."""
+    command = [*IN_BACKGROUND, sys.executable, "-m", "duoka", "train", str(yaml), "--nproc", "2", *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -38,17 +43,13 @@ def start(yaml, *arguments, by=()):
 
 
 def finish(process):
-    try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+    output, _ = process.communicate(timeout=DEADLINE_S)
     return process.returncode, output
 
 
 def stop_in(phase, number, yaml, run, *arguments):
     """Start, send the signal to the launcher while a rank is in `phase`; returns what the command said."""
-    process = start(yaml, f"output={run.path}", *arguments)
+    process = start_duoka("train", yaml, "--nproc", "2", f"output={run.path}", *arguments)
     try:
         wait_for_ranks(run, 2, lambda beat: beat.step >= 5 and beat.phase == phase, within_s=DEADLINE_S)
         process.send_signal(number)
@@ -93,16 +94,12 @@ def test_a_stopped_launcher_leaves_a_run_that_ends_as_if_never_stopped(tmp_path,
     assert best[0]["best_step"] == best[1]["best_step"]
 
 
-# As `nohup duoka train ... &` in a script starts it: without job control, shells start such jobs with SIGINT ignored.
-IN_BACKGROUND = ("sh", "-c", 'trap "" INT QUIT; exec nohup "$@"', "sh")
-
-
 def test_what_a_script_put_into_the_background_stops_by_sigterm_alone(tmp_path, tiny_model):
     data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
     run = RunFolder(tmp_path / "run")
     yaml = tmp_path / "run.yaml"
     yaml.write_text(YAML.format(model=tiny_model, data=data, output=run.path), encoding="utf-8")
-    process = start(yaml, "train.epochs=200", by=IN_BACKGROUND)
+    process = start_in_background(yaml, "train.epochs=200")
     try:
         ranks = wait_for_ranks(run, 2, lambda beat: beat.step >= 2, within_s=DEADLINE_S)
         for name in ("SIGINT", "SIGHUP", "SIGINT"):  # a terminal sends them to all of a session

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import start_duoka
 from worlds import train_all
 
 from duoka.runs.events import global_log, read_events, read_steps
@@ -35,13 +36,13 @@ def home(tmp_path: Path, tiny_model: Path) -> Path:
 
 def train(home: Path, *arguments: str, packages: Path | None = None, **env: str) -> tuple[int, str]:
     """`duoka train` as a user types it; `packages` are found before those that are installed."""
-    path = os.pathsep.join(map(str, filter(None, (packages, Path(__file__).parents[2] / "src"))))
-    done = subprocess.run(
-        [sys.executable, "-m", "duoka", "train", "sft.yaml", *arguments], cwd=home, timeout=150, text=True,
-        env={**os.environ, "PYTHONPATH": path, **env}, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    return done.returncode, done.stdout
+    given = {**env, **({"PYTHONPATH": str(packages)} if packages else {})}
+    command = start_duoka("train", "sft.yaml", *arguments, cwd=home, env=given)
+    try:
+        said, _ = command.communicate(timeout=150)
+    finally:
+        command.kill()
+    return command.returncode, said
 
 
 def read_wandb(run: RunFolder) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
@@ -153,6 +154,10 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(home:
         "u.find_spec = lambda name, *more: None if name == 'wandb' else real(name, *more)\n",
         encoding="utf-8",
     )
-    code, out = train(home, packages=packages)
-    assert code == 2 and "log.to names wandb, and the package wandb is not installed here" in out, out
+    path = os.pathsep.join(map(str, (packages, Path(__file__).parents[2] / "src")))
+    command = [sys.executable, "-m", "duoka", "train", "sft.yaml"]
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=150)
+    out = done.stderr
+    assert done.returncode == 2 and "log.to names wandb, and the package wandb is not installed here" in out, out
     assert 'pip install "duoka[wandb]"' in out and not (home / "runs").exists()

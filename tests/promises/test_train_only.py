@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 YAML = """
 model: {model}
 data: {{train: [{data}], max_length: 512}}
-train_only: {{layers: [1, 3], modules: [mlp], extra: [norm]}}
+train_only: {{layers: [1], modules: [mlp], extra: [norm]}}
 optim: {{lr: 5e-3, warmup: 0.2, clip: 0.5, weight_decay: 0.1}}
 train: {{epochs: 1, global_batch: 8, micro_batch: 2, precision: fp32, seed: 7}}
 checkpoint: {{every: 100}}
@@ -31,9 +31,7 @@ SPLITS = {"single": 1, "ddp": 2, "zero2": 2, "fsdp": 2}
 def freeze_by_hand(model):
     """What is written in the YAML above, by the parameters' names alone."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(
-            name.startswith(("model.layers.1.mlp.", "model.layers.3.mlp.")) or name == "model.norm.weight"
-        )
+        parameter.requires_grad_(name.startswith("model.layers.1.mlp.") or name == "model.norm.weight")
     return model
 
 
@@ -66,7 +64,7 @@ def test_some_layers_learn_as_in_a_plain_loop_and_the_rest_stays_to_the_bit(case
         error = max(abs(step[key] - value) / value for step, value in zip(steps, want, strict=True))
         assert error < TOLERANCE, f"{key} of {name} is off by {error}"
     before, after = load_file(tiny_model / "model.safetensors"), load_file(folder / name / "final/model.safetensors")
-    assert len(weights) == 7 and before.keys() == after.keys()
+    assert len(weights) == 4 and before.keys() == after.keys()
     for key, value in after.items():
         if key in weights:
             error = float((value - weights[key]).norm() / weights[key].norm())

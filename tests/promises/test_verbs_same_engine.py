@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_any_split import YAML, read_run
 from tiny import write_conversations
-from worlds import run_world
+from worlds import leave_garbage, run_world
 
 # name -> settings of the run; 26 conversations in batches of 8: short last windows, micro-batches that differ.
 RUNS = {
@@ -88,6 +88,7 @@ def train_both(jobs):
 
     world = None
     for yaml, overrides, folder in jobs:
+        leave_garbage()
         run = RunFolder(Path(folder))
         run.make()
         loaded = load_config(yaml, overrides)

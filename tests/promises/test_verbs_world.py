@@ -2,13 +2,11 @@
 
 import contextlib
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 from verbs import Small, Words, collate, count_over
 from worlds import run_world
 
@@ -208,18 +206,16 @@ def test_verbs_between_two_processes(tmp_path):
 
 
 def test_the_example_gives_the_same_losses_on_two_processes_and_goes_on(tmp_path, tiny_model):
-    def run(*command):
-        env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        command = [*command, "--model", str(tiny_model)]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
+    def run(*words):
+        done = run_python(*words, "--model", tiny_model, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return [line.split() for line in done.stdout.splitlines() if line.startswith("epoch")]
 
     example = str(ROOT / "examples" / "own_loop.py")
-    launch = [sys.executable, "-m", "duoka", "launch", "--nproc", "2", example, "--strategy", "zero3"]
-    alone = run(sys.executable, example, "--epochs", "2", "--output", "alone")
+    launch = ["-m", "duoka", "launch", "--nproc", "2", example, "--strategy", "zero3"]
+    alone = run(example, "--epochs", "2", "--output", "alone")
     first = run(*launch, "--epochs", "1", "--output", "two")
-    second = run(sys.executable, example, "--epochs", "2", "--output", "two")
+    second = run(example, "--epochs", "2", "--output", "two")
     both = first + second
     assert [line[:4] for line in both] == [line[:4] for line in alone] and len(alone) == 18
     assert [float(line[-1]) for line in both] == pytest.approx([float(line[-1]) for line in alone], rel=2e-5)

@@ -117,7 +117,7 @@ def flip_one_weight(yaml, folder):
     world = start_world(loaded.config.parallel)
     contents = build_run(inputs, world).contents
     check_replicas(contents, world)
-    name = "model.layers.2.mlp.up_proj.weight"
+    name = "model.layers.1.mlp.up_proj.weight"
     if world.rank == 1:
         weight = contents.engine.named_trainable()[name].detach()
         weight.view(torch.int32)[3, 4] ^= 1  # the lowest bit of one weight

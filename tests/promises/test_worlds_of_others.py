@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import run_duoka, start_duoka
 from worlds import free_port
 
 from duoka.runs.events import read_steps
@@ -66,7 +67,7 @@ def test_torchrun_and_our_own_launcher_train_the_same_and_print_once(home: Path)
 
 
 def test_a_rank_of_a_training_run_that_is_killed_is_named_with_its_step(home: Path) -> None:
-    process = start(home, sys.executable, "-m", "duoka", "train", "sft.yaml", "train.epochs=500", "--nproc", "2")
+    process = start_duoka("train", "sft.yaml", "train.epochs=500", "--nproc", "2", cwd=home, merged=False)
     folder = RunFolder(home / "runs/sft")
     try:
         deadline = time.monotonic() + 90
@@ -90,8 +91,8 @@ def test_a_rank_of_a_training_run_that_is_killed_is_named_with_its_step(home: Pa
 
 
 def test_two_starts_with_the_guides_environment_make_one_world(home: Path) -> None:
-    alone = run(home, sys.executable, "-m", "duoka", "train", "sft.yaml", "output=runs/alone")
-    assert alone[0] == 0, alone[2]
+    alone = run_duoka("train", "sft.yaml", "output=runs/alone", cwd=home)
+    assert alone.returncode == 0, alone.stderr
     env = {"FORCE_TORCHRUN": "1", "NNODES": "2", "NPROC_PER_NODE": "2", "DUOKA_ALLOW_LOOPBACK": "1",
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     line = (sys.executable, "-m", "duoka", "llamafactory-cli", "train", "sft.yaml")

@@ -25,6 +25,12 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture(scope="session")
+def tiny_model(deep_model: Path) -> Path:
+    """Here layers are counted, and no step is slow."""
+    return deep_model
+
+
+@pytest.fixture(scope="session")
 def tiny_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The byte-level tokenizer with a ChatML template, without a model."""
     from tiny import build_tiny_tokenizer

@@ -93,12 +93,12 @@ def test_a_dry_run_sees_what_a_real_step_allocates(config, recompute):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("name", ["fsdp8", "zero1x8", "zero2x8", "hsdp2x4"])
+@pytest.mark.parametrize("name", ["fsdp8", "zero1x8", "zero2x8", "hsdp2x4", "fsdp4·sp2", "zero1x2·sp4"])
 def test_a_rank_of_a_world_that_is_not_there_sends_what_theory_says(name):
     layout = replace(parse_layout(name), packing=False)
     found = dry_run(PLAIN, FACTS, layout, [TOKENS])
     shape = shape_from_config(FACTS)
-    theory = traffic(Work(shape, None), layout, 8, accumulation=1, tokens=TOKENS)
+    theory = traffic(Work(shape, None), layout, 8, accumulation=1, tokens=TOKENS * layout.sp)
     wanted = sum(one.sent_bytes for one in theory)
     sent = sum(one.sent_bytes for one in found.traffic.values())
     assert sent == pytest.approx(wanted, rel=0.02), {kind: vars(one) for kind, one in found.traffic.items()}

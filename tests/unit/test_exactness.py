@@ -27,12 +27,12 @@ def config_folder(path, model_type, **changes):
     return path
 
 
-def run_config(folder, *, stage="sft", strategy="auto", **data):
+def run_config(folder, *, stage="sft", strategy="auto", sequence=1, **data):
     return RunConfig(
         stage=stage,
         model=ModelConfig(name=str(folder)),
         data=DataConfig(train=(DataSource(name="identity"),), **data),
-        parallel=ParallelConfig(strategy=strategy),
+        parallel=ParallelConfig(strategy=strategy, sequence=sequence),
     )
 
 
@@ -90,6 +90,24 @@ def test_a_head_of_more_than_a_matrix_leaves_the_loss_to_the_models_logits(tmp_p
     folder = config_folder(tmp_path, "modernbert-decoder")
     assert choose_rows(run_config(folder), folder).packing
     assert needs_own_logits(run_config(folder).model, folder, packing=True)
+
+
+def test_rows_are_cut_where_tokens_meet_in_attention_alone(tmp_path, fresh):
+    for number, model_type in enumerate(("gemma2", "mixtral", "deepseek_v3")):
+        folder = config_folder(tmp_path / str(number), model_type)
+        assert choose_rows(run_config(folder, sequence=2, packing=False), folder).packing is False
+    for number, model_type in enumerate(("lfm2", "qwen3_next", "falcon_h1")):
+        folder = config_folder(tmp_path / f"mixing-{number}", model_type)
+        with pytest.raises(ConfigError, match=f"rows of model type {model_type} cannot be cut"):
+            choose_rows(run_config(folder, sequence=2), folder)
+
+
+def test_rows_are_not_cut_where_rotation_depends_on_their_length(tmp_path, fresh):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    folder = config_folder(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=64)
+    assert choose_rows(run_config(folder, sequence=2, max_length=64), folder).packing
+    with pytest.raises(ConfigError, match="beyond 64 tokens"):
+        choose_rows(run_config(folder, sequence=2, max_length=128), folder)
 
 
 def test_windows_are_tried_at_lengths_that_leave_them(monkeypatch):

@@ -20,6 +20,9 @@ PER_LAYER = {
 OTHERS = {
     "full, selective": {"recompute": "selective"},
     "full, full recompute": {"recompute": "full"},
+}
+# The same at other places of the code: `make nightly` runs them.
+RARE = {
     "qwen3, lora, dropout": {"family": "qwen3", "lora": {**LORA, "dropout": 0.1}},
     "zero1, lora, loaded whole": {"strategy": "zero1", "size": 4, "lora": LORA, "by_slices": False},
     "zero2, muon": {"strategy": "zero2", "size": 4, "optim": "muon"},
@@ -33,18 +36,25 @@ OFFLOADED = {
 HOST_WORK = ("duoka/model/drawing.py",)  # whether torch's random state of the host has moved
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
+def count_steps(calls, folder):
     if why_not():
         pytest.skip(why_not())
-    calls = {
-        f"{name} {layers}": {**how, "num_layers": layers} for name, (how, _) in PER_LAYER.items() for layers in (1, 2)
-    }
-    calls |= OTHERS | OFFLOADED
-    folder = tmp_path_factory.mktemp("fakegpu")
     guard = compile_guard(folder)
     found = run_on_fake_gpu(guard, {name: ("count_step", how) for name, how in calls.items()}, folder)
     return {name: {**answer, "name": name} for name, answer in found.items()}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    calls = {
+        f"{name} {layers}": {**how, "num_layers": layers} for name, (how, _) in PER_LAYER.items() for layers in (1, 2)
+    }
+    return count_steps(calls | OTHERS | OFFLOADED, tmp_path_factory.mktemp("fakegpu"))
+
+
+@pytest.fixture(scope="module")
+def rare_steps(tmp_path_factory):
+    return count_steps(RARE, tmp_path_factory.mktemp("rare"))
 
 
 def ran(step):
@@ -62,20 +72,37 @@ def test_a_layer_stays_within_its_kernels(steps, name):
     assert per_layer > budget / 2, "kernels were not seen"
 
 
-@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER), *OTHERS])
-def test_the_host_waits_for_the_gpu_once_a_step(steps, name):
-    syncs = ran(steps[name])["syncs"]
+def check_waits(step):
+    """The host waits for the GPU once a step."""
+    syncs = ran(step)["syncs"]
     assert sum(syncs.values()) == 1, syncs
 
 
-@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER), *OTHERS])
-def test_nothing_of_a_step_is_on_the_host(steps, name):
-    step = ran(steps[name])
+def check_places(step):
+    """Nothing of a step is on the host."""
+    ran(step)
     assert not step["held_on_host"], step["held_on_host"]
     strange = [line for line in step["on_host"] if not line.partition(" ")[2].startswith(HOST_WORK)]
     assert not strange, strange
     waiting = [line for line in step["uploads"] if line.startswith("waits ")]
     assert not waiting, waiting
+
+
+@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER), *OTHERS])
+def test_the_host_waits_for_the_gpu_once_a_step(steps, name):
+    check_waits(steps[name])
+
+
+@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER), *OTHERS])
+def test_nothing_of_a_step_is_on_the_host(steps, name):
+    check_places(steps[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RARE)
+def test_other_steps_wait_once_and_have_nothing_on_the_host(rare_steps, name):
+    check_waits(rare_steps[name])
+    check_places(rare_steps[name])
 
 
 def test_passes_take_the_time_that_the_gpu_took(steps):

@@ -203,13 +203,13 @@ def test_steps_that_a_crash_threw_away_count_once(log):
     assert "resumed" in read_page(log.run)
 
 
-def test_a_hundred_thousand_steps_stay_a_small_page(log):
+def test_thirty_thousand_steps_stay_a_small_page(log):
     one = {"v": 1, "type": "step", "t": 0.0, "loss": 1.0, "num_tokens": 10, "step_s": 0.1, "lr": 1e-4, "grad_norm": 1.0}
     with global_log(log.run).open("ab") as file:
-        for step in range(1, 100_001):
+        for step in range(1, 30_001):
             file.write(json.dumps(one | {"step": step, "loss": 1 + (step % 7) / step}).encode() + b"\n")
     text = lines_of(log.run)
-    assert "step 100,000" in text
+    assert "step 30,000" in text
     read_page(log.run)
     assert os.path.getsize(log.run.path / "report.html") < 300_000
 

@@ -32,6 +32,7 @@ from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
 from duoka.parallel.mesh import build_mesh
 from duoka.parallel.precision import compute_in
+from duoka.parallel.sequence import share_sequences
 from duoka.plan.layout import Layout
 from duoka.torch_private import FakeTensorMode, TorchDispatchMode, fake_store, innermost, tree_map_only
 
@@ -195,10 +196,11 @@ def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: Wor
     bare = LossModel(lm.train())
     if not layout.is_sharded:
         # One process, whatever the number of copies; it stays on the meta device until the fake mode is entered.
-        single = replace(layout, strategy="single", dp=1, shard=1)
-        return parallelize(
-            bare, single, config.parallel, build_mesh(single, replace(world, device=torch.device("meta")))
-        )
+        single = replace(layout, strategy="single", dp=1, shard=1, sp=1)
+        if layout.sp > 1:
+            share_sequences(bare, world)
+        alone = replace(world, size=1, device=torch.device("meta"))
+        return parallelize(bare, single, config.parallel, build_mesh(single, alone))
     return parallelize(bare, layout, config.parallel, build_mesh(layout, world))
 
 
@@ -214,7 +216,7 @@ def _fake_world(layout: Layout) -> Iterator[World]:
     """Rank 0 of the layout's world; its collectives return at once and carry nothing."""
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own, and there is one already")
-    size = layout.dp if layout.is_sharded else 1
+    size = (layout.dp if layout.is_sharded else 1) * layout.sp
     dist.init_process_group("fake", rank=0, world_size=size, store=fake_store())
     try:
         yield World(rank=0, size=size, local_size=min(8, size), backend="fake")

@@ -73,7 +73,7 @@ def table(rows: list[RunRow]) -> list[str]:
 @click.option("--folder", default="runs", show_default=True, help="Where runs are looked for by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON: losses, times, bytes per rank.")
 def report(name: str, folder: str, as_json: bool) -> None:
-    from duoka.cluster.listing import find_run
+    from duoka.runs.find import find_run
     from duoka.watch.report import end_lines, summary_to_json
 
     run = find_run(name, Path(folder))
@@ -89,7 +89,8 @@ def report(name: str, folder: str, as_json: bool) -> None:
 @click.option("--grace", type=float, help="Seconds that it may take to save; default: as faults.stop_within says.")
 @click.option("--now", is_flag=True, help="Do not wait for a save: end it at once.")
 def stop(name: str, folder: str, grace: float | None, now: bool) -> None:
-    from duoka.cluster.listing import find_run, stop_run
+    from duoka.cluster.listing import stop_run
+    from duoka.runs.find import find_run
 
     run = find_run(name, Path(folder))
     stop_run(run, grace_s=grace, at_once=now, say=lambda text: click.echo(text, err=True))

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING
 
 from duoka.process.fork_server import Fork, send_fork
 from duoka.process.interpreter import python_module
-from duoka.process.lifeline import PARENT_PID
+from duoka.process.lifeline import PARENT_PID, WORLD_TOKEN
 
 if TYPE_CHECKING:
     from duoka.config.schema import RunConfig
 
 SWITCH = "DUOKA_FORK"  # 0: every rank imports by itself
-WORLD_TOKEN = "DUOKA_WORLD"  # the same in every process of one world, so that only these are ever ended
 _IMPORTS_WITHIN_S = 120.0
 _LOOK_EVERY_S = 0.1
 # What differs from rank to rank and from world to world; no library reads it when it is imported.

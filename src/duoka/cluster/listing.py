@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from duoka.cluster.patience import StopPatience
 from duoka.errors import ConfigError, DuokaError, WorkerFailed
-from duoka.registry import nearest
+from duoka.runs.find import runs_in
 from duoka.runs.folder import RunFolder
 from duoka.runs.status import Status, is_alive, read_status, update_status
 
@@ -46,15 +46,8 @@ class RunRow:
 
 def list_runs(folder: Path) -> list[RunRow]:
     """The run that `folder` is, or the runs in it; the freshest first."""
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}", fix="runs are written where a config's output: says")
-    folders = [folder] if _is_run(folder) else [sub for sub in folder.iterdir() if sub.is_dir() and _is_run(sub)]
-    rows = [_read_row(RunFolder(sub)) for sub in folders]
+    rows = [_read_row(run) for run in runs_in(folder)]
     return sorted(rows, key=lambda row: (row.age_s, row.name))
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "status.json").is_file() or (folder / "events").is_dir()
 
 
 def _read_row(run: RunFolder) -> RunRow:
@@ -81,17 +74,6 @@ def _read_row(run: RunFolder) -> RunRow:
         exit_code=status.exit_code,
         cause=status.cause,
     )
-
-
-def find_run(name: str, folder: Path) -> RunFolder:
-    """A run by its folder, or by its name in `folder`."""
-    for path in (Path(name).expanduser(), folder / name):
-        if path.is_dir() and _is_run(path):
-            return RunFolder(path)
-    names = [row.name for row in list_runs(folder)] if folder.is_dir() else []
-    guess = nearest(name, names)
-    hint = f"did you mean {guess}? " if guess else ""
-    raise ConfigError(f"there is no run {name}", fix=f"{hint}`duoka runs {folder}` lists them")
 
 
 def stop_run(run: RunFolder, *, grace_s: float | None, at_once: bool, say: Callable[[str], None]) -> None:

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import psutil
 
-from duoka.cluster.forks import WORLD_TOKEN, ForkedRank, ForkServer
+from duoka.cluster.forks import ForkedRank, ForkServer
 from duoka.cluster.launch import share_of_machine
 from duoka.cluster.patience import StopPatience
 from duoka.cluster.probe import count_usable_cores
 from duoka.process.exits import DRAIN_KILLED_S, DRAIN_S, DRAIN_SAVED_S, RESUME_ME, SIGTERM_S, ExitWatch
 from duoka.process.interpreter import python_module
-from duoka.process.lifeline import JOINS, PARENT_PID
+from duoka.process.lifeline import JOINS, PARENT_PID, WORLD_TOKEN
 
 # Variables of a launch, not of a rank: a rank's own child processes must not take themselves for nodes.
 START_NAMES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "MIN_NNODES", "MAX_NNODES",

@@ -47,6 +47,13 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "delete it, or write:   strategy: hsdp",
     ),
     Rule(
+        "compile-with-sequence",
+        ("parallel.sequence", "train.compile"),
+        lambda c: c.parallel.sequence > 1 and c.train.compile,
+        "train.compile is true and parallel.sequence is {c.parallel.sequence}: layers that exchange are not compiled",
+        "write:   compile: false",
+    ),
+    Rule(
         "reshard-without-fsdp",
         ("parallel.reshard", "parallel.strategy"),
         lambda c: not c.parallel.reshard and c.parallel.strategy not in ("zero3", "fsdp", "hsdp"),

@@ -14,6 +14,7 @@ from duoka.config.fields import Number, Often, Patience, SampleChoice, Seconds, 
 from duoka.config.trackers import TrackerName
 from duoka.units import parse_seconds
 
+AlertKind = Literal["done", "failed", "stalled", "loss_spike"]
 # Each is an engine of parallel/apply.py; a layout has one of them.
 Strategy = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 
@@ -131,6 +132,23 @@ def _patience_s(value: float | str) -> float | None:
     return math.inf if value == "never" else parse_seconds(value)
 
 
+class AlertConfig(Section):
+    """Who is told what becomes of a run: each is tried once, from a process of its own, and no step waits for it."""
+
+    command: str = Field(
+        "",
+        description="A shell command, told what happened by DUOKA_ALERT, DUOKA_RUN and DUOKA_TEXT; ended after 30 s.",
+    )
+    webhook: str = Field("", description="An http or https address that gets a POST with JSON; given up after 30 s.")
+    on: tuple[AlertKind, ...] = Field(
+        ("done", "failed", "stalled", "loss_spike"), description="What is told: the end, a silence, a loss that jumps."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return bool((self.command or self.webhook) and self.on)
+
+
 class LogConfig(Section):
     """What is printed, and who else gets the numbers."""
 
@@ -144,3 +162,4 @@ class LogConfig(Section):
         ("tensorboard",),
         description="Trackers beside the event log; wandb reads its own WANDB_ variables (project, mode, key).",
     )
+    alert: AlertConfig = AlertConfig()

@@ -12,11 +12,14 @@ import inspect
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from duoka.model.one_document import Scoring, attend_document, attend_stretch
 
 NAME = "duoka"
 _HALF = (torch.float16, torch.bfloat16)
@@ -39,6 +42,32 @@ class Documents:
         return cls(lengths, int(lengths.max()), boundaries.to(device, torch.int32, non_blocking=True))
 
 
+class SequenceExchange(Protocol):
+    """How ranks that each have a stretch of every row attend to whole rows: parallel/sequence.py puts it on modules."""
+
+    is_on: bool
+    rank: int
+    size: int
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Around passes over rows that this rank has whole."""
+        ...
+
+    def deals_heads(self, num_heads: int) -> bool:
+        """Whether each rank computes some heads of whole rows; else all heads of its stretch, and gathers keys."""
+        ...
+
+    def to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+    def to_tokens(self, attended: torch.Tensor) -> torch.Tensor: ...
+
+    def gather(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def gather_keys(self, token_keys: torch.Tensor) -> torch.Tensor: ...
+
+
 def register_attention() -> str:
     """Make `attn_implementation="duoka"` known to transformers; calling it again changes nothing."""
     from transformers import AttentionInterface
@@ -47,6 +76,20 @@ def register_attention() -> str:
     # begin again, which every forward pass would wait for.
     AttentionInterface.register(NAME, attend)
     return NAME
+
+
+def register_blind_attention() -> str:
+    """A name for an attention in which each token sees itself alone: what differs then is mixed by other layers."""
+    from transformers import AttentionInterface
+
+    def see_itself(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+
+    name = f"{NAME}_blind"
+    AttentionInterface.register(name, see_itself)
+    return name
 
 
 def register_watched_attention() -> tuple[str, list[bool]]:
@@ -87,35 +130,75 @@ def attend(
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks are not supported by duoka's attention")
 
-    drop = _find_drop(module, query.device, dropout) if dropout else None
     if documents is None and cu_seq_lens_q is not None:
         documents = Documents.of(cu_seq_lens_q, query.device)
+    how = Scoring(scaling, sliding_window, softcap)
+    exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
+    if exchange is not None and exchange.is_on:
+        return _attend_together(module, exchange, query, key, value, documents, how, dropout), None
+    if dropout:
+        how = replace(how, drop=_find_drop(module, query.device, dropout))
+    return _attend_rows(query, key, value, documents, how), None
+
+
+def _attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, how: Scoring
+) -> torch.Tensor:
+    """Of whole rows: (rows, tokens, heads, head_dim)."""
     if documents is None:
-        return _attend_document(query, key, value, scaling, drop, sliding_window, softcap).transpose(1, 2), None
-    if has_kernel_for(query, bool(dropout), softcap):
-        return attend_all_documents(query, key, value, documents, scaling, sliding_window), None
+        return attend_document(query, key, value, how).transpose(1, 2)
+    if has_kernel_for(query, how.drop is not None, how.softcap):
+        return attend_all_documents(query, key, value, documents, how.scaling, how.window)
     # One call per document: a quadratic cost of each document's length instead of the whole row's. Split, not sliced:
     # the gradient of a slice is as large as the row.
     lengths = documents.lengths.tolist()
     apart = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
-    if drop is None:
-        alone = (_attend_document(*one, scaling, None, sliding_window, softcap).transpose(1, 2) for one in apart)
-        return torch.cat(tuple(alone), dim=1), None
+    if how.drop is None:
+        return torch.cat(tuple(attend_document(*one, how).transpose(1, 2) for one in apart), dim=1)
     starts = itertools.accumulate(lengths, initial=0)
-    parts = [
-        _attend_document(*one, scaling, functools.partial(drop, start=start), sliding_window, softcap).transpose(1, 2)
-        for one, start in zip(apart, starts, strict=False)
-    ]
-    return torch.cat(parts, dim=1), None
+    parts = [attend_document(*one, how, start).transpose(1, 2) for one, start in zip(apart, starts, strict=False)]
+    return torch.cat(parts, dim=1)
 
 
-def _find_drop(module: torch.nn.Module, device: torch.device, p: float) -> Callable[..., torch.Tensor]:
+def _attend_together(
+    module: torch.nn.Module,
+    exchange: SequenceExchange,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents | None,
+    how: Scoring,
+    dropout: float,
+) -> torch.Tensor:
+    """Of the stretch of each row that this rank has, among ranks that have the others; `documents` are whole rows'."""
+    # What is exchanged is as narrow as what attention computes in.
+    query, key, value = (tensor.to(_dtype_of(tensor)) for tensor in (query, key, value))
+    num_heads, tokens = query.shape[1:3]
+    deals = exchange.deals_heads(num_heads)
+    first_head = exchange.rank * num_heads // exchange.size if deals else 0
+    if dropout:
+        drop = _find_drop(module, query.device, dropout, exchange.gather_keys, (first_head, num_heads))
+        how = replace(how, drop=drop)
+    if deals:
+        return exchange.to_tokens(_attend_rows(*exchange.to_heads(query, key, value), documents, how))
+    key, value = exchange.gather(key, value)
+    lengths = [key.shape[2]] if documents is None else documents.lengths.tolist()
+    return attend_stretch(query, key, value, exchange.rank * tokens, lengths, how).transpose(1, 2)
+
+
+def _find_drop(
+    module: torch.nn.Module,
+    device: torch.device,
+    p: float,
+    whole_rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    heads: tuple[int, int] | None = None,
+) -> Callable[..., torch.Tensor]:
     """What drops a document's weights: counted where there are keys to count from, else torch's."""
     drops = getattr(module, "counted_drops", None)
-    counted = None if drops is None else drops.attention(device, p)
+    counted = None if drops is None else drops.attention(device, p, whole_rows, heads)
     if counted is not None:
         return counted  # type: ignore[no-any-return]
-    return lambda weights, start=0: F.dropout(weights, p=p)
+    return lambda weights, first_query=0, first_key=0: F.dropout(weights, p=p)
 
 
 def attend_all_documents(
@@ -211,45 +294,10 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
         with torch.enable_grad():
             documents = Documents.of(torch.tensor([0, 7, 24]), device)
             ours = attend_all_documents(query, key, value, documents, None, None)
-            alone = [_attend_document(q, k, v, None, None, None, None).transpose(1, 2) for q, k, v in parts]
+            alone = [attend_document(q, k, v, Scoring()).transpose(1, 2) for q, k, v in parts]
             want = torch.cat(alone, dim=1)
             pairs = [(ours, want)]
             pairs += zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True)
     except (RuntimeError, ValueError, TypeError):
         return False
     return all(torch.allclose(one.float(), two.float(), atol=0.03, rtol=0.03) for one, two in pairs)
-
-
-def _attend_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    drop: Callable[..., torch.Tensor] | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    tokens = query.shape[2]
-    far = window is not None and tokens > window
-    grouped = query.shape[1] != key.shape[1]
-    if softcap is None and drop is None:
-        mask = _window_mask(tokens, window, query.device) if far else None
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling,
-            enable_gqa=grouped,
-        )  # fmt: skip
-    if grouped:
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_window_mask(tokens, window if far else None, query.device), float("-inf"))
-    weights = scores.float().softmax(dim=-1).to(query.dtype)
-    return (weights if drop is None else drop(weights)) @ value
-
-
-def _window_mask(tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where a token may look: at itself and before, at most `window` tokens in all."""
-    place = torch.arange(tokens, device=device)
-    distance = place[:, None] - place[None, :]
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

@@ -21,7 +21,7 @@ from duoka.config.adapters import read_held
 from duoka.errors import ConfigError
 from duoka.hub.new_model import is_new
 from duoka.model.adapters import Earlier
-from duoka.model.attention import Documents, register_attention
+from duoka.model.attention import Documents, SequenceExchange, register_attention
 from duoka.model.chunks import Places
 from duoka.model.drawing import check_harmless, has_drawn, read_generators
 from duoka.model.dropout import count_dropout
@@ -225,6 +225,11 @@ class LossModel(torch.nn.Module):
 
     def next_token(self, input_ids: torch.Tensor) -> int:
         """The likeliest token after one row (1, tokens). Under FSDP all ranks call it: weights are gathered for it."""
+        exchange: SequenceExchange | None = getattr(self, "sequence_exchange", None)
+        with contextlib.nullcontext() if exchange is None else exchange.paused():
+            return self._next_token(input_ids)
+
+    def _next_token(self, input_ids: torch.Tensor) -> int:
         core: Any = self.core
         length = input_ids.shape[1]
         positions = torch.arange(length, device=input_ids.device)[None]

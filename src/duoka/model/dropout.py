@@ -148,20 +148,30 @@ class Drops:
         finally:
             self.keys[device] = before
 
-    def attention(self, device: torch.device, p: float) -> Callable[..., torch.Tensor] | None:
-        """Drops weights (rows, heads, queries, keys) of the document that begins at a token; None without keys.
+    def attention(
+        self,
+        device: torch.device,
+        p: float,
+        whole_rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        heads: tuple[int, int] | None = None,
+    ) -> Callable[..., torch.Tensor] | None:
+        """Drops weights (rows, heads, queries, keys) that begin at tokens of a row; None without keys to count from.
 
-        By the query's token, the key's token and the head.
+        By the query's token, the key's token and the head. Where ranks share rows, `whole_rows` brings their keys
+        together, and `heads` says which head of how many the first here is.
         """
         keys = self.keys_on(device)
         if keys is None:
             return None
         place, level = _next_place(), level_of(p)
+        row = keys if whole_rows is None else whole_rows(keys)
 
-        def drop_weights(weights: torch.Tensor, start: int = 0) -> torch.Tensor:
-            own = keys[:, start : start + weights.shape[2]]
-            pairs = own[:, :, None] * _PAIR + own[:, None, :]
-            mask = dropped(pairs, place, weights.shape[1], level).permute(0, 3, 1, 2)
+        def drop_weights(weights: torch.Tensor, first_query: int = 0, first_key: int = 0) -> torch.Tensor:
+            asking = row[:, first_query : first_query + weights.shape[2]]
+            asked = row[:, first_key : first_key + weights.shape[3]]
+            pairs = asking[:, :, None] * _PAIR + asked[:, None, :]
+            first, num_heads = heads or (0, weights.shape[1])
+            mask = dropped(pairs, place, num_heads, level)[..., first : first + weights.shape[1]].permute(0, 3, 1, 2)
             return weights.masked_fill(mask, 0.0) * keep_scale(level)
 
         return drop_weights

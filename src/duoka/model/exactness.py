@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.model.attention import NAME, register_attention, register_watched_attention
+from duoka.model.attention import NAME, register_attention, register_blind_attention, register_watched_attention
 from duoka.model.build import LossModel, quiet_loading
 from duoka.model.chunks import IGNORED
 from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, count_parameters, tiny_config
@@ -96,6 +96,7 @@ class SelfTest:
         self._documents = _draw_documents()
         self._done: dict[LayOut, LayoutTrial] = {}
         self._tiny, self._alone = self._find_copy(config)
+        self.stretched_from = _find_stretch(config)  # tokens; None: its rotary embedding is one for all lengths
 
     def trial(self, layout: LayOut) -> LayoutTrial:
         if layout not in self._done:
@@ -104,6 +105,32 @@ class SelfTest:
             if self._done[layout].is_exact:
                 self._alone = None  # nobody asks further: its weights and gradients need not stay
         return self._done[layout]
+
+    @functools.cached_property
+    def pieces(self) -> LayoutTrial:
+        """A row computed in two pieces, with an attention in which no token sees another: whether anything else does.
+
+        What ranks of a sequence exchange is attention's; layers that mix tokens otherwise would miss their neighbors.
+        """
+        row = torch.cat(self._documents)[None]
+        places = torch.arange(row.shape[1])[None]
+        middle = row.shape[1] // 2
+
+        def answer(part: slice) -> torch.Tensor:
+            logits = model(input_ids=row[:, part], position_ids=places[:, part], use_cache=False).logits
+            assert isinstance(logits, torch.Tensor)
+            return logits
+
+        try:
+            with quiet_loading(), torch.no_grad():
+                model = build_tiny(self._tiny, register_blind_attention(), trust_remote_code=self._trust)
+                whole = answer(slice(None))
+                cut = torch.cat((answer(slice(middle)), answer(slice(middle, None))), dim=1)
+        except _BREAKS as error:
+            return LayoutTrial(math.inf, why=f"its code does not run in pieces ({_in_one_line(error)})")
+        off = float((cut - whole).norm() / whole.norm())
+        why = "layers beside its attention look at other tokens, or at how many there are"
+        return LayoutTrial(off if math.isfinite(off) else math.inf, why=why)
 
     @property
     def layout(self) -> LayOut | None:
@@ -182,6 +209,8 @@ KNOWN: dict[str, SelfTest] = {}
 def choose_rows(config: RunConfig, folder: Path) -> RowChoice:
     """Packed where that is exact, padded where only that is; refuses what is neither, or what was asked otherwise."""
     tested = check_architecture(folder, trust_remote_code=config.model.trust_remote_code)
+    if config.parallel.sequence > 1:
+        _check_pieces(config, tested)
     pads = not config.data.packs or config.parallel.strategy == "dp"
     if not pads and tested.trial("packed").is_exact:
         return RowChoice(True)
@@ -209,6 +238,27 @@ def choose_rows(config: RunConfig, folder: Path) -> RowChoice:
             f"data.packing is true, and {what}", where=found, fix="write:   packing: auto   (it pads then)"
         )
     return RowChoice(False, (f"padded rows, not packed ones: {what} ({packed.sentence()})",))
+
+
+def _check_pieces(config: RunConfig, tested: SelfTest) -> None:
+    """Refuse to cut the rows of an architecture whose other layers need whole ones."""
+    fix = "write:   sequence: 1   with strategy: fsdp, or recompute: full, where memory is short"
+    pieces = tested.pieces
+    if not pieces.is_exact:
+        found = f"logits are off by {pieces.error:.1%}: {pieces.why}" if math.isfinite(pieces.error) else pieces.why
+        raise ConfigError(
+            f"parallel.sequence is {config.parallel.sequence}, and rows of model type {tested.name} cannot be cut",
+            where=f"a tiny copy of it, one row in two pieces against the whole: {found}",
+            fix=fix,
+        )
+    stretched = tested.stretched_from
+    if stretched is not None and config.data.max_length > stretched:
+        raise ConfigError(
+            f"parallel.sequence is {config.parallel.sequence}, and the rotary embedding of model type {tested.name} "
+            f"depends on how long a row is beyond {stretched:,} tokens; data.max_length is {config.data.max_length:,}",
+            where="ranks that each see a stretch of a row would each take another",
+            fix=f"write:   max_length: {stretched}   or\n{fix}",
+        )
 
 
 def needs_own_logits(model: ModelConfig, folder: Path, packing: bool) -> bool:
@@ -279,6 +329,17 @@ def _distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
     apart = [(found.get(name, zero) - wanted.get(name, zero)).norm() for name in found.keys() | wanted.keys()]
     size = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
     return float(torch.stack(apart).norm() / size)
+
+
+def _find_stretch(config: Any) -> int | None:
+    """From which length on a model's rotary embedding is made anew for each row, by the row's length."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    if not any(one.get("rope_type") in ("dynamic", "longrope") for one in kinds):
+        return None
+    known = [one.get("original_max_position_embeddings") for one in kinds]
+    return int(next((one for one in known if one), None) or text.max_position_embeddings)
 
 
 def _in_one_line(error: BaseException) -> str:

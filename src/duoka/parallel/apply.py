@@ -1,4 +1,4 @@
-"""The one fixed order in which a model becomes parallel: (pipeline,) (tensor,) fused, recompute, compile, data.
+"""The one fixed order of making a model parallel: (pipeline,) (tensor,) sequence, fused, recompute, compile, data.
 
 For `duoka train`, whose model is a LossModel, and for any module that people's own loops bring (duoka.Accelerator).
 What is in brackets arrives with later parts, at its place in STEPS. A new way to share the work is an engine in a file
@@ -23,6 +23,7 @@ from duoka.parallel.dp import DataParallel
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.recompute import apply_recompute
+from duoka.parallel.sequence import share_sequences
 from duoka.parallel.sharded import Sharded
 from duoka.parallel.single import Single
 from duoka.plan.layout import Layout
@@ -34,6 +35,10 @@ class Step(NamedTuple):
     name: str
     applies: Callable[[EngineSpec], bool]
     apply: Callable[[EngineSpec], None]
+
+
+def _share_sequences(spec: EngineSpec) -> None:
+    share_sequences(spec.bare, spec.mesh.sequence)
 
 
 def _fuse(spec: EngineSpec) -> None:
@@ -58,6 +63,7 @@ def _compile(spec: EngineSpec) -> None:
 
 
 STEPS = (
+    Step("sequence", lambda spec: spec.layout.sp > 1, _share_sequences),
     Step("fused", lambda spec: isinstance(spec.bare, LossModel) and not spec.layout.compile, _fuse),
     Step("recompute", lambda spec: spec.layout.recompute != "none", _recompute),
     Step("compile", lambda spec: spec.layout.compile, _compile),

@@ -130,7 +130,8 @@ class Ddp(Engine):
 
     def rejoin(self, shortage: Shortage, batch: GlobalBatch, objective: Objective) -> bool:
         """Join the pending gradient exchange, by a pass over one token in place of the one that ran out of memory."""
-        if shortage.is_in_exchange and self.mesh.loss.size > 1:
+        # Ranks that share rows exchange in every layer: it stopped between two of them, and others wait in the next.
+        if (shortage.is_in_exchange and self.mesh.loss.size > 1) or self.mesh.sequence.size > 1:
             return False
         device = self.world.device
         with self.exchange(True):

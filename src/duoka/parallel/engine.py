@@ -33,6 +33,7 @@ from duoka.parallel.mesh import Mesh
 from duoka.parallel.objective import Objective, mean_loss, no_loss
 from duoka.parallel.out_of_memory import Shortage, describe_shortage, is_out_of_memory
 from duoka.parallel.precision import build_numerics, compute_in
+from duoka.parallel.sequence import cut_rows
 from duoka.plan.layout import Layout
 from duoka.torch_private import found_inf
 
@@ -173,6 +174,7 @@ class Engine:
             for names in (denominators, objective.metrics)
         ]
         for place, micro in enumerate(batch.micro_batches):
+            part = self.part_of(micro)
             started, waited = time.perf_counter(), LEDGER.waited_s
             world.heart.tell("forward")
             if clock is not None:
@@ -181,8 +183,8 @@ class Engine:
                 # Forward belongs inside too: DDP decides there whether this pass will exchange gradients.
                 with self.exchange(place == last):
                     inject.strike_forward(step, world.rank)
-                    with observer.forward(micro.input_ids.numel()), compute_in(self.numerics.precision, device):
-                        sums = objective.sums(self.model, micro, device)
+                    with observer.forward(part.input_ids.numel()), compute_in(self.numerics.precision, device):
+                        sums = objective.sums(self.model, part, device)
                     losses = {k: inject.strike_loss(loss, step, world.rank) for k, loss in sums.losses.items()}
                     middle, waited_forward = time.perf_counter(), LEDGER.waited_s - waited
                     world.heart.tell("backward")
@@ -206,6 +208,10 @@ class Engine:
         if clock is not None:
             clock.mark("end")
         return RankSums(totals[0], totals[1], times, clock=clock)
+
+    def part_of(self, micro: Batch) -> Batch:
+        """What this rank computes of a micro-batch of its data rank: all, or its stretch of every row."""
+        return cut_rows(micro, self.mesh.sequence.rank, self.mesh.sequence.size)
 
     def exchange(self, last: bool) -> AbstractContextManager[None]:
         """Around the passes of one micro-batch: what they exchange. `last`: of the step."""
@@ -272,7 +278,7 @@ class Engine:
         with torch.random.fork_rng(devices), self.rehearsing(is_last):
             self.world.heart.tell("forward")
             with compute_in(self.numerics.precision, device):
-                sums = objective.sums(self.model, micro, device)
+                sums = objective.sums(self.model, self.part_of(micro), device)
             self.world.heart.tell("backward")
             no_loss(sums.losses).backward()
         if is_last:

@@ -40,6 +40,7 @@ class Mesh:
     loss: World = field(default_factory=World)  # whose sums make the loss, and whose gradients are added
     copies: World = field(default_factory=World)  # who holds the same bits of weights and optimizer state
     pipeline: World = field(default_factory=World)  # whose layers make a whole model
+    sequence: World = field(default_factory=World)  # who has the other stretches of the same rows
     copy_axes: tuple[str, ...] = ("replicate", "sp")
 
     @property
@@ -94,6 +95,10 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         rank = _rank_at({axis: sizes[axis] for axis in used}, place)
         return replace(world, rank=rank, size=size, group=groups.get(used), name=name)
 
+    # A group of its own: attention's exchanges cross those of gradients and weights, which may be of the same ranks.
+    sequence = view("sequence", "sp")
+    if layout.sp > 1:
+        sequence = replace(sequence, group=_group_over(world, sizes, place, ("sp",), is_new=True))
     # Where weights are sharded, the ranks of a sequence hold different parts of them.
     copy_axes = ("replicate",) if layout.is_sharded else ("replicate", "sp")
     return Mesh(
@@ -104,6 +109,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         loss=view("loss", "replicate", "shard", "sp"),
         copies=view("copies", *copy_axes),
         pipeline=view("pipeline", "pp"),
+        sequence=sequence,
         copy_axes=copy_axes,
     )
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from duoka.plan.axes import deals_heads, key_value_heads
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import ModelShare, Program, Work
 from duoka.plan.shape import adapted_linears
+from duoka.plan.sizes import ModelShape
 
 # Logits of one chunk of the loss in fp32. model/chunks.py has the same chunks; a test holds the two together.
 LOSS_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
@@ -74,9 +76,12 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, str]:
     formula = f"{rule.hidden}h + {rule.key_value}kv + {rule.ffn}f + 4a + 8"
     total: float = wide_bytes + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
     total += 4 * shape.num_heads + 8
-    if layout.packing:
-        total += size * shape.q_size  # documents' outputs are joined into one more tensor
-        formula += f" + {size}h (packed)"
+    if layout.packing or layout.sp > 1:
+        total += size * shape.q_size  # documents' outputs are joined, or exchanged, into one more tensor
+        formula += f" + {size}h ({'packed' if layout.packing else 'exchanged'})"
+    if layout.sp > 1:
+        total += 2 * size * (held_kv_size(shape, layout) - shape.kv_size)
+        formula += f" + {2 * size} for what of keys and values other ranks hold too"
     if not shape.gated:
         total += (2 * size - rule.ffn) * shape.intermediate_size  # one product and its activation
         formula += " (2 tensors of width f: no gate)"
@@ -89,6 +94,15 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, str]:
         total += rule.rank * work.lora.rank * len(adapted)
         formula += f" + {rule.rank}r per adapter"
     return total, f"per token and layer {formula}"
+
+
+def held_kv_size(shape: ModelShape, layout: Layout) -> int:
+    """How many keys (and as many values) a rank attends to for each token of its own: some heads of whole rows."""
+    if layout.sp == 1:
+        return shape.kv_size
+    heads, held = shape.num_heads // layout.tp, max(1, shape.num_kv_heads // layout.tp)
+    sent = key_value_heads(heads, held, layout.sp) if deals_heads(heads, layout.sp) else range(held * layout.sp)
+    return len(sent) * shape.head_dim
 
 
 def selective_bytes(work: Work, layout: Layout) -> float:

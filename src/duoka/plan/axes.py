@@ -24,6 +24,31 @@ def data_ranks(parallel: ParallelConfig, world_size: int) -> int:
     return world_size // math.prod(axes_of(parallel).values())
 
 
+def deals_heads(num_heads: int, num_ranks: int) -> bool:
+    """Whether ranks of a sequence exchange heads for tokens; else they gather keys and values, for any number of heads.
+
+    Heads travel once each way, and keys and values stay as small as they were: preferred wherever heads divide.
+    """
+    return num_heads % num_ranks == 0
+
+
+def key_value_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> list[int]:
+    """Which key-value heads go out, rank after rank: those of a rank's query heads, equally many query heads to each.
+
+    A head goes to each rank that asks for it, and twice to one whose query heads use their heads unequally.
+    """
+    own, group = num_heads // num_ranks, num_heads // num_kv_heads
+    each = math.gcd(own, group)
+    return [(rank * own + at) // group for rank in range(num_ranks) for at in range(0, own, each)]
+
+
+def why_exchange(num_heads: int, num_ranks: int) -> str:
+    """How attention works over a sequence that is cut, in words."""
+    if deals_heads(num_heads, num_ranks):
+        return f"all-to-all: each rank attends with {num_heads // num_ranks} of {num_heads} heads to whole rows"
+    return f"all-gather: {num_heads} heads do not divide by {num_ranks}, so each gathers keys and values of whole rows"
+
+
 def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:
     """Axes that this version does not train with, or that do not divide the world."""
     used = {axis: size for axis, size in axes_of(parallel).items() if size > 1}
@@ -36,6 +61,15 @@ def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:
                     fix=f"delete it; what it would give:   duoka plan CONFIG --layout {axis}{used[axis]}",
                 )
             ]
+    if "sp" in used and len(used) > 1:
+        others = " and ".join(KEYS[axis] for axis in used if axis != "sp")
+        return [
+            Fault(
+                f"parallel.sequence is {used['sp']} beside {others}: this version does not train with both",
+                key=KEYS["sp"],
+                fix=f"delete parallel.sequence, or delete {others} and write:   strategy: fsdp",
+            )
+        ]
     inner = math.prod(used.values())
     if not used or world_size % inner == 0:
         return []

@@ -97,7 +97,7 @@ def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_byte
         ("train.recompute: full", task, replace(layout, recompute="full")),
         (f'recompute: full and micro_batch: "{length} tokens"', task, shared),
     ]
-    if layout.dp > 1 and layout.strategy != "fsdp" and not layout.axes:
+    if layout.dp * layout.sp > 1 and layout.strategy != "fsdp" and set(layout.axes) <= {"sp"}:
         fsdp = replace(layout, strategy="fsdp", shard=layout.dp)
         tries.insert(0, ("parallel.strategy: fsdp", task, fsdp))
         tries.append(

@@ -16,7 +16,7 @@ from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import RunConfig, TrainConfig
 from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
-from duoka.plan.axes import axes_of, check_axes, data_ranks
+from duoka.plan.axes import axes_of, check_axes, data_ranks, why_exchange
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import SHARDED, Layout, Precision, Recompute, Strategy
 from duoka.plan.memory import FITS
@@ -57,7 +57,7 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
     if axes := check_axes(config.parallel, world_size):
         return [*faults, *axes]
     data = data_ranks(config.parallel, world_size)
-    if config.parallel.strategy in ("single", "dp") and data > 1:
+    if config.parallel.strategy in ("single", "dp") and data * config.parallel.sequence > 1:
         asked = config.parallel.strategy
         what = f"parallel.strategy is {asked}, which is one process, but {world_size} processes are asked for"
         fix = "write for example:   strategy: auto   (or start one process: --nproc 1)"
@@ -123,7 +123,7 @@ def choose_layout(
     data = data_ranks(config.parallel, world_size)
     layout = Layout(
         dp=data,
-        strategy="single" if data == 1 else "ddp",
+        strategy="single" if data * config.parallel.sequence == 1 else "ddp",
         precision=_choose_precision(config.train, machine, reasons, warnings),
         micro=Amount(config.sample_tokens, "tokens"),
         packing=config.data.packs,
@@ -141,6 +141,8 @@ def choose_layout(
     if given is None:
         local = data_ranks(config.parallel, local_size or world_size) or 1
         layout = _with_strategy(config, task, layout, available_bytes, local, reasons)
+    if layout.sp > 1:
+        reasons["parallel.sequence"] = f"{layout.sp}, {why_exchange(task.work.shape.num_heads // layout.tp, layout.sp)}"
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
     layout = replace(layout, recompute=_choose_recompute(config.train, task, smallest, available_bytes, reasons))
     if config.train.micro_batch != "auto":
@@ -167,8 +169,8 @@ def _with_strategy(
     reasons: dict[str, str],
 ) -> Layout:
     """`layout` is single or ddp; sharding costs traffic, so `auto` takes it only when memory asks for it."""
-    asked, size = config.parallel.strategy, layout.dp
-    if asked == "ddp" and size == 1:  # as an elastic run may become: there is no other rank to exchange gradients with
+    asked, size, adding = config.parallel.strategy, layout.dp, layout.dp * layout.sp
+    if asked == "ddp" and adding == 1:  # as an elastic run may become: there is no other to exchange gradients with
         reasons["parallel.strategy"] = "single: one process, and ddp is for several"
         return layout
     if asked != "auto":
@@ -178,7 +180,7 @@ def _with_strategy(
         if strategy == "dp":  # rows go to the GPUs: there must be several
             return replace(layout, strategy=strategy, packing=False)
         return replace(layout, strategy=strategy, shard=size if strategy in SHARDED else 1)
-    if size == 1:
+    if adding == 1:
         reasons["parallel.strategy"] = "single: one process"
         return layout
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
@@ -186,7 +188,7 @@ def _with_strategy(
     # Packed weights are not cut either.
     is_whole = config.optim.name in WHOLE_WEIGHT_OPTIMIZERS or config.model.quantization != "none"
     if need <= FITS * available_bytes or is_whole:
-        reasons["parallel.strategy"] = f"ddp: {size} processes, each with a whole model"
+        reasons["parallel.strategy"] = f"ddp: {adding} processes, each with a whole model"
         return layout
     if wishes := ddp_settings(config):
         reasons["parallel.strategy"] = f"ddp: {', '.join(wishes)} is for ddp only; without it the model would be shared"
@@ -197,7 +199,7 @@ def _with_strategy(
         if memory_of(task, inside).peak_bytes <= FITS * available_bytes:
             reasons["parallel.strategy"] = f"hsdp: the {local_size} processes of a node share one model; {why}"
             return replace(layout, strategy="hsdp", shard=local_size)
-    reasons["parallel.strategy"] = f"fsdp: {size} processes share one model; {why}"
+    reasons["parallel.strategy"] = f"fsdp: {adding} processes share one model; {why}"
     return replace(layout, strategy="fsdp", shard=size)
 
 
@@ -244,7 +246,7 @@ def _choose_micro(
     available_bytes: int,
     reasons: dict[str, str],
 ) -> Layout:
-    cap = GPU_TOKENS if machine.device == "cuda" else CPU_TOKENS
+    cap = (GPU_TOKENS if machine.device == "cuda" else CPU_TOKENS) * layout.sp
     longest = task.max_length
     longest_words = f"one {'pair of twice' if task.sequences > 1 else 'sample of'} data.max_length"
     for tokens in _ladder(cap, longest):

@@ -19,7 +19,7 @@ Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "params"]
 
 # Axes beside data parallelism that `duoka train` runs. Others are ranked by the plan, marked, and never chosen.
-TRAINABLE_AXES: tuple[str, ...] = ()
+TRAINABLE_AXES: tuple[str, ...] = ("sp",)
 AXES = ("tp", "pp", "sp")
 
 SHARDED: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp", "hsdp")
@@ -53,6 +53,8 @@ class Layout:
             raise ValueError(f"a layout needs at least one replica, got {self.dp}")
         if self.strategy in ("single", "dp") and self.dp != 1:
             raise ValueError(f"strategy {self.strategy} is one process, got {self.dp}")
+        if self.strategy in ("single", "dp") and self.sp > 1:
+            raise ValueError(f"ranks of a sequence add their gradients: write ddp1.sp{self.sp}, not {self.strategy}")
         if self.shard < 1 or self.dp % self.shard:
             raise ValueError(f"{self.dp} ranks cannot be cut into groups of {self.shard}")
 
@@ -74,7 +76,8 @@ class Layout:
     @property
     def is_trainable(self) -> bool:
         """Whether this version can train with it; what it cannot, it can still plan."""
-        return all(axis in TRAINABLE_AXES for axis in self.axes)
+        known = all(axis in TRAINABLE_AXES for axis in self.axes)
+        return known and ("sp" not in self.axes or len(self.axes) == 1)  # sequences are shared beside data ranks only
 
     @property
     def is_sharded(self) -> bool:
@@ -84,6 +87,11 @@ class Layout:
     def num_replicas(self) -> int:
         """How many ranks hold the same part of the state."""
         return self.dp // self.shard
+
+    @property
+    def state_ranks(self) -> int:
+        """How many ranks share one copy of what is sharded: those of a sequence hold different parts too."""
+        return self.shard * self.sp
 
     @property
     def world_size(self) -> int:
@@ -158,13 +166,14 @@ def complete_layout(text: str, world_size: int) -> Layout:
     Raises ValueError for a product that is not the world: 48 data ranks of 12 stages and 4 tensor ranks need 2,304.
     """
     if re.match(r"^\s*(tp|pp|sp)\d", text.lower()):
-        inner = parse_layout(f"single.{text}").world_size
+        alone = "ddp1" if "sp" in text.lower() else "single"
+        inner = parse_layout(f"{alone}.{text}").world_size
         if world_size % inner:
             raise ValueError(
                 f"{text} is {inner} devices for one copy of the model, and {world_size} are no multiple of it"
             )
         copies = world_size // inner
-        return parse_layout(f"zero1x{copies}.{text}" if copies > 1 else f"single.{text}")
+        return parse_layout(f"zero1x{copies}.{text}" if copies > 1 else f"{alone}.{text}")
     layout = parse_layout(text)
     if layout.world_size != world_size:
         sizes = " x ".join(f"{axis} {size}" for axis, size in {"dp": layout.dp, **layout.axes}.items())

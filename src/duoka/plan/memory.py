@@ -71,9 +71,8 @@ def estimate_memory(
     matters only where attention keeps its scores. Evaluations measure up to `eval_tokens` at once.
     """
     sizes = -(-tokens // layout.sp), -(-(tokens if later is None else later) // layout.sp)
-    stages = [
-        _estimate(work, layout, share, sizes, length, eval_tokens) for share in shares(work, layout, accumulation)
-    ]
+    measured = -(-eval_tokens // layout.sp)
+    stages = [_estimate(work, layout, share, sizes, length, measured) for share in shares(work, layout, accumulation)]
     return max(stages, key=lambda memory: memory.peak_bytes)
 
 
@@ -242,5 +241,5 @@ def _optimizer_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     if work.program is not None or work.optimizer == "adamw":
         return 0
     if work.device == "cuda":
-        return 4 * share.trainable // layout.shard
-    return 8 * (share.embedding if work.lora is None else 0) // layout.shard
+        return 4 * share.trainable // layout.state_ranks
+    return 8 * (share.embedding if work.lora is None else 0) // layout.state_ranks

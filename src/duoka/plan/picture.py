@@ -49,6 +49,7 @@ def layout_lines(plan: Plan) -> list[str]:
     layout = plan.layout
     rows = [
         ("parallel.strategy", layout.name),
+        ("parallel.sequence", str(layout.sp)),
         ("train.precision", layout.precision),
         ("train.recompute", layout.recompute),
         ("train.micro_batch", str(layout.micro)),

@@ -187,7 +187,7 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     # Weights that train_only leaves alone stay fp32, as those beside them; a base under adapters is only read.
     frozen_size: float = 4 if layout.precision == "fp32" or work.train_only is not None else 2
     packed_size = QUANTIZED_BYTES.get(work.frozen_bits, frozen_size)
-    train, ranks, state = share.trainable, layout.shard, work.state_bytes
+    train, ranks, state = share.trainable, layout.state_ranks, work.state_bytes
     packed = min(share.block_linear, share.frozen)  # embedding, head and norms stay as they are
     frozen = int(packed * packed_size + (share.frozen - packed) * frozen_size)
     note = f" + {packed_size:g}(P-Pt)" if frozen else ""
@@ -229,7 +229,7 @@ def _gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int,
 
 def _static_of_program(program: Program, layout: Layout, share: ModelShare) -> StaticMemory:
     """The same families with the program's own bytes: which of weights, gradients and state are shared out."""
-    ranks, train = layout.shard, share.trainable
+    ranks, train = layout.state_ranks, share.trainable
     split = {"zero1": (1, 1, ranks), "zero2": (1, ranks, ranks), "fsdp": (ranks,) * 3, "hsdp": (ranks,) * 3}
     by = split.get(layout.strategy, (1, 1, 1))
     frozen = share.frozen * program.weights
@@ -246,7 +246,7 @@ def _static_of_program(program: Program, layout: Layout, share: ModelShare) -> S
 def static_table(work: Work, layout: Layout) -> tuple[StaticMemory, ...]:
     """Every strategy for the same ranks."""
     ranks = layout.dp
-    rows = [replace(layout, strategy="single", dp=1, shard=1, offload="none")]
+    rows = [replace(layout, strategy="single", dp=1, shard=1, sp=1, offload="none")]
     rows += [replace(layout, strategy="ddp", shard=1, offload="none")]
     rows += [replace(layout, strategy=strategy, shard=ranks, offload="none") for strategy in ("zero1", "zero2", "fsdp")]
     rows = [layout if row.strategy == layout.strategy else row for row in rows]

@@ -76,11 +76,12 @@ def layouts_of(cluster: Cluster, start: Layout, max_length: int) -> Iterator[Lay
             for sp in _sizes(world // pp // tp, per_node) if max_length >= LONG_TOKENS else (1,):
                 data = world // pp // tp // sp
                 axes = {"tp": tp, "pp": pp, "sp": sp}
-                yield from (replace(start, **how, **axes) for how in _strategies(data, cluster, tp * pp * sp))  # type: ignore[arg-type]
+                yield from (replace(start, **how, **axes) for how in _strategies(data, cluster, tp * pp, sp))  # type: ignore[arg-type]
 
 
-def _strategies(data: int, cluster: Cluster, others: int) -> Iterator[dict[str, object]]:
-    if data == 1:
+def _strategies(data: int, cluster: Cluster, cuts: int, sp: int) -> Iterator[dict[str, object]]:
+    others = cuts * sp
+    if data * sp == 1:
         yield {"dp": 1, "strategy": "single", "shard": 1}
         return
     names: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "fsdp") if others == 1 else ("ddp", "zero1", "fsdp")
@@ -125,8 +126,6 @@ def _tensor_fault(layout: Layout, shape: ModelShape, cluster: Cluster) -> str | 
 def _other_fault(layout: Layout, shape: ModelShape, task: Task) -> str | None:
     if layout.pp > shape.num_layers:
         return f"{layout.pp} stages for {shape.num_layers} layers"
-    if layout.sp > 1 and (shape.num_heads % layout.sp or shape.num_kv_heads % layout.sp):
-        return f"{shape.num_heads} heads and {shape.num_kv_heads} key-value heads, for {layout.sp} sequence ranks"
     if layout.pp > 1 and layout.strategy in ("zero2", "fsdp", "hsdp"):
         return "a pipeline keeps its weights for many micro-batches: sharing them out would gather them for each"
     samples = max(1.0, task.tokens_per_step / task.length)

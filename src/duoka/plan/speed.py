@@ -113,7 +113,7 @@ def estimate_speed(
     exposed, whole = _exposed(exchanges, cluster, layout, count, forward, backward + again, work.shape.num_layers)
     bubble = compute * (layout.pp - 1) / count if layout.pp > 1 else 0.0
     share = shares(work, layout)[0]
-    state = share.trainable / (layout.shard if layout.is_sharded else 1)
+    state = share.trainable / (layout.state_ranks if layout.is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
     if layout.offload != "none" and device.kind == "cuda":
         optimizer += 16 * state / 12e9  # over PCIe and back, and host memory's speed

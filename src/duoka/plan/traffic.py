@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from duoka.plan.activations import held_kv_size
+from duoka.plan.axes import deals_heads
 from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import ModelShare, Work, shares
@@ -112,12 +114,7 @@ def traffic(
         times = passes * share.num_layers * accumulation
         found.append(Exchange("tensor parallel: activations", "all-reduce", hidden, times, group, "between"))
     if layout.sp > 1:
-        wide = hidden * (2 * work.shape.q_size + 2 * work.shape.kv_size) / work.shape.hidden_size
-        passes = 3 if layout.recompute == "full" else 2
-        group = place_group(layout.sp, layout.tp, per_node)
-        times = passes * share.num_layers * accumulation
-        name = "sequence parallel: queries, keys, values, outputs"
-        found.append(Exchange(name, "all-to-all", wide, times, group, "between", messages=4))
+        found += _sequence_traffic(work, layout, share.num_layers * accumulation, size, tokens, per_node)
     if layout.pp > 1:
         stride = layout.tp * layout.sp * layout.dp
         group = place_group(2, stride, per_node)
@@ -125,15 +122,35 @@ def traffic(
     return tuple(found)
 
 
+def _sequence_traffic(work: Work, layout: Layout, times: int, size: int, tokens: int, per_node: int) -> list[Exchange]:
+    """Of attention, once a layer and micro-batch and pass (payloads are whole buffers of one rank)."""
+    shape, group = work.shape, place_group(layout.sp, layout.tp, per_node)
+    stretch = -(-tokens // layout.sp)
+    passes = 2 if layout.recompute == "none" else 3
+    if deals_heads(shape.num_heads // layout.tp, layout.sp):
+        held = 2 * held_kv_size(shape, layout)
+        asked, answered = size * stretch * (shape.q_size + held), size * stretch * shape.q_size
+        name = "sequence parallel: queries, keys, values"
+        return [
+            Exchange(name, "all-to-all", asked, passes * times, group, "between"),
+            Exchange("sequence parallel: outputs", "all-to-all", answered, passes * times, group, "between"),
+        ]
+    whole = 2 * size * shape.kv_size * stretch * layout.sp
+    return [
+        Exchange("sequence parallel: keys, values", "all-gather", whole, (passes - 1) * times, group, "between"),
+        Exchange("sequence parallel: their gradients", "reduce-scatter", whole, times, group, "between"),
+    ]
+
+
 def _data_traffic(
     work: Work, layout: Layout, share: ModelShare, per_node: int, accumulation: int, reshard: bool
 ) -> list[Exchange]:
-    if layout.dp == 1:
+    if layout.dp * layout.sp == 1:
         return []
-    stride = layout.tp * layout.sp
+    stride = layout.tp
     half = 4 if layout.precision == "fp32" else 2
     trained, micro, layers = share.trainable, accumulation, share.num_layers + 2
-    everyone = place_group(layout.dp, stride, per_node)
+    everyone = place_group(layout.dp * layout.sp, stride, per_node)
     grads, wide = "gradients", 4.0
     if work.program is not None:
         half, wide = int(work.program.weights), work.program.gradients
@@ -147,7 +164,7 @@ def _data_traffic(
             Exchange("weights", "all-gather", half * trained, 1, everyone, "end", layers),
             Exchange(grads, "reduce-scatter", wide * trained, times, everyone, "backward", layers),
         ]
-    group = place_group(layout.shard, stride, per_node)
+    group = place_group(layout.state_ranks, stride, per_node)
     found = [Exchange("weights, forward", "all-gather", weights, micro, group, "forward", layers)]
     if reshard:
         # A tied embedding belongs to the root, which stays gathered from one pass to the next.
@@ -155,7 +172,7 @@ def _data_traffic(
         found.append(Exchange("weights, backward", "all-gather", weights - root, micro, group, "backward", layers))
     found.append(Exchange(grads, "reduce-scatter", wide * trained, micro, group, "backward", layers))
     if layout.num_replicas > 1:
-        across = place_group(layout.num_replicas, stride * layout.shard, per_node)
-        part = wide * trained / layout.shard
+        across = place_group(layout.num_replicas, stride * layout.state_ranks, per_node)
+        part = wide * trained / layout.state_ranks
         found.append(Exchange("gradients, between copies", "all-reduce", part, 1, across, "backward", layers))
     return found

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 
 PARENT_PID = "DUOKA_PARENT_PID"  # who started this process; set by who starts ranks
+WORLD_TOKEN = "DUOKA_WORLD"  # the same in every process of one world, so that only these are ever ended
 JOINS = "DUOKA_JOINS"  # set for a rank that nobody prepares: it joins its world as one that torchrun started
 QUIET = "quiet"  # a value of it: the launcher reports the failure, once for all machines
 MAY_BE_LEFT = "duoka-sink"  # threads whose names begin so may wait for a network for ever; no process waits for them
@@ -30,6 +31,13 @@ def parent_pid(env: Mapping[str, str] = os.environ) -> int | None:
 def launcher_speaks(env: Mapping[str, str] = os.environ) -> bool:
     """True in a rank of an elastic world: one launcher says for all machines how it ended."""
     return env.get(JOINS) == QUIET
+
+
+def leaves_the_world(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for a process that is to outlive the world of the rank that starts it: without the rank's place
+    in it, and without the sign by which a launcher finds what it has to end."""
+    of_ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", PARENT_PID, WORLD_TOKEN, JOINS)
+    return {name: value for name, value in env.items() if name not in of_ranks}
 
 
 def is_supervised(env: Mapping[str, str] = os.environ) -> bool:

@@ -103,11 +103,13 @@ class EventTail:
         self.path = path
         self.offset = offset
         self.replaced = False
+        self.num_left = 0  # bytes that the last `read` left for the next one, by its `most_bytes`
         self._inode: int | None = None
         self._head = b""  # the file's first bytes: a log that was cut and has grown again keeps its inode
 
-    def read(self) -> list[dict[str, Any]]:
-        self.replaced = False
+    def read(self, most_bytes: int = -1) -> list[dict[str, Any]]:
+        """All that came; or of a long log the next `most_bytes`, and always one whole line."""
+        self.replaced, self.num_left = False, 0
         try:
             file = self.path.open("rb")
         except OSError:
@@ -120,7 +122,11 @@ class EventTail:
                 file.seek(0)
                 self._head = file.read(_HEAD_BYTES)
             file.seek(self.offset)
-            new = file.read()
+            new = file.read(most_bytes)
+            while most_bytes > 0 and b"\n" not in new and (more := file.read(most_bytes)):
+                new += more
+            if most_bytes > 0:
+                self.num_left = max(0, os.fstat(file.fileno()).st_size - file.tell())
         whole = new[: new.rfind(b"\n") + 1]
         self.offset += len(whole)
         return [event for line in whole.split(b"\n") if (event := _parse(line)) is not None]

@@ -263,12 +263,12 @@ def _changed_debts(old: RunConfig, new: RunConfig, manifest: Manifest, layout: L
         return []
     if new.parallel.compress != "powersgd":
         return ["powersgd's error-feedback residuals are dropped"]
-    before = manifest.layout.get("dp")
-    if before == layout.dp:
+    before, now = int(manifest.layout["dp"]) * int(manifest.layout.get("sp", 1)), layout.dp * layout.sp
+    if before == now:
         return []
     if layout.strategy != "ddp":
         return [f"powersgd's residuals of {before} processes are dropped: one process exchanges no gradients"]
-    return [f"powersgd's residuals of {before} processes go to the {layout.dp} of now; results differ a little"]
+    return [f"powersgd's residuals of {before} processes go to the {now} of now; results differ a little"]
 
 
 def _layout_changes(manifest: Manifest, layout: Layout) -> list[str]:

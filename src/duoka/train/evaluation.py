@@ -36,6 +36,7 @@ def build_evaluation(
         # Ranks that compute a pass together, or gather its layers: none may leave it before the others.
         ask = all_are_stopped if layout.is_sharded or layout.axes else is_stopped
         with engine.evaluate() as model:
-            return stage.measure(model, batches, mesh.loss, layout.precision, ask, sizes)
+            parts = map(engine.part_of, batches)
+            return stage.measure(model, parts, mesh.loss, layout.precision, ask, sizes)
 
     return evaluate

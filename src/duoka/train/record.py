@@ -21,6 +21,7 @@ from duoka.plan.yardstick import Yardstick
 from duoka.process.lifeline import launcher_speaks
 from duoka.runs.events import EventWriter, rank_log
 from duoka.runs.folder import RunFolder
+from duoka.sinks.alert_follower import AlertFollower
 from duoka.sinks.console import Console
 from duoka.sinks.event_log import EventLog
 from duoka.sinks.fan_out import Sinks, build_sink
@@ -161,7 +162,8 @@ class Recorder:
 def _build_sinks(log: LogConfig) -> list[Sink]:
     """In the order in which they hear; the screen last to be closed but one, for it shows the others' trouble."""
     own: list[Sink] = [EventLog(), Console(log.every), StatusFiles()]
-    return [*own, *(build_sink(name) for name in log.to)]
+    alerts: list[Sink] = [AlertFollower()] if log.alert.is_on else []
+    return [*own, *alerts, *(build_sink(name) for name in log.to)]
 
 
 def peak_memory_bytes() -> int:

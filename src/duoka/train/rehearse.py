@@ -62,6 +62,7 @@ def rehearse_largest(
         longest = plan.task.max_length if known is None or known.basis == "sampled" else known.longest
         longest = min(longest, guard.config.data.max_length)  # of a pair, one of its sequences
         sizes = [plan.memory.tokens, 0 if plan.layout.strategy == "ddp" else plan.memory.later]
+        sizes = [size * plan.layout.sp for size in sizes]  # planned is what a rank has of them
         micros = [largest_batch(size, longest, plan.layout.packing) for size in sizes if size]
         targets = sum(one.num_targets for one in micros)
         samples, tokens = sum(one.num_samples for one in micros), sum(one.num_tokens for one in micros)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from duoka.watch.chart import Chart
-from duoka.watch.history import History, number
+from duoka.watch.columns import number
+from duoka.watch.history import History
 from duoka.watch.scale import points_of
 
 _SMALL = {"width": 480, "height": 210}

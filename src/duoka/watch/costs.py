@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from duoka.units import format_bytes
-from duoka.watch.history import History, number, whole
+from duoka.watch.columns import number, whole
+from duoka.watch.history import History
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 _WIDTH = 66  # of a row's text, so that 80 columns are enough

@@ -5,50 +5,30 @@ Reads files only; a run may be writing them at the same time.
 
 from __future__ import annotations
 
-import bisect
-import json
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from duoka.runs.events import global_log, read_events
 from duoka.runs.folder import RunFolder, read_json
 from duoka.runs.status import Status, read_status
+from duoka.units import format_bytes, format_seconds
+from duoka.watch.columns import PARTS, StepColumns, number, whole
+from duoka.watch.ranks import RankTail, read_ranks
 
-PARTS = ("data", "forward", "backward", "wait", "optimizer", "checkpoint")
-METRICS = ("accuracy", "margin", "reward_chosen", "reward_rejected")
-_TAIL_BYTES = 64 * 1024
+METRICS = ("accuracy", "margin", "reward_chosen", "reward_rejected")  # of stages that compare answers
+MOST_KEPT = 1000  # of each kind of event beside the steps, the newest: a log may warn at every step
 
 
 @dataclass(frozen=True)
-class LoggedStep:
-    """One optimizer step, global numbers; None where the log has no number."""
+class Note:
+    """Something that happened, beside steps. `t` is the training machine's clock."""
 
+    kind: str
     step: int
-    epoch: float | None
-    loss: float | None
-    grad_norm: float | None
-    lr: float | None
-    num_tokens: float | None
-    num_samples: float | None
-    step_s: float | None
-    memory_bytes: float | None
-    times: Mapping[str, float]
-    sent_bytes: float | None = None  # by rank 0, to the others
-    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of a stage that compares answers
-
-
-@dataclass(frozen=True)
-class RankTail:
-    """A rank's last steps: where its time went, and the most memory it held."""
-
-    rank: int
-    memory_bytes: float | None
-    times: Mapping[str, float]
-    step_s: float
+    t: float | None
+    text: str
 
 
 @dataclass
@@ -56,11 +36,15 @@ class History:
     """A run from its event log, after every resume. For a running run, apply events as they come."""
 
     run: RunFolder
-    steps: list[LoggedStep] = field(default_factory=list)
+    steps: StepColumns = field(default_factory=StepColumns)
+    metrics: dict[int, dict[str, float | None]] = field(default_factory=dict)  # by step, what METRICS names
     evals: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)  # what happened, for a time line
+    samples: list[dict[str, Any]] = field(default_factory=list)
     resumes: list[int] = field(default_factory=list)
+    num_lost: int = 0  # steps that a crash threw away
     traffic: dict[str, Any] = field(default_factory=dict)  # one step's collectives by kind
     held: list[dict[str, int]] = field(default_factory=list)  # by rank: bytes by part
     imbalance: str = ""
@@ -75,8 +59,12 @@ class History:
         """Take in the log's next event, as it was read or as it comes."""
         kind, step = event.get("type"), whole(event.get("step"))
         if kind == "step" and step is not None:
-            self._put(_step(step, event))
-        elif kind in ("run", "resume"):
+            self.steps.put(step, event)
+            if any(name in event for name in METRICS):
+                self.metrics[step] = {name: number(event.get(name)) for name in METRICS}
+            return
+        self._note(str(kind), step, event)
+        if kind in ("run", "resume"):
             self.facts.update({key: value for key, value in event.items() if key not in ("v", "type", "t")})
             self.end_reason = ""
             if kind == "resume":
@@ -89,53 +77,64 @@ class History:
             self.traffic = dict(event)
         elif kind == "memory":
             self.held, self.imbalance = _held(event), str(event.get("imbalance") or "")
+        elif kind == "samples":
+            self.samples.append(dict(event))
         elif kind == "warning":
             self.warnings.append(_warning(event))
         elif kind == "end":
             self.end_reason = str(event.get("reason") or "")
 
-    def _put(self, step: LoggedStep) -> None:
-        """Steps rise, each once: one that comes again, without a resume in between, counts as the later."""
-        place = bisect.bisect_left(self.steps, step.step, key=lambda one: one.step)
-        is_known = place < len(self.steps) and self.steps[place].step == step.step
-        self.steps[place : place + is_known] = [step]
+        for kept in (self.evals, self.checkpoints, self.warnings, self.notes, self.samples, self.resumes):
+            del kept[:-MOST_KEPT]
+
+    def _note(self, kind: str, step: int | None, event: Mapping[str, Any]) -> None:
+        if kind in _NOTED:
+            last = self.steps[-1].step if self.steps else 0
+            self.notes.append(Note(kind, last if step is None else step, number(event.get("t")), _words(kind, event)))
 
     def _drop_after(self, step: int) -> None:
         """A resume continues from `step`: later steps, lost in a crash, are dropped."""
         self.resumes.append(step)
-        self.steps[:] = [one for one in self.steps if one.step <= step]
-        for events in (self.evals, self.checkpoints):
+        self.num_lost += self.steps.drop_after(step)
+        self.metrics = {at: values for at, values in self.metrics.items() if at <= step}
+        for events in (self.evals, self.checkpoints, self.samples):
             events[:] = [event for event in events if (whole(event.get("step")) or 0) <= step]
 
     @property
     def nonfinite(self) -> list[int]:
         """Steps whose loss was no finite number."""
-        return [step.step for step in self.steps if step.loss is None]
+        losses = self.steps.column("loss")
+        return [step for step, loss in zip(self.steps.numbers(), losses, strict=True) if math.isnan(loss)]
 
     def values(self, name: str) -> tuple[list[float], list[float | None]]:
         """(steps, values) of one number, for a curve."""
-        return [float(step.step) for step in self.steps], [getattr(step, name) for step in self.steps]
+        values = self.steps.column(name)
+        return [float(step) for step in self.steps.numbers()], [None if math.isnan(v) else v for v in values]
 
     def metric(self, name: str) -> tuple[list[float], list[float | None]]:
         """(steps, values) of one of METRICS."""
-        return [float(step.step) for step in self.steps], [step.metrics.get(name) for step in self.steps]
+        at = sorted(self.metrics)
+        return [float(step) for step in at], [self.metrics[step].get(name) for step in at]
 
     def total_s(self) -> float:
-        return sum(step.step_s or 0.0 for step in self.steps)
+        return self.steps.total("step_s")
 
-    def tokens_per_s(self) -> float | None:
+    def tokens_per_s(self, last: int | None = None) -> float | None:
         """Tokens over seconds of all steps that know both: a mean of rates would favor the short steps."""
-        known = [(step.num_tokens, step.step_s) for step in self.steps if step.num_tokens and step.step_s]
+        rows = zip(self.steps.column("num_tokens", last), self.steps.column("step_s", last), strict=True)
+        known = [(tokens, step_s) for tokens, step_s in rows if tokens > 0 and step_s > 0]
         seconds = sum(step_s for _, step_s in known)
         return sum(tokens for tokens, _ in known) / seconds if seconds > 0 else None
 
-    def time_split(self) -> dict[str, float]:
-        """Seconds by part, `other` included; empty when the log has no times."""
-        parts = {name: sum(step.times.get(name, 0.0) for step in self.steps) for name in PARTS}
-        blocked = sum(number(event.get("blocked_s")) or 0.0 for event in self.checkpoints)
+    def time_split(self, last: int | None = None) -> dict[str, float]:
+        """Seconds by part, `other` included; empty when the log has no times. `last`: of so many steps."""
+        parts = {name: self.steps.total(f"{name}_s", last) for name in PARTS}
+        first = self.steps[-min(last, len(self.steps))].step if last and self.steps else 0
+        saves = [event for event in self.checkpoints if (whole(event.get("step")) or 0) >= first]
+        blocked = sum(number(event.get("blocked_s")) or 0.0 for event in saves)
         # A save happens between two steps, so its time is in its own event, not in a step's line.
         outside = blocked if not parts["checkpoint"] else 0.0
-        other = self.total_s() - sum(parts.values())
+        other = self.steps.total("step_s", last) - sum(parts.values())
         parts["checkpoint"] += outside
         if other > 0:
             parts["other"] = other
@@ -143,7 +142,8 @@ class History:
 
     def sent_per_step(self) -> float | None:
         """The mean of what rank 0 sends in a step; None for a process alone."""
-        known = [step.sent_bytes for step in self.steps if step.sent_bytes is not None]
+        sent = self.steps.column("sent_bytes")
+        known = [size for size in sent if not math.isnan(size)]
         return sum(known) / len(known) if known else None
 
     def memory_measured(self) -> float | None:
@@ -162,9 +162,9 @@ class History:
             return None
         return {name: tokens / (value or 1.0) for name, value in seconds.items()}
 
-    def mfu(self) -> float | None:
+    def mfu(self, last: int | None = None) -> float | None:
         """MFU: the model's FLOPs per second as a share of the devices' peak; None where the peak is unknown."""
-        compute, speed = self.plan.get("compute"), self.tokens_per_s()
+        compute, speed = self.plan.get("compute"), self.tokens_per_s(last)
         if not isinstance(compute, dict) or not speed:
             return None
         flops, peak = number(compute.get("flops_per_token")), number(compute.get("peak_flops"))
@@ -186,47 +186,13 @@ class History:
         return {name: max(0.0, (value or 0.0) - unseen) for name, value in found.items()}
 
 
-def number(value: Any) -> float | None:
-    """A finite number, or None for anything else that a log may hold."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
-def whole(value: Any) -> int | None:
-    found = number(value)
-    return None if found is None else int(found)
-
-
 def read_history(run: RunFolder) -> History:
     """The whole history of a run; of an empty or unfinished one, as far as it goes."""
     history = History(run, plan=read_json(run.plan) or {}, env=read_json(run.env) or {}, status=read_status(run))
     for event in read_events(global_log(run)):
         history.apply(event)
-    history.ranks = _read_ranks(run)
+    history.ranks = read_ranks(run)
     return history
-
-
-def _step(step: int, event: Mapping[str, Any]) -> LoggedStep:
-    return LoggedStep(
-        step=step,
-        epoch=number(event.get("epoch")),
-        loss=number(event.get("loss")),
-        grad_norm=number(event.get("grad_norm")),
-        lr=number(event.get("lr")),
-        num_tokens=number(event.get("num_tokens")),
-        num_samples=number(event.get("num_samples")),
-        step_s=number(event.get("step_s")),
-        memory_bytes=number(event.get("memory_bytes")),
-        times=_times(event),
-        sent_bytes=number(event.get("sent_bytes")),
-        metrics={name: number(event[name]) for name in METRICS if name in event},
-    )
-
-
-def _times(event: Mapping[str, Any]) -> dict[str, float]:
-    found = {name: number(event.get(f"{name}_s")) for name in PARTS}
-    return {name: value for name, value in found.items() if value is not None and value > 0}
 
 
 def _held(event: Mapping[str, Any]) -> list[dict[str, int]]:
@@ -237,43 +203,28 @@ def _held(event: Mapping[str, Any]) -> list[dict[str, int]]:
 
 
 def _warning(event: Mapping[str, Any]) -> str:
-    text = next((str(event[key]) for key in ("text", "what", "message") if event.get(key)), "")
+    text = _words("warning", event)
     step = whole(event.get("step"))
     return f"step {step}: {text}" if step else text
 
 
-def _read_ranks(run: RunFolder) -> list[RankTail]:
-    paths = sorted(run.events.glob("rank*.jsonl")) if run.events.is_dir() else []
-    tails = [_rank_tail(path) for path in paths]
-    return sorted((tail for tail in tails if tail is not None), key=lambda tail: tail.rank)
+_NOTED = ("run", "resume", "eval", "checkpoint", "warning", "end")
 
 
-def _rank_tail(path: Path) -> RankTail | None:
-    """From the end of a rank's log: a whole world's logs would take too long to read."""
-    events = [event for event in _tail_events(path) if event.get("type") == "rank"]
-    rank = whole(events[-1].get("rank")) if events else None
-    if rank is None:
-        return None
-    times = {name: sum(_times(event).get(name, 0.0) for event in events) for name in PARTS}
-    memory = max((number(event.get("memory_bytes")) or 0.0 for event in events), default=0.0)
-    return RankTail(rank, memory or None, times, sum(number(event.get("step_s")) or 0.0 for event in events))
-
-
-def _tail_events(path: Path) -> Sequence[dict[str, Any]]:
-    out: deque[dict[str, Any]] = deque()
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            size = file.tell()
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    for line in lines[1:] if size > _TAIL_BYTES else lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            out.append(event)
-    return list(out)
+def _words(kind: str, event: Mapping[str, Any]) -> str:
+    """What is worth reading of an event, beside its kind and step."""
+    if kind == "eval":
+        loss = number(event.get("loss"))
+        return "loss not finite" if loss is None else f"loss {loss:.4f}"
+    if kind == "checkpoint":
+        size, blocked = number(event.get("size_bytes")), number(event.get("blocked_s"))
+        parts = [str(event.get("path") or "")]
+        parts += [format_bytes(size)] if size is not None else []
+        parts += [f"held up {format_seconds(blocked)}"] if blocked is not None else []
+        return ", ".join(part for part in parts if part)
+    if kind == "warning":
+        return next((str(event[key]) for key in ("text", "what", "message") if event.get(key)), "")
+    if kind == "run":
+        size = whole(event.get("world_size"))
+        return f"{size} {'process' if size == 1 else 'processes'}" if size else ""
+    return str(event.get("reason") or "")

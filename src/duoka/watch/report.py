@@ -13,9 +13,11 @@ from duoka.runs.folder import RunFolder, read_json, write_text_atomic
 from duoka.units import format_bytes, format_count, format_seconds
 from duoka.watch.answers import accuracy_note, answer_charts, answer_rows, eval_sentence
 from duoka.watch.chart import Chart, draw_chart
-from duoka.watch.costs import costs_to_json, exchange_rows, held_rows, memory_rows
+from duoka.watch.columns import number, whole
+from duoka.watch.costs import costs_to_json, exchange_rows, memory_rows
 from duoka.watch.curve import can_draw, draw_curve
-from duoka.watch.history import History, number, read_history, whole
+from duoka.watch.facts import run_facts
+from duoka.watch.history import History, read_history
 from duoka.watch.page import card, facts_table, figure, grid_table, page, percent, time_bar, track
 from duoka.watch.scale import Point, points_of
 from duoka.watch.stop_cause import cause_lines, has_died
@@ -30,8 +32,13 @@ def write_report(run: RunFolder) -> Path:
     alone = loss.replace("--ground:none", ground[0]).replace("dark){.dk{", f"dark){{.dk{{{ground[1]};")
     write_text_atomic(run.path / "loss.svg", alone + "\n")
     path = run.path / "report.html"
-    write_text_atomic(path, page(f"{run.name} · duoka", _page_body(history, loss)))
+    write_text_atomic(path, report_page(history, loss))
     return path
+
+
+def report_page(history: History, loss: str | None = None) -> str:
+    """The run on one page, in one file that fetches nothing; `loss`: its chart, where it is drawn already."""
+    return page(f"{history.run.name} · duoka", _page_body(history, loss or draw_chart(loss_chart(history))))
 
 
 def loss_chart(history: History) -> Chart:
@@ -145,53 +152,6 @@ def _memory_card(history: History) -> str:
 def _run_card(history: History) -> str:
     rows = run_facts(history)
     return card("What was run", facts_table(rows), "half" if history.evals else "wide") if rows else ""
-
-
-def run_facts(history: History) -> list[tuple[str, str]]:
-    """What was run, in rows of name and value; only what is known."""
-    plan, rows = history.plan, list[tuple[str, str]]()
-    model, layout, batch = (_section(plan, key) for key in ("model", "layout", "batch"))
-    parameters, trained = number(model.get("num_parameters")), number(model.get("num_trainable"))
-    if parameters and trained is not None:
-        rows.append(("model", f"{model.get('type', '')}, {format_count(parameters)} parameters"))
-        rows.append(("trained", f"{format_count(trained)} parameters ({trained / parameters:.2%})"))
-    if layout:
-        rows.append(("layout", f"{layout.get('name')}, {layout.get('precision')}, recompute {layout.get('recompute')}"))
-    if batch.get("sentence"):
-        rows.append(("batch", str(batch["sentence"])))
-    machine = plan.get("machine")
-    if isinstance(machine, dict):
-        cards = machine.get("gpus") or []
-        device = f"{len(cards)} x {cards[0].get('name')}" if cards else str(machine.get("cpu", "CPU"))
-        rows.append(("machine", f"{device}, {machine.get('num_cores')} cores"))
-    if history.facts.get("world_size"):
-        rows.append(("processes", str(history.facts["world_size"])))
-    rows += [*exchange_rows(history), *held_rows(history)]
-    rows += _env_rows(history.env)
-    rows.append(("folder", str(history.run.path)))
-    return rows
-
-
-def _env_rows(env: dict[str, Any]) -> list[tuple[str, str]]:
-    """Host, versions of what matters most, and the code's commit, as env.json has them."""
-    packages = _section(env, "packages")
-    named = [("duoka", env.get("duoka")), ("python", env.get("python"))]
-    named += [(name, packages.get(name)) for name in ("torch", "transformers", "peft")]
-    versions = ", ".join(f"{name} {value}" for name, value in named if value)
-    rows = [("host", str(env.get("host") or "")), ("versions", versions), ("commit", _commit(env.get("git")))]
-    return [(name, text) for name, text in rows if text]
-
-
-def _commit(git: Any) -> str:
-    """A commit's beginning, and whether the files were those of it."""
-    if not isinstance(git, dict) or not git.get("commit"):
-        return ""
-    return f"{str(git['commit'])[:12]}{', with changes of its own' if git.get('changed') else ''}"
-
-
-def _section(plan: dict[str, Any], key: str) -> dict[str, Any]:
-    found = plan.get(key)
-    return found if isinstance(found, dict) else {}
 
 
 def _eval_card(history: History) -> str:

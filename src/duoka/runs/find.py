@@ -1,0 +1,52 @@
+"""Which runs a folder has, and which one a user means by a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from duoka.errors import ConfigError
+from duoka.registry import nearest
+from duoka.runs.folder import RunFolder
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "status.json").is_file() or (folder / "events").is_dir()
+
+
+def runs_in(folder: Path) -> list[RunFolder]:
+    """The run that `folder` is, or the runs in it, by name."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", fix="runs are written where a config's output: says")
+    if is_run(folder):
+        return [RunFolder(folder)]
+    return [RunFolder(sub) for sub in sorted(folder.iterdir()) if sub.is_dir() and is_run(sub)]
+
+
+def find_run(name: str, folder: Path) -> RunFolder:
+    """A run by its folder, or by its name in `folder`."""
+    for path in (Path(name).expanduser(), folder / name):
+        if path.is_dir() and is_run(path):
+            return RunFolder(path)
+    names = [run.name for run in runs_in(folder)] if folder.is_dir() else []
+    guess = nearest(name, names)
+    hint = f"did you mean {guess}? " if guess else ""
+    raise ConfigError(f"there is no run {name}", fix=f"{hint}`duoka runs {folder}` lists them")
+
+
+def newest_run(folder: Path) -> RunFolder:
+    """The one that was written to last."""
+    runs = runs_in(folder) if folder.is_dir() else []
+    if not runs:
+        raise ConfigError(f"there are no runs in {folder}", fix="name a run, or start one:   duoka train sft.yaml")
+    return max(runs, key=written_at)
+
+
+def written_at(run: RunFolder) -> float:
+    """When something about a run was written last, by the clock of the disk; 0 for an empty folder."""
+    found = 0.0
+    for path in (run.events / "run.jsonl", run.progress, run.status):
+        try:
+            found = max(found, path.stat().st_mtime)
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,55 @@
+"""What differs between runs: keys of configs, environments and plans; what is equal is left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from duoka.process.secrets import hide_secrets
+from duoka.runs.folder import RunFolder, read_json
+
+_OF_ENV = ("duoka", "python", "packages", "host", "system", "machine", "git", "environment", "command")
+_OF_PLAN = ("layout", "batch", "steps")
+_EACH_RUNS_OWN = ("output",)
+_NOT_THERE = None
+
+
+def find_differences(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Rows of source, key and one text a run; null where a run does not have the key."""
+    out = []
+    for source, read in (("config", _config), ("environment", _environment), ("plan", _plan)):
+        found = [dict(_flatten(read(run))) for run in runs]
+        for key in sorted(set().union(*found)):
+            values = [one.get(key, _NOT_THERE) for one in found]
+            if any(value != values[0] for value in values[1:]) and key not in _EACH_RUNS_OWN:
+                out.append({"source": source, "key": key, "values": values})
+    return out
+
+
+def _config(run: RunFolder) -> Any:
+    try:
+        return yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+
+
+def _environment(run: RunFolder) -> Any:
+    found = read_json(run.env) or {}
+    return {key: found[key] for key in _OF_ENV if key in found}
+
+
+def _plan(run: RunFolder) -> Any:
+    found = read_json(run.plan) or {}
+    return {key: found[key] for key in _OF_PLAN if key in found}
+
+
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{name}.{key}" if name else str(key))
+    elif name:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        yield name, hide_secrets(text)

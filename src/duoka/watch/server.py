@@ -1,0 +1,255 @@
+"""`duoka board` over HTTP, by the standard library: pages from this package, answers of a Board, nothing else.
+
+Bound to 127.0.0.1. Who has the token may look; it comes once in the address and is kept as a cookie. Hosts other than
+this machine's names are refused (a page elsewhere could point its own name here), and acting is there only with a
+Control. No page of ours asks for anything outside (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from duoka.errors import DuokaError
+from duoka.runs.folder import RunFolder
+from duoka.watch.board import Asked, Board, NotThere
+
+HOST = "127.0.0.1"
+_HERE = ("127.0.0.1", "localhost", "[::1]")
+_PAGES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/board.css": ("board.css", "text/css; charset=utf-8"),
+    "/board.js": ("board.js", "text/javascript; charset=utf-8"),
+    "/chart.js": ("chart.js", "text/javascript; charset=utf-8"),
+    "/panels.js": ("panels.js", "text/javascript; charset=utf-8"),
+    "/words.js": ("words.js", "text/javascript; charset=utf-8"),
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+# A report is one file with its style in it, and no script.
+_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
+_MOST_BODY = 64 * 1024
+_IDLE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Control:
+    """What a page may do to runs; each returns what was done, in a sentence."""
+
+    stop: Callable[[RunFolder], str]
+    go_on: Callable[[RunFolder], str]
+
+
+class BoardServer(ThreadingHTTPServer):
+    """`port` 0: any free one."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, board: Board, port: int = 0, *, control: Control | None = None, token: str = "") -> None:
+        self.board, self.control = board, control
+        self.token = token or secrets.token_urlsafe(18)
+        super().__init__((HOST, port), _Handler)
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.port}/?token={self.token}"
+
+
+class _Refused(Exception):
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: BoardServer
+    protocol_version = "HTTP/1.1"
+    timeout = _IDLE_S
+    server_version, sys_version = "duoka", ""
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def _answer(self, make: Callable[[str, Mapping[str, str]], None]) -> None:
+        try:
+            target = urlsplit(self.path)
+            words = {key: values[-1] for key, values in parse_qs(target.query).items()}
+            self._check_host()
+            if target.path == "/" and "token" in words:
+                return self._let_in(words["token"])
+            self._check_token()
+            make(target.path, words)
+        except _Refused as refused:
+            self._send_json({"error": str(refused)}, refused.status)
+        except NotThere as error:
+            self._send_json({"error": str(error)}, HTTPStatus.NOT_FOUND)
+        except DuokaError as error:
+            self._send_json({"error": "\n".join(error.lines())}, HTTPStatus.CONFLICT)
+        except ValueError as error:
+            self._send_json({"error": str(error)}, HTTPStatus.BAD_REQUEST)
+        except (BrokenPipeError, ConnectionError, TimeoutError):
+            self.close_connection = True  # the page has gone
+
+    # --- who may ask ---
+
+    def _check_host(self) -> None:
+        name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if name not in _HERE:
+            raise _Refused(HTTPStatus.FORBIDDEN, "this board answers to 127.0.0.1 and localhost only")
+
+    def _cookie_name(self) -> str:
+        return f"duoka-board-{self.server.port}"  # cookies do not know ports
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), self.server.token.encode())
+
+    def _let_in(self, token: str) -> None:
+        if not self._is_token(token):
+            raise _Refused(HTTPStatus.FORBIDDEN, "this token is not the board's: take the address that it printed")
+        self.send_response(HTTPStatus.SEE_OTHER)
+        self.send_header("Location", "/")
+        self.send_header("Set-Cookie", f"{self._cookie_name()}={token}; Path=/; HttpOnly; SameSite=Lax")
+        self._send_rest(b"", _POLICY)
+
+    def _check_token(self) -> None:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        for part in self.headers.get("Cookie", "").split(";"):
+            name, _, value = part.strip().partition("=")
+            given = value if name == self._cookie_name() else given
+        if not self._is_token(given):
+            raise _Refused(HTTPStatus.FORBIDDEN, "no token: open the address that the board printed")
+
+    # --- what is asked ---
+
+    def _get(self, path: str, words: Mapping[str, str]) -> None:
+        board = self.server.board
+        if path in _PAGES:
+            name, kind = _PAGES[path]
+            return self._send(_page(name), kind)
+        with board.lock:
+            if path == "/api/look":
+                answer = {
+                    **board.look(_asked(words)),
+                    "folder": str(board.folder),
+                    "control": bool(self.server.control),
+                }
+            elif path == "/api/heat":
+                answer = board.heat(words.get("run", ""))
+            elif path == "/api/differences":
+                answer = board.differences(_names(words.get("runs", "")))
+            elif path == "/api/log":
+                start = words.get("start", "")
+                file = words.get("file", "")
+                answer = board.log(words.get("run", ""), file, int(start) if start.isdecimal() else None)
+            elif path == "/report":
+                text = board.report(words.get("run", ""))
+                return self._send(text.encode(), "text/html; charset=utf-8", policy=_REPORT_POLICY)
+            else:
+                raise NotThere("there is nothing here")
+        self._send_json(answer)
+
+    def _post(self, path: str, words: Mapping[str, str]) -> None:
+        """Acting. A header that other sites' pages cannot set, and the run's name once more as confirmation."""
+        size = int(self.headers.get("Content-Length") or 0)
+        if size > _MOST_BODY:
+            self.close_connection = True
+            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "this is too long")
+        body = self.rfile.read(size)
+        control = self.server.control
+        if control is None:
+            raise _Refused(HTTPStatus.FORBIDDEN, "this board only looks; `duoka board --control` may act")
+        if self.headers.get("X-Duoka") != "act":
+            raise _Refused(HTTPStatus.FORBIDDEN, "only the board's own page may act")
+        asked = json.loads(body)
+        name = str(asked.get("run")) if isinstance(asked, dict) else ""
+        if not name or asked.get("confirm") != name:
+            raise _Refused(HTTPStatus.BAD_REQUEST, "what acts on a run has to be confirmed with its name")
+        act = {"/api/stop": control.stop, "/api/go-on": control.go_on}.get(path)
+        if act is None:
+            raise NotThere("there is nothing here")
+        self._send_json({"done": act(self.server.board.find(name))})
+
+    # --- the answer ---
+
+    def _send_json(self, value: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> None:
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError:  # a log that others wrote may hold a bare NaN, which no browser reads
+            text = json.dumps(_finite(value), ensure_ascii=False)
+        self._send(text.encode("utf-8", "replace"), "application/json; charset=utf-8", status=status)
+
+    def _send(self, body: bytes, kind: str, *, policy: str = _POLICY, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self._send_rest(body, policy)
+
+    def _send_rest(self, body: bytes, policy: str) -> None:
+        for name, value in (
+            ("Content-Length", str(len(body))), ("Cache-Control", "no-store"), ("Content-Security-Policy", policy),
+            ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"),
+        ):  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """The terminal shows the address and nothing else; a query would show a token."""
+
+
+@cache
+def _page(name: str) -> bytes:
+    return (files("duoka.watch") / "web" / name).read_bytes()
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """JSON, for a run's name may hold any letter."""
+    found = json.loads(text) if text else []
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ValueError("a JSON list of names is meant")
+    return tuple(found)
+
+
+def _asked(words: Mapping[str, str]) -> Asked:
+    def value(name: str, default: float) -> float:
+        found = float(words.get(name) or default)
+        return default if math.isnan(found) else found
+
+    return Asked(
+        runs=_names(words.get("runs", "")),
+        focus=words.get("focus", ""),
+        keys=_names(words.get("keys", "")),
+        axis=words.get("axis", "step"),
+        most=int(value("most", 600)),
+        low=value("low", -math.inf),
+        high=value("high", math.inf),
+        log=words.get("log") == "1",
+        since=words.get("since", ""),
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
