@@ -112,7 +112,8 @@ def _run(pipeline: Pipeline, begin: str | None, chosen: list[str], nproc: int | 
             folders = {node.name: pipeline.output / node.folder for node in nodes.all() if node.spec.kind == "train"}
             results = [manifest.result(node) for node in nodes.all() if node.spec.kind == "eval"]
             card = write_card(pipeline.output, folders, results)
-            click.echo("\n".join(card))
+            if card:
+                click.echo("\n".join(card))
     return code
 
 

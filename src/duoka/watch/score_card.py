@@ -27,6 +27,8 @@ def write_card(
         for name, scores in result.items():
             facts.setdefault(name, {"tasks": {}})["tasks"].update(scores)
     facts = {name: one for name, one in facts.items() if one.get("steps") or one["tasks"]}
+    if not facts:
+        return []
     rows = _rows(facts)
     lines = _markdown([["", *facts], *rows])
     write_json_atomic(root / "card.json", facts)
