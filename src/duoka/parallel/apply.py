@@ -1,4 +1,4 @@
-"""The one fixed order in which a model becomes parallel: (pipeline,) (tensor,) fused, recompute, compile, data.
+"""The one fixed order in which a model becomes parallel: (pipeline,) tensor, fused, recompute, compile, data.
 
 For `duoka train`, whose model is a LossModel, and for any module that people's own loops bring (duoka.Accelerator).
 What is in brackets arrives with later parts, at its place in STEPS. A new way to share the work is an engine in a file
@@ -25,6 +25,7 @@ from duoka.parallel.mesh import Mesh
 from duoka.parallel.recompute import apply_recompute
 from duoka.parallel.sharded import Sharded
 from duoka.parallel.single import Single
+from duoka.parallel.tensor import cut_matrices
 from duoka.plan.layout import Layout
 
 
@@ -57,7 +58,12 @@ def _compile(spec: EngineSpec) -> None:
         layer.compile(dynamic=True)  # lengths differ from micro-batch to micro-batch
 
 
+def _cut(spec: EngineSpec) -> None:
+    cut_matrices(spec.bare, spec.mesh)
+
+
 STEPS = (
+    Step("tensor", lambda spec: spec.layout.tp > 1, _cut),
     Step("fused", lambda spec: isinstance(spec.bare, LossModel) and not spec.layout.compile, _fuse),
     Step("recompute", lambda spec: spec.layout.recompute != "none", _recompute),
     Step("compile", lambda spec: spec.layout.compile, _compile),

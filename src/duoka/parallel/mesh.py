@@ -40,6 +40,7 @@ class Mesh:
     loss: World = field(default_factory=World)  # whose sums make the loss, and whose gradients are added
     copies: World = field(default_factory=World)  # who holds the same bits of weights and optimizer state
     pipeline: World = field(default_factory=World)  # whose layers make a whole model
+    tensor: World = field(default_factory=World)  # whose parts of each matrix make a whole layer
     copy_axes: tuple[str, ...] = ("replicate", "sp")
 
     @property
@@ -104,6 +105,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         loss=view("loss", "replicate", "shard", "sp"),
         copies=view("copies", *copy_axes),
         pipeline=view("pipeline", "pp"),
+        tensor=view("tensor", "tp"),
         copy_axes=copy_axes,
     )
 

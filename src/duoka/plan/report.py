@@ -15,6 +15,7 @@ from duoka.plan.advice import advice
 from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
 from duoka.plan.catalog import Cluster, cluster_of
 from duoka.plan.changes import Change, single_changes, smaller_changes
+from duoka.plan.axes import check_shape
 from duoka.plan.choose import Choice, check_machine, choose_layout
 from duoka.plan.costs import Costs, estimate_costs
 from duoka.plan.hardware import Machine
@@ -207,7 +208,8 @@ def make_plan(
     the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
     the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
-    if faults := check_machine(config, machine, world_size, local_size):
+    faults = check_machine(config, machine, world_size, local_size)
+    if faults := faults or ([] if layout is not None else check_shape(config.parallel, shape, world_size)):
         raise Faults(faults)
     local = local_size or world_size
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)

@@ -112,6 +112,10 @@ def _tensor_fault(layout: Layout, shape: ModelShape, cluster: Cluster) -> str | 
     tp = layout.tp
     if tp == 1:
         return None
+    if layout.strategy == "ddp":
+        return (
+            "ddp adds up gradients of whole tensors, and takes none that is cut: zero1 does the same with less memory"
+        )
     for size, what in ((shape.num_heads, "heads"), (shape.num_kv_heads, "key-value heads")):
         if size % tp:
             return f"{size} {what} cannot be shared by {tp} tensor-parallel ranks"
