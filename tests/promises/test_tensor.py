@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tensor_models import MODELS, build, compare, global_batch, train_here, train_plainly, write_model
+from tensor_models import MODELS, build, compare, train_here, train_plainly, write_model
 from worlds import run_world
 
 FAMILIES = tuple(name for name in MODELS if name != "smollm")  # 9 heads are for three ranks

@@ -41,7 +41,7 @@ TENSOR_RULES: tuple[Rule, ...] = (
         "tensor-with-optimizer-of-whole-matrices",
         ("optim.name", "parallel.tensor"),
         lambda c: _is_cut(c) and c.optim.name in _ASKS_FOR_WHOLE,
-        "optim.name is {c.optim.name}, which looks at whole matrices, and parallel.tensor {c.parallel.tensor} cuts them",
+        "optim.name is {c.optim.name}, which looks at whole matrices, and parallel.tensor is {c.parallel.tensor}",
         "write:   name: adamw   or delete tensor: (strategy fsdp shares weights for muon too)",
     ),
     Rule(

@@ -2,7 +2,7 @@
 
 `config.base_model_tp_plan` and the model class's `_tp_plan` say it by name; transformers' own runtime, which replaces
 forwards and sums gradients after every backward pass, is not used. What has no part, or one that is not known here, is
-refused by its name: a matrix that every rank keeps whole inside of a cut region would learn from a part of its gradient.
+refused by its name: a matrix that is whole inside of a cut region would learn from a part of its gradient.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.advice import advice
+from duoka.plan.axes import check_shape
 from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
 from duoka.plan.catalog import Cluster, cluster_of
 from duoka.plan.changes import Change, single_changes, smaller_changes
-from duoka.plan.axes import check_shape
 from duoka.plan.choose import Choice, check_machine, choose_layout
 from duoka.plan.costs import Costs, estimate_costs
 from duoka.plan.hardware import Machine

@@ -1,6 +1,6 @@
 """What the model makes of a few beginnings of text, after each evaluation: by the likeliest tokens, a fixed number.
 
-Under a layout in which no rank has the whole model all ranks compute every token together; otherwise rank 0 does it alone.
+Where no rank has the whole model, all compute every token together; otherwise rank 0 does it alone.
 """
 
 from __future__ import annotations
