@@ -111,6 +111,9 @@ def traffic(
         group = place_group(layout.tp, 1, per_node)
         times = passes * share.num_layers * accumulation
         found.append(Exchange("tensor parallel: activations", "all-reduce", hidden, times, group, "between"))
+        if work.program is None:  # what the embedding gives, and the gradient of what the head reads
+            ends = 4 * work.shape.hidden_size * tokens * (share.has_head + 1)
+            found.append(Exchange("tensor parallel: ends", "all-reduce", ends, accumulation, group, "end"))
     if layout.sp > 1:
         wide = hidden * (2 * work.shape.q_size + 2 * work.shape.kv_size) / work.shape.hidden_size
         passes = 3 if layout.recompute == "full" else 2
