@@ -202,9 +202,9 @@ def train_here(engine, optimizer, num_micro):
     return seen | {"weights": {name: whole(p) for name, p in named.items()}}
 
 
-def compare(found, wanted, tolerance, what):
+def compare(found, wanted, tolerance, what, limit=CLIP):
     """Every number: gradients and weights relative to the largest of their tensor."""
-    assert min(wanted["norms"]) > CLIP, f"{what}: clipping is not active"
+    assert min(wanted["norms"]) > limit, f"{what}: clipping is not active"
     for key in ("losses", "norms"):
         for step, (one, other) in enumerate(zip(found[key], wanted[key], strict=True)):
             assert abs(one - other) <= tolerance * abs(other), f"{what}: {key} of step {step}: {one} for {other}"

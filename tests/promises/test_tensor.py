@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from tensor_models import MODELS, build, compare, train_here, train_plainly, write_model
+from tensor_models import MODELS, Mean, build, compare, pack, train_here, train_plainly, write_model
 from worlds import run_world
 
 FAMILIES = tuple(name for name in MODELS if name != "smollm")  # 9 heads are for three ranks
@@ -72,6 +73,10 @@ def look(folder, layouts, names):
             check(names[0], replace(layout, recompute=recompute), "sgd", 3)
         for name in {"llama", "phi3"} & set(names):
             check(name, layout, "sgd", 3, lora=True)
+    if world.size == 2:
+        check_shared_words(world)
+        check_counted_dropout(folder / "llama", world)
+        check_bytes(folder / "llama", world)
     world.barrier()
     end_world(world)
 
@@ -89,6 +94,102 @@ def check_nothing_is_whole(engine):
     is_one = core.get_input_embeddings().weight is core.get_output_embeddings().weight
     assert is_one == core.config.tie_word_embeddings
     assert ("lm_head.weight" in engine.named_trainable()) != is_one
+
+
+def check_shared_words(world):
+    """Losses of a head whose 61 words two ranks share, against all on one: values, and every gradient."""
+    import duoka.model.chunks as chunks
+    from duoka.model.chunks import Bend, LowRank
+    from duoka.model.logps import token_logps
+    from duoka.model.loss import Goal, sum_cross_entropy
+    from duoka.model.vocabulary import VOCABULARY, WHOLE
+    from duoka.parallel.tensor import share_words
+    from duoka.parallel.tensor_exchange import bounds
+
+    chunks.CHUNK_BYTES = 4 * 61 * 3  # as many chunks on the rank with 30 words as on the one with 31
+    numbers = torch.Generator().manual_seed(5)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=numbers)
+
+    head = torch.nn.Linear(8, 61)
+    share_words(head, world)
+    first, size = bounds(61, world)
+    hidden, weight, bias, low_rows, low_weight = draw(2, 9, 8), draw(61, 8), draw(61), draw(2, 9, 3), draw(61, 3)
+    labels = torch.randint(0, 61, (2, 9), generator=numbers)
+    labels[0, 3] = labels[1, 0] = -100
+    by_token = draw(2, 9)
+
+    def learn(words, ask):
+        """What `ask` gives, and the gradients: of what is cut, of these words."""
+        here = slice(None) if words is WHOLE else slice(first, first + size)
+        inputs = [hidden, weight[here], bias[here], low_rows, low_weight[here]]
+        leaves = [one.clone().requires_grad_() for one in inputs]
+        rows, own, own_bias, low, own_low = leaves
+        value, told = ask(rows, own, own_bias, LowRank(low, own_low), words)
+        value.backward()
+        found = [leaf.grad[first : first + size] if leaf.shape[0] == 61 else leaf.grad for leaf in leaves]
+        return [value.detach(), *(one.detach() for one in told), *found]
+
+    def ask_loss(goal):
+        return lambda rows, own, bias, low, words: _first_apart(
+            sum_cross_entropy(
+                rows, own, labels, bias=bias, low=low, bend=Bend(1.3, 2.5), goal=goal, count=True, vocabulary=words
+            )
+        )
+
+    def ask_logps(rows, own, bias, low, words):
+        logps, entropy = token_logps(
+            rows, own, labels, bias=bias, low=low, bend=Bend(0.7), entropy=True, vocabulary=words
+        )
+        return (logps * by_token + entropy * by_token.flip(0)).sum(), [logps, entropy]
+
+    goals = [Goal(), Goal(smoothing=0.2), Goal(by_probability=True)]
+    for ask in (*(ask_loss(goal) for goal in goals), ask_logps):
+        pairs = zip(learn(getattr(head, VOCABULARY), ask), learn(WHOLE, ask), strict=True)
+        for place, (ours, theirs) in enumerate(pairs):
+            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6), (ask, place, ours, theirs)
+
+
+def _first_apart(answer):
+    return answer[0], answer[1:]
+
+
+def check_counted_dropout(folder, world):
+    """Units of an adapter are dropped as in one process, also where a rank's input begins in the middle."""
+    from duoka.comm.world import World
+    from duoka.config.schema import LoraConfig
+    from duoka.plan.layout import Layout, parse_layout
+
+    lora = LoraConfig(**LORA, dropout=0.4)
+    seen = [
+        train_here(build(folder, layout, place, lora=lora), "sgd", 3)
+        for layout, place in ((parse_layout("single.tp2"), world), (Layout(), World()))
+    ]
+    compare(*seen, 1e-4, "counted dropout", limit=0.0)
+
+
+def check_bytes(folder, world):
+    """What a step sends, of rows whose every token is a target, is what the plan says: within 2%."""
+    from duoka.comm.ledger import LEDGER, sent_bytes
+    from duoka.data.feed.loader import GlobalBatch
+    from duoka.plan.layout import parse_layout
+    from duoka.plan.shape import read_shape
+    from duoka.plan.sizes import Work
+    from duoka.plan.traffic import traffic
+
+    tokens = 600
+    micro = pack([(torch.arange(tokens) % 61, torch.ones(tokens, dtype=torch.bool))], [0])
+    layout = parse_layout("single.tp2")
+    for recompute in ("none", "full", "selective"):
+        layout = replace(layout, recompute=recompute)
+        engine = build(folder, layout, world)
+        LEDGER.take()
+        engine.forward_backward(GlobalBatch([micro, micro], 2 * tokens, 1, 0, 0, 0, np.arange(1)), Mean())
+        sent = sent_bytes(LEDGER.take())
+        planned = traffic(Work(read_shape(folder), None, "cpu"), layout, 2, accumulation=2, tokens=tokens)
+        total = sum(one.sent_bytes for one in planned)
+        assert sent == pytest.approx(total, rel=0.02), (recompute, sent / total)
 
 
 def test_two_ranks_of_a_layer_learn_what_one_process_learns(folder):

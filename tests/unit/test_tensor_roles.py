@@ -38,12 +38,12 @@ def test_every_matrix_of_a_llama_has_a_part():
 @pytest.mark.parametrize(
     ("kind", "sizes", "words"),
     [
-        ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}, ["no tensor-parallel plan", "GPT2"]),
+        ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, ["no tensor-parallel plan", "GPT2"]),
         ("LlamaConfig", SIZES, ["num_attention_heads", "9"]),
         ("LlamaConfig", {**SIZES, "num_attention_heads": 6, "hidden_size": 36}, ["num_key_value_heads", "3"]),
         (
             "LlamaConfig",
-            {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 47},
+            {**SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 47},
             ["model.layers.0.mlp.gate_proj", "47 output features"],
         ),
         (

@@ -58,7 +58,7 @@ def cut_matrices(bare: torch.nn.Module, mesh: Mesh) -> None:
             if part in COLUMNS and module is not head:
                 regions.setdefault(name.rpartition(".")[0], _Region(world)).add(module)
         if module is head:
-            _share_words(module, world, cutter)
+            share_words(module, world)
     for name, region in regions.items():
         if all(f"{name}.{child}".startswith(tuple(parts)) for child, _ in core.get_submodule(name).named_parameters()):
             region.attach(core.get_submodule(name))
@@ -179,7 +179,7 @@ def _cut_embedding(module: Any, world: World, cutter: _Cutter) -> None:
     cutter.cut(module, "weight", 0)
 
 
-def _share_words(module: Any, world: World, cutter: _Cutter) -> None:
+def share_words(module: Any, world: World) -> None:
     """The fused loss reads a head without calling it; where it is called, its input and its adapter's lead in."""
     layer: Any = linear_of(module)
     num_words = layer.out_features
