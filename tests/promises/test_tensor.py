@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tensor_models import MODELS, Mean, build, compare, pack, train_here, train_plainly, write_model
+from tensor_models import MODELS, Mean, build, compare, global_batch, pack, train_here, train_plainly, write_model
 from worlds import run_world
 
 FAMILIES = tuple(name for name in MODELS if name != "smollm")  # 9 heads are for three ranks
@@ -159,14 +159,22 @@ def check_counted_dropout(folder, world):
     """Units of an adapter are dropped as in one process, also where a rank's input begins in the middle."""
     from duoka.comm.world import World
     from duoka.config.schema import LoraConfig
+    from duoka.parallel.inputs import model_inputs
     from duoka.plan.layout import Layout, parse_layout
 
     lora = LoraConfig(**LORA, dropout=0.4)
-    seen = [
-        train_here(build(folder, layout, place, lora=lora), "sgd", 3)
-        for layout, place in ((parse_layout("single.tp2"), world), (Layout(), World()))
-    ]
-    compare(*seen, 1e-4, "counted dropout", limit=0.0)
+    places = ((parse_layout("single.tp2"), world), (Layout(), World()))
+    engines = [build(folder, layout, place, lora=lora) for layout, place in places]
+    compare(*(train_here(engine, "sgd", 3) for engine in engines), 1e-4, "counted dropout", limit=0.0)
+    # And both say the same: the likeliest word, and which targets it is.
+    batch = global_batch(0, engines[1].mesh, 1).micro_batches[0]
+    told = []
+    for engine in engines:
+        with engine.evaluate() as model, torch.no_grad():
+            model.eval()
+            _, correct = model(**model_inputs(batch, world.device))
+            told.append((int(correct), [model.next_token(batch.input_ids[:, :length]) for length in range(1, 12)]))
+    assert told[0] == told[1]
 
 
 def check_bytes(folder, world):
