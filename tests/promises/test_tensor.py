@@ -5,7 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tensor_models import MODELS, Mean, build, compare, global_batch, pack, train_here, train_plainly, write_model
+from tensor_models import (
+    MODELS,
+    Mean,
+    build,
+    compare,
+    global_batch,
+    make_optimizer,
+    pack,
+    train_here,
+    train_plainly,
+    write_model,
+)
 from worlds import run_world
 
 FAMILIES = tuple(name for name in MODELS if name != "smollm")  # 9 heads are for three ranks
@@ -77,6 +88,7 @@ def look(folder, layouts, names):
         check_shared_words(world)
         check_counted_dropout(folder / "llama", world)
         check_bytes(folder / "llama", world)
+        check_drift_is_found(folder / "qwen3", world)
     world.barrier()
     end_world(world)
 
@@ -198,6 +210,26 @@ def check_bytes(folder, world):
         planned = traffic(Work(read_shape(folder), None, "cpu"), layout, 2, accumulation=2, tokens=tokens)
         total = sum(one.sent_bytes for one in planned)
         assert sent == pytest.approx(total, rel=0.02), (recompute, sent / total)
+
+
+def check_drift_is_found(folder, world):
+    """What both ranks have whole is compared, and what each has a part of is not."""
+    from duoka.errors import WorkerFailed
+    from duoka.plan.layout import parse_layout
+    from duoka.store.contents import Contents
+    from duoka.store.state import TrainState
+    from duoka.train.replicas import check_replicas
+
+    engine = build(folder, parse_layout("single.tp2"), world)
+    named = engine.named_trainable()
+    contents = Contents(engine, make_optimizer("sgd", named), TrainState())
+    check_replicas(contents, world)
+    drifted = "model.layers.1.self_attn.k_norm.weight"
+    if world.rank == 1:
+        with torch.no_grad():
+            named[drifted][0] += 1e-6
+    with pytest.raises(WorkerFailed, match=rf"rank 1 has other values than rank 0 in model\.{drifted}"):
+        check_replicas(contents, world)
 
 
 def test_two_ranks_of_a_layer_learn_what_one_process_learns(folder):
