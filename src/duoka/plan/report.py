@@ -209,12 +209,11 @@ def make_plan(
     the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
     faults = check_machine(config, machine, world_size, local_size)
-    if faults := faults or ([] if layout is not None else check_shape(config.parallel, shape, world_size)):
+    if faults or (layout is None and (faults := check_shape(config.parallel, shape, world_size))):
         raise Faults(faults)
     local = local_size or world_size
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
-    available = machine.available_per_rank(local)
-    work = _work(config, shape, machine)
+    available, work = machine.available_per_rank(local), _work(config, shape, machine)
     task = task_of(config, work, lengths)
     choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
     layout = choice.layout
