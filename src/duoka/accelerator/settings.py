@@ -13,6 +13,7 @@ from duoka.comm.world import World
 from duoka.config.rules_parallel import PARALLEL_RULES
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
+from duoka.plan.axes import KEYS, axes_of
 from duoka.plan.layout import SHARDED, Layout, Precision, Strategy
 
 PRECISIONS: dict[str, Precision] = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -36,6 +37,12 @@ def read_parallel(
             "parallel.offload is optimizer, and the optimizer is yours",
             fix="make it with duoka.optim.host.HostAdamW, whose state lies in host memory",
         )
+    for axis, size in axes_of(parallel).items():
+        if size > 1:
+            raise ConfigError(
+                f"{KEYS[axis]} is {size}, and a loop of your own is not cut along that axis",
+                fix="train with a YAML (`duoka train`), or delete it: strategy fsdp shares the weights of any model",
+            )
     return parallel
 
 

@@ -59,7 +59,9 @@ def prepare_run(
     from duoka.data.dataset_lengths import lengths_of, remember_lengths
     from duoka.data.prepare import prepare_data
     from duoka.data.report import write_data_report
+    from duoka.errors import Faults
     from duoka.hub.models import model_folder
+    from duoka.plan.axes import check_shape
     from duoka.plan.catalog import local_cluster
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
@@ -67,13 +69,16 @@ def prepare_run(
 
     say: Callable[[str], None] = Say()
     folder = model_folder(loaded.config.model, loaded.base, say)
+    shape = read_shape(folder)
+    if faults := check_shape(loaded.config.parallel, shape, world_size):
+        raise Faults(faults)  # before the data are read, which may take long
     prepared = prepare_data(loaded.config, loaded.base, folder, say=say)
     prepared.check_world(world_size)
     local = local_size or world_size
     lengths = lengths_of(prepared, loaded.config)
     remember_lengths(lengths, loaded.config, loaded.base)
     plan = make_plan(
-        loaded.config, read_shape(folder), machine, world_size, lengths=lengths, local_size=local,
+        loaded.config, shape, machine, world_size, lengths=lengths, local_size=local,
         cluster=local_cluster(machine, world_size, local),
     )  # fmt: skip
     _refuse_what_does_not_fit(plan)

@@ -48,12 +48,14 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sum over ranks, in place."""
+def all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    """Sum over ranks, in place; with another `op`, what that makes of them."""
     if num_ranks(group) > 1:
         LEDGER.note("all-reduce", bytes_of(tensor), num_ranks(group))
         with LEDGER.waiting():
-            dist.all_reduce(tensor, group=group)
+            dist.all_reduce(tensor, op, group)
     return tensor
 
 

@@ -14,6 +14,7 @@ from duoka.config.rules_model import MODEL_RULES
 from duoka.config.rules_optim import OPTIM_RULES
 from duoka.config.rules_parallel import PARALLEL_RULES
 from duoka.config.rules_stages import STAGE_RULES
+from duoka.config.rules_tensor import TENSOR_RULES
 from duoka.config.rules_text import TEXT_RULES
 from duoka.config.schema import RunConfig
 from duoka.units import parse_amount
@@ -207,6 +208,7 @@ RULES: tuple[Rule, ...] = (
     *OPTIM_RULES,
     *MODEL_RULES,
     *PARALLEL_RULES,
+    *TENSOR_RULES,
     *TEXT_RULES,
     *STAGE_RULES,
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from duoka.data.feed.loader import IGNORED
+from duoka.model.vocabulary import WHOLE, Vocabulary
 
 # Logits of one chunk (fp32): enough rows for an efficient matrix product, small beside a layer's activations. On a GPU
 # each chunk reads the head's weight twice and adds a product as large as it: with 130 rows, at a vocabulary of 128k,
@@ -66,7 +67,11 @@ class Places:
 
 
 def take_targets(
-    hidden: torch.Tensor, labels: torch.Tensor, low: LowRank | None, places: Places | None = None
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    low: LowRank | None,
+    places: Places | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Targets:
     flat = labels.reshape(-1)
     chosen = (places or Places.of(labels)).index
@@ -76,7 +81,7 @@ def take_targets(
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         # All rows are targets in pretraining: no copy then.
-        return rows if len(chosen) == len(flat) else rows[chosen]
+        return vocabulary.spread(rows if len(chosen) == len(flat) else rows[chosen])
 
     return Targets(take(hidden), take(low.rows) if low else None, flat[chosen], chosen)
 
@@ -97,11 +102,18 @@ class ChunkedLogits:
     Inputs are rows, weight, bias, rows and weight of the adapter; `wanted` says of each whether it gets a gradient.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor | None], bend: Bend, wanted: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor | None],
+        bend: Bend,
+        wanted: Sequence[bool],
+        vocabulary: Vocabulary = WHOLE,
+    ) -> None:
         rows, weight, self.bias, low_rows, low_weight = inputs
         assert rows is not None
         assert weight is not None
         self.bend, self.wants_any, self._dtype = bend, any(wanted), rows.dtype
+        self._most_words = vocabulary.most_words(weight.shape[0])
         self._factors = [_Factors(rows, weight, *wanted[:2])]
         if low_rows is not None and low_weight is not None:
             self._factors.append(_Factors(low_rows, low_weight, *wanted[3:5]))
@@ -109,7 +121,7 @@ class ChunkedLogits:
         self._bias_grad = torch.zeros_like(bias, dtype=wide(bias)) if bias is not None and wanted[2] else None
 
     def chunks(self) -> Iterator[Chunk]:
-        for logits, start, end in _products(self._factors):
+        for logits, start, end in _products(self._factors, self._most_words):
             if self.bias is not None:
                 logits += self.bias
             yield Chunk(logits, _bend_(logits, self.bend), start, end)
@@ -160,14 +172,14 @@ class _Factors:
             self.weight_grad.addmm_(slope.t(), part)
 
 
-def _products(all_factors: list[_Factors]) -> Iterator[tuple[torch.Tensor, int, int]]:
+def _products(all_factors: list[_Factors], most_words: int) -> Iterator[tuple[torch.Tensor, int, int]]:
     """(logits, first row, row after the last), in one buffer for all: fresh memory costs more than the arithmetic."""
     rows, weight = all_factors[0].rows, all_factors[0].weight
     num_rows, vocab = rows.shape[0], weight.shape[0]
     if not num_rows:
         return
     on_cpu = rows.device.type == "cpu"
-    most = max(1, (CHUNK_BYTES if on_cpu else GPU_CHUNK_BYTES) // (4 * vocab))
+    most = max(1, (CHUNK_BYTES if on_cpu else GPU_CHUNK_BYTES) // (4 * most_words))
     num_chunks = math.ceil(num_rows / (min(most, CPU_CHUNK_ROWS) if on_cpu else most))
     size = math.ceil(num_rows / num_chunks)  # alike, so that no chunk of a few rows pays for the head's whole gradient
     buffer = torch.empty(size, vocab, dtype=wide(rows), device=rows.device)

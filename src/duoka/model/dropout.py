@@ -31,6 +31,11 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
+def _wrapped(value: int) -> int:
+    """As int64 arithmetic runs over."""
+    return _signed(value % 2**64)
+
+
 # splitmix64: the step between hashes, and the factors of its finalizer. Of the finalizer's three shifts the last is
 # left out and the others keep the sign: a CPU has no logical shift of int64, and no bit of a mask can tell.
 _STEP = _signed(0x9E3779B97F4A7C15)
@@ -212,6 +217,16 @@ class CountedDropout(torch.nn.Dropout):
         self.name = name
         self.place = place_key(name)
         self.drops = drops
+
+    def begin_at(self, unit: int) -> None:
+        """Its input begins at this unit of the whole: a rank of several that share a layer has a part of them."""
+        if unit % _UNITS_PER_HASH:
+            raise ConfigError(
+                f"{self.name} begins on this rank at unit {unit}, and dropout is counted from multiples of "
+                f"{_UNITS_PER_HASH}",
+                fix="set lora.dropout to 0, or write another   tensor:",
+            )
+        self.place = _wrapped(place_key(self.name) + unit // _UNITS_PER_HASH * _STEP)
 
     def counted_keys(self, x: torch.Tensor) -> torch.Tensor | None:
         """What to count from in this pass; None where nothing is dropped, or torch draws."""

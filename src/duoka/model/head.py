@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from duoka.model.chunks import Bend, LowRank, Places
 from duoka.model.logps import TokenLogps, place, token_logps
 from duoka.model.loss import LIKELIHOOD, Goal, sum_cross_entropy
+from duoka.model.vocabulary import VOCABULARY, WHOLE
 
 # What families call a factor on their logits, and whether it multiplies or divides.
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -55,8 +57,9 @@ def apply_head(
     """Head and loss in one: (summed loss, correct target tokens); the second is counted in eval mode only."""
     base, low = _read_head(head, hidden)
     return sum_cross_entropy(
-        hidden, base.weight, labels, bias=base.bias, low=low, bend=bend,
+        hidden, _here(base.weight), labels, bias=_here(base.bias), low=low, bend=bend,
         goal=goal if head.training else LIKELIHOOD, count=not head.training, places=places,
+        vocabulary=getattr(base, VOCABULARY, WHOLE),
     )  # fmt: skip
 
 
@@ -65,7 +68,10 @@ def apply_head_to_logps(
 ) -> TokenLogps:
     """Head and log-probabilities of its target tokens in one."""
     base, low = _read_head(head, hidden)
-    return token_logps(hidden, base.weight, labels, bias=base.bias, low=low, bend=bend, entropy=entropy, places=places)
+    return token_logps(
+        hidden, _here(base.weight), labels, bias=_here(base.bias), low=low, bend=bend, entropy=entropy, places=places,
+        vocabulary=getattr(base, VOCABULARY, WHOLE),
+    )  # fmt: skip
 
 
 def _read_head(head: Any, hidden: torch.Tensor) -> tuple[Any, LowRank | None]:
@@ -74,7 +80,12 @@ def _read_head(head: Any, hidden: torch.Tensor) -> tuple[Any, LowRank | None]:
         return head, None
     name = plain_adapter(head)
     rows = F.linear(head.lora_dropout[name](hidden), head.lora_A[name].weight) * head.scaling[name]
-    return head.base_layer, LowRank(rows, head.lora_B[name].weight)
+    return head.base_layer, LowRank(rows, _here(head.lora_B[name].weight))
+
+
+def _here(parameter: Any) -> Any:
+    """The rows of this rank's words, where a head is shared out."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def loss_from_logits(

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from duoka.model.chunks import STRAIGHT, Bend, ChunkedLogits, LowRank, Places, take_targets, wide
+from duoka.model.vocabulary import WHOLE, Vocabulary
 
 
 class TokenLogps(NamedTuple):  # a tuple, in which wrappers of models find the tensors
@@ -32,12 +33,14 @@ def token_logps(
     bend: Bend = STRAIGHT,
     entropy: bool = False,
     places: Places | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> TokenLogps:
     """log p(label) of every target; both answers have gradients."""
-    targets = take_targets(hidden, labels, low, places)
+    targets = take_targets(hidden, labels, low, places, vocabulary)
     logps, entropies = _TokenLogps.apply(
-        targets.rows, weight, bias, targets.low_rows, low.weight if low else None, targets.labels, bend, entropy
-    )
+        targets.rows, weight, bias, targets.low_rows, low.weight if low else None, targets.labels, bend, entropy,
+        vocabulary,
+    )  # fmt: skip
     return TokenLogps(
         place(logps, labels, targets.places), place(entropies, labels, targets.places) if entropy else None
     )
@@ -62,26 +65,28 @@ class _TokenLogps(torch.autograd.Function):
         labels: torch.Tensor,
         bend: Bend,
         wants_entropy: bool,
+        vocabulary: Vocabulary,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logps = torch.empty(len(labels), dtype=wide(rows), device=rows.device)
         norms = torch.empty_like(logps)  # log of the sum of exp(logits)
         entropy = torch.empty_like(logps) if wants_entropy else None
         inputs = (rows, weight, bias, low_rows, low_weight)
         with torch.autocast(rows.device.type, enabled=False):
-            for chunk in ChunkedLogits(inputs, bend, [False] * 5).chunks():
+            for chunk in ChunkedLogits(inputs, bend, [False] * 5, vocabulary).chunks():
                 here, logits = slice(chunk.start, chunk.end), chunk.logits
-                peak = logits.amax(dim=-1, keepdim=True)
+                peak = vocabulary.largest(logits.amax(dim=-1, keepdim=True))
                 logits.sub_(peak)
-                picked = logits.gather(1, labels[here, None]).squeeze(1)
+                picked = vocabulary.pick(logits, labels[here]).squeeze(1)
                 powers = logits.exp() if entropy is not None else logits.exp_()
-                total = powers.sum(dim=-1)
+                total, picked = vocabulary.total(powers.sum(dim=-1), picked)
                 log_total = total.log()
                 logps[here] = picked - log_total
                 norms[here] = peak.squeeze(1) + log_total
                 if entropy is not None:
-                    entropy[here] = log_total - (powers * logits).sum(dim=-1) / total
+                    (mean,) = vocabulary.total((powers * logits).sum(dim=-1))
+                    entropy[here] = log_total - mean / total
         ctx.save_for_backward(*inputs, labels, norms, entropy)
-        ctx.bend = bend
+        ctx.bend, ctx.vocabulary = bend, vocabulary
         return logps, entropy
 
     @staticmethod
@@ -91,7 +96,7 @@ class _TokenLogps(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         *inputs, labels, norms, entropy = ctx.saved_tensors
         with torch.autocast(norms.device.type, enabled=False):
-            head = ChunkedLogits(inputs, ctx.bend, ctx.needs_input_grad[:5])
+            head = ChunkedLogits(inputs, ctx.bend, ctx.needs_input_grad[:5], ctx.vocabulary)
             for chunk in head.chunks():
                 here, logits = slice(chunk.start, chunk.end), chunk.logits
                 logits.sub_(norms[here, None])  # log p of every word
@@ -99,7 +104,7 @@ class _TokenLogps(torch.autograd.Function):
                 if entropy is not None and by_entropy is not None:
                     factor = factor - by_entropy[here, None] * (logits + entropy[here, None])
                 logits.exp_().mul_(factor)
-                logits.scatter_add_(1, labels[here, None], by_logp[here, None])
+                ctx.vocabulary.add_at_(logits, labels[here], by_logp[here, None])
                 head.learn(chunk)
         gradients = zip(head.gradients(), inputs, strict=True)
-        return *(None if one is None else one.to(of.dtype) for one, of in gradients), None, None, None
+        return *(None if one is None else one.to(of.dtype) for one, of in gradients), None, None, None, None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from duoka.model.chunks import STRAIGHT, Bend, ChunkedLogits, LowRank, Places, take_targets, wide
+from duoka.model.vocabulary import WHOLE, SharedVocabulary, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,17 @@ def sum_cross_entropy(
     goal: Goal = LIKELIHOOD,
     count: bool = False,
     places: Places | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of -log p(label) over target rows, how many targets are the likeliest token: counted when asked)."""
-    targets = take_targets(hidden, labels, low, places)
+    """(sum of -log p(label) over target rows, how many targets are the likeliest token: counted when asked).
+
+    `weight` has the rows of this rank's words only, where `vocabulary` is shared.
+    """
+    targets = take_targets(hidden, labels, low, places, vocabulary)
     answer: tuple[torch.Tensor, torch.Tensor]
     answer = _HeadLoss.apply(
         targets.rows, weight, bias, targets.low_rows, low.weight if low else None, targets.labels,
-        _How(bend, goal, count),
+        _How(bend, goal, count, vocabulary),
     )  # fmt: skip
     return answer
 
@@ -57,6 +62,7 @@ class _How:
     bend: Bend
     goal: Goal
     count: bool
+    vocabulary: Vocabulary
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -74,14 +80,15 @@ class _HeadLoss(torch.autograd.Function):
         how: _How,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(rows.device.type, enabled=False):
-            head = ChunkedLogits((rows, weight, bias, low_rows, low_weight), how.bend, ctx.needs_input_grad[:5])
+            inputs = (rows, weight, bias, low_rows, low_weight)
+            head = ChunkedLogits(inputs, how.bend, ctx.needs_input_grad[:5], how.vocabulary)
             loss = torch.zeros((), dtype=torch.float64, device=rows.device)
             correct = torch.zeros((), dtype=torch.long, device=rows.device)
             for chunk in head.chunks():
                 targets = labels[chunk.start : chunk.end]
                 if how.count:
-                    correct += (chunk.logits.argmax(dim=-1) == targets).sum()
-                loss += _to_slope_(chunk.logits, targets, how.goal)
+                    correct += (how.vocabulary.likeliest(chunk.logits) == targets).sum()
+                loss += _to_slope_(chunk.logits, targets, how.goal, how.vocabulary)
                 if head.wants_any:
                     head.learn(chunk)
         # Not save_for_backward: these are given away in the backward pass, so that nobody has to copy them.
@@ -108,8 +115,10 @@ def _scaled(
     ]
 
 
-def _to_slope_(logits: torch.Tensor, targets: torch.Tensor, goal: Goal) -> torch.Tensor:
+def _to_slope_(logits: torch.Tensor, targets: torch.Tensor, goal: Goal, vocabulary: Vocabulary) -> torch.Tensor:
     """Replace logits by d loss / d logits = softmax - target distribution; returns the loss summed over rows (fp64)."""
+    if isinstance(vocabulary, SharedVocabulary):
+        return _to_shared_slope_(logits, targets, goal, vocabulary)
     index, smoothing = targets[:, None], goal.smoothing
     picked = logits.gather(1, index)
     mean = logits.mean(dim=-1, keepdim=True) if smoothing else 0.0
@@ -128,6 +137,28 @@ def _to_slope_(logits: torch.Tensor, targets: torch.Tensor, goal: Goal) -> torch
     if smoothing:
         logits -= smoothing / logits.shape[-1]
     if weights is not None:
+        losses *= weights
+        logits *= weights
+    return losses.sum(dtype=torch.float64)
+
+
+def _to_shared_slope_(
+    logits: torch.Tensor, targets: torch.Tensor, goal: Goal, vocabulary: SharedVocabulary
+) -> torch.Tensor:
+    """As `_to_slope_`, of logits whose columns are this rank's words: two exchanges of a few numbers a row."""
+    smoothing, num_words = goal.smoothing, vocabulary.num_words
+    peak = vocabulary.largest(logits.amax(dim=-1, keepdim=True))
+    picked = vocabulary.pick(logits, targets)
+    summed = logits.sum(dim=-1, keepdim=True) if smoothing else torch.zeros_like(picked)
+    logits.sub_(peak).exp_()
+    total, picked, summed = vocabulary.total(logits.sum(dim=-1, keepdim=True), picked, summed)
+    logits.div_(total)
+    losses = peak - (1.0 - smoothing) * picked - smoothing * summed / num_words + total.log()
+    vocabulary.add_at_(logits, targets, torch.full_like(picked, smoothing - 1.0))
+    if smoothing:
+        logits -= smoothing / num_words
+    if goal.by_probability:
+        weights = (picked - peak).exp_().div_(total)
         losses *= weights
         logits *= weights
     return losses.sum(dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The one fixed order of making a model parallel: (pipeline,) (tensor,) sequence, fused, recompute, compile, data.
+"""The one fixed order of making a model parallel: (pipeline,) tensor, sequence, fused, recompute, compile, data.
 
 For `duoka train`, whose model is a LossModel, and for any module that people's own loops bring (duoka.Accelerator).
 What is in brackets arrives with later parts, at its place in STEPS. A new way to share the work is an engine in a file
@@ -26,6 +26,7 @@ from duoka.parallel.recompute import apply_recompute
 from duoka.parallel.sequence import share_sequences
 from duoka.parallel.sharded import Sharded
 from duoka.parallel.single import Single
+from duoka.parallel.tensor import cut_matrices
 from duoka.plan.layout import Layout
 
 
@@ -62,7 +63,12 @@ def _compile(spec: EngineSpec) -> None:
         layer.compile(dynamic=True)  # lengths differ from micro-batch to micro-batch
 
 
+def _cut(spec: EngineSpec) -> None:
+    cut_matrices(spec.bare, spec.mesh)
+
+
 STEPS = (
+    Step("tensor", lambda spec: spec.layout.tp > 1, _cut),
     Step("sequence", lambda spec: spec.layout.sp > 1, _share_sequences),
     Step("fused", lambda spec: isinstance(spec.bare, LossModel) and not spec.layout.compile, _fuse),
     Step("recompute", lambda spec: spec.layout.recompute != "none", _recompute),

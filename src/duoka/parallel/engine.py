@@ -34,6 +34,7 @@ from duoka.parallel.objective import Objective, mean_loss, no_loss
 from duoka.parallel.out_of_memory import Shortage, describe_shortage, is_out_of_memory
 from duoka.parallel.precision import build_numerics, compute_in
 from duoka.parallel.sequence import cut_rows
+from duoka.parallel.tensor import parts_of_gradients, sum_parts
 from duoka.plan.layout import Layout
 from duoka.torch_private import found_inf
 
@@ -127,6 +128,12 @@ class Engine:
         # Looked up once, before the first pass: FSDP shows gathered weights under the same names while it computes.
         return {name: p for name, p in named_part(self.bare).named_parameters() if p.requires_grad}
 
+    @cached_property
+    def _parts(self) -> list[torch.nn.Parameter]:
+        """Trained parameters of whose gradients each tensor-parallel rank has a part."""
+        names = set(parts_of_gradients(named_part(self.bare)))
+        return [parameter for name, parameter in self._trainable.items() if name in names]
+
     def spread_of(self, parameter: torch.Tensor) -> Groups:
         """The groups whose ranks hold different parts of a parameter's gradient."""
         return spread_of(parameter)
@@ -158,6 +165,7 @@ class Engine:
             self._drop_gradients()
             rejoined = self.rejoin(sums.shortage, batch, objective)
             return replace(sums, shortage=replace(sums.shortage, rejoined=rejoined))
+        sum_parts(self._parts, self.mesh.tensor)
         times = sums.times
         overlapped_s = min(LEDGER.overlapped_s(), times.backward_s)
         times.wait_s += overlapped_s
@@ -265,8 +273,11 @@ class Engine:
     # --- too little memory ---
 
     def rejoin(self, shortage: Shortage, batch: GlobalBatch, objective: Objective) -> bool:
-        """Join the pending gradient exchange after an out-of-memory error in a pass; False when that is impossible."""
-        return True
+        """Join the pending gradient exchange after an out-of-memory error in a pass; False when that is impossible.
+
+        As where ranks compute a layer together: the others wait in the middle of it.
+        """
+        return self.mesh.tensor.size == 1
 
     def rehearse(self, micro: Batch, objective: Objective, *, is_last: bool = True) -> None:
         """A pass with a step's last exchange or one before it; its random numbers are drawn again.

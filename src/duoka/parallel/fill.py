@@ -40,4 +40,5 @@ def _read(name: str, parameter: torch.Tensor, source: Weights, device: torch.dev
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     values = source.read(name, parameter.shape, Box(tuple(offset), tuple(shape)))
     # Not from_local: it would move what is offloaded to the mesh's device.
-    return like_sharded(parameter, values.to(device, parameter.dtype))
+    # Contiguous: columns of what was drawn whole are a view, which FSDP cannot take.
+    return like_sharded(parameter, values.to(device, parameter.dtype).contiguous())

@@ -41,6 +41,7 @@ class Mesh:
     copies: World = field(default_factory=World)  # who holds the same bits of weights and optimizer state
     pipeline: World = field(default_factory=World)  # whose layers make a whole model
     sequence: World = field(default_factory=World)  # who has the other stretches of the same rows
+    tensor: World = field(default_factory=World)  # whose parts of each matrix make a whole layer
     copy_axes: tuple[str, ...] = ("replicate", "sp")
 
     @property
@@ -110,6 +111,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         copies=view("copies", *copy_axes),
         pipeline=view("pipeline", "pp"),
         sequence=sequence,
+        tensor=view("tensor", "tp"),
         copy_axes=copy_axes,
     )
 

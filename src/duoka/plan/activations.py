@@ -43,10 +43,10 @@ def activation_bytes_per_token(work: Work, layout: Layout, length: int = 0) -> t
     """What one layer keeps of one token until its backward pass, on one rank, and the formula in words."""
     if work.program is not None:
         return _kept_by_program(work, work.program, layout, length)
-    total, formula = _kept_by_duoka(work, layout)
+    whole, cut, formula = _kept_by_duoka(work, layout)
     if layout.tp > 1:
-        formula += f", / {layout.tp} (tensor and sequence parallel)"
-    return total / layout.tp, formula
+        formula += f", / {layout.tp} but for what norms read and give, which every tensor-parallel rank has"
+    return whole + cut / layout.tp, formula
 
 
 def _kept_by_program(work: Work, program: Program, layout: Layout, length: int) -> tuple[float, str]:
@@ -67,33 +67,35 @@ def boundary_bytes(work: Work, layout: Layout) -> int:
     return (2 if layout.precision != "fp32" and work.lora is not None else 4) * work.shape.hidden_size
 
 
-def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, str]:
+def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
+    """(what tensor-parallel ranks each keep whole, what they share, the formula)."""
     shape, half = work.shape, layout.precision != "fp32"
     rule = _RULES[work.lora is not None, half]
     size = 2 if half else 4
     # Two of the h-wide tensors (rotated queries, attention's output) are as wide as all heads together.
-    wide_bytes = rule.hidden * shape.hidden_size + 2 * size * (shape.q_size - shape.hidden_size)
+    whole: float = (rule.hidden - 2 * size) * shape.hidden_size
     formula = f"{rule.hidden}h + {rule.key_value}kv + {rule.ffn}f + 4a + 8"
-    total: float = wide_bytes + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
-    total += 4 * shape.num_heads + 8
+    cut: float = 2 * size * shape.q_size + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
+    cut += 4 * shape.num_heads
+    whole += 8
     if layout.packing or layout.sp > 1:
-        total += size * shape.q_size  # documents' outputs are joined, or exchanged, into one more tensor
+        cut += size * shape.q_size  # documents' outputs are joined, or exchanged, into one more tensor
         formula += f" + {size}h ({'packed' if layout.packing else 'exchanged'})"
     if layout.sp > 1:
-        total += 2 * size * (held_kv_size(shape, layout) - shape.kv_size)
+        cut += 2 * size * (held_kv_size(shape, layout) - shape.kv_size)
         formula += f" + {2 * size} for what of keys and values other ranks hold too"
     if not shape.gated:
-        total += (2 * size - rule.ffn) * shape.intermediate_size  # one product and its activation
+        cut += (2 * size - rule.ffn) * shape.intermediate_size  # one product and its activation
         formula += " (2 tensors of width f: no gate)"
     if shape.block_norms > 2 or shape.qk_norm:
-        total += 12 * (shape.block_norms - 2) * shape.hidden_size
-        total += 12 * (shape.q_size + shape.kv_size) * shape.qk_norm
+        whole += 12 * (shape.block_norms - 2) * shape.hidden_size
+        cut += 12 * (shape.q_size + shape.kv_size) * shape.qk_norm
         formula += " + 12 per extra norm"
     if work.lora is not None:
         adapted = adapted_linears(shape, work.lora)
-        total += rule.rank * work.lora.rank * len(adapted)
+        whole += rule.rank * work.lora.rank * len(adapted)
         formula += f" + {rule.rank}r per adapter"
-    return total, f"per token and layer {formula}"
+    return whole, cut, f"per token and layer {formula}"
 
 
 def held_kv_size(shape: ModelShape, layout: Layout) -> int:
@@ -109,11 +111,12 @@ def selective_bytes(work: Work, layout: Layout) -> float:
     """Per token and layer: its input, and the outputs of seven products and of attention with its row sums."""
     shape, half = work.shape, layout.precision != "fp32"
     size = 2 if half else 4
-    products = 2 * shape.hidden_size + shape.q_size + 2 * shape.kv_size + (1 + shape.gated) * shape.intermediate_size
+    cut = shape.q_size + 2 * shape.kv_size + (1 + shape.gated) * shape.intermediate_size
     adapters = 0 if work.lora is None else sum(one.num_out for one in adapted_linears(shape, work.lora))
     ranks = 0 if work.lora is None else work.lora.rank * len(adapted_linears(shape, work.lora))
     entry = (size if half and work.lora is not None else 4) * shape.hidden_size
-    return entry + size * (products + shape.q_size + adapters + ranks) + 4 * shape.num_heads
+    cut = size * (cut + shape.q_size + adapters) + 4 * shape.num_heads
+    return entry + size * (2 * shape.hidden_size + ranks) + cut / layout.tp
 
 
 def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tuple[int, int]:
@@ -126,7 +129,7 @@ def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tu
     size = 2 if half else 4
     row_gradient = size * tokens * shape.hidden_size
     rows = min(tokens, LOSS_CHUNK_ROWS) if work.device == "cpu" else tokens
-    chunk = min(4 * rows * shape.vocab_size, LOSS_CHUNK_BYTES[work.device])
+    chunk = min(4 * rows * shape.vocab_size // layout.tp, LOSS_CHUNK_BYTES[work.device])
     # Beside the logits: their half-precision form, and a soft cap's slope.
     chunk += (chunk // 2 if half else 0) + (chunk if shape.bent_logits else 0)
     if work.lora is not None:

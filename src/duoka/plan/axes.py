@@ -1,6 +1,6 @@
 """Tensor, pipeline and sequence axes as a config asks for them: whether they make a layout of this world.
 
-Asked before any process starts. What a model's shape allows is `why_not` in search.py.
+Asked before any process starts, of the world and of the model's shape.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from duoka.config.schema import ParallelConfig
 from duoka.errors import Fault
 from duoka.plan.layout import AXES, TRAINABLE_AXES
+from duoka.plan.sizes import ModelShape
 
 KEYS = {"tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequence"}
 
@@ -81,6 +82,33 @@ def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:
             key=KEYS[next(iter(used))],
             fix=f"start another number, such as --nproc {_nearest_multiples(world_size, inner)}"
             + (f"; or share {world_size} as {layouts}" if (layouts := _nearest_layouts(used, world_size)) else ""),
+        )
+    ]
+
+
+def check_shape(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
+    """Axes that this model's sizes do not allow, with up to three that they do."""
+    tensor = parallel.tensor
+    sizes = {
+        "heads": shape.num_heads,
+        "key-value heads": shape.num_kv_heads,
+        "units of a feed-forward block": shape.intermediate_size,
+    }
+    bad = next((f"{size} {what}" for what, size in sizes.items() if size % tensor), None)
+    if bad is None:
+        return []
+    common = math.gcd(*sizes.values())
+    fitting = [size for size in range(1, common + 1) if common % size == 0]
+    fitting.sort(key=lambda size: abs(math.log2(size / tensor)))
+    words = []
+    for size in fitting[:3]:
+        nproc = "" if world_size % size == 0 else f" with --nproc {_nearest_multiples(world_size, size)}"
+        words.append(f"tensor: {size}{nproc}")
+    return [
+        Fault(
+            f"parallel.tensor is {tensor}, and each rank would have a part of the model's {bad}: no multiple of it",
+            key="parallel.tensor",
+            fix=f"write:   {'   or   '.join(words)}",
         )
     ]
 

@@ -181,13 +181,21 @@ def _with_strategy(
             return replace(layout, strategy=strategy, packing=False)
         return replace(layout, strategy=strategy, shard=size if strategy in SHARDED else 1)
     if adding == 1:
-        reasons["parallel.strategy"] = "single: one process"
+        model = layout.world_size
+        reasons["parallel.strategy"] = (
+            "single: one process" if model == 1 else f"single: one model over {model} processes"
+        )
         return layout
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
+    if layout.tp > 1:  # ddp adds up gradients of whole tensors, and takes none that is cut
+        whole = replace(smallest, strategy="zero1", shard=size)
+        if memory_of(task, whole).peak_bytes <= FITS * available_bytes:
+            reasons["parallel.strategy"] = f"zero1: {size} models of {layout.tp} processes, which share optimizer state"
+            return replace(layout, strategy="zero1", shard=size)
     need = memory_of(task, smallest).peak_bytes
     # Packed weights are not cut either.
     is_whole = config.optim.name in WHOLE_WEIGHT_OPTIMIZERS or config.model.quantization != "none"
-    if need <= FITS * available_bytes or is_whole:
+    if layout.tp == 1 and (need <= FITS * available_bytes or is_whole):
         reasons["parallel.strategy"] = f"ddp: {adding} processes, each with a whole model"
         return layout
     if wishes := ddp_settings(config):

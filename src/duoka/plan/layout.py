@@ -19,7 +19,7 @@ Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "params"]
 
 # Axes beside data parallelism that `duoka train` runs. Others are ranked by the plan, marked, and never chosen.
-TRAINABLE_AXES: tuple[str, ...] = ("sp",)
+TRAINABLE_AXES: tuple[str, ...] = ("tp", "sp")
 AXES = ("tp", "pp", "sp")
 
 SHARDED: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp", "hsdp")

@@ -153,7 +153,7 @@ def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, len
         kept = edge * tokens * depth
         formula = f"{edge // work.shape.hidden_size}h per token and layer, and one layer whole: {formula}"
     elif layout.recompute == "selective":
-        kept = int(selective_bytes(work, layout) * tokens / layout.tp) * depth
+        kept = int(selective_bytes(work, layout) * tokens) * depth
         formula = f"what products and attention give, and one layer whole: {formula}"
     if work.program is not None and work.program.offloads_kept:
         kept = one_layer if layout.recompute == "none" else 0
@@ -233,7 +233,9 @@ def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
 def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
     """Gradients of one layer's activations while its backward pass runs: three f-wide and three h-wide tensors."""
     size = 4 if layout.precision == "fp32" else 2
-    return 3 * size * tokens * (work.shape.intermediate_size + work.shape.hidden_size) // layout.tp
+    if work.program is not None:  # which shares them along the sequence too
+        return 3 * size * tokens * (work.shape.intermediate_size + work.shape.hidden_size) // layout.tp
+    return 3 * size * tokens * (work.shape.intermediate_size // layout.tp + work.shape.hidden_size)
 
 
 def _optimizer_bytes(work: Work, layout: Layout, share: ModelShare) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.advice import advice
+from duoka.plan.axes import check_shape
 from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
 from duoka.plan.catalog import Cluster, cluster_of
 from duoka.plan.changes import Change, single_changes, smaller_changes
@@ -208,12 +209,12 @@ def make_plan(
     the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
     the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
-    if faults := check_machine(config, machine, world_size, local_size):
+    faults = check_machine(config, machine, world_size, local_size)
+    if faults or (layout is None and (faults := check_shape(config.parallel, shape, world_size))):
         raise Faults(faults)
     local = local_size or world_size
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
-    available = machine.available_per_rank(local)
-    work = _work(config, shape, machine)
+    available, work = machine.available_per_rank(local), _work(config, shape, machine)
     task = task_of(config, work, lengths)
     choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
     layout = choice.layout

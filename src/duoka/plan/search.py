@@ -120,6 +120,8 @@ def _tensor_fault(layout: Layout, shape: ModelShape, cluster: Cluster) -> str | 
         return f"a feed-forward width of {shape.intermediate_size} is not divisible by {tp}"
     if tp > cluster.per_node:
         return f"tensor parallelism exchanges in every layer: {tp} ranks would cross nodes of {cluster.per_node}"
+    if layout.strategy == "ddp":
+        return "ddp adds up gradients of whole tensors, and takes none that is cut: zero1 does the same in less memory"
     return None
 
 

@@ -110,9 +110,14 @@ def traffic(
     hidden = size * work.shape.hidden_size * -(-tokens // layout.sp)
     if layout.tp > 1:
         passes = 6 if layout.recompute == "full" else 4
+        if work.program is None:  # the last sum of a layer is not made again: nothing behind it needs it
+            passes = 4 if layout.recompute == "none" else 5
         group = place_group(layout.tp, 1, per_node)
         times = passes * share.num_layers * accumulation
         found.append(Exchange("tensor parallel: activations", "all-reduce", hidden, times, group, "between"))
+        if work.program is None:  # what the embedding gives, and the gradient of what the head reads
+            ends = 4 * work.shape.hidden_size * tokens * (share.has_head + 1)
+            found.append(Exchange("tensor parallel: ends", "all-reduce", ends, accumulation, group, "end"))
     if layout.sp > 1:
         found += _sequence_traffic(work, layout, share.num_layers * accumulation, size, tokens, per_node)
     if layout.pp > 1:

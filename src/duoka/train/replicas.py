@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from duoka.comm.checksum import checksum, checksums
 from duoka.comm.world import World
 from duoka.errors import WorkerFailed
@@ -24,12 +27,24 @@ class ReplicaCheck(Concern):
 def check_replicas(contents: Contents, world: World) -> None:
     """End the run when a rank's weights are not rank 0's; all tensors count, not a sum of one."""
     mesh = contents.engine.mesh
-    if mesh.copies.size == 1:
-        return  # one copy over all ranks: there is nothing to compare it with
     tensors = {name: tensor for name, tensor in contents.tensors().items() if not is_ranks_own(name)}
-    # Each rank is compared with the first that holds the same part; all ranks learn of all, and decide alike.
+    if mesh.copies.size > 1:
+        _compare(tensors, mesh.first_copy, contents.state.step, world)
+    if mesh.tensor.size > 1:
+        # What tensor-parallel ranks do not cut each of them has whole, and moves by the same gradient.
+        whole = {name: tensor for name, tensor in tensors.items() if not _is_cut(tensor)}
+        _compare(whole, world.rank - mesh.tensor.rank, contents.state.step, world)
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and "tp" in (tensor.device_mesh.mesh_dim_names or ())
+
+
+def _compare(tensors: dict[str, torch.Tensor], first: int, step: int, world: World) -> None:
+    """Each rank's tensors are those of rank `first`; one copy over all ranks has nothing to be compared with."""
+    # All ranks learn of all, and decide alike.
     numbers = checksums(tensors)
-    sums = world.gather((mesh.first_copy, checksum(tensors, numbers)))
+    sums = world.gather((first, checksum(tensors, numbers)))
     mismatched = [rank for rank, (first, value) in enumerate(sums) if value != sums[first][1]]
     if not mismatched:
         return
@@ -39,7 +54,7 @@ def check_replicas(contents: Contents, world: World) -> None:
     first = sums[rank][0]
     names = [name for name in tensors if each[rank][name] != each[first][name]]
     raise WorkerFailed(
-        f"the replicas differ after step {contents.state.step}: rank {rank} has other values than rank {first} in "
+        f"the replicas differ after step {step}: rank {rank} has other values than rank {first} in "
         f"{names[0]} (and {len(names) - 1} more tensors)",
         where=f"ranks that differ from their model's first copy: {', '.join(map(str, mismatched))}",
         fix="a machine or its memory may be faulty: run `duoka doctor` there; the last checkpoint is older than this",

@@ -1,6 +1,6 @@
 """What the model makes of a few beginnings of text, after each evaluation: by the likeliest tokens, a fixed number.
 
-Under a layout that shards weights all ranks compute every token together; otherwise rank 0 does it alone.
+Where no rank has the whole model, all compute every token together; otherwise rank 0 does it alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sampler(Concern):
     def _sample(self, prompts: Prompts) -> list[tuple[str, str]]:
         """(beginning, what follows) on ranks that compute it."""
         world, text = self._engine.world, prompts.text
-        if not (self._layout.is_sharded or world.is_main):
+        if not (self._layout.is_sharded or self._layout.axes or world.is_main):
             return []
         with self._engine.evaluate() as model:
             assert isinstance(model, LossModel)
