@@ -307,6 +307,7 @@ CONTRADICTIONS = {
     "robust-needs-a-share": "model: demo\ndata: {train: [a]}\nstage: {name: dpo, loss: robust}\n",
     "pairs-have-their-own-loss": DPO + "train: {label_smoothing: 0.1}\ndata: {train: [a]}\n",
     "pairs-mark-the-last-answer": DPO + "data: {train: [a], targets: all}\n",
+    "pairs-are-not-cut": DPO + "parallel: {sequence: 2}\ndata: {train: [a]}\n",
     "no-dropout-beside-a-reference": DPO + "lora: {dropout: 0.1}\ndata: {train: [a]}\n",
     "pretrain-rows-are-packed": TEXT + "data: {train: [a], packing: false}\n",
     "pretrain-learns-every-token": TEXT + "data: {train: [a], on_long: drop}\n",

@@ -51,6 +51,13 @@ STAGE_RULES: tuple[Rule, ...] = (
         "delete them",
     ),
     Rule(
+        "pairs-are-not-cut",
+        ("parallel.sequence", "stage"),
+        lambda c: c.stage.kind.reads_pairs and c.parallel.sequence > 1,
+        "parallel.sequence is {c.parallel.sequence}, and stage {c.stage.name} sums each answer on one rank",
+        "delete sequence",
+    ),
+    Rule(
         "no-dropout-beside-a-reference",
         ("lora.dropout", "stage"),
         lambda c: c.stage.has_reference and c.lora is not None and c.lora.dropout > 0,
