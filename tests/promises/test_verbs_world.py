@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
