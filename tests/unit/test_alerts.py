@@ -45,18 +45,18 @@ def test_a_jump_of_the_loss_is_told_once_and_noise_is_not(tmp_path):
     assert told(watchman) == []
     append(run, step_line(60, loss=30.0), step_line(61, loss=31.0))
     [alert] = watchman.look()
-    assert alert.kind == "loss_spike" and "jumped to 30 at step 60" in alert.text
+    assert alert.kind == "spike" and "jumped to 30 at step 60" in alert.text
     append(run, step_line(62, loss=32.0))
     assert told(watchman) == [] and told(Watchman(run)) == [], "what happened before it came is no news"
     append(run, *(step_line(step) for step in range(63, 300)), step_line(300, loss=None))
-    assert told(watchman) == ["loss_spike"], "no number is a jump too"
+    assert told(watchman) == ["spike"], "no number is a jump too"
 
 
 def test_a_crash_that_goes_back_to_a_checkpoint_is_followed(tmp_path):
     run = running(tmp_path / "a")
     watchman = Watchman(run)
     append(run, event_line("resume", 20), *(step_line(step) for step in range(21, 42)), step_line(42, loss=40.0))
-    assert told(watchman) == ["loss_spike"]
+    assert told(watchman) == ["spike"]
 
 
 def test_done_failed_and_gone_are_told_once_and_a_stop_that_was_asked_for_is_not(tmp_path):

@@ -15,7 +15,7 @@ from duoka.config.hosts import HostText
 from duoka.config.trackers import TrackerName
 from duoka.units import parse_seconds
 
-AlertKind = Literal["done", "failed", "stalled", "loss_spike"]
+AlertKind = Literal["done", "failed", "stalled", "spike"]
 # Each is an engine of parallel/apply.py; a layout has one of them.
 Strategy = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 
@@ -145,7 +145,7 @@ class AlertConfig(Section):
     )
     webhook: str = Field("", description="An http or https address that gets a POST with JSON; given up after 30 s.")
     on: tuple[AlertKind, ...] = Field(
-        ("done", "failed", "stalled", "loss_spike"), description="What is told: the end, a silence, a loss that jumps."
+        ("done", "failed", "stalled", "spike"), description="What is told: the end, a silence, a loss that jumps."
     )
 
     @property

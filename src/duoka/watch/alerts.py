@@ -62,7 +62,7 @@ class Watchman:
         now = read_standing(self._followed)
         found: list[tuple[str, str]] = []
         jump = self._find_jump()
-        found += [("loss_spike", jump)] if jump else []
+        found += [("spike", jump)] if jump else []
         if now.state in ("stalled", "silent") and not self._is_stalled:
             found.append(("stalled", f"no step for {now.age_s:.0f} s, after step {now.step:,}"))
         self._is_stalled = now.state in ("stalled", "silent")
