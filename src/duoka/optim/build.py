@@ -65,9 +65,10 @@ def _build_groups(
         scale = 1.0 if rate is None else rate / optim.lr
         scale *= b_lr_ratio if ".lora_B." in name else 1.0
         groups.setdefault((scale, decay, kind), []).append(parameter)
+    # A stage of a pipeline may train nothing, and torch wants a group.
     return [
         {"params": members, "weight_decay": decay, "scale": scale, "kind": kind, "lr": optim.lr * scale}
-        for (scale, decay, kind), members in groups.items()
+        for (scale, decay, kind), members in (groups or {(1.0, 0.0, "adamw"): []}).items()
     ]
 
 

@@ -22,6 +22,7 @@ from duoka.comm.ledger import LEDGER
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.model.build import named_part
+from duoka.model.lora import count_parameters
 from duoka.model.shards import Weights
 from duoka.optim.clip import clip_gradients
 from duoka.optim.muon import Sharing, WholeMatrices
@@ -125,6 +126,10 @@ class Engine:
     def _trainable(self) -> dict[str, torch.nn.Parameter]:
         # Looked up once, before the first pass: FSDP shows gathered weights under the same names while it computes.
         return {name: p for name, p in named_part(self.bare).named_parameters() if p.requires_grad}
+
+    def count_parameters(self) -> tuple[int, int]:
+        """(all, trained) of the whole model, shared ones once."""
+        return count_parameters(named_part(self.bare))
 
     def spread_of(self, parameter: torch.Tensor) -> Groups:
         """The groups whose ranks hold different parts of a parameter's gradient."""

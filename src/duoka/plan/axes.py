@@ -19,6 +19,13 @@ def axes_of(parallel: ParallelConfig) -> dict[str, int]:
     return {"tp": parallel.tensor, "pp": parallel.pipeline, "sp": parallel.sequence}
 
 
+def stages_per_rank(parallel: ParallelConfig) -> int:
+    """How many stages of a pipeline each of its ranks has."""
+    if parallel.pipeline == 1 or parallel.schedule != "interleaved":
+        return 1
+    return parallel.virtual_stages or 2
+
+
 def data_ranks(parallel: ParallelConfig, world_size: int) -> int:
     """How many ranks read different samples, in a world that the axes divide."""
     return world_size // math.prod(axes_of(parallel).values())

@@ -16,7 +16,7 @@ from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import DataConfig, RunConfig, TrainConfig
 from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
-from duoka.plan.axes import axes_of, check_axes, data_ranks
+from duoka.plan.axes import axes_of, check_axes, data_ranks, stages_per_rank
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import SHARDED, Layout, Precision, Recompute, Strategy
 from duoka.plan.memory import FITS
@@ -130,6 +130,8 @@ def choose_layout(
         offload=config.parallel.offload,
         compile=config.train.compile,
         **axes_of(config.parallel),  # type: ignore[arg-type]
+        schedule=config.parallel.schedule,
+        virtual=stages_per_rank(config.parallel),
     )
     if given is not None:
         axes = {"dp": given.dp, "shard": given.shard, "tp": given.tp, "pp": given.pp, "sp": given.sp}

@@ -52,8 +52,11 @@ def fill_contents(folder: Path, contents: Contents, world: World) -> None:
 
 def _fill_tensors(folder: Path, contents: Contents, world: World) -> None:
     with opened(folder) as (reader, saved):
-        _check_all_are_trained(saved, contents.tensors())
-        inheritance = inherit(contents.tensors(), saved, world.rank, world.size)
+        own = contents.tensors()
+        # Ranks of a pipeline train the layers of one model between them.
+        everyone = contents.engine.mesh.pipeline.gather(list(own))
+        _check_all_are_trained(saved, {name for names in everyone for name in names})
+        inheritance = inherit(own, saved, world.rank, world.size)
         dcp.load(inheritance.named, storage_reader=reader, no_dist=world.size == 1)
         inheritance.settle()
 

@@ -37,7 +37,7 @@ def check_replicas(contents: Contents, world: World) -> None:
     each = world.gather({name: checksum({name: tensor}, numbers) for name, tensor in tensors.items()})
     rank = mismatched[0]
     first = sums[rank][0]
-    names = [name for name in tensors if each[rank][name] != each[first][name]]
+    names = [name for name, value in each[rank].items() if value != each[first][name]]
     raise WorkerFailed(
         f"the replicas differ after step {contents.state.step}: rank {rank} has other values than rank {first} in "
         f"{names[0]} (and {len(names) - 1} more tensors)",

@@ -223,7 +223,7 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     source = None
     # A GPU's weights come straight from the files: eight ranks that each hold the model in host memory first, as wide
     # as it is trained, are more than most machines have.
-    from_files = plan.layout.is_sharded or mesh.everyone.device.type == "cuda"
+    from_files = plan.layout.is_sharded or plan.layout.pp > 1 or mesh.everyone.device.type == "cuda"
     if from_files and (built := build_without_memory(request)):
         lm, source = built
     else:
