@@ -31,6 +31,12 @@ def read_parallel(
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"parallel: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    for key in ("tensor", "pipeline", "sequence"):
+        if getattr(parallel, key) > 1:
+            raise ConfigError(
+                f"parallel.{key} is {getattr(parallel, key)}, and a loop of your own calls a whole model",
+                fix="train with   duoka train CONFIG   or share the model by   strategy: fsdp",
+            )
     if parallel.offload == "optimizer":
         raise ConfigError(
             "parallel.offload is optimizer, and the optimizer is yours",

@@ -68,6 +68,8 @@ def dry_run(config: RunConfig, facts: Mapping[str, Any], layout: Layout, sizes: 
     """
     if not layout.is_trainable:
         raise ValueError(f"{layout.name} is planned only: there is no code to run yet")
+    if layout.pp > 1:
+        raise ValueError(f"{layout.name}: a stage computes what the others send it, and one rank is run here")
     if config.model.quantization != "none":
         raise ValueError("packed bases are not run here; the plan above counts them")
     started = time.perf_counter()

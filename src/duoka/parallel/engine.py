@@ -135,6 +135,10 @@ class Engine:
         """The groups whose ranks hold different parts of a parameter's gradient."""
         return spread_of(parameter)
 
+    def held_twice(self) -> dict[str, torch.Tensor]:
+        """Trained tensors that another rank of the same copy of the model has too."""
+        return {}
+
     def share_matrices(self, matrices: list[torch.nn.Parameter]) -> Sharing:
         """How whole matrices come to the ranks that work on them."""
         sharded = [matrix for matrix in matrices if isinstance(matrix, DTensor)]

@@ -85,6 +85,9 @@ class Pipeline(Engine):
     def count_parameters(self) -> tuple[int, int]:
         return self.stages.num_parameters
 
+    def held_twice(self) -> dict[str, torch.Tensor]:
+        return dict(self._twins())
+
     def _twins(self) -> dict[str, torch.nn.Parameter]:
         """Trained parameters that the first and the last rank both have: a tied embedding and head."""
         if not self.stages.is_tied or not (self.stages.has_first or self.stages.has_last):

@@ -30,6 +30,7 @@ CPU_TOKENS = 2048
 GPU_TOKENS = 16384
 # The rest is a margin for what an estimate misses: kernels' workspaces, fragmentation, other programs.
 MEMORY_SHARE = 0.6
+FEED = 5  # micro-batches for each stage of a pipeline
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,9 @@ def _with_strategy(
     if wishes := ddp_settings(config):
         reasons["parallel.strategy"] = f"ddp: {', '.join(wishes)} is for ddp only; without it the model would be shared"
         return layout
+    if layout.pp > 1:
+        reasons["parallel.strategy"] = f"zero1: {size} data ranks share the optimizer's state of each stage"
+        return replace(layout, strategy="zero1", shard=size)
     why = f"unsharded, it would need {format_bytes(need)} in each, and {format_bytes(available_bytes)} is available"
     if 1 < local_size < size and size % local_size == 0:
         inside = replace(smallest, strategy="hsdp", shard=local_size)
@@ -249,6 +253,10 @@ def _choose_micro(
 ) -> Layout:
     cap = GPU_TOKENS if machine.device == "cuda" else CPU_TOKENS
     longest = data.max_length
+    if layout.pp > 1:
+        # A pipeline waits less the more micro-batches there are: its bubble is at most a fifth of what it computes.
+        fed = task.tokens_per_step / layout.dp / (FEED * layout.pp / layout.virtual)
+        cap = min(cap, max(longest, int(fed)))
     for tokens in _ladder(cap, longest):
         rung = replace(layout, micro=Amount(tokens, "tokens"))
         memory = memory_of(task, rung)
@@ -261,7 +269,9 @@ def _choose_micro(
     elif tokens == cap:
         why = f"more at once brings nothing on a {'GPU' if machine.device == 'cuda' else 'CPU'}"
     elif tokens == longest:
-        why = "the smallest, one sample of data.max_length: memory is short"
+        why = "the smallest, one sample of data.max_length: " + (
+            "a pipeline wants many" if cap == longest else "memory is short"
+        )
     else:
         why = f"what fits in {MEMORY_SHARE:.0%} of the free memory per rank"
     reasons["train.micro_batch"] = f"{tokens:,} tokens: {why}"

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.advice import advice
+from duoka.plan.axes import check_pipeline
 from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
 from duoka.plan.catalog import Cluster, cluster_of
 from duoka.plan.changes import Change, single_changes, smaller_changes
@@ -215,9 +216,11 @@ def make_plan(
     work = _work(config, shape, machine)
     task = task_of(config, work, lengths)
     choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
-    layout = choice.layout
+    is_own, layout = layout is None, choice.layout
     horizon, steps = _length_of_run(config, shape, lengths)
     batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), lengths)
+    if is_own and (faults := check_pipeline(config, layout, shape.num_layers, batch.accumulation, world_size)):
+        raise Faults(faults)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
     host = HostRoom(memory.host_bytes * local, machine.available_bytes)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)

@@ -127,7 +127,7 @@ def _other_fault(layout: Layout, shape: ModelShape, task: Task) -> str | None:
         return f"{layout.pp} stages for {shape.num_layers} layers"
     if layout.sp > 1 and (shape.num_heads % layout.sp or shape.num_kv_heads % layout.sp):
         return f"{shape.num_heads} heads and {shape.num_kv_heads} key-value heads, for {layout.sp} sequence ranks"
-    if layout.pp > 1 and layout.strategy in ("zero2", "fsdp", "hsdp"):
+    if layout.pp > 1 and layout.strategy in ("fsdp", "hsdp"):
         return "a pipeline keeps its weights for many micro-batches: sharing them out would gather them for each"
     samples = max(1.0, task.tokens_per_step / task.length)
     if layout.dp > samples:

@@ -13,6 +13,7 @@ from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
+from duoka.plan.pipeline import bubble
 from duoka.plan.recipe import Work, shares
 from duoka.plan.traffic import Exchange, traffic
 
@@ -111,7 +112,7 @@ def estimate_speed(
     count = load.accumulation
     compute = count * (forward + backward + again)
     exposed, whole = _exposed(exchanges, cluster, layout, count, forward, backward + again, work.shape.num_layers)
-    bubble = compute * (layout.pp - 1) / count if layout.pp > 1 else 0.0
+    waits = compute * bubble(layout.pp, layout.virtual, count)
     share = shares(work, layout)[0]
     state = share.trainable / (layout.shard if layout.is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
@@ -121,11 +122,11 @@ def estimate_speed(
         "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full")),
         "attention": count * attention_s * (3.5 + (layout.recompute == "full")),
         "exchange": exposed,
-        "pipeline bubble": bubble,
+        "pipeline bubble": waits,
         "optimizer": optimizer,
     }
     parts["memory traffic"] = max(0.0, compute - parts["matrix products"] - parts["attention"])
-    step = compute + exposed + bubble + optimizer
+    step = compute + exposed + waits + optimizer
     flops = model_flops_per_token(work, round(load.length)) * load.tokens_per_step
     peak = device.peak_flops(layout.precision) * cluster.num_devices / cores
     return Speed(

@@ -53,17 +53,17 @@ def fill_contents(folder: Path, contents: Contents, world: World) -> None:
 def _fill_tensors(folder: Path, contents: Contents, world: World) -> None:
     with opened(folder) as (reader, saved):
         own = contents.tensors()
-        # Ranks of a pipeline train the layers of one model between them.
-        everyone = contents.engine.mesh.pipeline.gather(list(own))
-        _check_all_are_trained(saved, {name for names in everyone for name in names})
+        _check_all_are_trained(saved, own, world)
         inheritance = inherit(own, saved, world.rank, world.size)
         dcp.load(inheritance.named, storage_reader=reader, no_dist=world.size == 1)
         inheritance.settle()
 
 
-def _check_all_are_trained(saved: Collection[str], own: Collection[str]) -> None:
-    """What was trained and has no place here would be lost without a word."""
-    dropped = sorted(name.removeprefix(TRAINED) for name in saved if name.startswith(TRAINED) and name not in own)
+def _check_all_are_trained(saved: Collection[str], own: Collection[str], world: World) -> None:
+    """What was trained and has no place on any rank would be lost without a word."""
+    here = {name.removeprefix(TRAINED) for name in saved if name.startswith(TRAINED) and name not in own}
+    # Each rank of a pipeline trains some of the model's layers.
+    dropped = sorted(here.intersection(*world.gather(here)))
     if dropped:
         raise ValueError(f"it holds {len(dropped):,} trained tensors that this run does not train: {dropped[0]} ...")
 

@@ -24,6 +24,7 @@ class ReplicaCheck(Concern):
 def check_replicas(contents: Contents, world: World) -> None:
     """End the run when a rank's weights are not rank 0's; all tensors count, not a sum of one."""
     mesh = contents.engine.mesh
+    _check_ends(contents)
     if mesh.copies.size == 1:
         return  # one copy over all ranks: there is nothing to compare it with
     tensors = {name: tensor for name, tensor in contents.tensors().items() if not is_ranks_own(name)}
@@ -44,3 +45,21 @@ def check_replicas(contents: Contents, world: World) -> None:
         where=f"ranks that differ from their model's first copy: {', '.join(map(str, mismatched))}",
         fix="a machine or its memory may be faulty: run `duoka doctor` there; the last checkpoint is older than this",
     )
+
+
+def _check_ends(contents: Contents) -> None:
+    """What two stages of a pipeline both have (a tied embedding and head) must stay equal too."""
+    pipeline, held = contents.engine.mesh.pipeline, contents.engine.held_twice()
+    if pipeline.size == 1:
+        return
+    numbers = checksums(held)
+    found: dict[str, tuple[int, object]] = {}
+    for rank, part in enumerate(pipeline.gather({name: checksum({name: held[name]}, numbers) for name in held})):
+        for name, value in part.items():
+            first, known = found.setdefault(name, (rank, value))
+            if value != known:
+                raise WorkerFailed(
+                    f"two stages of a pipeline differ in {name} after step {contents.state.step}",
+                    where=f"it is on ranks {first} and {rank} of the pipeline, and their gradients are added",
+                    fix="a machine or its memory may be faulty: run `duoka doctor` there",
+                )

@@ -25,7 +25,7 @@ from duoka.hub.base import BaseIdentity, model_fingerprint
 from duoka.model.adapters import Earlier
 from duoka.model.build import find_core, load_model
 from duoka.model.dtypes import BY_PRECISION
-from duoka.model.exactness import RowChoice, choose_rows, needs_own_logits
+from duoka.model.exactness import RowChoice, check_stages, choose_rows, needs_own_logits
 from duoka.model.layers import find_layers
 from duoka.model.quantize import Quantization
 from duoka.model.request import ModelRequest
@@ -190,6 +190,8 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowCh
             lengths=lengths_of(inputs.prepared, inputs.config),
         )
     )
+    if plan.layout.pp > 1:
+        check_stages(inputs.config.model, inputs.folder)
     refusal = plan.refusal()
     if refusal:
         raise refusal
