@@ -1,9 +1,11 @@
 """A model in stages on several ranks trains as one process does: loss, norm, every gradient, every weight."""
 
 import itertools
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from worlds import run_world
@@ -224,8 +226,41 @@ def learn_in_stages(cases, folder):
             assert result.norm > CLIP, "the clip is active"
             compare(seen, wanted["gradients"][step], f"{where}, step {step}: gradient")
         compare({one: whole(p) for one, p in own.items()}, wanted["weights"], f"{where}: weight")
+    if world.size == 2:
+        survive_faults(engine, steps, stage, mesh)
     world.barrier()
     end_world(world)
+
+
+def survive_faults(engine, steps, stage, mesh):
+    """What one stage meets, all answer alike, and nothing has changed; other micro-batches on one are refused."""
+    from duoka.errors import WorkerFailed
+    from duoka.parallel import inject
+    from duoka.process.environ import INJECT
+    from duoka.train.step import optimizer_step
+
+    def step(laid_out="three"):
+        return optimizer_step(engine, steps, to_batch(0, laid_out, 1, 0), stage, clip=CLIP)
+
+    engine.zero_grad(steps)
+    before = {name: p.detach().clone() for name, p in engine.named_trainable().items()}
+    for rank in (0, 1):
+        os.environ[INJECT] = f"oom step=1 rank={rank}"
+        inject.forget()
+        result = step()
+        assert result.is_short and (result.shortage is not None) == (rank == mesh.everyone.rank)
+        assert result.shortage is None or result.shortage.rejoined
+    for fault in ("nan step=1 rank=1", "nan_grad step=1 rank=0"):
+        os.environ[INJECT] = fault
+        inject.forget()
+        result = step()
+        assert not result.is_finite and not result.is_short, fault
+    del os.environ[INJECT]
+    assert all(torch.equal(p, before[name]) for name, p in engine.named_trainable().items())
+    assert step().is_finite
+    with pytest.raises(WorkerFailed, match="different micro-batches for step 1") as refused:
+        step("three" if mesh.place["pp"] else "one")
+    assert "(1, 18)" in refused.value.where and "(1, 17)" in refused.value.where
 
 
 MODELS = {"untied": ("llama", False), "tied": ("llama", True), "biases": ("qwen2", False)}

@@ -1,0 +1,128 @@
+"""Runs of `duoka train` with stages: as one process trains, through checkpoints of other layouts, stops and a death."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+from tiny import write_conversations
+from worlds import train_all
+
+from duoka.cluster.fault_injection import strike, wait_for_ranks
+from duoka.runs.folder import RunFolder
+from duoka.runs.status import read_status
+
+YAML = """
+model: {model}
+data: {{train: [{data}], eval: 0.2, max_length: 256}}
+optim: {{lr: 2e-3, warmup: 2, clip: 0.5}}
+train: {{epochs: 2, global_batch: 8, precision: fp32, seed: 11, eval_every: 4, micro_batch: "256 tokens"}}
+checkpoint: {{every: 2, keep: 100}}
+parallel: {{check_replicas: 2}}
+log: {{to: [], samples: ["多卡 sum", "a cat"]}}
+output: {output}
+"""
+PIPELINE = "parallel.pipeline=2"
+LORA = "lora={rank: 4}"
+DEADLINE_S = 150
+
+
+def write_run(folder, model, conversations=40):
+    data = write_conversations(folder / "chats.jsonl", conversations, seed=3)
+    yaml = folder / "run.yaml"
+    yaml.write_text(YAML.format(model=model, data=data, output=folder / "out"), encoding="utf-8")
+    return yaml
+
+
+def events_of(folder):
+    return [json.loads(line) for line in (folder / "events" / "run.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def numbers_of(folder):
+    events = events_of(folder)
+    steps = {line["step"]: (line["loss"], line["grad_norm"], line["lr"]) for line in events if line["type"] == "step"}
+    evals = {line["step"]: (line["loss"], line["accuracy"]) for line in events if line["type"] == "eval"}
+    return steps, evals
+
+
+def assert_same_run(folder, whole, file="model.safetensors"):
+    for mine, theirs in zip(numbers_of(folder), numbers_of(whole), strict=True):
+        assert mine, "steps and evaluations are there"
+        for step, numbers in mine.items():
+            assert numbers == pytest.approx(theirs[step], rel=3e-5), f"{folder.name}, step {step}"
+    ours, theirs = (load_file(path / "final" / file) for path in (folder, whole))
+    assert ours.keys() == theirs.keys()
+    for name, wanted in theirs.items():
+        assert float((ours[name] - wanted).norm() / wanted.norm()) < 1e-5, name
+
+
+@pytest.mark.timeout(400)
+def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path, tiny_model):
+    yaml = write_run(tmp_path, tiny_model)
+    whole, runs = tmp_path / "whole", {}
+    jobs = [(str(yaml), ["checkpoint.every=2"], str(whole)), (str(yaml), [LORA], str(tmp_path / "lora"))]
+    train_all(jobs, 1)
+    last = max(numbers_of(whole)[0])
+    assert last == 8
+    before = whole
+    plan = [("staged", 2, [PIPELINE]), ("copies", 4, ["parallel.strategy=ddp"])]
+    plan += [("again", 6, [PIPELINE, "parallel.schedule=interleaved", "train.recompute=full"])]
+    for name, step, how in plan:
+        resume = f"checkpoint.resume={before}/checkpoints/step-{step:08d}"
+        runs[name] = (str(yaml), [*how, resume], str(tmp_path / name))
+        before = tmp_path / name
+    adapters = (str(yaml), [PIPELINE, LORA, "parallel.schedule=gpipe"], str(tmp_path / "lora-staged"))
+    train_all([*runs.values(), adapters], 2)
+    for name, step, _ in plan:
+        assert min(numbers_of(tmp_path / name)[0]) == step + 1
+        assert_same_run(tmp_path / name, whole)
+    assert_same_run(tmp_path / "lora-staged", tmp_path / "lora", "adapter_model.safetensors")
+    samples = [[line for line in events_of(path) if line["type"] == "samples"] for path in (tmp_path / "staged", whole)]
+    assert samples[0] and samples[0][-1]["texts"] == samples[1][-1]["texts"], "the stages continue text together"
+
+
+def start(yaml, *arguments):
+    """As a user types it, in a session of its own."""
+    command = [sys.executable, "-m", "duoka", "train", str(yaml), "--nproc", "2", PIPELINE, *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+
+
+def finish(process):
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, output
+
+
+@pytest.mark.timeout(500)
+def test_a_typed_run_of_stages_stops_and_goes_on_and_names_a_dead_rank(tmp_path, tiny_model):
+    yaml = write_run(tmp_path, tiny_model, 80)
+    run = RunFolder(tmp_path / "run")
+    longer = ("train.epochs=10", f"output={run.path}")
+    process = start(yaml, *longer)
+    try:
+        wait_for_ranks(run, 2, lambda beat: beat.step >= 3, within_s=DEADLINE_S)
+        process.send_signal(signal.SIGTERM)
+        code, output = finish(process)
+    finally:
+        process.kill()
+    assert code == 75 and "Traceback" not in output, output
+    stopped_at = read_status(run).step
+    assert "single·pp2" in output and stopped_at >= 3
+    process = start(yaml, *longer, "--restarts", "0")
+    try:
+        ranks = wait_for_ranks(run, 2, lambda beat: beat.step >= stopped_at + 3, within_s=DEADLINE_S)
+        strike([ranks[1]], "SIGKILL")
+        code, output = finish(process)
+    finally:
+        process.kill()
+    assert code == 5 and f"going on from step-{stopped_at:08d}" in output, output
+    assert "rank 1" in output and "SIGKILL" in output, output
