@@ -27,6 +27,8 @@ output: {output}
 """
 PIPELINE = "parallel.pipeline=2"
 LORA = "lora={rank: 4}"
+MUON = ["optim.name=muon", "train.epochs=1"]
+HALF = [LORA, "train.precision=bf16", "train.epochs=1"]  # hidden states travel in bf16, as the frozen base is
 DEADLINE_S = 150
 
 
@@ -63,8 +65,8 @@ def assert_same_run(folder, whole, file="model.safetensors"):
 def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path, tiny_model):
     yaml = write_run(tmp_path, tiny_model)
     whole, runs = tmp_path / "whole", {}
-    jobs = [(str(yaml), ["checkpoint.every=2"], str(whole)), (str(yaml), [LORA], str(tmp_path / "lora"))]
-    train_all(jobs, 1)
+    alone = [("whole", []), ("lora", [LORA]), ("muon", MUON), ("half", HALF)]
+    train_all([(str(yaml), how, str(tmp_path / name)) for name, how in alone], 1)
     last = max(numbers_of(whole)[0])
     assert last == 8
     before = whole
@@ -74,14 +76,18 @@ def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path
         resume = f"checkpoint.resume={before}/checkpoints/step-{step:08d}"
         runs[name] = (str(yaml), [*how, resume], str(tmp_path / name))
         before = tmp_path / name
-    adapters = (str(yaml), [PIPELINE, LORA, "parallel.schedule=gpipe"], str(tmp_path / "lora-staged"))
-    train_all([*runs.values(), adapters], 2)
+    others = [("lora-staged", [LORA, "parallel.schedule=gpipe"]), ("muon-staged", MUON), ("half-staged", HALF)]
+    staged = [(str(yaml), [PIPELINE, *how], str(tmp_path / name)) for name, how in others]
+    train_all([*runs.values(), *staged], 2)
     for name, step, _ in plan:
         assert min(numbers_of(tmp_path / name)[0]) == step + 1
         assert_same_run(tmp_path / name, whole)
     assert_same_run(tmp_path / "lora-staged", tmp_path / "lora", "adapter_model.safetensors")
+    assert_same_run(tmp_path / "muon-staged", tmp_path / "muon")
+    ours, theirs = (numbers_of(tmp_path / name)[0] for name in ("half-staged", "half"))
+    assert all(ours[step] == pytest.approx(theirs[step], rel=1e-2) for step in theirs)
     samples = [[line for line in events_of(path) if line["type"] == "samples"] for path in (tmp_path / "staged", whole)]
-    assert samples[0] and samples[0][-1]["texts"] == samples[1][-1]["texts"], "the stages continue text together"
+    assert samples[0] and samples[0][-1]["samples"] == samples[1][-1]["samples"], "the stages continue text together"
 
 
 def start(yaml, *arguments):
