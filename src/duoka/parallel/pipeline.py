@@ -20,7 +20,6 @@ import torch
 from duoka.comm.collectives import all_reduce, start_receive, start_send
 from duoka.comm.ledger import LEDGER
 from duoka.data.feed.loader import GlobalBatch
-from duoka.errors import WorkerFailed
 from duoka.model.build import LossModel
 from duoka.optim.clip import global_norm, shorten
 from duoka.optim.host import local_part
@@ -33,7 +32,8 @@ from duoka.parallel.gpu_clock import GpuClock
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.objective import Objective, Sums, mean_loss, no_loss
 from duoka.parallel.out_of_memory import Shortage, describe_shortage, is_out_of_memory
-from duoka.parallel.pipeline_wire import Wire, needed_before, sent_after
+from duoka.parallel.pipeline_through import Through
+from duoka.parallel.pipeline_wire import Wire, check_same, needed_before, sent_after
 from duoka.parallel.precision import compute_in
 from duoka.parallel.sharded import Sharded
 from duoka.parallel.single import Single
@@ -72,7 +72,7 @@ class Pipeline(Engine):
         self.pipeline = spec.mesh.pipeline
         self.adds_gradients = not spec.layout.is_sharded and spec.mesh.loss.size > 1
         self.edges = spec.mesh.pipeline_edges()
-        self.through = Through(self)
+        self.through = Through(bare, self.stages, self.world, self.pipeline, self.edges)
 
     # --- what is trained, and where it lies ---
 
@@ -238,21 +238,8 @@ class Pipeline(Engine):
         for micro in batch.micro_batches:
             digest = zlib.crc32(str(tuple(micro.input_ids.shape)).encode(), digest)
             digest = zlib.crc32(micro.input_ids.cpu().numpy().tobytes(), digest)
-        self._check_same(digest, [tuple(micro.input_ids.shape) for micro in batch.micro_batches])
-
-    def _check_same(self, digest: int, shapes: list[tuple[int, ...]]) -> None:
-        mine = torch.zeros(self.pipeline.size, dtype=torch.float64)
-        mine[self.pipeline.rank] = float(digest)
-        digests = self.pipeline.sum_tensor(mine.to(self.world.device)).tolist()
-        other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
-        if other is None:
-            return
-        found = self.pipeline.gather(shapes)
-        raise WorkerFailed(
-            f"the stages of a pipeline read different micro-batches for step {self.world.heart.beat.step + 1}",
-            where=f"(rows, tokens) of the first rank's: {found[0]}; of rank {other} of the pipeline: {found[other]}",
-            fix="every rank must see the same data files, config and version of duoka: `duoka doctor` compares them",
-        )
+        shapes = [tuple(micro.input_ids.shape) for micro in batch.micro_batches]
+        check_same(digest, shapes, self.world, self.pipeline)
 
     # --- gradients of more than one rank ---
 
@@ -321,36 +308,6 @@ class Pipeline(Engine):
         LEDGER.take()  # discard its traffic: it belongs to no step
         return sums.shortage
 
-    def run_through(
-        self, input_ids: torch.Tensor, compute: Callable[[int, torch.Tensor | None], tuple[torch.Tensor, ...]]
-    ) -> tuple[torch.Tensor, ...] | None:
-        """A pass of one batch through all stages, without a backward: what the last one computes; None elsewhere."""
-        shape = (input_ids.shape[0], input_ids.shape[1])
-        self._check_same(zlib.crc32(input_ids.cpu().numpy().tobytes()), [shape])
-        order = {
-            rank: [Pass("forward", stage, 0) for stage in range(rank, self.stages.num_stages, self.pipeline.size)]
-            for rank in range(self.pipeline.size)
-        }
-        wire = Wire(self.stages, self.world, self.pipeline, self.edges, order.__getitem__, lambda _: shape)
-        answer: tuple[torch.Tensor, ...] | None = None
-        for one in order[self.pipeline.rank]:
-            message = needed_before(one, self.stages)
-            entered = None if message is None else wire.receive(message, one.stage - 1)
-            found = compute(one.stage, entered)
-            if (message := sent_after(one, self.stages)) is not None:
-                wire.send(message, found[0])
-            else:
-                answer = found
-        wire.finish()
-        return answer
-
-    def tell(self, found: tuple[torch.Tensor, ...] | None, count: int) -> tuple[torch.Tensor, ...]:
-        """`count` numbers that the last stage has found, on every rank: a sum to which the others add nothing."""
-        numbers = torch.zeros(count, dtype=torch.float64, device=self.world.device)
-        if found is not None:
-            numbers += torch.stack([one.double().to(numbers.device) for one in found])
-        return tuple(self.pipeline.sum_tensor(numbers))
-
 
 class _LastStage(torch.nn.Module):
     """The model as an objective calls it, with what the stages before it have computed."""
@@ -361,41 +318,6 @@ class _LastStage(torch.nn.Module):
 
     def forward(self, **inputs: object) -> object:
         return self.model(**inputs, hidden=self.hidden, stage=self.stage)
-
-
-class Through(torch.nn.Module):
-    """The whole model, as all ranks of its pipeline compute it together, one stage after the other."""
-
-    def __init__(self, engine: Pipeline) -> None:
-        super().__init__()
-        self.bare = engine.bare
-        self._engine = (engine,)  # in a tuple, as what is no part of this module
-
-    def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(summed loss, correct target tokens), on every rank."""
-        (engine,) = self._engine
-
-        def compute(stage: int, entered: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-            answer: tuple[torch.Tensor, ...] = self.bare(**inputs, hidden=entered, stage=stage)
-            return answer
-
-        found = engine.run_through(inputs["input_ids"], compute)
-        return engine.tell(found, 2)  # type: ignore[return-value]
-
-    def next_token(self, input_ids: torch.Tensor) -> int:
-        """The likeliest token after one row, on every rank."""
-        (engine,) = self._engine
-        places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        edges = torch.tensor([0, input_ids.shape[1]], dtype=torch.int32)
-
-        def compute(stage: int, entered: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-            if engine.stages.is_last(stage):
-                token = self.bare.next_token(input_ids, entered)  # type: ignore[operator]
-                return (torch.tensor(float(token)),)
-            states, _ = self.bare(input_ids, input_ids, places, edges, hidden=entered, stage=stage)
-            return (states,)
-
-        return int(engine.tell(engine.run_through(input_ids, compute), 1)[0])
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

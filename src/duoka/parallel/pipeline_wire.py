@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from duoka.comm.collectives import TimedWork, start_receive, start_send
 from duoka.comm.world import World
+from duoka.errors import WorkerFailed
 from duoka.model.pipeline_stages import PipelineStages
 from duoka.plan.pipeline import Pass
 
@@ -115,3 +116,19 @@ class Wire:
         for work, _ in self._leaving:
             work.wait()
         self._leaving.clear()
+
+
+def check_same(digest: int, shapes: list[tuple[int, ...]], world: World, pipeline: World) -> None:
+    """Refuse ranks of a pipeline that read something else: `digest` is of what each is about to compute."""
+    mine = torch.zeros(pipeline.size, dtype=torch.float64)
+    mine[pipeline.rank] = float(digest)
+    digests = pipeline.sum_tensor(mine.to(world.device)).tolist()
+    other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
+    if other is None:
+        return
+    found = pipeline.gather(shapes)
+    raise WorkerFailed(
+        f"the stages of a pipeline read different micro-batches for step {world.heart.beat.step + 1}",
+        where=f"(rows, tokens) of the first rank's: {found[0]}; of rank {other} of the pipeline: {found[other]}",
+        fix="every rank must see the same data files, config and version of duoka: `duoka doctor` compares them",
+    )

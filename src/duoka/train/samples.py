@@ -17,7 +17,7 @@ from duoka.data.prepare import PreparedData
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.build import LossModel
 from duoka.parallel.engine import Engine
-from duoka.parallel.pipeline import Through
+from duoka.parallel.pipeline_through import Through
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
 from duoka.train.moments import Concern, StepEnd
