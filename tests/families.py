@@ -38,7 +38,13 @@ SETTINGS = {
     "qwen3": WINDOWS,
     "qwen3_moe": WINDOWS,
     "starcoder2": {"sliding_window": 4096},
-    "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": ["full_attention", "full_attention"]},
+    "cohere_compass_text": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+        },
+    },
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_group": 3, "n_group": 8},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 6},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "attention"]},

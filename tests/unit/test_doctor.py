@@ -133,6 +133,39 @@ def test_a_busy_gpu_is_a_warning(patient: Patient) -> None:
     assert [(one.check, one.severity) for one in found] == [("gpu 0", "ok"), ("gpu 1", "warn")]
 
 
+@pytest.mark.parametrize(
+    ("driver", "cuda", "severity"),
+    [("570.86.15", "12.8", "ok"), ("470.57.02", "12.8", "fail"), ("570.86.15", "13.0", "fail"), ("570.1", "", "warn")],
+)
+def test_a_driver_that_is_too_old_for_torch_is_a_blocker(
+    driver: str, cuda: str, severity: str, patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho {driver}\necho {driver}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(doctor, "read_torch_cuda", lambda: cuda)
+    with_gpus = replace(patient, machine=replace(patient.machine, gpus=(Gpu("H200", GIB, GIB, 9.0),) * 2))
+    found = only(doctor.check_driver, with_gpus)
+    assert found.severity == severity and driver in found.seen and cuda in found.seen
+    assert not list(doctor.check_driver(patient)), "no GPU needs no driver"
+
+
+def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.version import cuda
+
+    assert probe.read_torch_cuda() == (cuda or "")
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '12.8'\n")
+    found = SimpleNamespace(locate_file=lambda name: tmp_path / "version.py")
+    monkeypatch.setattr(probe.metadata, "distribution", lambda name: found)
+    assert probe.read_torch_cuda() == "12.8"
+
+
+@pytest.mark.parametrize(("cores", "severity"), [(2, "warn"), (16, "ok")])
+def test_few_cores_are_a_warning(cores: int, severity: str, patient: Patient) -> None:
+    assert next(iter(doctor.check_processor(replace(patient, num_cores=cores)))).severity == severity
+
+
 @pytest.mark.parametrize(("value", "severity"), [(None, "ok"), ("2", "ok"), ("64", "warn"), ("many", "fail")])
 def test_threads_that_fight_for_cores_are_found(
     value: str | None, severity: str, patient: Patient, monkeypatch: pytest.MonkeyPatch

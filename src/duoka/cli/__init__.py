@@ -29,6 +29,7 @@ COMMANDS = {
     "eval": "Measure loss, perplexity and accuracy of a run or model.",
     "embed": "Write a vector for each line of a text file.",
     "chat": "Talk to what a run has learned so far.",
+    "serve": "Serve a run by OpenAI's HTTP API, with a chat page.",
     "export": "Merge adapters and write a standard model folder.",
     "plan": "Say before a run whether it fits, and how it is laid out.",
     "comm": "Test how processes talk to each other, and how fast.",

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Literal
 
 from duoka.cluster.launch import threads_per_process
-from duoka.cluster.probe import count_usable_cores, read_nccl_version, read_versions
+from duoka.cluster.probe import (
+    count_usable_cores,
+    read_driver,
+    read_nccl_version,
+    read_torch_cuda,
+    read_versions,
+)
 from duoka.plan.hardware import Machine, read_machine
 from duoka.process.allocator import INSTALL, find_allocator
 from duoka.process.environ import LOOPBACK
@@ -30,6 +36,10 @@ Severity = Literal["ok", "warn", "fail", "skip"]
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pyarrow", "pydantic", "PyYAML")
 OPTIONAL = ("rich", "click", "psutil", "tensorboard", "jinja2")
 _GIB = 1 << 30
+# A rank's own thread, its loader's, NCCL's and the writer of checkpoints; tokenizing takes all that there are.
+_CORES_WANTED = 8
+# The oldest driver that runs programs of a CUDA's major version (NVIDIA's table of minor version compatibility, Linux).
+_OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,12 @@ def check_processor(patient: Patient) -> Iterator[Finding]:
     cores, given = patient.num_cores, os.environ.get("OMP_NUM_THREADS")
     logical = os.cpu_count() or 1
     shown = f"{cores} usable of {logical} cores, {patient.machine.cpu_name}"
-    yield Finding("ok", "processor", f"{shown}; {patient.machine.bf16_reason}")
+    shown = f"{shown}; {patient.machine.bf16_reason}"
+    if cores < _CORES_WANTED:
+        fix = "a larger machine or share of it; duoka runs here, and takes longer to tokenize and load"
+        yield Finding("warn", "processor", shown, f"{_CORES_WANTED} cores or more", fix)
+    else:
+        yield Finding("ok", "processor", shown)
     if given is None:
         two = threads_per_process(cores, 2)
         yield Finding("ok", "threads", f"set per process: {cores} for one process, {two} for two")
@@ -156,6 +171,28 @@ def check_gpu(patient: Patient) -> Iterator[Finding]:
             yield Finding("warn", f"gpu {number}", seen, "mostly free", fix)
         else:
             yield Finding("ok", f"gpu {number}", seen)
+
+
+def check_driver(patient: Patient) -> Iterator[Finding]:
+    """NVIDIA's driver, and whether it runs the CUDA that torch was built for."""
+    if not patient.machine.gpus:
+        return
+    driver, cuda = read_driver(), read_torch_cuda()
+    if not driver:
+        yield Finding("skip", "driver", "nvidia-smi does not say which driver is there")
+        return
+    if not cuda:
+        yield Finding(
+            "warn", "driver", f"{driver}; torch is a build without CUDA", "a CUDA build", "install torch for CUDA"
+        )
+        return
+    oldest = _OLDEST_DRIVER.get(cuda.split(".")[0])
+    seen = f"{driver}, and torch is built for CUDA {cuda}"
+    if oldest and tuple(int(part) for part in driver.split(".")[:2]) < oldest:
+        wanted = f"{'.'.join(map(str, oldest))} or newer"
+        yield Finding("fail", "driver", seen, wanted, "install a newer driver, or a torch of an older CUDA")
+    else:
+        yield Finding("ok", "driver", seen)
 
 
 def check_communication(patient: Patient) -> Iterator[Finding]:
@@ -295,7 +332,8 @@ def check_clock(patient: Patient) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    check_python, check_packages, check_processor, check_heap, check_memory, check_gpu, check_communication,
+    check_python, check_packages, check_processor, check_heap, check_memory, check_gpu, check_driver,
+    check_communication,
     check_output_folder, check_cache_folder, check_shared_memory, check_open_files, check_loopback, check_host_name,
     check_text, check_clock,
 )  # fmt: skip

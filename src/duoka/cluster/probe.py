@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -47,6 +48,26 @@ def read_nccl_version() -> str:
     """Of the NCCL that was installed with torch (nvidia-nccl-cu12 and later); empty: none."""
     found = [one for one in metadata.distributions() if (one.name or "").startswith("nvidia-nccl-cu")]
     return found[0].version if found else ""
+
+
+def read_torch_cuda() -> str:
+    """The CUDA that the installed torch was built for, as "12.8"; empty: none. Torch itself is not imported."""
+    try:
+        text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except (metadata.PackageNotFoundError, OSError):
+        return ""
+    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return found.group(1) if found else ""
+
+
+def read_driver() -> str:
+    """The version of NVIDIA's driver, as nvidia-smi says it; empty: none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return (done.stdout.split() or [""])[0]
 
 
 def count_usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

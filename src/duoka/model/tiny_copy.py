@@ -97,6 +97,7 @@ def _shrink(config: Any, widths: bool) -> None:
     depth = next((value for key, value in facts.items() if _DEPTH.fullmatch(key) and type(value) is int), 0)
     layers = _choose_layers(facts, depth)
     heads = next((value for key, value in facts.items() if key in ("num_attention_heads", "n_head", "num_heads")), 0)
+    by_layer = config.to_dict().get("per_layer_config")
     small: Any
     for key, value in facts.items():
         if type(value) is int:
@@ -114,6 +115,8 @@ def _shrink(config: Any, widths: bool) -> None:
             continue
         if small != value:
             setattr(config, key, small)
+    if by_layer:  # numbers of layers that the small one does not have would be refused
+        config.per_layer_config = _shrink_by_layer(by_layer, layers, widths)
     if widths and {"expand", "num_heads", "head_dim"} <= facts.keys():
         config.num_heads = int(facts["expand"] * _HIDDEN) // _HEAD_DIM  # these share the inner width, not the hidden
 
@@ -142,6 +145,16 @@ def _shrink_rope(value: dict[str, Any]) -> dict[str, Any]:
         else own[:most] if isinstance(own, list) and key.endswith("_factor") else own
         for key, own in value.items()
     }  # fmt: skip
+
+
+def _shrink_by_layer(value: dict[Any, dict[str, Any]], layers: list[int], widths: bool) -> dict[int, dict[str, Any]]:
+    """What single layers have otherwise than the rest, by the number of the layer."""
+    own = {int(layer): keys for layer, keys in value.items()}
+    return {
+        place: {key: _shrink_number(key, n, widths) if type(n) is int else n for key, n in own[layer].items()}
+        for place, layer in enumerate(layers)
+        if layer in own
+    }
 
 
 def _choose_layers(facts: dict[str, Any], depth: int) -> list[int]:

@@ -6,8 +6,8 @@ and a test compares it with transformers' own, token by token.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,48 +16,28 @@ from duoka.data.read.example import BadRecord, Example, Message
 from duoka.data.tokens.encode import REPLACEMENT
 from duoka.data.tokens.template import encode
 from duoka.data.tokens.tokenizer import ChatTokenizer
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. Temperature 0 takes the likeliest."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    max_new_tokens: int = 256
-    seed: int = 0
+from duoka.serve.sampling import Sampling, choose_token
 
 
 def generate(lm: torch.nn.Module, prompt: Sequence[int], stop_ids: frozenset[int], sampling: Sampling) -> Iterator[int]:
     """New tokens one by one; ends before a stop token, at `max_new_tokens`, or where the model's window ends."""
     device = next(lm.parameters()).device
-    dice = torch.Generator(device=device).manual_seed(sampling.seed)
     window = getattr(lm.config, "max_position_embeddings", None)
     room = sampling.max_new_tokens if window is None else min(sampling.max_new_tokens, window - len(prompt))
     ids = torch.tensor([list(prompt)], device=device)  # (1, tokens)
     cache: Any = None
-    for _ in range(max(0, room)):
+    counts: Counter[int] = Counter()
+    for position in range(max(0, room)):
         # Entered for each token: a generator suspended inside no_grad would disable gradients for its caller too.
         with torch.no_grad():
             output = lm(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
-            chosen = choose_token(output.logits[0, -1].float(), sampling, dice)
+            chosen = choose_token(output.logits[0, -1].float(), sampling, position, counts=counts)
         if chosen in stop_ids:
             return
         yield chosen
+        counts[chosen] += 1
         ids = torch.tensor([[chosen]], device=device)
-
-
-def choose_token(logits: torch.Tensor, sampling: Sampling, dice: torch.Generator) -> int:
-    """The likeliest token, or one drawn from the smallest set whose probability reaches top_p. logits: (vocab,)"""
-    if sampling.temperature <= 0:
-        return int(logits.argmax())
-    probabilities = (logits / sampling.temperature).softmax(dim=-1)
-    ranked, order = probabilities.sort(descending=True)
-    # A token stays while those before it sum to less than top_p; so the likeliest always stays.
-    kept = ranked.cumsum(0) - ranked < sampling.top_p
-    ranked = torch.where(kept, ranked, torch.zeros_like(ranked))
-    return int(order[torch.multinomial(ranked, 1, generator=dice)])
 
 
 def stop_tokens(lm: torch.nn.Module, tokenizer: ChatTokenizer) -> frozenset[int]:

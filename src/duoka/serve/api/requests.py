@@ -1,0 +1,238 @@
+"""Requests of OpenAI's API as the scheduler takes them: prompts as tokens, how to draw, what to send back."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+
+from duoka.data.read.example import BadRecord, Message
+from duoka.data.tokens.template import encode_prompt, render_prompt
+from duoka.data.tokens.tokenizer import ChatTokenizer
+from duoka.serve.api.fields import BadRequest, Fields, several
+from duoka.serve.batching.scheduler import Job, Mailbox
+from duoka.serve.sampling import Sampling
+
+MOST_ANSWERS = 128
+MOST_TOP = 20
+MOST_STOPS = 16
+USUAL_NEW = 1024  # tokens of an answer to a chat request that names no number; completions have 16, as OpenAI's
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What requests are held against."""
+
+    tokenizer: ChatTokenizer
+    vocabulary: int
+    window: int
+    stop_ids: frozenset[int]
+    models: Mapping[str, str | None]  # the names that clients may ask for, and the adapter behind each
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request. `prompts` are of one chat, or of each of several completions; `num` answers to each."""
+
+    is_chat: bool
+    model: str
+    adapter: str | None
+    prompts: list[tuple[int, ...]]
+    num: int
+    sampling: Sampling
+    stops: tuple[str, ...]
+    stop_ids: frozenset[int]
+    num_top: int | None
+    is_stream: bool
+    has_usage: bool
+    echoes: bool = False
+    has_tools: bool = False
+    texts: list[str] = field(default_factory=list)  # the prompts as text, where they are echoed
+
+    def jobs(self, mailbox: Callable[[int], Mailbox]) -> list[Job]:
+        """A job for each choice of the answer, in their order; `mailbox` makes a choice's."""
+        return [
+            Job(
+                prompt, self.sampling, self.stop_ids, sample, self.adapter, self.num_top,
+                scores_prompt=self.echoes and self.num_top is not None, events=mailbox(place * self.num + sample),
+            )
+            for place, prompt in enumerate(self.prompts)
+            for sample in range(self.num)
+        ]  # fmt: skip
+
+
+def read_chat(raw: object, facts: Facts) -> Asked:
+    fields = Fields(raw)
+    model, adapter = _model(fields, facts)
+    tools = _tools(fields, facts.tokenizer)
+    prompt = _chat_prompt(fields.take("messages"), tools, facts.tokenizer)
+    newer = fields.whole("max_completion_tokens", None, 1)
+    older = fields.whole("max_tokens", newer, 1)
+    wants, num_top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
+    if num_top is not None and not wants:
+        raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    return _asked(
+        fields, facts, True, model, adapter, [prompt], newer or older or USUAL_NEW, (num_top or 0) if wants else None,
+        has_tools=tools is not None,
+    )  # fmt: skip
+
+
+def read_completion(raw: object, facts: Facts) -> Asked:
+    fields = Fields(raw)
+    model, adapter = _model(fields, facts)
+    prompts = several(fields.take("prompt"), "prompt", lambda text: facts.tokenizer.encode(text)[0], facts.vocabulary)
+    echoes = fields.flag("echo")
+    new = fields.whole("max_tokens", 16, 0)
+    num_top = fields.take("logprobs")
+    if num_top is False:
+        num_top = None
+    num_top = None if num_top is None else fields.whole("logprobs", 0, 0, MOST_TOP)
+    if new == 0 and not echoes:
+        raise BadRequest("max_tokens is 0, which only echo: true can answer", "max_tokens")
+    best = fields.whole("best_of", None, 1)
+    if best is not None and best != (fields.take("n") or 1):
+        raise BadRequest("best_of is served when it equals n", "best_of")
+    texts = [facts.tokenizer.backend.decode(list(one), skip_special_tokens=False) for one in prompts] if echoes else []
+    return _asked(fields, facts, False, model, adapter, prompts, new or 0, num_top, echoes=echoes, texts=texts)
+
+
+def _asked(
+    fields: Fields,
+    facts: Facts,
+    is_chat: bool,
+    model: str,
+    adapter: str | None,
+    prompts: list[tuple[int, ...]],
+    new: int,
+    num_top: int | None,
+    **more: Any,
+) -> Asked:
+    num = fields.whole("n", 1, 1, MOST_ANSWERS) or 1
+    stops = fields.texts("stop")
+    if len(stops) > MOST_STOPS:
+        raise BadRequest(f"stop has {len(stops)} texts, at most {MOST_STOPS} are looked for", "stop")
+    sampling = _sampling(fields, facts, min(prompts, key=len), new)
+    ignores_end = fields.flag("ignore_eos")
+    is_stream = fields.flag("stream")
+    options = Fields(fields.take("stream_options", {}))
+    has_usage = options.flag("include_usage")
+    options.take("include_obfuscation")
+    options.done()
+    fields.done()
+    stop_ids = frozenset[int]() if ignores_end else facts.stop_ids
+    return Asked(
+        is_chat, model, adapter, prompts, num, sampling, stops, stop_ids, num_top, is_stream, has_usage, **more
+    )
+
+
+def _model(fields: Fields, facts: Facts) -> tuple[str, str | None]:
+    name = fields.text("model")
+    if name not in facts.models:
+        known = ", ".join(facts.models)
+        raise BadRequest(
+            f"there is no model {name!r} here; there is {known}", "model", status=404, code="model_not_found"
+        )
+    return name, facts.models[name]
+
+
+def _sampling(fields: Fields, facts: Facts, shortest: Sequence[int], new: int) -> Sampling:
+    seed = fields.take("seed")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise BadRequest(f"seed is {seed!r}; it must be a whole number", "seed")
+    return Sampling(
+        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
+        top_p=fields.number("top_p", 1.0, 1e-9, 1.0),
+        max_new_tokens=min(new, max(0, facts.window - len(shortest))),
+        seed=secrets.randbits(63) if seed is None else seed,
+        top_k=max(0, fields.whole("top_k", 0, -1) or 0),
+        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        presence=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        frequency=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        bias=_bias(fields.take("logit_bias", {}), facts.vocabulary),
+    )
+
+
+def _bias(raw: Any, vocabulary: int) -> dict[int, float]:
+    try:
+        found = {int(token): float(bias) for token, bias in raw.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise BadRequest("logit_bias must be a mapping of token ids to numbers", "logit_bias") from None
+    if any(not 0 <= token < vocabulary or not -100 <= bias <= 100 for token, bias in found.items()):
+        raise BadRequest(f"logit_bias: ids go from 0 to {vocabulary - 1:,}, biases from -100 to 100", "logit_bias")
+    return found
+
+
+# --- messages ---
+
+
+def _chat_prompt(raw: Any, tools: str | None, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    if not isinstance(raw, list) or not raw:
+        raise BadRequest("messages must be a list of at least one message", "messages")
+    messages = tuple(_message(one, f"messages[{place}]") for place, one in enumerate(raw))
+    try:
+        text, cuts = render_prompt(messages, tools, tokenizer)
+    except (BadRecord, TemplateError) as error:
+        raise BadRequest(f"the chat template ({tokenizer.template_name}) refuses this: {error}", "messages") from None
+    return tuple(encode_prompt(text, cuts, tokenizer))
+
+
+def _message(raw: Any, param: str) -> Message:
+    if not isinstance(raw, dict):
+        raise BadRequest(f"{param} is no object", param)
+    role = _ROLES.get(raw.get("role", ""))
+    if role is None:
+        raise BadRequest(f"{param}.role is {raw.get('role')!r}; known: {', '.join(_ROLES)}", f"{param}.role")
+    calls = raw.get("tool_calls")
+    content = _content(raw.get("content"), f"{param}.content", may_be_none=bool(calls))
+    return Message(role, content, _tool_calls(calls, f"{param}.tool_calls") if calls else None)
+
+
+def _content(raw: Any, param: str, *, may_be_none: bool) -> str:
+    if isinstance(raw, str):
+        return raw
+    if raw is None and may_be_none:
+        return ""
+    if isinstance(raw, list):
+        parts = [one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in raw]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(parts):
+            return "".join(texts)
+        raise BadRequest(f"{param} has a part that is no text; models here read text", param)
+    raise BadRequest(f"{param} must be text, or a list of parts of text", param)
+
+
+def _tool_calls(raw: Any, param: str) -> str:
+    try:
+        calls = [
+            {"name": one["function"]["name"], "arguments": json.loads(one["function"]["arguments"])} for one in raw
+        ]
+    except (TypeError, KeyError, ValueError):
+        raise BadRequest(f"{param} must be a list of function calls whose arguments are JSON", param) from None
+    return json.dumps(calls, ensure_ascii=False)
+
+
+def _tools(fields: Fields, tokenizer: ChatTokenizer) -> str | None:
+    tools, choice = fields.take("tools"), fields.take("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise BadRequest(
+            "tool_choice must be auto or none: which tool is called is the model's own choice", "tool_choice"
+        )
+    if not tools or choice == "none":
+        return None
+    try:
+        [one["function"]["name"] for one in tools]
+    except (TypeError, KeyError):
+        raise BadRequest("tools must be a list of functions, each with a name", "tools") from None
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        knows = tokenizer.render(asked, tools, prompt=True) != tokenizer.render(asked, None, prompt=True)
+    except TemplateError:
+        knows = False
+    if not knows:
+        raise BadRequest(f"the chat template ({tokenizer.template_name}) knows no tools", "tools")
+    return json.dumps(tools, ensure_ascii=False)

@@ -1,0 +1,259 @@
+"""The HTTP server: OpenAI's API and a chat page, on this machine's own address, with a key.
+
+Standard library: a thread for each connection, which reads JSON and writes JSON; one thread (the scheduler's) computes.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hmac
+import json
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from duoka import __version__
+from duoka.errors import ConfigError
+from duoka.serve.api.answers import Gone, Reply
+from duoka.serve.api.fields import BadRequest, Fields, several
+from duoka.serve.api.requests import Asked, Facts, read_chat, read_completion
+from duoka.serve.batching.scheduler import Scheduler
+
+MOST_BYTES = 32 << 20  # of a request
+SILENCE_S = 60.0  # a client that neither sends nor takes anything for so long has gone
+_PAGES = {
+    "/": ("chat.html", "text/html"),
+    "/chat.js": ("chat.js", "text/javascript"),
+    "/chat.css": ("chat.css", "text/css"),
+}
+_SAFE = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@dataclass
+class Service:
+    """What is served: the scheduler, the facts that requests are held against, and the key."""
+
+    scheduler: Scheduler
+    facts: Facts
+    key: str
+    adapters: dict[str, str | None]  # the same mapping as `facts.models`; changed by loads and unloads
+    started: float = field(default_factory=time.time)
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        if name in self.adapters:
+            raise BadRequest(f"there is a model {name!r} already; unload it first", "lora_name")
+        try:
+            self.scheduler.call(lambda: self.scheduler.model.adapters.add(name, folder))
+        except (ConfigError, OSError, ValueError, KeyError) as error:
+            what = error.what if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            raise BadRequest(f"{folder} is not loaded: {what}", "lora_path") from None
+        self.adapters[name] = name
+
+    def unload_adapter(self, name: str) -> None:
+        if self.adapters.get(name) is None:
+            raise BadRequest(f"there is no adapter {name!r} here", "lora_name", status=404)
+        del self.adapters[name]
+        self.scheduler.call(lambda: self.scheduler.model.adapters.remove(name))
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], service: Service) -> None:
+        self.service = service
+        super().__init__(address, Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that broke is no news."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version = f"duoka/{__version__}"
+    timeout = SILENCE_S
+
+    @property
+    def service(self) -> Service:
+        return cast(Server, self.server).service
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: prompts and keys belong into no log."""
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        if path in _PAGES:
+            name, kind = _PAGES[path]
+            text = resources.files("duoka.serve.api").joinpath(name).read_bytes()
+            self._send(200, text, f"{kind}; charset=utf-8")
+        elif path == "/health":
+            self._json(200, {"status": "ok"})
+        else:
+            self._answer({"/v1/models": self._models, "/metrics": self._metrics}.get(path))
+
+    def do_POST(self) -> None:
+        routes = {
+            "/v1/chat/completions": lambda: self._complete(read_chat),
+            "/v1/completions": lambda: self._complete(read_completion),
+            "/v1/embeddings": self._embed,
+            "/v1/load_lora_adapter": self._load,
+            "/v1/unload_lora_adapter": self._unload,
+        }
+        self._answer(routes.get(self.path.split("?")[0]))
+
+    def _answer(self, route: Callable[[], None] | None) -> None:
+        try:
+            if not self._has_key():
+                raise BadRequest(
+                    "the key is missing or wrong; it is what `duoka serve` printed", status=401, code="invalid_api_key"
+                )
+            if route is None:
+                raise BadRequest(f"there is no {self.command} {self.path} here", status=404)
+            route()
+        except BadRequest as error:
+            self._json(error.status, error.to_json())
+        except Gone:
+            self.close_connection = True
+
+    def _has_key(self) -> bool:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        return hmac.compare_digest(given.encode(), self.service.key.encode())
+
+    def _body(self) -> object:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit():
+            self.close_connection = True
+            raise BadRequest("a request needs a Content-Length", status=411)
+        if int(length) > MOST_BYTES:
+            self.close_connection = True  # what follows is not read
+            raise BadRequest(f"a request has at most {MOST_BYTES >> 20} MiB", status=413)
+        try:
+            return json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the body is no JSON: {error}") from None
+
+    # --- routes ---
+
+    def _models(self) -> None:
+        created = int(self.service.started)
+        names = self.service.facts.models
+        data = [{"id": name, "object": "model", "created": created, "owned_by": "duoka"} for name in list(names)]
+        self._json(200, {"object": "list", "data": data})
+
+    def _metrics(self) -> None:
+        scheduler = self.service.scheduler
+        shown: Mapping[str, tuple[str, float]] = {
+            **{f"duoka_{name}_total": ("counter", value) for name, value in vars(scheduler.numbers).items()},
+            "duoka_active_requests": ("gauge", scheduler.num_active),
+            "duoka_waiting_requests": ("gauge", scheduler.num_waiting),
+        }
+        lines = [f"# TYPE {name} {kind}\n{name} {value}\n" for name, (kind, value) in shown.items()]
+        self._send(200, "".join(lines).encode(), "text/plain; version=0.0.4")
+
+    def _complete(self, read: Callable[[object, Facts], Asked]) -> None:
+        service = self.service
+        asked = read(self._body(), service.facts)
+        reply = Reply(asked, service.scheduler, service.facts.tokenizer, self._is_gone)
+        if not asked.is_stream:
+            self._json(200, reply.whole())
+            return
+        self.send_response(200)
+        self._headers("text/event-stream; charset=utf-8", {"Transfer-Encoding": "chunked", "Cache-Control": "no-cache"})
+        try:
+            for frame in reply.stream():
+                self._event(json.dumps(frame, ensure_ascii=False))
+        except BadRequest as error:  # the status has been sent
+            self._event(json.dumps(error.to_json(), ensure_ascii=False))
+        except OSError:
+            reply.cancel()
+            raise Gone from None
+        self._event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _embed(self) -> None:
+        fields, service = Fields(self._body()), self.service
+        name = fields.text("model")
+        if name not in service.facts.models:
+            raise BadRequest(f"there is no model {name!r} here", "model", status=404, code="model_not_found")
+        tokenizer, vocabulary = service.facts.tokenizer, service.facts.vocabulary
+        texts = several(fields.take("input"), "input", lambda text: tokenizer.encode(text)[0], vocabulary)
+        encoding = fields.take("encoding_format", "float")
+        if encoding not in ("float", "base64"):
+            raise BadRequest(f"encoding_format is {encoding!r}; it must be float or base64", "encoding_format")
+        fields.done()
+        if longest := max((len(one) for one in texts if len(one) > service.facts.window), default=0):
+            raise BadRequest(
+                f"a text has {longest:,} tokens, and the model's window is {service.facts.window:,}", "input"
+            )
+        model, adapter = service.scheduler.model, service.facts.models[name]
+        vectors = [service.scheduler.call(functools.partial(model.embed, one, adapter)) for one in texts]
+        data = [
+            {"object": "embedding", "index": at, "embedding": _packed(one) if encoding == "base64" else one}
+            for at, one in enumerate(vectors)
+        ]
+        total = sum(len(one) for one in texts)
+        usage = {"prompt_tokens": total, "total_tokens": total}
+        self._json(200, {"object": "list", "data": data, "model": name, "usage": usage})
+
+    def _load(self) -> None:
+        fields = Fields(self._body())
+        name, folder = fields.text("lora_name"), fields.text("lora_path")
+        fields.done()
+        self.service.load_adapter(name, Path(folder))
+        self._json(200, {"status": f"loaded {name}"})
+
+    def _unload(self) -> None:
+        fields = Fields(self._body())
+        name = fields.text("lora_name")
+        fields.done()
+        self.service.unload_adapter(name)
+        self._json(200, {"status": f"unloaded {name}"})
+
+    # --- sending ---
+
+    def _headers(self, kind: str, more: Mapping[str, str]) -> None:
+        for name, value in {"Content-Type": kind, **_SAFE, **more}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _send(self, status: int, body: bytes, kind: str) -> None:
+        try:
+            self.send_response(status)
+            more = {"Content-Length": str(len(body))}
+            self._headers(kind, more | ({"Retry-After": "1"} if status == 429 else {}))
+            self.wfile.write(body)
+        except OSError:
+            self.close_connection = True
+
+    def _json(self, status: int, answer: Mapping[str, Any]) -> None:
+        self._send(status, json.dumps(answer, ensure_ascii=False).encode(), "application/json; charset=utf-8")
+
+    def _event(self, data: str) -> None:
+        line = f"data: {data}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+        self.wfile.flush()
+
+    def _is_gone(self) -> bool:
+        """Whether the client hung up while its answer was awaited."""
+        try:
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+
+def _packed(vector: list[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,147 @@
+"""From what is to be served to a running server: the model, its adapters by name, and room for keys and values."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from duoka.comm.world import pick_device
+from duoka.errors import ConfigError
+from duoka.model.quantize import decode_fast
+from duoka.plan.hardware import read_machine
+from duoka.serve.api.requests import Facts
+from duoka.serve.api.server import Server, Service
+from duoka.serve.batching.adapters import why_not_by_rows
+from duoka.serve.batching.cache import register_slot_attention
+from duoka.serve.batching.model import SlotModel
+from duoka.serve.batching.scheduler import Scheduler
+from duoka.serve.generate import stop_tokens
+from duoka.serve.load_run import Trained, choose_dtype, load_chat_tokenizer, load_trained
+from duoka.units import format_bytes
+
+_SHARE = 0.5  # of what is free beside the model, for keys and values
+_LEAST_TOKENS = 256
+LAST_WORDS_S = 30.0  # for answers that are on their way when the server is asked to stop
+
+
+@dataclass(frozen=True)
+class Settings:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str = ""  # empty: one is drawn
+    num_rows: int = 8
+    max_waiting: int = 64
+    cache_bytes: int = 0  # 0: half of what is free
+    precision: str = "auto"
+
+
+def build_service(trained: Trained, adapters: Mapping[str, Trained], settings: Settings) -> Service:
+    by_rows = trained.adapter is not None and not trained.merged and not why_not_by_rows(trained.adapter)
+    if adapters and trained.is_adapted and not by_rows:
+        raise ConfigError(
+            f"{trained.name} is no plain adapter, so others cannot be laid beside it",
+            fix="serve the base with --adapter",
+        )
+    attention = register_slot_attention()
+    dtype = choose_dtype(settings.precision)
+    lm = load_trained(trained, dtype=dtype, attention=attention, base_only=by_rows)
+    decode_fast(lm)
+    model = SlotModel(lm.to(pick_device(0)), settings.num_rows)
+    per_token = model.check()
+    own = _short(trained.name)
+    models: dict[str, str | None] = {own: None}
+    if by_rows:
+        assert trained.adapter is not None
+        model.adapters.add(own, trained.adapter)
+        base = _short(trained.base_name)
+        models = {own: own, base if base != own else f"{base}-base": None}
+    for name, other in adapters.items():
+        if name in models:
+            raise ConfigError(f"--adapter {name}=...: there is a model of that name already", fix="choose another name")
+        if other.adapter is None or other.base.resolve() != trained.base.resolve():
+            what = f"--adapter {name}={other.name} is no finished adapter on {trained.base_name}"
+            raise ConfigError(what, fix="serve it by itself")
+        model.adapters.add(name, other.adapter)
+        models[name] = name
+    max_bytes = settings.cache_bytes or int(_SHARE * _free_bytes(model.device))
+    if max_bytes < _LEAST_TOKENS * per_token:
+        need = format_bytes(_LEAST_TOKENS * per_token)
+        raise ConfigError(
+            f"{format_bytes(max_bytes)} are left for keys and values; {need} are the least",
+            fix="a smaller model, or a larger machine",
+        )
+    scheduler = Scheduler(model, bytes_per_token=per_token, max_bytes=max_bytes, max_waiting=settings.max_waiting)
+    tokenizer = load_chat_tokenizer(trained)
+    vocabulary = int(lm.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    facts = Facts(tokenizer, vocabulary, model.window, stop_tokens(lm, tokenizer), models)
+    return Service(scheduler, facts, settings.key or f"duoka-{secrets.token_urlsafe(18)}", models)
+
+
+def _short(name: str) -> str:
+    """A folder by its last part; a Hub id as it is."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else read_machine().available_bytes
+
+
+def open_server(service: Service, settings: Settings) -> Server:
+    try:
+        return Server((settings.host, settings.port), service)
+    except OSError as error:
+        raise ConfigError(
+            f"port {settings.port} of {settings.host} cannot be opened: {error.strerror or error}",
+            fix="choose another one: --port 8001   (0: any that is free)",
+        ) from None
+
+
+def describe_server(server: Server, settings: Settings, tokens: int) -> list[str]:
+    service = server.service
+    host, port = settings.host, server.server_address[1]
+    address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    lines = [
+        f"serving {', '.join(service.facts.models)}",
+        f"  API         {address}/v1   (OpenAI's: chat, completions, embeddings, models)",
+        f"  key         {service.key}",
+        f"  chat page   {address}/#key={service.key}",
+        f"  room        {settings.num_rows} answers at once, {tokens:,} tokens of keys and values",
+    ]
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        lines.append(f"  note        {host} is reachable from other machines; the key is all that keeps them out")
+    return lines
+
+
+def run_server(server: Server) -> None:
+    """Answer until a signal; then what is on its way is finished, for LAST_WORDS_S, or until a second signal."""
+    asked, again = threading.Event(), threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        (again if asked.is_set() else asked).set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    scheduler = server.service.scheduler
+    scheduler.start()
+    listener = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
+    listener.start()
+    try:
+        while not asked.wait(0.5):
+            pass
+        server.shutdown()
+        end = time.monotonic() + LAST_WORDS_S
+        while (scheduler.num_active or scheduler.num_waiting) and time.monotonic() < end and not again.wait(0.05):
+            pass
+    finally:
+        scheduler.close()
+        server.server_close()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,129 @@
+"""Several LoRA adapters on one base, each row of a pass with its own: added to what the base's products answer.
+
+An adapter is computed for all rows of a pass in which some row asks for it, and counts for none that does not: a row's
+numbers are the same whoever its neighbors are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from duoka.errors import ConfigError
+
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class _Low:
+    """Of one matrix: what is added is scale · B·A·x."""
+
+    down: torch.Tensor  # A: (rank, in)
+    up: torch.Tensor  # B: (out, rank)
+    scale: float
+
+
+class RowAdapters:
+    """The adapters of one model, by name."""
+
+    def __init__(self, lm: torch.nn.Module) -> None:
+        self._modules = dict(lm.named_modules())
+        parameter = next(lm.parameters())
+        self._device = parameter.device
+        self._dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
+        self._of: dict[str, dict[str, _Low]] = {}  # adapter -> module -> matrices
+        self._hooked: dict[str, Any] = {}
+        self._rows: tuple[str | None, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._of)
+
+    def add(self, name: str, folder: Path) -> None:
+        """Read an adapter as peft wrote it; refuses what is more than added products."""
+        found = _read(folder, self._modules, self._device, self._dtype)
+        self._of[name] = found
+        for module in found:
+            if module not in self._hooked:
+                self._hooked[module] = self._modules[module].register_forward_hook(self._hook_of(module))
+
+    def remove(self, name: str) -> None:
+        del self._of[name]
+        needed = {module for one in self._of.values() for module in one}
+        for module in [module for module in self._hooked if module not in needed]:
+            self._hooked.pop(module).remove()
+
+    def set_rows(self, rows: Sequence[str | None]) -> None:
+        """Whose adapter each row of the next pass has; None: the base alone."""
+        self._rows = tuple(rows)
+
+    def _hook_of(self, module: str) -> Any:
+        def add(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            for name in sorted({row for row in self._rows if row is not None}):
+                low = self._of[name].get(module)
+                if low is None:
+                    continue
+                part = (inputs[0].to(low.down.dtype) @ low.down.T @ low.up.T).to(output.dtype) * low.scale
+                if any(row != name for row in self._rows):
+                    share = [float(row == name) for row in self._rows]
+                    part = part * part.new_tensor(share).view(-1, *[1] * (part.ndim - 1))
+                output = output + part
+            return output
+
+        return add
+
+
+def why_not_by_rows(folder: Path) -> str:
+    """Why an adapter cannot be laid over single rows of a pass; "": it can."""
+    facts = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    if str(facts.get("peft_type", "LORA")).upper() != "LORA":
+        return f"it is {facts.get('peft_type')}, not LoRA"
+    for key, words in (("use_dora", "it has DoRA's magnitudes"), ("modules_to_save", "it holds whole layers")):
+        if facts.get(key):
+            return words
+    if facts.get("bias", "none") != "none":
+        return "it trains biases"
+    return ""
+
+
+def _read(
+    folder: Path, modules: dict[str, torch.nn.Module], device: torch.device, dtype: torch.dtype
+) -> dict[str, _Low]:
+    if reason := why_not_by_rows(folder):
+        raise ConfigError(
+            f"the adapter in {folder} cannot be served beside others: {reason}",
+            fix=f"serve it alone: duoka serve {folder}",
+        )
+    facts = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    found: dict[str, _Low] = {}
+    for key, down in tensors.items():
+        if not key.endswith(".lora_A.weight"):
+            if not key.endswith(".lora_B.weight"):
+                raise ConfigError(f"the adapter in {folder} holds {key}, which is no product of LoRA")
+            continue
+        module = key.removesuffix(".lora_A.weight").removeprefix(_PREFIX)
+        target = modules.get(module)
+        up = tensors[f"{_PREFIX}{module}.lora_B.weight"]
+        shape = getattr(target, "weight", up).shape
+        if target is None or ((shape[0], shape[-1]) != (up.shape[0], down.shape[1]) and shape.numel() == up.shape[0]):
+            raise ConfigError(f"the adapter in {folder} is of another model: here is no {module} of that shape")
+        alpha = _of_pattern(facts.get("alpha_pattern"), module, facts.get("lora_alpha", 8))
+        rank = down.shape[0]
+        scale = alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
+        found[module] = _Low(down.to(device, dtype), up.to(device, dtype), float(scale))
+    return found
+
+
+def _of_pattern(pattern: dict[str, float] | None, module: str, usual: float) -> float:
+    for name, value in (pattern or {}).items():
+        if module == name or module.endswith(f".{name}"):
+            return value
+    return usual

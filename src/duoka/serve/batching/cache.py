@@ -1,0 +1,125 @@
+"""Keys and values of sequences that are generated together, and the attention that reads them.
+
+Registered into transformers as `duoka_slots`. Each row of a pass belongs to a sequence of its own, with a length of its
+own, and looks at its own keys alone: what a row computes is the same whatever stands in the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+NAME = "duoka_slots"
+
+
+@dataclass
+class SequenceCache:
+    """Room for `capacity` tokens in every layer, taken when a layer is first written."""
+
+    capacity: int
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer: (key_value_heads, capacity, head_dim)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def write(
+        self, layer: int, start: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put (heads, tokens, dim) from `start` on; returns all up to their end."""
+        if layer not in self.keys:
+            self.keys[layer] = key.new_empty((key.shape[0], self.capacity, key.shape[2]))
+            self.values[layer] = value.new_empty((value.shape[0], self.capacity, value.shape[2]))
+        end = start + key.shape[1]
+        self.keys[layer][:, start:end] = key
+        self.values[layer][:, start:end] = value
+        return self.keys[layer][:, :end], self.values[layer][:, :end]
+
+    def take_over(self, other: SequenceCache, length: int) -> None:
+        """The first `length` tokens of another sequence that begins alike."""
+        for layer, keys in other.keys.items():
+            self.write(layer, 0, keys[:, :length], other.values[layer][:, :length])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for side in (self.keys, self.values) for t in side.values())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Whose cache each row of a pass reads and writes, and at which position its first token stands; None: nobody's."""
+
+    caches: tuple[SequenceCache | None, ...]
+    starts: tuple[int, ...]
+
+
+def register_slot_attention() -> str:
+    """Make `attn_implementation="duoka_slots"` known to transformers, which makes no mask for it."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend_slots)
+    return NAME
+
+
+def attend_slots(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # (rows, heads, tokens, head_dim)
+    key: torch.Tensor,  # (rows, key_value_heads, tokens, head_dim)
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    slots: Rows | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Each row over its own sequence; returns (rows, tokens, heads, head_dim)."""
+    if slots is None:
+        raise RuntimeError("a layer does not hand on what it is called with, so sequences cannot be told apart")
+    if kwargs.get("s_aux") is not None:
+        raise RuntimeError("attention sinks are not supported by this attention")
+    rows, heads, tokens, _ = query.shape
+    out = query.new_zeros((rows, tokens, heads, value.shape[-1]))
+    for row, (cache, start) in enumerate(zip(slots.caches, slots.starts, strict=True)):
+        if cache is not None:
+            keys, values = cache.write(int(module.layer_idx), start, key[row], value[row])  # type: ignore[arg-type]
+            seen = _look(query[row : row + 1], keys[None], values[None], scaling, start, sliding_window, softcap)
+            out[row] = seen[0].transpose(0, 1)
+    return out, None
+
+
+def _look(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    start: int,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    tokens = query.shape[2]
+    if window is not None and keys.shape[2] > window and tokens == 1:
+        keys, values, window = keys[:, :, -window:], values[:, :, -window:], None
+    is_far = window is not None and keys.shape[2] > window
+    mask = None
+    if tokens > 1 and (start or is_far or softcap is not None):
+        mask = _mask(start, tokens, window if is_far else None, query.device)
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=mask is None and tokens > 1, scale=scaling,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )  # fmt: skip
+    keys, values = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (keys, values))
+    scores = query @ keys.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.float().softmax(dim=-1).to(query.dtype) @ values
+
+
+def _mask(start: int, tokens: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where a token may look: (tokens, start + tokens)."""
+    own = torch.arange(start, start + tokens, device=device)[:, None]
+    distance = own - torch.arange(start + tokens, device=device)[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

@@ -1,0 +1,110 @@
+"""A model that reads and writes many sequences: prompts in chunks, and one token each for a fixed number of rows.
+
+Numbers of a matrix product depend on how many rows it has, in their last bits. So these numbers are fixed: a prompt is
+cut at multiples of CHUNK, whoever waits, and a decoding pass has all its rows, used or not. On a CPU the eight rows of
+135M parameters in fp32 cost 1.1 times what one costs, because reading the weights is what takes the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from duoka.errors import ConfigError
+from duoka.serve.batching.adapters import RowAdapters
+from duoka.serve.batching.cache import Rows, SequenceCache
+
+CHUNK = 128  # tokens of a prompt that are read at once
+_TOLERANCE = 2e-2  # of logits, between reading a text at once and in pieces; what is wrong is off by far more
+
+
+@dataclass
+class Next:
+    """One row of a decoding pass: its sequence, the newest token of it, and that token's position."""
+
+    cache: SequenceCache
+    token: int
+    position: int
+    adapter: str | None = None
+
+
+class SlotModel:
+    """`num_rows` sequences decode together. Called by one thread."""
+
+    def __init__(self, lm: torch.nn.Module, num_rows: int) -> None:
+        self.lm = lm
+        self.num_rows = num_rows
+        self.adapters = RowAdapters(lm)
+        self.device = next(lm.parameters()).device
+        self.window: int = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 1 << 30  # type: ignore[operator, union-attr]
+
+    @torch.no_grad()
+    def read(
+        self, cache: SequenceCache, tokens: Sequence[int], start: int, adapter: str | None, *, keep_all: bool = False
+    ) -> torch.Tensor:
+        """Tokens of a prompt from position `start` on; returns fp32 logits of the last of them, or of all."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        places = torch.arange(start, start + len(tokens), device=self.device)[None]
+        self.adapters.set_rows([adapter])
+        out = self.lm(
+            input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=0 if keep_all else 1,
+            slots=Rows((cache,), (start,)),
+        )  # fmt: skip
+        logits: torch.Tensor = out.logits[0].float()
+        return logits
+
+    @torch.no_grad()
+    def decode(self, rows: Sequence[Next | None]) -> torch.Tensor:
+        """The logits after each row's newest token: (rows, vocab), fp32."""
+        padded = [*rows, *[None] * (self.num_rows - len(rows))]
+        ids = torch.tensor([[row.token if row else 0] for row in padded], device=self.device)
+        places = torch.tensor([[row.position if row else 0] for row in padded], device=self.device)
+        self.adapters.set_rows([row.adapter if row else None for row in padded])
+        slots = Rows(
+            tuple(row.cache if row else None for row in padded), tuple(row.position if row else 0 for row in padded)
+        )
+        out = self.lm(input_ids=ids, position_ids=places, use_cache=False, slots=slots)
+        logits: torch.Tensor = out.logits[:, -1].float()
+        return logits
+
+    @torch.no_grad()
+    def embed(self, tokens: Sequence[int], adapter: str | None) -> list[float]:
+        """The mean of a text's last hidden states, of length 1."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        self.adapters.set_rows([adapter])
+        cache = SequenceCache(len(tokens))
+        out = self.lm(
+            input_ids=ids, position_ids=torch.arange(len(tokens), device=self.device)[None], use_cache=False,
+            logits_to_keep=1, output_hidden_states=True, slots=Rows((cache,), (0,)),
+        )  # fmt: skip
+        mean = out.hidden_states[-1][0].float().mean(dim=0)
+        vector: list[float] = (mean / mean.norm().clamp_min(1e-12)).tolist()
+        return vector
+
+    def check(self) -> int:
+        """Refuse a model that answers otherwise in pieces than at once; returns the bytes that a token takes."""
+        vocabulary = int(self.lm.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        text = [(7 * n + 3) % min(vocabulary, 997) for n in range(24)]
+        whole, pieces = SequenceCache(len(text)), SequenceCache(len(text))
+        try:
+            wanted = self.read(whole, text, 0, None, keep_all=True)
+            self.read(pieces, text[:9], 0, None)
+            self.read(pieces, text[9:20], 9, None)
+            found = [self.decode([Next(pieces, text[at], at)])[0] for at in range(20, 24)]
+        except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+            raise _refusal(str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+        scale = float(wanted.abs().max())
+        off = float((torch.stack(found) - wanted[20:]).abs().max()) / max(scale, 1e-6)
+        if not off < _TOLERANCE:
+            raise _refusal(f"in pieces its answers are off by {off:.1%}: its layers hold more than keys and values")
+        return whole.num_bytes // len(text)
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError(
+        "this architecture cannot be served: its sequences cannot be computed side by side",
+        where=reason,
+        fix="duoka chat answers with it, one question at a time",
+    )

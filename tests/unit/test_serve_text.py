@@ -1,0 +1,87 @@
+"""From tokens to what is sent: stop texts, calls of tools, draws that are counted."""
+
+import pytest
+import torch
+
+from duoka.data.tokens.tokenizer import load_tokenizer
+from duoka.serve.api.text import Answer
+from duoka.serve.api.tools import split_calls
+from duoka.serve.batching.scheduler import Scored
+from duoka.serve.sampling import Sampling, choose_token, uniform
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return load_tokenizer(tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "sent"),
+    [
+        ("hello END of it", ("END",), "hello "),
+        ("hello ENOUGH", ("END",), "hello ENOUGH"),
+        ("多卡。停", ("停",), "多卡。"),
+        ("aab", ("ab", "b"), "a"),
+        ("abcabd", ("abd",), "abc"),
+        ("nothing", (), "nothing"),
+    ],
+)
+def test_nothing_of_a_stop_text_is_sent(tokenizer, text, stops, sent):
+    answer = Answer(tokenizer, stops)
+    tokens = tokenizer.encode(text)[0]
+    pieces = [answer.add(Scored(token, -1.0)) for token in tokens]
+    pieces.append(answer.finish())
+    assert "".join(piece.text for piece in pieces) == sent == answer.text
+    assert answer.is_stopped == (sent != text)
+    told = [scored.token for piece in pieces for scored in piece.tokens]
+    assert told == tokens[: len(told)] and answer.num_tokens == len(told), "each token goes out with its text"
+    assert all(piece.text or not piece.tokens for piece in pieces[:-1]) or answer.is_stopped
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "names"),
+    [
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', None, ["add"]),
+        (
+            'Wait. <tool_call>{"name": "a", "arguments": {}}</tool_call>'
+            '<tool_call>{"name": "b", "arguments": "{}"}</tool_call>',
+            "Wait.",
+            ["a", "b"],
+        ),
+        ('{"name": "add", "parameters": {"a": 1}}', None, ["add"]),
+        ("no call", "no call", []),
+        ('<tool_call>{"name": "add", "argum', '<tool_call>{"name": "add", "argum', []),
+        ("<tool_call>{not json}</tool_call>", "<tool_call>{not json}</tool_call>", []),
+    ],
+)
+def test_calls_of_tools_are_told_from_text(text, said, names):
+    found, calls = split_calls(text)
+    assert found == said and [call["function"]["name"] for call in calls] == names
+    assert all(isinstance(call["function"]["arguments"], str) and call["id"] for call in calls)
+
+
+def test_counted_draws_follow_the_probabilities():
+    chances = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    counts = [0] * 4
+    for position in range(4000):
+        counts[choose_token(chances.log(), Sampling(1.0, seed=9), position)] += 1
+    for count, chance in zip(counts, chances.tolist(), strict=True):
+        assert count / 4000 == pytest.approx(chance, abs=4 * (chance * (1 - chance) / 4000) ** 0.5)
+    assert uniform(1, 0, 5) == uniform(1, 0, 5) != uniform(1, 1, 5)
+
+
+def test_small_shares_are_left_out():
+    logits = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
+    drawn = {name: {choose_token(logits, sampling, at) for at in range(300)} for name, sampling in (
+        ("k", Sampling(1.0, top_k=2)), ("min", Sampling(1.0, min_p=0.35)), ("all", Sampling(1.0)),
+    )}  # fmt: skip
+    assert drawn == {"k": {1, 3}, "min": {1, 3}, "all": {0, 1, 2, 3}}
+
+
+def test_a_large_vocabulary_is_cut_as_a_small_one_is():
+    numbers = torch.Generator().manual_seed(0)
+    logits = torch.randn(9000, generator=numbers) * 0.1  # nearly even: thousands are needed for a share of 0.9
+    chances = logits.double().softmax(0).sort(descending=True)
+    kept = set(chances.indices[: int((chances.values.cumsum(0) < 0.9).sum()) + 1].tolist())
+    drawn = {choose_token(logits, Sampling(1.0, 0.9), at) for at in range(300)}
+    assert drawn <= kept and len(drawn) > 200
