@@ -122,7 +122,7 @@ def test_a_typed_run_of_stages_stops_and_goes_on_and_names_a_dead_rank(tmp_path,
         process.kill()
     assert code == 75 and "Traceback" not in output, output
     stopped_at = read_status(run).step
-    assert "single·pp2" in output and stopped_at >= 3
+    assert "one model over 2 processes" in output and stopped_at >= 3
     process = start(yaml, *longer, "--restarts", "0")
     try:
         ranks = wait_for_ranks(run, 2, lambda beat: beat.step >= stopped_at + 3, within_s=DEADLINE_S)

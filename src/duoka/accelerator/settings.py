@@ -13,6 +13,7 @@ from duoka.comm.world import World
 from duoka.config.rules_parallel import PARALLEL_RULES
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
+from duoka.plan.axes import KEYS, axes_of
 from duoka.plan.layout import SHARDED, Layout, Precision, Strategy
 
 PRECISIONS: dict[str, Precision] = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -31,11 +32,11 @@ def read_parallel(
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"parallel: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    for key in ("tensor", "pipeline", "sequence"):
-        if getattr(parallel, key) > 1:
+    for axis, size in axes_of(parallel).items():
+        if size > 1:
             raise ConfigError(
-                f"parallel.{key} is {getattr(parallel, key)}, and a loop of your own calls a whole model",
-                fix="train with   duoka train CONFIG   or share the model by   strategy: fsdp",
+                f"{KEYS[axis]} is {size}, and a loop of your own is not cut along that axis",
+                fix="train with a YAML (`duoka train`), or delete it: strategy fsdp shares the weights of any model",
             )
     if parallel.offload == "optimizer":
         raise ConfigError(

@@ -64,12 +64,12 @@ def dry_run(config: RunConfig, facts: Mapping[str, Any], layout: Layout, sizes: 
 
     `facts` is the model's config.json. What is exchanged is that of a step's last micro-batch.
 
-    Raises ValueError for layouts that this version does not train with, and for packed bases.
+    Raises ValueError for layouts with further axes, and for packed bases.
     """
-    if not layout.is_trainable:
-        raise ValueError(f"{layout.name} is planned only: there is no code to run yet")
-    if layout.pp > 1:
-        raise ValueError(f"{layout.name}: a stage computes what the others send it, and one rank is run here")
+    if layout.axes:
+        raise ValueError(
+            f"{layout.name} is planned only: a dry run walks through data ranks, and not along its axes yet"
+        )
     if config.model.quantization != "none":
         raise ValueError("packed bases are not run here; the plan above counts them")
     started = time.perf_counter()

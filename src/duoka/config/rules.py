@@ -13,6 +13,7 @@ from duoka.config.rule import Rule, names_of
 from duoka.config.rules_model import MODEL_RULES
 from duoka.config.rules_optim import OPTIM_RULES
 from duoka.config.rules_parallel import PARALLEL_RULES
+from duoka.config.rules_pipeline import PIPELINE_RULES
 from duoka.config.rules_text import TEXT_RULES
 from duoka.config.schema import RunConfig
 from duoka.units import parse_amount
@@ -152,5 +153,6 @@ RULES: tuple[Rule, ...] = (
     *OPTIM_RULES,
     *MODEL_RULES,
     *PARALLEL_RULES,
+    *PIPELINE_RULES,
     *TEXT_RULES,
 )

@@ -182,7 +182,10 @@ def _with_strategy(
             return replace(layout, strategy=strategy, packing=False)
         return replace(layout, strategy=strategy, shard=size if strategy in SHARDED else 1)
     if size == 1:
-        reasons["parallel.strategy"] = "single: one process"
+        model = layout.world_size
+        reasons["parallel.strategy"] = (
+            "single: one process" if model == 1 else f"single: one model over {model} processes"
+        )
         return layout
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
     need = memory_of(task, smallest).peak_bytes

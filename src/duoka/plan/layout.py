@@ -77,7 +77,8 @@ class Layout:
     @property
     def is_trainable(self) -> bool:
         """Whether this version can train with it; what it cannot, it can still plan."""
-        return all(axis in TRAINABLE_AXES for axis in self.axes)
+        alone = self.pp == 1 or len(self.axes) == 1  # stages whose layers are cut too are not trained yet
+        return alone and all(axis in TRAINABLE_AXES for axis in self.axes)
 
     @property
     def is_sharded(self) -> bool:
