@@ -227,7 +227,9 @@ def learn_in_stages(cases, folder):
             compare(seen, wanted["gradients"][step], f"{where}, step {step}: gradient")
         compare({one: whole(p) for one, p in own.items()}, wanted["weights"], f"{where}: weight")
     if world.size == 2:
+        del engine.clip
         survive_faults(engine, steps, stage, mesh)
+        measure_in_stages(f"{folder}/tied", meshes["single·pp2 interleaved"])
     world.barrier()
     end_world(world)
 
@@ -261,6 +263,30 @@ def survive_faults(engine, steps, stage, mesh):
     with pytest.raises(WorkerFailed, match="different micro-batches for step 1") as refused:
         step("three" if mesh.place["pp"] else "one")
     assert "(1, 18)" in refused.value.where and "(1, 17)" in refused.value.where
+
+
+def measure_in_stages(folder, mesh):
+    """An evaluation and the likeliest next token, on every rank as of the whole model."""
+    from transformers import AutoModelForCausalLM
+
+    from duoka.parallel.measure import measure_loss
+
+    engine = build(folder, layout_of("single·pp2 interleaved"), mesh, "all", {})
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    total, correct, targets = 0.0, 0, 0
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        for document, mask in (one for micro in draw_documents(0, "three", 1)[0] for one in micro):
+            logits = plain(input_ids=document[None]).logits[0, :-1][mask[1:]]
+            wanted = document[1:][mask[1:]]
+            total += float(F.cross_entropy(logits, wanted, reduction="sum"))
+            correct, targets = correct + int((logits.argmax(-1) == wanted).sum()), targets + len(wanted)
+        following = int(plain(input_ids=ids).logits[0, -1].argmax())
+        with engine.evaluate() as model:
+            found = measure_loss(model, to_batch(0, "three", 1, 0).micro_batches, mesh.loss, "fp32")
+            assert model.next_token(ids) == following
+    near(found.loss, total / targets, "evaluated loss")
+    assert (found.num_targets, found.accuracy) == (targets, correct / targets)
 
 
 MODELS = {"untied": ("llama", False), "tied": ("llama", True), "biases": ("qwen2", False)}

@@ -22,7 +22,7 @@ optim: {{lr: 2e-3, warmup: 2, clip: 0.5}}
 train: {{epochs: 2, global_batch: 8, precision: fp32, seed: 11, eval_every: 4, micro_batch: "256 tokens"}}
 checkpoint: {{every: 2, keep: 100}}
 parallel: {{check_replicas: 2}}
-log: {{to: [], samples: ["多卡 sum", "a cat"]}}
+log: {{to: []}}
 output: {output}
 """
 PIPELINE = "parallel.pipeline=2"
@@ -86,8 +86,6 @@ def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path
     assert_same_run(tmp_path / "muon-staged", tmp_path / "muon")
     ours, theirs = (numbers_of(tmp_path / name)[0] for name in ("half-staged", "half"))
     assert all(ours[step] == pytest.approx(theirs[step], rel=1e-2) for step in theirs)
-    samples = [[line for line in events_of(path) if line["type"] == "samples"] for path in (tmp_path / "staged", whole)]
-    assert samples[0] and samples[0][-1]["samples"] == samples[1][-1]["samples"], "the stages continue text together"
 
 
 def start(yaml, *arguments):

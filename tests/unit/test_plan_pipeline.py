@@ -71,11 +71,11 @@ def planned(world_size, parallel, **train):
 
 def test_more_stages_than_layers_or_micro_batches_are_refused_with_what_works():
     layers = demo_shape().num_layers
-    with pytest.raises(Faults, match=f"the model has {layers} layers.*pipeline: 16"):
+    with pytest.raises(Faults, match=f"(?s)the model has {layers} layers.*pipeline: 16"):
         planned(32, {"pipeline": 32}, global_batch=64)
-    with pytest.raises(Faults, match=r"is 32 stages.*schedule: 1f1b"):
+    with pytest.raises(Faults, match=r"(?s)is 32 stages.*schedule: 1f1b"):
         planned(16, {"pipeline": 16, "schedule": "interleaved"}, global_batch=64)
-    with pytest.raises(Faults, match=r"fed with 2 micro-batches a step.*pipeline: 2"):
+    with pytest.raises(Faults, match=r"(?s)fed with 2 micro-batches a step.*pipeline: 2"):
         planned(4, {"pipeline": 4}, global_batch=4, micro_batch=2)
     assert planned(4, {"pipeline": 4}, global_batch=8, micro_batch=2).layout.name == "single·pp4"
 
