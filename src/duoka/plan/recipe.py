@@ -171,10 +171,23 @@ def _layers_by_rank(work: Work, layout: Layout) -> list[int]:
     shape, stages = work.shape, layout.pp * layout.virtual
     if work.program is not None or stages > shape.num_layers:
         return [-(-shape.num_layers // layout.pp)] * layout.pp
-    costs = Costs(shape.num_per_layer, shape.num_head or shape.num_embedding, shape.num_embedding)
-    firsts = cut_layers(shape.num_layers, stages, costs)
+    firsts = cut_layers(shape.num_layers, stages, _costs(shape))
     sizes = [after - first for first, after in itertools.pairwise(firsts)]
     return [sum(sizes[rank :: layout.pp]) for rank in range(layout.pp)]
+
+
+def _costs(shape: ModelShape) -> Costs:
+    return Costs(shape.num_per_layer, shape.num_head or shape.num_embedding, shape.num_embedding)
+
+
+def slowest_stage(work: Work, layout: Layout) -> float:
+    """What the slowest rank of a pipeline computes, in shares of the mean: layers are not divided."""
+    if layout.pp == 1 or work.program is not None:
+        return 1.0
+    costs = _costs(work.shape)
+    sums = [layers * costs.layer for layers in _layers_by_rank(work, layout)]
+    sums[-1] += costs.head
+    return max(sums) * layout.pp / sum(sums)
 
 
 @dataclass(frozen=True)

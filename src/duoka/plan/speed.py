@@ -14,7 +14,7 @@ from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
 from duoka.plan.pipeline import bubble
-from duoka.plan.recipe import Work, shares
+from duoka.plan.recipe import Work, shares, slowest_stage
 from duoka.plan.traffic import Exchange, traffic
 
 
@@ -158,10 +158,10 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
     cores = cluster.per_node if device.kind == "cpu" else 1
     peak = device.peak_flops(layout.precision) / cores
     matmul, attention = forward_flops_per_token(work.shape, round(load.length))
-    cut = layout.tp * layout.pp * layout.sp
+    cut = layout.tp * layout.pp * layout.sp / slowest_stage(work, layout)
     kept, _ = activation_bytes_per_token(work, layout, round(load.length))
     touches = rates.touches * (COMPILED_TOUCHES if layout.compile else 1.0)
-    touched = touches * kept * work.shape.num_layers / layout.pp / layout.sp
+    touched = touches * kept * work.shape.num_layers * slowest_stage(work, layout) / layout.pp / layout.sp
     share = matmul_share(cluster, load.tokens / layout.sp, rates)
     near = rates.attention.get(device.generation, 0.5 * share)
     return (
