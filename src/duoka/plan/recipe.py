@@ -167,9 +167,9 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShar
 
 
 def _layers_by_rank(work: Work, layout: Layout) -> list[int]:
-    """Other programs give every rank as many; ours leaves some out where the head is."""
+    """Other programs give every rank as many; ours leaves some out where the head is, if it knows the layers."""
     shape, stages = work.shape, layout.pp * layout.virtual
-    if work.program is not None or stages > shape.num_layers:
+    if work.program is not None or not shape.exact or stages > shape.num_layers:
         return [-(-shape.num_layers // layout.pp)] * layout.pp
     firsts = cut_layers(shape.num_layers, stages, _costs(shape))
     sizes = [after - first for first, after in itertools.pairwise(firsts)]
@@ -182,7 +182,7 @@ def _costs(shape: ModelShape) -> Costs:
 
 def slowest_stage(work: Work, layout: Layout) -> float:
     """What the slowest rank of a pipeline computes, in shares of the mean: layers are not divided."""
-    if layout.pp == 1 or work.program is not None:
+    if layout.pp == 1 or work.program is not None or not work.shape.exact:
         return 1.0
     costs = _costs(work.shape)
     sums = [layers * costs.layer for layers in _layers_by_rank(work, layout)]
