@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the weights; default: the base model's."
 )
 @click.option("--adapter", is_flag=True, help="Write the adapter alone (a PEFT folder), not merged.")
+@click.option(
+    "--gguf",
+    type=click.Choice(["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]),
+    help="Write a GGUF file of that type too, for llama.cpp and Ollama, with a Modelfile.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def command(
     target: str,
@@ -28,6 +33,7 @@ def command(
     checkpoint: int | None,
     dtype: str | None,
     adapter: bool,
+    gguf: str | None,
     as_json: bool,
 ) -> None:
     """Merge a run's adapter into its base model and write one plain transformers folder.
@@ -51,16 +57,40 @@ def command(
     if output is None:
         raise ConfigError("-o is not given (the new folder)", fix=f"write:   duoka export {target} -o NEW_FOLDER")
     check_target(output)
+    if gguf is not None:
+        _check_gguf(trained, adapter)
     if adapter:
         facts, lines = _export_adapter(trained, output, dtype)
     else:
         facts, lines = _export_full(trained, output, dtype, shard_gb)
+    if gguf is not None:
+        more, line = _write_gguf(output, gguf)
+        facts, lines = facts | more, [*lines, line]
     if as_json:
         import json
 
         click.echo(json.dumps(facts, ensure_ascii=False))
     else:
         click.echo("\n".join(lines))
+
+
+def _check_gguf(trained: Any, adapter: bool) -> None:
+    from duoka.errors import ConfigError
+    from duoka.model.gguf import check_gguf
+
+    if adapter:
+        raise ConfigError("--gguf is for merged models", fix="leave --adapter out")
+    check_gguf(trained.full or trained.base)
+
+
+def _write_gguf(output: Path, kind: str) -> tuple[dict[str, Any], str]:
+    from duoka.model.gguf import write_gguf
+    from duoka.units import format_bytes
+
+    done = write_gguf(output, kind, output.resolve().name)
+    size, error = format_bytes(done.size_bytes), f"{done.largest_error:.2g}"
+    line = f"  wrote {done.path} ({size}); read back, no matrix is off by more than {error}"
+    return {"gguf": str(done.path), "gguf_bytes": done.size_bytes, "gguf_error": done.largest_error}, line
 
 
 def _dtype_of(asked: AskedFile) -> str | None:

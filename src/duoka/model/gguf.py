@@ -1,0 +1,225 @@
+"""A transformers folder as one GGUF file, for llama.cpp, Ollama and what stands on them; read back before it counts.
+
+Needs the package gguf. Written for the architectures and tokenizers below; others are refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from duoka.errors import ConfigError, DuokaError
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+# The largest error of a matrix's weights, relative to their norm: what rounding to that type may cost.
+BOUNDS = {
+    "f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1e-2, "q5_1": 6e-2, "q5_0": 6e-2, "q4_1": 0.12, "q4_0": 0.12,
+}  # fmt: skip
+_ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}  # model_type -> gguf's name
+# How a byte-level tokenizer cuts text before merges, by the pattern in its tokenizer.json: llama.cpp's name of it.
+_CUTS = (
+    (r"\p{N}{1,3}", "llama-bpe"),
+    (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|", "qwen2"),
+)
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+
+
+@dataclass(frozen=True)
+class Written:
+    path: Path
+    size_bytes: int
+    kind: str
+    largest_error: float  # of a tensor, relative to its norm
+
+
+def check_gguf(folder: Path) -> None:
+    """Refuse what cannot be written, before anything is."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError("--gguf needs the package gguf, which is not installed", fix="pip install gguf")
+    config = _read(folder / "config.json")
+    kind = config.get("model_type")
+    if kind not in _ARCHITECTURES:
+        raise ConfigError(f"--gguf does not know the architecture {kind}", fix=f"known: {', '.join(_ARCHITECTURES)}")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ConfigError(f"--gguf does not write the stretched positions of this model ({rope})")
+    name_of_cut(_read(folder / "tokenizer.json"))
+
+
+def write_gguf(folder: Path, kind: str, name: str) -> Written:
+    """Write FOLDER/NAME.KIND.gguf and a Modelfile from the model and tokenizer in `folder`."""
+    check_gguf(folder)
+    gguf: Any = importlib.import_module("gguf")
+    config = _read(folder / "config.json")
+    path = folder / f"{name}.{kind}.gguf"
+    arch = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[config["model_type"]])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _add_facts(writer, config, name)
+    _add_tokenizer(writer, folder, int(config["vocab_size"]))
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for tensor_name, values in _tensors(folder, config):
+        short = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
+        if short is None:
+            raise ConfigError(f"--gguf has no name for the tensor {tensor_name}")
+        data, stored = _stored(gguf, values, kind)
+        writer.add_tensor(short, data, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (folder / "Modelfile").write_text(_modelfile(folder, path.name), encoding="utf-8")
+    return Written(path, path.stat().st_size, kind, _check(gguf, path, folder, config, names, kind))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _add_facts(writer: Any, config: Mapping[str, Any], name: str) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    writer.add_name(name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+# --- weights ---
+
+
+def _tensors(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Weights as GGUF lays them out, in fp32; a head that is the embedding is not written twice."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (a handle, which cannot be walked)
+                if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+                    continue
+                values: np.ndarray = opened.get_tensor(name).to(torch.float32).numpy()
+                yield name, _turned(name, values, config)
+
+
+def _turned(name: str, values: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    """Llama's heads have the pairs that a position turns side by side there, and in two halves in transformers."""
+    found = re.search(r"self_attn\.([qk])_proj\.", name)
+    if config["model_type"] != "llama" or not found:
+        return values
+    heads = config["num_attention_heads"]
+    if found.group(1) == "k":
+        heads = config.get("num_key_value_heads") or heads
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+
+
+def _stored(gguf: Any, values: np.ndarray, kind: str) -> tuple[np.ndarray, Any]:
+    """What is written of a tensor: norms and biases in fp32, rows that blocks of 32 do not divide in f16."""
+    types = gguf.GGMLQuantizationType
+    if values.ndim == 1 or kind == "f32":
+        return values, types.F32
+    stored = getattr(types, kind.upper() if values.shape[-1] % 32 == 0 or kind in ("f16", "bf16") else "F16")
+    return gguf.quants.quantize(values, stored), stored
+
+
+def _check(gguf: Any, path: Path, folder: Path, config: Mapping[str, Any], names: Any, kind: str) -> float:
+    """Read the file again: each tensor is there, and as near as its type allows."""
+    written = {one.name: one for one in gguf.GGUFReader(path).tensors}
+    worst = 0.0
+    for name, values in _tensors(folder, config):
+        one = written.pop(names.get_name(name, try_suffixes=(".weight", ".bias")))
+        found = gguf.quants.dequantize(one.data, one.tensor_type).reshape(values.shape)
+        error = float(np.linalg.norm(found - values)) / max(float(np.linalg.norm(values)), 1e-12)
+        worst = max(worst, error)
+        if not error <= BOUNDS[kind] or math.isnan(error):
+            path.unlink()
+            raise DuokaError(f"{name} came back from {path.name} off by {error:.2%}; the file was removed")
+    if written:
+        path.unlink()
+        raise DuokaError(f"{path.name} holds tensors that the model has not: {', '.join(written)}")
+    return worst
+
+
+# --- tokenizer ---
+
+
+def name_of_cut(tokenizer: Mapping[str, Any]) -> str:
+    """llama.cpp's name of how this tokenizer cuts text into words."""
+    model, before = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
+    parts = before.get("pretokenizers") or [before]
+    kinds = [one.get("type") for one in parts]
+    if model.get("type") != "BPE" or "ByteLevel" not in kinds:
+        raise ConfigError("--gguf writes byte-level BPE tokenizers; this one is of another kind")
+    patterns = [str((one.get("pattern") or {}).get("Regex", "")) for one in parts]
+    for pattern in patterns:
+        for mark, name in _CUTS:
+            if mark in pattern:
+                return name
+    last = parts[kinds.index("ByteLevel")]
+    if any(patterns) or not last.get("use_regex", True):
+        raise ConfigError("--gguf has no name for how this tokenizer cuts text into words")
+    return "smollm" if "Digits" in kinds else "gpt-2"
+
+
+def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
+    raw, settings = _read(folder / "tokenizer.json"), _read(folder / "tokenizer_config.json")
+    vocabulary: dict[str, int] = dict(raw["model"]["vocab"])
+    kinds = dict.fromkeys(vocabulary.values(), _NORMAL)
+    for token in raw.get("added_tokens", ()):
+        vocabulary[token["content"]] = token["id"]
+        kinds[token["id"]] = _CONTROL if token["special"] else _USER_DEFINED
+    by_id = {number: text for text, number in vocabulary.items()}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(name_of_cut(raw))
+    writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(rows)])
+    writer.add_token_types([kinds.get(number, _UNUSED) for number in range(rows)])
+    merges = raw["model"]["merges"]
+    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
+    ids: Mapping[str, Callable[[int], None]] = {
+        "bos_token": writer.add_bos_token_id, "eos_token": writer.add_eos_token_id,
+        "unk_token": writer.add_unk_token_id, "pad_token": writer.add_pad_token_id,
+    }  # fmt: skip
+    for key, add in ids.items():
+        special = _text_of(settings.get(key))
+        if special in vocabulary:
+            add(vocabulary[special])
+    # Templates write the first token themselves; text without a template begins as the tokenizer alone begins it.
+    writer.add_add_bos_token(bool(settings.get("add_bos_token", False)))
+    template = folder / "chat_template.jinja"
+    text = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
+    if isinstance(text, str):
+        writer.add_chat_template(text)
+
+
+def _text_of(token: Any) -> str:
+    return str(token.get("content")) if isinstance(token, dict) else str(token)
+
+
+def _modelfile(folder: Path, file: str) -> str:
+    """For `ollama create NAME -f Modelfile`; the chat template is the one inside the GGUF file."""
+    generation = folder / "generation_config.json"
+    stops = (_read(generation) if generation.is_file() else {}).get("eos_token_id")
+    raw = _read(folder / "tokenizer.json")
+    texts = {token["id"]: token["content"] for token in raw.get("added_tokens", ())}
+    numbers = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    lines = [f"FROM ./{file}", *(f'PARAMETER stop "{texts[number]}"' for number in numbers if number in texts)]
+    return "\n".join(lines) + "\n"

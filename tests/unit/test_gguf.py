@@ -1,0 +1,115 @@
+"""GGUF files: what transformers reads from them is what was written, tokens and answers alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
+
+from duoka.errors import ConfigError
+from duoka.model.gguf import BOUNDS, check_gguf, name_of_cut, write_gguf
+
+gguf = pytest.importorskip("gguf")
+TEXT = "Who are you? I am duoka, 多卡, and 42 cards train."
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def write_model(folder: Path, kind: str, *, tied: bool = True, **more) -> Path:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)
+    config = AutoConfig.for_model(
+        kind, vocab_size=len(fast) + 3, tie_word_embeddings=tied, eos_token_id=fast.eos_token_id, **{**SIZES, **more}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "options"),
+    [
+        ("llama", "f16", {}),
+        ("llama", "f32", {"tied": False, "head_dim": 32}),
+        ("qwen2", "f16", {"tied": False}),
+        ("qwen3", "q8_0", {"head_dim": 128}),
+    ],
+)
+def test_what_transformers_reads_is_what_was_written(tmp_path: Path, kind: str, stored: str, options: dict) -> None:
+    folder = write_model(tmp_path / "model", kind, **options)
+    done = write_gguf(folder, stored, "model")
+    assert done.largest_error <= BOUNDS[stored]
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    read = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=done.path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    ).eval()
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        ours, theirs = (lm(ids).logits for lm in (read, wanted))
+    bound = {"f32": 1e-5, "f16": 5e-3, "q8_0": 6e-2}[stored] * float(theirs.abs().max())
+    assert float((ours - theirs).abs().max()) < bound
+    if kind == "llama":  # of other kinds transformers takes the family's own way to cut words, not the file's
+        assert AutoTokenizer.from_pretrained(folder, gguf_file=done.path.name)(TEXT).input_ids == ids[0].tolist()
+    keys = gguf.GGUFReader(done.path).fields
+    assert "tokenizer.chat_template" in keys
+    assert (folder / "Modelfile").read_text() == f'FROM ./{done.path.name}\nPARAMETER stop "<|im_end|>"\n'
+
+
+@pytest.mark.parametrize("stored", ["bf16", "q4_0", "q5_1"])
+def test_each_type_is_as_near_as_it_can_be(tmp_path: Path, stored: str) -> None:
+    done = write_gguf(write_model(tmp_path / "model", "llama"), stored, "model")
+    assert BOUNDS[stored] / 20 < done.largest_error <= BOUNDS[stored]
+
+
+def test_a_file_that_came_out_wrong_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    plain = gguf.quants.quantize
+    monkeypatch.setattr(gguf.quants, "quantize", lambda values, kind: plain(values * 1.01, kind))
+    with pytest.raises(Exception, match="off by"):
+        write_gguf(folder, "f16", "model")
+    assert not list(folder.glob("*.gguf"))
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
+    stretched = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ConfigError, match="stretched"):
+        check_gguf(write_model(tmp_path / "a", "llama", rope_parameters=stretched))
+    folder = write_model(tmp_path / "b", "llama")
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"model_type": "mamba"}))
+    with pytest.raises(ConfigError, match="architecture mamba"):
+        check_gguf(folder)
+    with pytest.raises(ConfigError, match="cuts text into words"):
+        name_of_cut({"model": {"type": "BPE"}, "pre_tokenizer": {"type": "ByteLevel", "use_regex": False}})
+
+
+def test_export_writes_one_beside_the_folder(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    command = [sys.executable, "-m", "duoka", "export", str(folder), "-o", str(tmp_path / "out"), "--gguf", "q8_0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no matrix is off by more than" in done.stdout and (tmp_path / "out" / "out.q8_0.gguf").is_file()
