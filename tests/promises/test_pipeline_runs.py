@@ -27,7 +27,7 @@ output: {output}
 """
 PIPELINE = "parallel.pipeline=2"
 LORA = "lora={rank: 4}"
-MUON = ["optim.name=muon", "train.epochs=1"]
+MUON = ["optim.name=muon", "optim.lr=0.02", "optim.adamw_lr=2e-3", "train.epochs=1"]
 HALF = [LORA, "train.precision=bf16", "train.epochs=1"]  # hidden states travel in bf16, as the frozen base is
 DEADLINE_S = 150
 
