@@ -77,6 +77,7 @@ _EXAMPLES: dict[str, str] = {
     "checkpoint.keep_every": "1000",
     "checkpoint.allow_changes": "[train.epochs]",
     "parallel.shard_ranks": "2",
+    "parallel.virtual_stages": "2",
     "output": "runs/identity",
 }
 
