@@ -17,6 +17,7 @@ import torch
 
 from duoka.errors import ConfigError
 from duoka.model.layers import Absent, find_layers
+from duoka.model.lora import count_parameters
 from duoka.plan.pipeline import Costs, cut_layers
 
 
@@ -63,6 +64,7 @@ class PipelineStages:
         self, core: torch.nn.Module, anatomy: Anatomy, firsts: tuple[int, ...], rank: int, num_ranks: int
     ) -> None:
         self.num_stages, self.rank, self.num_ranks = len(firsts) - 1, rank, num_ranks
+        self.num_parameters = count_parameters(core)  # (all, trained) of the whole model
         self.own = tuple(range(rank, self.num_stages, num_ranks))
         self.firsts = firsts
         self.decoder, self._stack, self._tails = anatomy.decoder, anatomy.stack, anatomy.tails
