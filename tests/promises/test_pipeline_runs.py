@@ -1,98 +1,132 @@
-"""A pipeline of real stages: run once, kept after, only what changed is run again, and a kill costs nothing."""
+"""Runs of `duoka train` with stages: as one process trains, through checkpoints of other layouts, stops and a death."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tiny import write_conversations, write_tiny_model
+from tiny import write_conversations
+from worlds import train_all
 
-pytestmark = pytest.mark.timeout(550)
-TEXT = """
-data: {max_length: 256}
-train: {global_batch: 8, precision: fp32, max_steps: 2}
-log: {to: []}
-checkpoint: {every: 1}
-pipeline:
-  mid: {stage: mid, model: {name: model}, data: {train: [talk.jsonl]}}
-  sft: {data: {train: [chat.jsonl]}, lora: {rank: 2}}
-  score: {eval: [sort], of: [mid, sft], limit: 4}
-  ship: {export: model, of: sft, when: score.sft.sort >= 0}
-  never: {export: model, of: mid, when: score.sft.sort > 0.99}
-output: out
+from duoka.cluster.fault_injection import strike, wait_for_ranks
+from duoka.runs.folder import RunFolder
+from duoka.runs.status import read_status
+
+YAML = """
+model: {model}
+data: {{train: [{data}], eval: 0.2, max_length: 256}}
+optim: {{lr: 2e-3, warmup: 2, clip: 0.5}}
+train: {{epochs: 2, global_batch: 8, precision: fp32, seed: 11, eval_every: 4, micro_batch: "256 tokens"}}
+checkpoint: {{every: 2, keep: 100}}
+parallel: {{check_replicas: 2}}
+log: {{to: []}}
+output: {output}
 """
+PIPELINE = "parallel.pipeline=2"
+LORA = "lora={rank: 4}"
+MUON = ["optim.name=muon", "optim.lr=0.02", "optim.adamw_lr=2e-3", "train.epochs=1"]
+HALF = [LORA, "train.precision=bf16", "train.epochs=1"]  # hidden states travel in bf16, as the frozen base is
+DEADLINE_S = 150
 
 
-def duoka(*words, cwd):
-    command = [sys.executable, "-m", "duoka", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=500)
+def write_run(folder, model, conversations=40):
+    data = write_conversations(folder / "chats.jsonl", conversations, seed=3)
+    yaml = folder / "run.yaml"
+    yaml.write_text(YAML.format(model=model, data=data, output=folder / "out"), encoding="utf-8")
+    return yaml
 
 
-def make(folder):
-    folder.mkdir()
-    write_tiny_model(folder / "model", tied=False, layers=2)
-    write_conversations(folder / "talk.jsonl", 20)
-    write_conversations(folder / "chat.jsonl", 20, seed=1)
-    (folder / "p.yaml").write_text(TEXT, encoding="utf-8")
-    return folder
+def events_of(folder):
+    return [json.loads(line) for line in (folder / "events" / "run.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def stages_of(folder):
-    return json.loads((folder / "out" / "pipeline.json").read_text(encoding="utf-8"))["stages"]
+def numbers_of(folder):
+    events = events_of(folder)
+    steps = {line["step"]: (line["loss"], line["grad_norm"], line["lr"]) for line in events if line["type"] == "step"}
+    evals = {line["step"]: (line["loss"], line["accuracy"]) for line in events if line["type"] == "eval"}
+    return steps, evals
 
 
-def test_stages_run_once_and_again_only_when_something_changed(tmp_path):
-    place = make(tmp_path / "a")
-    done = duoka("run", "p.yaml", cwd=place)
-    assert done.returncode == 0, done.stderr
-    stages = stages_of(place)
-    assert {name: one["state"] for name, one in stages.items()} == {
-        "mid": "done", "sft": "done", "score": "done", "ship": "done", "never": "skipped"
-    }  # fmt: skip
-    assert "gate: score.sft.sort (0.000 ± 0.000, n 4) >= 0: yes" in done.stderr
-    assert (place / "out" / stages["ship"]["folder"] / "model.safetensors").is_file()
-    card = (place / "out" / "card.md").read_text(encoding="utf-8")
-    assert "| mid" in card and "| sort" in card and "(n 4)" in card and card.strip() in done.stdout
-    before = {path: path.stat().st_mtime_ns for path in (place / "out").glob("*-*/**/*") if path.is_file()}
-
-    again = duoka("run", "p.yaml", cwd=place)
-    assert again.returncode == 0 and again.stderr.count("kept (") == 4, again.stderr
-    assert before == {path: path.stat().st_mtime_ns for path in (place / "out").glob("*-*/**/*") if path.is_file()}
-
-    changed = duoka("run", "p.yaml", "--until", "sft", "sft.optim.lr=1e-3", cwd=place)
-    assert changed.returncode == 0, changed.stderr
-    assert "mid: kept" in changed.stderr and "sft: runs: changed: optim.lr 2.0e-05 -> 0.001" in changed.stderr
-    assert (place / "out" / stages["sft"]["folder"] / "final").is_dir(), "what was there stays"
-    alone = next((place / "out" / "stages").glob("mid-*.yaml"))
-    single = duoka("train", str(alone), f"output={place}/alone", cwd=place)
-    assert single.returncode == 0, single.stderr
-    theirs = load_file(place / "out" / stages["mid"]["folder"] / "final" / "model.safetensors")
-    own = load_file(place / "alone" / "final" / "model.safetensors")
-    assert all((own[name] == theirs[name]).all() for name in theirs)
+def assert_same_run(folder, whole, file="model.safetensors"):
+    for mine, theirs in zip(numbers_of(folder), numbers_of(whole), strict=True):
+        assert mine, "steps and evaluations are there"
+        for step, numbers in mine.items():
+            assert numbers == pytest.approx(theirs[step], rel=3e-5), f"{folder.name}, step {step}"
+    ours, theirs = (load_file(path / "final" / file) for path in (folder, whole))
+    assert ours.keys() == theirs.keys()
+    for name, wanted in theirs.items():
+        assert float((ours[name] - wanted).norm() / wanted.norm()) < 1e-5, name
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("moment", ["mid-", "sft-", "score-"])
-def test_a_kill_in_any_stage_costs_nothing(tmp_path, moment):
-    """SIGKILL of `duoka run` once the stage's folder is there; its command and ranks end with it."""
-    whole, struck = make(tmp_path / "whole"), make(tmp_path / "struck")
-    assert duoka("run", "p.yaml", cwd=whole).returncode == 0
-    process = subprocess.Popen([sys.executable, "-m", "duoka", "run", "p.yaml"], cwd=struck, start_new_session=True)
-    deadline = time.monotonic() + 200
-    while not list((struck / "out").glob(f"{moment}*")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    time.sleep(8)  # its children hear of it
-    done = duoka("run", "p.yaml", cwd=struck)
-    assert done.returncode == 0, done.stderr
-    for folder in {one["folder"] for name, one in stages_of(whole).items() if name in ("mid", "ship")}:
-        files = [Path("out") / folder / part / "model.safetensors" for part in ("final", ".")]
-        own = next(file for file in files if (whole / file).is_file())
-        first, second = load_file(whole / own), load_file(struck / own)
-        assert all((first[name] == second[name]).all() for name in first)
+@pytest.mark.timeout(400)
+def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path, tiny_model):
+    yaml = write_run(tmp_path, tiny_model)
+    whole, runs = tmp_path / "whole", {}
+    alone = [("whole", []), ("lora", [LORA]), ("muon", MUON), ("half", HALF)]
+    train_all([(str(yaml), how, str(tmp_path / name)) for name, how in alone], 1)
+    last = max(numbers_of(whole)[0])
+    assert last == 8
+    before = whole
+    plan = [("staged", 2, [PIPELINE]), ("copies", 4, ["parallel.strategy=ddp"])]
+    plan += [("again", 6, [PIPELINE, "parallel.schedule=interleaved", "train.recompute=full"])]
+    for name, step, how in plan:
+        resume = f"checkpoint.resume={before}/checkpoints/step-{step:08d}"
+        runs[name] = (str(yaml), [*how, resume], str(tmp_path / name))
+        before = tmp_path / name
+    others = [("lora-staged", [LORA, "parallel.schedule=gpipe"]), ("muon-staged", MUON), ("half-staged", HALF)]
+    staged = [(str(yaml), [PIPELINE, *how], str(tmp_path / name)) for name, how in others]
+    train_all([*runs.values(), *staged], 2)
+    for name, step, _ in plan:
+        assert min(numbers_of(tmp_path / name)[0]) == step + 1
+        assert_same_run(tmp_path / name, whole)
+    assert_same_run(tmp_path / "lora-staged", tmp_path / "lora", "adapter_model.safetensors")
+    assert_same_run(tmp_path / "muon-staged", tmp_path / "muon")
+    ours, theirs = (numbers_of(tmp_path / name)[0] for name in ("half-staged", "half"))
+    assert all(ours[step] == pytest.approx(theirs[step], rel=1e-2) for step in theirs)
+
+
+def start(yaml, *arguments):
+    """As a user types it, in a session of its own."""
+    command = [sys.executable, "-m", "duoka", "train", str(yaml), "--nproc", "2", PIPELINE, *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+
+
+def finish(process):
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, output
+
+
+@pytest.mark.timeout(500)
+def test_a_typed_run_of_stages_stops_and_goes_on_and_names_a_dead_rank(tmp_path, tiny_model):
+    yaml = write_run(tmp_path, tiny_model, 80)
+    run = RunFolder(tmp_path / "run")
+    longer = ("train.epochs=10", f"output={run.path}")
+    process = start(yaml, *longer)
+    try:
+        wait_for_ranks(run, 2, lambda beat: beat.step >= 3, within_s=DEADLINE_S)
+        process.send_signal(signal.SIGTERM)
+        code, output = finish(process)
+    finally:
+        process.kill()
+    assert code == 75 and "Traceback" not in output, output
+    stopped_at = read_status(run).step
+    assert "one model over 2 processes" in output and stopped_at >= 3
+    process = start(yaml, *longer, "--restarts", "0")
+    try:
+        ranks = wait_for_ranks(run, 2, lambda beat: beat.step >= stopped_at + 3, within_s=DEADLINE_S)
+        strike([ranks[1]], "SIGKILL")
+        code, output = finish(process)
+    finally:
+        process.kill()
+    assert code == 5 and f"going on from step-{stopped_at:08d}" in output, output
+    assert "rank 1" in output and "SIGKILL" in output, output

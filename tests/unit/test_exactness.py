@@ -9,7 +9,7 @@ from families import family_config
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.model import exactness
-from duoka.model.exactness import SelfTest, choose_rows, needs_own_logits
+from duoka.model.exactness import SelfTest, check_stages, choose_rows, needs_own_logits
 from duoka.model.tiny_copy import tiny_config
 
 
@@ -34,6 +34,14 @@ def run_config(folder, *, stage="sft", strategy="auto", sequence=1, **data):
         data=DataConfig(train=(DataSource(name="identity"),), **data),
         parallel=ParallelConfig(strategy=strategy, sequence=sequence),
     )
+
+
+def test_a_llama_is_cut_into_stages_and_a_gpt2_is_not(tmp_path, fresh):
+    model = ModelConfig(name="mine")
+    check_stages(model, config_folder(tmp_path / "llama", "llama"))
+    with pytest.raises(ConfigError, match="cannot cut model type gpt2") as refused:
+        check_stages(model, config_folder(tmp_path / "gpt2", "gpt2"))
+    assert "in two stages, beside the whole" in refused.value.where
 
 
 def test_a_llama_is_packed_with_our_head(tmp_path, fresh):

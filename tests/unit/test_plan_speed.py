@@ -119,7 +119,7 @@ def test_search_ranks_like_an_expert():
         )
     )  # fmt: skip
     large = ranked(7e9, "8xA100-80G", 1e6)
-    assert {one.layout.strategy for one in large.trainable} <= {"zero1", "zero2", "fsdp"}
+    assert {one.layout.strategy for one in large.trainable if not one.layout.axes} <= {"zero1", "zero2", "fsdp"}
     assert any(one.layout == "ddp8" and "needs at least" in one.reason for one in large.rejected)
 
 

@@ -32,6 +32,12 @@ def read_parallel(
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"parallel: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    for axis, size in axes_of(parallel).items():
+        if size > 1:
+            raise ConfigError(
+                f"{KEYS[axis]} is {size}, and a loop of your own is not cut along that axis",
+                fix="train with a YAML (`duoka train`), or delete it: strategy fsdp shares the weights of any model",
+            )
     if parallel.offload == "optimizer":
         raise ConfigError(
             "parallel.offload is optimizer, and the optimizer is yours",

@@ -143,3 +143,19 @@ def broadcast(tensor: torch.Tensor, source: int = 0, group: dist.ProcessGroup | 
         with LEDGER.waiting():
             dist.broadcast(tensor, src=source, group=group)
     return tensor
+
+
+def start_send(tensor: torch.Tensor, group: dist.ProcessGroup | None, to_later: bool) -> TimedWork:
+    """Begin to send to the other rank of a group of two, which comes before or after this one."""
+    LEDGER.note("send", bytes_of(tensor), 2, sent_bytes=bytes_of(tensor))
+    return _under_way(dist.isend(tensor, group=group, group_dst=int(to_later)))
+
+
+def start_receive(tensor: torch.Tensor, group: dist.ProcessGroup | None, from_later: bool) -> TimedWork:
+    """Begin to fill a tensor with what the other rank of a group of two sends. Its sender counts it."""
+    return _under_way(dist.irecv(tensor, group=group, group_src=int(from_later)))
+
+
+def _under_way(work: dist.Work | None) -> TimedWork:
+    assert work is not None, "both ranks of the group are here"
+    return TimedWork(work)

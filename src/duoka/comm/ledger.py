@@ -1,4 +1,4 @@
-"""The byte ledger: what this process sent to others by collective, and how long it did nothing but wait for them.
+"""The byte ledger: what this process sent to others, and how long it did nothing but wait for them.
 
 `collectives.py` and the strategies write into it, each optimizer step reads it off. It counts what the collectives
 move (on a ring: twice the buffer for an all-reduce, once for a gather, each less this rank's own share), not packets:

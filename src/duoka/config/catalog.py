@@ -91,6 +91,7 @@ _EXAMPLES: dict[str, str] = {
     "checkpoint.allow_changes": "[train.epochs]",
     "parallel.shard_ranks": "2",
     "cluster.hosts": "[node1, node2]",
+    "parallel.virtual_stages": "2",
     "output": "runs/identity",
 }
 

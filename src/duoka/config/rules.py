@@ -13,6 +13,7 @@ from duoka.config.rule import Rule, names_of
 from duoka.config.rules_model import MODEL_RULES
 from duoka.config.rules_optim import OPTIM_RULES
 from duoka.config.rules_parallel import PARALLEL_RULES
+from duoka.config.rules_pipeline import PIPELINE_RULES
 from duoka.config.rules_stages import STAGE_RULES
 from duoka.config.rules_tensor import TENSOR_RULES
 from duoka.config.rules_text import TEXT_RULES
@@ -209,6 +210,7 @@ RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *PARALLEL_RULES,
     *TENSOR_RULES,
+    *PIPELINE_RULES,
     *TEXT_RULES,
     *STAGE_RULES,
 )

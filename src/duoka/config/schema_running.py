@@ -10,7 +10,17 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from duoka.config.fields import Number, Often, Patience, SampleChoice, Seconds, Section, Whole, step_as_text
+from duoka.config.fields import (
+    Number,
+    Often,
+    Patience,
+    SampleChoice,
+    Seconds,
+    Section,
+    Whole,
+    but_not,
+    step_as_text,
+)
 from duoka.config.hosts import HostText
 from duoka.config.trackers import TrackerName
 from duoka.units import parse_seconds
@@ -18,6 +28,17 @@ from duoka.units import parse_seconds
 AlertKind = Literal["done", "failed", "stalled", "spike"]
 # Each is an engine of parallel/apply.py; a layout has one of them.
 Strategy = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+
+# In which order a pipeline's ranks compute (plan/pipeline.py).
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+_NO_SCHEDULE = (
+    "the backward passes here give the gradients of inputs and of weights at once, and {} computes them apart; "
+    "interleaved has the smallest bubble of those that are there"
+)
+_NO_SCHEDULES = {
+    name: _NO_SCHEDULE.format(name)
+    for name in ("zero-bubble", "zerobubble", "zbv", "zb-h1", "interleaved-zero-bubble", "dualpipe", "dualpipev")
+}
 
 
 class ParallelConfig(Section):
@@ -34,6 +55,14 @@ class ParallelConfig(Section):
     )
     pipeline: Annotated[Whole, Field(ge=1)] = Field(
         1, description="Pipeline parallelism: how many stages the stack of layers is cut into."
+    )
+    schedule: Annotated[Schedule, BeforeValidator(but_not(_NO_SCHEDULES))] = Field(
+        "1f1b",
+        description="Pipeline: all forward passes first (gpipe), or one backward after each as soon as it can be "
+        "(1f1b), which keeps fewer micro-batches; interleaved: several stages on each rank, and a shorter wait.",
+    )
+    virtual_stages: Annotated[Whole, Field(ge=2)] | None = Field(
+        None, description="Pipeline: how many stages each rank has where the schedule is interleaved; left out: 2."
     )
     sequence: Annotated[Whole, Field(ge=1)] = Field(
         1, description="Sequence (context) parallelism: how many ranks share each sequence."

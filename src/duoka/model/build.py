@@ -36,12 +36,14 @@ from duoka.model.head import (
 )
 from duoka.model.lora import apply_lora, keep_earlier, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
+from duoka.model.pipeline_stages import PipelineStages
 from duoka.model.quantize import compute_in
 from duoka.model.random_init import DrawnWeights
 from duoka.model.request import ModelRequest
 
 GATHERED_HEAD = "apply_gathered"
-# What a LossModel is asked for: the sum of its targets' losses, or numbers of each target.
+# What a LossModel is asked for: the sum of its targets' losses, or numbers of each target; of a pipeline's stage before
+# the last, it answers with hidden states whatever it is asked.
 Answer = Literal["loss", "logps", "entropy"]
 
 
@@ -149,7 +151,10 @@ class LossModel(torch.nn.Module):
     Stages compute their losses from these answers: a wrapper (DDP, FSDP) must see the call that has gradients.
 
     `own_logits`: from the model's own logits, because its head is more than a matrix product (see exactness.py).
+    Cut into `stages`, it computes one of them at a time, from token ids in the first, from `hidden` states in others.
     """
+
+    stages: PipelineStages | None = None
 
     def __init__(self, lm: torch.nn.Module, goal: Goal = LIKELIHOOD, *, own_logits: bool = False) -> None:
         super().__init__()
@@ -172,19 +177,29 @@ class LossModel(torch.nn.Module):
         token_keys: torch.Tensor | None = None,  # (rows, tokens), what dropout is counted from
         places: Places | None = None,  # of the targets among all tokens, where they are known already
         answer: Answer = "loss",
+        hidden: torch.Tensor | None = None,  # (rows, tokens, dim), as the stage before this one left them
+        stage: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`loss`: (summed loss, correct target tokens); the second is counted in eval mode only.
 
         `logps`, `entropy`: (log p of each target, None or the entropy there), shaped as the labels, 0 elsewhere.
+        Of a `stage` before the last: (hidden states, None).
         """
-        inputs = (input_ids, labels, position_ids, boundaries, places, answer)
+        inputs = (input_ids if hidden is None else hidden, labels, position_ids, boundaries, places, answer)
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor | None]:
+            if self.stages is None or stage is None:
+                return self._answer(*inputs)
+            with self.stages.shown(stage):
+                return self._answer(*inputs, hands_on=not self.stages.is_last(stage))
+
         if token_keys is None or not self.training:
-            return self._answer(*inputs)
+            return compute()
         keys = token_keys
 
         def count() -> tuple[torch.Tensor, torch.Tensor | None]:
             with contextlib.nullcontext() if self.drops is None else self.drops.counting(keys):
-                return self._answer(*inputs)
+                return compute()
 
         if self.may_draw:
             return count()
@@ -197,25 +212,30 @@ class LossModel(torch.nn.Module):
 
     def _answer(
         self,
-        input_ids: torch.Tensor,
+        entry: torch.Tensor,
         labels: torch.Tensor,
         position_ids: torch.Tensor,
         boundaries: torch.Tensor | Documents | None,
         places: Places | None,
         answer: Answer,
+        hands_on: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`entry`: token ids, or hidden states."""
         core: Any = self.core
         options: dict[str, Any] = {"use_cache": False, "position_ids": position_ids}
+        options["inputs_embeds" if entry.is_floating_point() else "input_ids"] = entry
         if boundaries is not None:
-            documents = Documents.of(boundaries, input_ids.device)
+            documents = Documents.of(boundaries, entry.device)
             # By the names of transformers too: layers that are no attention read where documents begin.
             options.update(documents=documents, cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges)
+        if hands_on:
+            return core.get_decoder()(**options).last_hidden_state, None
         if not self.has_plain_head:
-            logits = core(input_ids=input_ids, **options).logits
+            logits = core(**options).logits
             if answer != "loss":
                 return logps_from_logits(logits, labels, places, answer == "entropy")
             return loss_from_logits(logits, labels, places, self.goal, self.training)
-        hidden = core.get_decoder()(input_ids=input_ids, **options).last_hidden_state  # (rows, tokens, dim)
+        hidden = core.get_decoder()(**options).last_hidden_state  # (rows, tokens, dim)
         head = core.get_output_embeddings()
         # A head that is sharded by itself has a form of these that gathers its weight around the call.
         use: Any = getattr(head, GATHERED_HEAD, None) or functools.partial(use_head, head)
@@ -223,24 +243,28 @@ class LossModel(torch.nn.Module):
             return use(apply_head_to_logps, hidden, labels, places, self.bend, answer == "entropy")  # type: ignore[no-any-return]
         return use(apply_head, hidden, labels, places, self.bend, self.goal)  # type: ignore[no-any-return]
 
-    def next_token(self, input_ids: torch.Tensor) -> int:
-        """The likeliest token after one row (1, tokens). Under FSDP all ranks call it: weights are gathered for it."""
+    def next_token(self, input_ids: torch.Tensor, hidden: torch.Tensor | None = None) -> int:
+        """The likeliest token after one row (1, tokens); the last stage of a pipeline takes `hidden` states of it.
+
+        Under FSDP all ranks call it: weights are gathered for it.
+        """
         exchange: SequenceExchange | None = getattr(self, "sequence_exchange", None)
         with contextlib.nullcontext() if exchange is None else exchange.paused():
-            return self._next_token(input_ids)
+            return self._next_token(input_ids, hidden)
 
-    def _next_token(self, input_ids: torch.Tensor) -> int:
+    def _next_token(self, input_ids: torch.Tensor, hidden: torch.Tensor | None) -> int:
         core: Any = self.core
         length = input_ids.shape[1]
-        positions = torch.arange(length, device=input_ids.device)[None]
-        if not self.has_plain_head:
-            return int(core(input_ids=input_ids, position_ids=positions, use_cache=False).logits[0, -1].argmax())
-        documents = Documents.of(torch.tensor([0, length]), input_ids.device)
-        hidden = core.get_decoder()(
-            input_ids=input_ids, position_ids=positions, use_cache=False, documents=documents,
-            cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges,
-        ).last_hidden_state  # fmt: skip
-        return int(core.get_output_embeddings()(hidden[:, -1:])[0, -1].argmax())  # (1, 1, vocab)
+        entry = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
+        options: dict[str, Any] = {**entry, "use_cache": False}
+        options["position_ids"] = torch.arange(length, device=input_ids.device)[None]
+        with contextlib.nullcontext() if self.stages is None else self.stages.shown(self.stages.num_stages - 1):
+            if not self.has_plain_head:
+                return int(core(**options).logits[0, -1].argmax())
+            documents = Documents.of(torch.tensor([0, length]), input_ids.device)
+            options.update(documents=documents, cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges)
+            states = core.get_decoder()(**options).last_hidden_state
+        return int(core.get_output_embeddings()(states[:, -1:])[0, -1].argmax())  # (1, 1, vocab)
 
     def continue_from(self, input_ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         """(logits of the next token (rows, vocab), cache) after these tokens and those in the cache, None at first.

@@ -23,6 +23,7 @@ from duoka.errors import ConfigError
 from duoka.model.attention import NAME, register_attention, register_blind_attention, register_watched_attention
 from duoka.model.build import LossModel, quiet_loading
 from duoka.model.chunks import IGNORED
+from duoka.model.pipeline_stages import cut_model
 from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, count_parameters, tiny_config
 
 LayOut = Literal["packed", "padded"]
@@ -131,6 +132,17 @@ class SelfTest:
         off = float((cut - whole).norm() / whole.norm())
         why = "layers beside its attention look at other tokens, or at how many there are"
         return LayoutTrial(off if math.isfinite(off) else math.inf, why=why)
+
+    def trial_in_stages(self) -> LayoutTrial:
+        """The padded copy again, cut into two stages of a pipeline."""
+        with quiet_loading():
+            alone = self._alone or self._learn_alone(self._tiny)
+            try:
+                model = build_tiny(self._tiny, NAME, trust_remote_code=self._trust)
+                model.load_state_dict(alone.weights)
+                return _measure_stages(model, _pad(self._documents), alone)
+            except _BREAKS as error:
+                return LayoutTrial(math.inf, why=_in_one_line(error))
 
     @property
     def layout(self) -> LayOut | None:
@@ -267,6 +279,18 @@ def needs_own_logits(model: ModelConfig, folder: Path, packing: bool) -> bool:
     return tested.trial("packed" if packing else "padded").own_logits
 
 
+def check_stages(model: ModelConfig, folder: Path) -> None:
+    """Refuse a pipeline of a model that does more with hidden states than its layers and last norm do."""
+    tested = check_architecture(folder, trust_remote_code=model.trust_remote_code)
+    trial = tested.trial_in_stages()
+    if not trial.is_exact:
+        raise ConfigError(
+            f"parallel.pipeline cannot cut model type {tested.name} into stages",
+            where=f"a tiny copy of it in two stages, beside the whole: {trial.sentence()}",
+            fix="write   pipeline: 1   and share the model by   strategy: fsdp",
+        )
+
+
 def _draw_documents() -> list[torch.Tensor]:
     numbers = torch.Generator().manual_seed(2)
     return [torch.randint(SPECIAL, VOCABULARY, (length,), generator=numbers) for length in _LENGTHS]
@@ -290,6 +314,22 @@ def _measure(model: torch.nn.Module, batch: dict[str, torch.Tensor], own_logits:
         return LayoutTrial(math.inf, own_logits, _in_one_line(error))
     off = max(abs(float(loss.detach()) / alone.loss - 1), _distance(gradients, alone.gradients))
     return LayoutTrial(off if math.isfinite(off) else math.inf, own_logits)
+
+
+def _measure_stages(model: torch.nn.Module, batch: dict[str, torch.Tensor], alone: _Alone) -> LayoutTrial:
+    """Two stages that one rank has."""
+    trials = []
+    whole = LossModel(model)
+    whole.stages = cut_model(model, 0, 1, 2)
+    for own_logits in (False, True):
+        whole.has_plain_head = whole.has_plain_head and not own_logits
+        with torch.enable_grad():
+            hidden, _ = whole(**batch, stage=0)
+            loss, _ = whole(**batch, hidden=hidden, stage=1)
+        gradients = _gradients(model, loss)
+        off = max(abs(float(loss.detach()) / alone.loss - 1), _distance(gradients, alone.gradients))
+        trials.append(LayoutTrial(off if math.isfinite(off) else math.inf, own_logits))
+    return min(trials, key=lambda one: one.error)
 
 
 def _labels(document: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from duoka.errors import ConfigError
+
+
+class Absent(torch.nn.Module):
+    """Stands where another rank of a pipeline has a module: without weights, it hands on what it is given."""
+
+    def __init__(self, replaced: torch.nn.Module) -> None:
+        super().__init__()
+        # A model reads plain facts of its layers, such as which kind of attention each has.
+        known = vars(self).keys()
+        facts = {name: value for name, value in vars(replaced).items() if isinstance(value, (str, int, float))}
+        vars(self).update({name: value for name, value in facts.items() if name not in known})
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states
 
 
 def is_transformer(core: torch.nn.Module) -> bool:
@@ -23,11 +39,11 @@ def find_blocks(core: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def find_layers(core: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks of a transformer: the list of as many modules as the config says there are layers."""
+    """The blocks of a transformer that this rank has: of as many modules as the config says there are layers."""
     count = core.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
     for module in core.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return list(module)
+            return [layer for layer in module if not isinstance(layer, Absent)]
     raise ConfigError(
         f"{type(core).__name__} has no list of {count} layers, by which duoka shards a model",
         fix="write:   strategy: ddp",

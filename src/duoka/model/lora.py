@@ -127,8 +127,12 @@ def save_adapter(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tenso
 def _save_tensors(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tensor] | None) -> None:
     starts: PissaStarts | None = getattr(lm, STARTS, None)
     earlier: Earlier | None = getattr(lm, EARLIER, None)
+    # PEFT leaves out what lies beside modules that it has nothing on: layers of a pipeline's other stages.
+    is_part = state is not None and not state.keys() <= lm.state_dict().keys()
     if starts is None and not (earlier and earlier.merged):
         lm.save_pretrained(os.fspath(folder), **({} if state is None else {"state_dict": state}))  # type: ignore[operator]
+        if state is not None and is_part:
+            _write_tensors(state, folder)
         return
     whole = lm.state_dict() if state is None else state
     (settings,) = lm.peft_config.values()  # type: ignore[union-attr, operator]
@@ -144,10 +148,13 @@ def _save_tensors(lm: torch.nn.Module, folder: Path, state: dict[str, torch.Tens
         lm.save_pretrained(os.fspath(folder), state_dict=plain)  # type: ignore[operator]
     finally:
         settings.r, settings.lora_alpha, settings.target_modules = rank, alpha, targets
-    if starts is None:
-        # PEFT leaves out what lies beside modules that the new adapter has nothing on.
-        tensors = {name.replace(".default.", "."): value.contiguous() for name, value in plain.items()}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    if starts is None or is_part:  # the new adapter may have nothing on modules of an earlier one
+        _write_tensors(plain, folder)
+
+
+def _write_tensors(named: dict[str, torch.Tensor], folder: Path) -> None:
+    tensors = {name.replace(".default.", "."): value.contiguous() for name, value in named.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def is_adapter(name: str) -> bool:

@@ -66,9 +66,10 @@ def _build_groups(
         scale *= b_lr_ratio if ".lora_B." in name else 1.0
         # One call of a fused kernel takes parts of tensors or whole ones: tensor parallelism has both.
         groups.setdefault((scale, decay, kind, isinstance(parameter, DTensor)), []).append(parameter)
+    # A stage of a pipeline may train nothing, and torch wants a group.
     return [
         {"params": members, "weight_decay": decay, "scale": scale, "kind": kind, "lr": optim.lr * scale}
-        for (scale, decay, kind, _), members in groups.items()
+        for (scale, decay, kind, _), members in (groups or {(1.0, 0.0, "adamw", False): []}).items()
     ]
 
 

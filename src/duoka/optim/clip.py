@@ -18,12 +18,17 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, sprea
     """
     parameters = list(parameters)
     norm = global_norm(parameters, spread)
+    shorten(parameters, norm, limit)
+    return norm
+
+
+def shorten(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, limit: float) -> None:
+    """Shorten gradients whose global norm is `norm` to `limit`, where that is less; 0: leave them."""
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if limit > 0 and grads:
         # As torch.nn.utils.clip_grads_with_norm_, on each rank's own part: the norm is a plain number everywhere.
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         foreach_mul_(grads, factor.to(grads[0].device))
-    return norm
 
 
 def global_norm(parameters: list[torch.nn.Parameter], spread: Spread = spread_of) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The one fixed order of making a model parallel: (pipeline,) tensor, sequence, fused, recompute, compile, data.
+"""The one fixed order of making a model parallel: pipeline, tensor, sequence, fused, recompute, compile, data.
 
 For `duoka train`, whose model is a LossModel, and for any module that people's own loops bring (duoka.Accelerator).
 What is in brackets arrives with later parts, at its place in STEPS. A new way to share the work is an engine in a file
@@ -17,11 +17,13 @@ from duoka.errors import ConfigError
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.fused import apply_fused
 from duoka.model.layers import find_layers
+from duoka.model.pipeline_stages import cut_model
 from duoka.model.shards import Weights
 from duoka.parallel.ddp import Ddp
 from duoka.parallel.dp import DataParallel
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.mesh import Mesh
+from duoka.parallel.pipeline import Pipeline
 from duoka.parallel.recompute import apply_recompute
 from duoka.parallel.sequence import share_sequences
 from duoka.parallel.sharded import Sharded
@@ -36,6 +38,11 @@ class Step(NamedTuple):
     name: str
     applies: Callable[[EngineSpec], bool]
     apply: Callable[[EngineSpec], None]
+
+
+def _cut_stages(spec: EngineSpec) -> None:
+    assert isinstance(spec.bare, LossModel)
+    spec.bare.stages = cut_model(spec.bare.core, spec.mesh.place["pp"], spec.layout.pp, spec.layout.virtual)
 
 
 def _share_sequences(spec: EngineSpec) -> None:
@@ -68,6 +75,7 @@ def _cut(spec: EngineSpec) -> None:
 
 
 STEPS = (
+    Step("pipeline", lambda spec: spec.layout.pp > 1, _cut_stages),
     Step("tensor", lambda spec: spec.layout.tp > 1, _cut),
     Step("sequence", lambda spec: spec.layout.sp > 1, _share_sequences),
     Step("fused", lambda spec: isinstance(spec.bare, LossModel) and not spec.layout.compile, _fuse),
@@ -75,7 +83,7 @@ STEPS = (
     Step("compile", lambda spec: spec.layout.compile, _compile),
 )
 
-# Last, over all of that: how data ranks share weights, gradients and state.
+# Last, over all of that: how data ranks share weights, gradients and state. A pipeline has one of these inside it.
 ENGINES: Mapping[str, Callable[[EngineSpec], Engine]] = {
     "single": Single,
     "dp": DataParallel,
@@ -103,4 +111,4 @@ def parallelize(
     for step in STEPS:
         if step.applies(spec):
             step.apply(spec)
-    return ENGINES[layout.strategy](spec)
+    return Pipeline(spec) if layout.pp > 1 else ENGINES[layout.strategy](spec)

@@ -22,6 +22,7 @@ from duoka.comm.ledger import LEDGER
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.model.build import named_part
+from duoka.model.lora import count_parameters
 from duoka.model.shards import Weights
 from duoka.optim.clip import clip_gradients
 from duoka.optim.muon import Sharing, WholeMatrices
@@ -134,9 +135,17 @@ class Engine:
         names = set(parts_of_gradients(named_part(self.bare)))
         return [parameter for name, parameter in self._trainable.items() if name in names]
 
+    def count_parameters(self) -> tuple[int, int]:
+        """(all, trained) of the whole model, shared ones once."""
+        return count_parameters(named_part(self.bare))
+
     def spread_of(self, parameter: torch.Tensor) -> Groups:
         """The groups whose ranks hold different parts of a parameter's gradient."""
         return spread_of(parameter)
+
+    def held_twice(self) -> dict[str, torch.Tensor]:
+        """Trained tensors that another rank of the same copy of the model has too."""
+        return {}
 
     def share_matrices(self, matrices: list[torch.nn.Parameter]) -> Sharing:
         """How whole matrices come to the ranks that work on them."""

@@ -72,6 +72,24 @@ class Mesh:
         """A new group of the `loss` ranks, for exchanges that cross those of other groups. All ranks call it."""
         return _group_over(self.everyone, self.sizes, self.place, ("replicate", "shard", "sp"), is_new=True)
 
+    def pipeline_edges(self) -> dict[tuple[int, int], dist.ProcessGroup | None]:
+        """A new group for each direction between neighbors of a pipeline, its ends too. All ranks call it.
+
+        By places on pp (from, to). One group for both directions would let messages of one wait behind the other's.
+        """
+        num_stages, own = self.sizes["pp"], {}
+        others = {axis: size for axis, size in self.sizes.items() if axis != "pp"}
+        ring = [(place, (place + 1) % num_stages) for place in range(num_stages)]
+        edges = dict.fromkeys([*ring, *((to, source) for source, to in ring)])
+        for at in itertools.product(*(range(size) for size in others.values())):
+            place = dict(zip(others, at, strict=True))
+            for edge in edges:
+                members = sorted(_rank_at(self.sizes, {**place, "pp": one}) for one in edge)
+                group = keep_group(dist.new_group(members))
+                if self.everyone.rank in members:
+                    own[edge] = group
+        return own
+
 
 def build_mesh(layout: Layout, world: World) -> Mesh:
     """The mesh of a layout. All ranks call it together."""

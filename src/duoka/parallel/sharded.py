@@ -185,10 +185,9 @@ def _ends(
     shared = {id(p) for p in embedding.parameters()} & ({id(p) for p in head.parameters()} if head else set())
     if shared:
         return []
-    ends = [(embedding, wide)]
-    if head is not None:
-        ends.append((head, narrow))
-    return ends
+    ends = [(embedding, wide), (head, narrow)]
+    # Of a pipeline, another rank has the one or the other.
+    return [(end, policy) for end, policy in ends if end is not None and any(True for _ in end.parameters())]
 
 
 def _gather_head_for_loss(bare: LossModel) -> None:

@@ -1,15 +1,16 @@
 """Tensor, pipeline and sequence axes as a config asks for them: whether they make a layout of this world.
 
-Asked before any process starts, of the world and of the model's shape.
+Asked before any process starts, of the world and of the model's shape. What a layout that is only planned would need:
+`why_not` in search.py.
 """
 
 from __future__ import annotations
 
 import math
 
-from duoka.config.schema import ParallelConfig
+from duoka.config.schema import ParallelConfig, RunConfig
 from duoka.errors import Fault
-from duoka.plan.layout import AXES, TRAINABLE_AXES
+from duoka.plan.layout import AXES, TRAINABLE_AXES, Layout
 from duoka.plan.sizes import ModelShape
 
 KEYS = {"tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequence"}
@@ -18,6 +19,13 @@ KEYS = {"tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequ
 def axes_of(parallel: ParallelConfig) -> dict[str, int]:
     """The size of each axis beside data parallelism, by the name that layouts have for it."""
     return {"tp": parallel.tensor, "pp": parallel.pipeline, "sp": parallel.sequence}
+
+
+def stages_per_rank(parallel: ParallelConfig) -> int:
+    """How many stages of a pipeline each of its ranks has."""
+    if parallel.pipeline == 1 or parallel.schedule != "interleaved":
+        return 1
+    return parallel.virtual_stages or 2
 
 
 def data_ranks(parallel: ParallelConfig, world_size: int) -> int:
@@ -109,6 +117,33 @@ def check_shape(parallel: ParallelConfig, shape: ModelShape, world_size: int) ->
             f"parallel.tensor is {tensor}, and each rank would have a part of the model's {bad}: no multiple of it",
             key="parallel.tensor",
             fix=f"write:   {'   or   '.join(words)}",
+        )
+    ]
+
+
+def check_pipeline(config: RunConfig, layout: Layout, num_layers: int, num_micro: int, world_size: int) -> list[Fault]:
+    """A pipeline that this model's layers, or a step's `num_micro` micro-batches, cannot fill."""
+    stages = layout.pp * layout.virtual
+    if layout.pp == 1:
+        return []
+    fits = [size for size in range(1, layout.pp) if world_size // (layout.tp * layout.sp) % size == 0]
+    if stages > num_layers:
+        words = "" if layout.virtual == 1 else f", of {layout.virtual} stages each, is {stages} stages"
+        most = max(size for size in fits if size * layout.virtual <= num_layers or size == 1)
+        fixes = [f"write:   pipeline: {most}"] + (["schedule: 1f1b"] if layout.virtual > 1 else [])
+        what = f"parallel.pipeline {layout.pp}{words}, and the model has {num_layers} layers: a stage has at least one"
+        return [Fault(what, key=KEYS["pp"], fix="   or   ".join(fixes))]
+    if num_micro >= layout.pp:
+        return []
+    most = max(size for size in fits if size <= num_micro)
+    less = "" if config.train.micro_batch == "auto" else "a smaller train.micro_batch (or auto), "
+    return [
+        Fault(
+            f"parallel.pipeline {layout.pp} is fed with {num_micro} micro-batch{'es' * (num_micro > 1)} a step "
+            f"({config.train.global_batch} over {layout.dp} data rank{'s' * (layout.dp > 1)}, up to {layout.micro} in "
+            "each): most stages would always wait",
+            key=KEYS["pp"],
+            fix=f"write {less}a larger train.global_batch, or   pipeline: {most}",
         )
     ]
 

@@ -16,7 +16,7 @@ from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import RunConfig, TrainConfig
 from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
-from duoka.plan.axes import axes_of, check_axes, data_ranks, why_exchange
+from duoka.plan.axes import axes_of, check_axes, data_ranks, stages_per_rank, why_exchange
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import SHARDED, Layout, Precision, Recompute, Strategy
 from duoka.plan.memory import FITS
@@ -30,6 +30,7 @@ CPU_TOKENS = 2048
 GPU_TOKENS = 16384
 # The rest is a margin for what an estimate misses: kernels' workspaces, fragmentation, other programs.
 MEMORY_SHARE = 0.6
+FEED = 5  # micro-batches for each stage of a pipeline
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ def choose_layout(
         offload=config.parallel.offload,
         compile=config.train.compile,
         **axes_of(config.parallel),  # type: ignore[arg-type]
+        schedule=config.parallel.schedule,
+        virtual=stages_per_rank(config.parallel),
     )
     if given is not None:
         axes = {"dp": given.dp, "shard": given.shard, "tp": given.tp, "pp": given.pp, "sp": given.sp}
@@ -201,6 +204,9 @@ def _with_strategy(
     if wishes := ddp_settings(config):
         reasons["parallel.strategy"] = f"ddp: {', '.join(wishes)} is for ddp only; without it the model would be shared"
         return layout
+    if layout.pp > 1:
+        reasons["parallel.strategy"] = f"zero1: {size} data ranks share the optimizer's state of each stage"
+        return replace(layout, strategy="zero1", shard=size)
     why = f"unsharded, it would need {format_bytes(need)} in each, and {format_bytes(available_bytes)} is available"
     if 1 < local_size < size and size % local_size == 0:
         inside = replace(smallest, strategy="hsdp", shard=local_size)
@@ -257,6 +263,10 @@ def _choose_micro(
     cap = (GPU_TOKENS if machine.device == "cuda" else CPU_TOKENS) * layout.sp
     longest = task.max_length
     longest_words = f"one {'pair of twice' if task.sequences > 1 else 'sample of'} data.max_length"
+    if layout.pp > 1:
+        # A pipeline waits less the more micro-batches there are: its bubble is at most a fifth of what it computes.
+        fed = task.tokens_per_step / layout.dp / (FEED * layout.pp / layout.virtual)
+        cap = min(cap, max(longest, int(fed)))
     for tokens in _ladder(cap, longest):
         rung = replace(layout, micro=Amount(tokens, "tokens"))
         memory = memory_of(task, rung)
@@ -269,7 +279,7 @@ def _choose_micro(
     elif tokens == cap:
         why = f"more at once brings nothing on a {'GPU' if machine.device == 'cuda' else 'CPU'}"
     elif tokens == longest:
-        why = f"the smallest, {longest_words}: memory is short"
+        why = f"the smallest, {longest_words}: " + ("a pipeline wants many" if cap == longest else "memory is short")
     else:
         why = f"what fits in {MEMORY_SHARE:.0%} of the free memory per rank"
     reasons["train.micro_batch"] = f"{tokens:,} tokens: {why}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
+from duoka.config.schema_running import Schedule
 from duoka.config.schema_running import Strategy as Strategy
 from duoka.units import Amount, parse_amount
 
@@ -19,7 +20,7 @@ Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "params"]
 
 # Axes beside data parallelism that `duoka train` runs. Others are ranked by the plan, marked, and never chosen.
-TRAINABLE_AXES: tuple[str, ...] = ("tp", "sp")
+TRAINABLE_AXES: tuple[str, ...] = ("tp", "pp", "sp")
 AXES = ("tp", "pp", "sp")
 
 SHARDED: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp", "hsdp")
@@ -30,7 +31,7 @@ class Layout:
     """`dp` data ranks, each computing micro-batches of `micro` in `precision`; `shard` of them hold one copy.
 
     A data rank is `tp` ranks that cut every matrix, times `pp` that cut the stack of layers, times `sp` that cut
-    every sequence.
+    every sequence. Each of the `pp` has `virtual` stages, and goes through them as `schedule` says.
     """
 
     dp: int = 1
@@ -45,6 +46,8 @@ class Layout:
     tp: int = 1
     pp: int = 1
     sp: int = 1
+    schedule: Schedule = "1f1b"
+    virtual: int = 1
 
     def __post_init__(self) -> None:
         if min(self.tp, self.pp, self.sp) < 1:
@@ -76,8 +79,8 @@ class Layout:
     @property
     def is_trainable(self) -> bool:
         """Whether this version can train with it; what it cannot, it can still plan."""
-        known = all(axis in TRAINABLE_AXES for axis in self.axes)
-        return known and ("sp" not in self.axes or len(self.axes) == 1)  # sequences are shared beside data ranks only
+        # One axis beside data ranks: how two of them go together has not been proven yet.
+        return len(self.axes) <= 1 and all(axis in TRAINABLE_AXES for axis in self.axes)
 
     @property
     def is_sharded(self) -> bool:
@@ -110,6 +113,7 @@ class Layout:
             "offload": self.offload,
             "compile": self.compile,
             **self.axes,
+            **({"schedule": self.schedule, "virtual": self.virtual} if self.pp > 1 else {}),
         }
 
     @classmethod
@@ -130,6 +134,8 @@ class Layout:
             tp=int(raw.get("tp", 1)),
             pp=int(raw.get("pp", 1)),
             sp=int(raw.get("sp", 1)),
+            schedule=cast(Schedule, raw.get("schedule", "1f1b")),
+            virtual=int(raw.get("virtual", 1)),
         )
 
 

@@ -135,6 +135,9 @@ def _pass_moments(work: Work, layout: Layout, share: ModelShare, tokens: int, le
     working = _working_bytes(work, layout, tokens)
     again = one_layer if layout.recompute != "none" else 0
     casts = {"casts": _cast_bytes(work, layout, share)}
+    if layout.pp > 1:
+        # Hidden states that leave, and gradients that come and leave; received states are their layer's kept input.
+        casts["pipeline"] = 3 * boundary_bytes(work, layout) * tokens
     return {
         "loss": casts | {"activations": kept, "loss": loss + head_gradient},
         "start of the backward pass": casts | {"activations": kept + again, "loss": head_gradient, "working": working},
@@ -182,6 +185,7 @@ def _name_formulas(
         "casts": "2P of the layers: autocast's half-precision copies",
         "loss": "tokens x V: whole logits and their gradients" if whole else "logits in chunks, the head's gradient",
         "working": "gradients of one layer's activations",
+        "pipeline": "hidden states and gradients that travel between stages, one micro-batch of each",
         "temporaries": "of the optimizer's step",
         "framework": f"{context}, a constant",
     }

@@ -6,11 +6,14 @@ way is the default; other programs are described as a `Program` only where publi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.plan.layout import Layout
+from duoka.plan.pipeline import Costs, cut_layers, most_in_flight
 from duoka.plan.shape import ModelShape, lora_parameters
 from duoka.plan.trained_weights import trained_parameters
 
@@ -137,10 +140,10 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShar
     )
     if pp == 1:
         return (whole,)
-    layers = -(-shape.num_layers // pp)
-    part = layers / shape.num_layers
+    by_rank = _layers_by_rank(work, layout)
 
-    def stage(ends: int, embedding: int, head: int, has_head: bool, in_flight: int) -> ModelShare:
+    def stage(layers: int, ends: int, embedding: int, head: int, has_head: bool, in_flight: int) -> ModelShare:
+        part = layers / shape.num_layers
         inside = int(part * shape.num_in_layers) // tp + ends
         some = work.lora is not None or work.train_only is not None
         trained = int(part * work.num_trainable) // tp if some else inside
@@ -158,8 +161,33 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShar
         )
 
     head = (shape.num_head or shape.num_embedding) // tp
-    first = stage(whole.embedding, whole.embedding, 0, False, max(1, min(accumulation, pp)))
-    return first, stage(head, 0, head, True, 1)
+    held = [ceil(most_in_flight(layout.schedule, pp, layout.virtual, accumulation, rank)) for rank in (0, pp - 1)]
+    first = stage(by_rank[0], whole.embedding, whole.embedding, 0, False, held[0])
+    return first, stage(by_rank[-1], head, 0, head, True, held[1])
+
+
+def _layers_by_rank(work: Work, layout: Layout) -> list[int]:
+    """Other programs give every rank as many; ours leaves some out where the head is, if it knows the layers."""
+    shape, stages = work.shape, layout.pp * layout.virtual
+    if work.program is not None or not shape.exact or stages > shape.num_layers:
+        return [-(-shape.num_layers // layout.pp)] * layout.pp
+    firsts = cut_layers(shape.num_layers, stages, _costs(shape))
+    sizes = [after - first for first, after in itertools.pairwise(firsts)]
+    return [sum(sizes[rank :: layout.pp]) for rank in range(layout.pp)]
+
+
+def _costs(shape: ModelShape) -> Costs:
+    return Costs(shape.num_per_layer, shape.num_head or shape.num_embedding, shape.num_embedding)
+
+
+def slowest_stage(work: Work, layout: Layout) -> float:
+    """What the slowest rank of a pipeline computes, in shares of the mean: layers are not divided."""
+    if layout.pp == 1 or work.program is not None or not work.shape.exact:
+        return 1.0
+    costs = _costs(work.shape)
+    sums = [layers * costs.layer for layers in _layers_by_rank(work, layout)]
+    sums[-1] += costs.head
+    return max(sums) * layout.pp / sum(sums)
 
 
 @dataclass(frozen=True)

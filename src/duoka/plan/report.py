@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
 from duoka.plan.advice import advice
-from duoka.plan.axes import check_shape
+from duoka.plan.axes import check_pipeline, check_shape
 from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
 from duoka.plan.catalog import Cluster, cluster_of
 from duoka.plan.changes import Change, single_changes, smaller_changes
@@ -217,9 +217,9 @@ def make_plan(
     available, work = machine.available_per_rank(local), _work(config, shape, machine)
     task = task_of(config, work, lengths)
     choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
+    batch = _spread(config, task, choice.layout, shape, lengths, None if layout else world_size)
     layout = choice.layout
     horizon, steps = _length_of_run(config, shape, lengths)
-    batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), lengths)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
     host = HostRoom(memory.host_bytes * local, machine.available_bytes)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
@@ -250,6 +250,18 @@ def make_plan(
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
     )
+
+
+def _spread(
+    config: RunConfig, task: Task, layout: Layout, shape: ModelShape, lengths: Lengths | None, world_size: int | None
+) -> BatchArithmetic:
+    """How a step is spread over ranks; in a world of that size, stages that it cannot fill are refused."""
+    batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), lengths)
+    if world_size is None:
+        return batch
+    if faults := check_pipeline(config, layout, shape.num_layers, batch.accumulation, world_size):
+        raise Faults(faults)
+    return batch
 
 
 def _length_of_run(

@@ -128,7 +128,7 @@ def _tensor_fault(layout: Layout, shape: ModelShape, cluster: Cluster) -> str | 
 def _other_fault(layout: Layout, shape: ModelShape, task: Task) -> str | None:
     if layout.pp > shape.num_layers:
         return f"{layout.pp} stages for {shape.num_layers} layers"
-    if layout.pp > 1 and layout.strategy in ("zero2", "fsdp", "hsdp"):
+    if layout.pp > 1 and layout.strategy in ("fsdp", "hsdp"):
         return "a pipeline keeps its weights for many micro-batches: sharing them out would gather them for each"
     samples = max(1.0, task.tokens_per_step / task.length)
     if layout.dp > samples:

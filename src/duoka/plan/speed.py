@@ -13,7 +13,8 @@ from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
-from duoka.plan.recipe import Work, shares
+from duoka.plan.pipeline import bubble
+from duoka.plan.recipe import Work, shares, slowest_stage
 from duoka.plan.traffic import Exchange, traffic
 
 
@@ -111,7 +112,7 @@ def estimate_speed(
     count = load.accumulation
     compute = count * (forward + backward + again)
     exposed, whole = _exposed(exchanges, cluster, layout, count, forward, backward + again, work.shape.num_layers)
-    bubble = compute * (layout.pp - 1) / count if layout.pp > 1 else 0.0
+    waits = compute * bubble(layout.pp, layout.virtual, count)
     share = shares(work, layout)[0]
     state = share.trainable / (layout.state_ranks if layout.is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
@@ -121,11 +122,11 @@ def estimate_speed(
         "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full")),
         "attention": count * attention_s * (3.5 + (layout.recompute == "full")),
         "exchange": exposed,
-        "pipeline bubble": bubble,
+        "pipeline bubble": waits,
         "optimizer": optimizer,
     }
     parts["memory traffic"] = max(0.0, compute - parts["matrix products"] - parts["attention"])
-    step = compute + exposed + bubble + optimizer
+    step = compute + exposed + waits + optimizer
     flops = model_flops_per_token(work, round(load.length)) * load.tokens_per_step
     peak = device.peak_flops(layout.precision) * cluster.num_devices / cores
     return Speed(
@@ -157,10 +158,10 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
     cores = cluster.per_node if device.kind == "cpu" else 1
     peak = device.peak_flops(layout.precision) / cores
     matmul, attention = forward_flops_per_token(work.shape, round(load.length))
-    cut = layout.tp * layout.pp * layout.sp
+    cut = layout.tp * layout.pp * layout.sp / slowest_stage(work, layout)
     kept, _ = activation_bytes_per_token(work, layout, round(load.length))
     touches = rates.touches * (COMPILED_TOUCHES if layout.compile else 1.0)
-    touched = touches * kept * work.shape.num_layers / layout.pp / layout.sp
+    touched = touches * kept * work.shape.num_layers * slowest_stage(work, layout) / layout.pp / layout.sp
     share = matmul_share(cluster, load.tokens / layout.sp, rates)
     near = rates.attention.get(device.generation, 0.5 * share)
     return (

@@ -123,7 +123,9 @@ def traffic(
     if layout.pp > 1:
         stride = layout.tp * layout.sp * layout.dp
         group = place_group(2, stride, per_node)
-        found.append(Exchange("pipeline: between stages", "send", hidden / layout.tp, 2 * accumulation, group, "end"))
+        # Between any two stages once there and once back; the mean over ranks, of which those at the ends send less.
+        sends = 2 * accumulation * (layout.pp * layout.virtual - 1) / layout.pp
+        found.append(Exchange("pipeline: between stages", "send", hidden / layout.tp, sends, group, "end"))
     return tuple(found)
 
 

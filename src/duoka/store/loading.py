@@ -52,15 +52,18 @@ def fill_contents(folder: Path, contents: Contents, world: World) -> None:
 
 def _fill_tensors(folder: Path, contents: Contents, world: World) -> None:
     with opened(folder) as (reader, saved):
-        _check_all_are_trained(saved, contents.tensors())
-        inheritance = inherit(contents.tensors(), saved, world.rank, world.size)
+        own = contents.tensors()
+        _check_all_are_trained(saved, own, world)
+        inheritance = inherit(own, saved, world.rank, world.size)
         dcp.load(inheritance.named, storage_reader=reader, no_dist=world.size == 1)
         inheritance.settle()
 
 
-def _check_all_are_trained(saved: Collection[str], own: Collection[str]) -> None:
-    """What was trained and has no place here would be lost without a word."""
-    dropped = sorted(name.removeprefix(TRAINED) for name in saved if name.startswith(TRAINED) and name not in own)
+def _check_all_are_trained(saved: Collection[str], own: Collection[str], world: World) -> None:
+    """What was trained and has no place on any rank would be lost without a word."""
+    here = {name.removeprefix(TRAINED) for name in saved if name.startswith(TRAINED) and name not in own}
+    # Each rank of a pipeline trains some of the model's layers.
+    dropped = sorted(here.intersection(*world.gather(here)))
     if dropped:
         raise ValueError(f"it holds {len(dropped):,} trained tensors that this run does not train: {dropped[0]} ...")
 

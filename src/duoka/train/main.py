@@ -10,7 +10,6 @@ from duoka.data.prepare import prepare_data
 from duoka.errors import StoppedEarly
 from duoka.hub.models import model_folder, resolve_tokenizer
 from duoka.model.build import named_part
-from duoka.model.lora import count_parameters
 from duoka.optim.build import describe_optimizer
 from duoka.process.environ import read_rank_environment
 from duoka.runs.folder import RunFolder, write_json_atomic
@@ -90,7 +89,7 @@ def _announce(run: Run) -> None:
     inputs, settings, plan, contents = run.inputs, run.settings, run.plan, run.contents
     write_json_atomic(inputs.run.plan, plan.to_json())
     resumed = f"  {describe_rest(run.found, settings, run.feed, contents.state)}" if run.found else ""
-    parameters = count_parameters(named_part(contents.engine.bare))
+    parameters = contents.engine.count_parameters()
     learns = describe_optimizer(contents.optimizer, settings.config.optim, settings.batch_factor)
     lines = banner(settings, plan, inputs.prepared, inputs.run, parameters, learns, resumed)
     lines += [f"  loss        {said}"] if (said := run.stage.describe()) else []

@@ -137,7 +137,9 @@ class MemoryWatch(Concern):
         if not self.is_on:
             ranks = [Holdings(**one) for one in self._world.gather(asdict(self._held))]
             held = [asdict(one) for one in ranks]
-            self._record.event("memory", step=end.step, ranks=held, imbalance=explain_imbalance(ranks))
+            # Stages of a pipeline hold different layers, and the first ones more micro-batches.
+            imbalance = "" if self._layout.pp > 1 else explain_imbalance(ranks)
+            self._record.event("memory", step=end.step, ranks=held, imbalance=imbalance)
 
     def _look(self) -> None:
         masters = self._layout.strategy in ("zero1", "zero2")

@@ -27,6 +27,7 @@ class ReplicaCheck(Concern):
 def check_replicas(contents: Contents, world: World) -> None:
     """End the run when a rank's weights are not rank 0's; all tensors count, not a sum of one."""
     mesh = contents.engine.mesh
+    _check_ends(contents)
     tensors = {name: tensor for name, tensor in contents.tensors().items() if not is_ranks_own(name)}
     if mesh.copies.size > 1:
         _compare(tensors, mesh.first_copy, contents.state.step, world)
@@ -52,10 +53,28 @@ def _compare(tensors: dict[str, torch.Tensor], first: int, step: int, world: Wor
     each = world.gather({name: checksum({name: tensor}, numbers) for name, tensor in tensors.items()})
     rank = mismatched[0]
     first = sums[rank][0]
-    names = [name for name in tensors if each[rank][name] != each[first][name]]
+    names = [name for name, value in each[rank].items() if value != each[first][name]]
     raise WorkerFailed(
         f"the replicas differ after step {step}: rank {rank} has other values than rank {first} in "
         f"{names[0]} (and {len(names) - 1} more tensors)",
         where=f"ranks that differ from their model's first copy: {', '.join(map(str, mismatched))}",
         fix="a machine or its memory may be faulty: run `duoka doctor` there; the last checkpoint is older than this",
     )
+
+
+def _check_ends(contents: Contents) -> None:
+    """What two stages of a pipeline both have (a tied embedding and head) must stay equal too."""
+    pipeline, held = contents.engine.mesh.pipeline, contents.engine.held_twice()
+    if pipeline.size == 1:
+        return
+    numbers = checksums(held)
+    found: dict[str, tuple[int, object]] = {}
+    for rank, part in enumerate(pipeline.gather({name: checksum({name: held[name]}, numbers) for name in held})):
+        for name, value in part.items():
+            first, known = found.setdefault(name, (rank, value))
+            if value != known:
+                raise WorkerFailed(
+                    f"two stages of a pipeline differ in {name} after step {contents.state.step}",
+                    where=f"it is on ranks {first} and {rank} of the pipeline, and their gradients are added",
+                    fix="a machine or its memory may be faulty: run `duoka doctor` there",
+                )

@@ -25,7 +25,7 @@ from duoka.hub.base import BaseIdentity, model_fingerprint
 from duoka.model.adapters import Earlier
 from duoka.model.build import find_core, load_model
 from duoka.model.dtypes import BY_PRECISION
-from duoka.model.exactness import RowChoice, choose_rows, needs_own_logits
+from duoka.model.exactness import RowChoice, check_stages, choose_rows, needs_own_logits
 from duoka.model.layers import find_layers
 from duoka.model.quantize import Quantization
 from duoka.model.request import ModelRequest
@@ -197,6 +197,8 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowCh
             lengths=lengths_of(inputs.prepared, inputs.config),
         )
     )
+    if plan.layout.pp > 1:
+        check_stages(inputs.config.model, inputs.folder)
     refusal = plan.refusal()
     if refusal:
         raise refusal
@@ -230,7 +232,8 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     source = None
     # A GPU's weights come straight from the files: eight ranks that each hold the model in host memory first, as wide
     # as it is trained, are more than most machines have.
-    from_files = plan.layout.is_sharded or plan.layout.tp > 1 or mesh.everyone.device.type == "cuda"
+    is_cut = plan.layout.is_sharded or plan.layout.tp > 1 or plan.layout.pp > 1
+    from_files = is_cut or mesh.everyone.device.type == "cuda"
     if from_files and (built := build_without_memory(request)):
         lm, source = built
     else:

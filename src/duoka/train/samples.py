@@ -17,6 +17,7 @@ from duoka.data.prepare import PreparedData
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.build import LossModel
 from duoka.parallel.engine import Engine
+from duoka.parallel.pipeline_through import Through
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
 from duoka.train.moments import Concern, StepEnd
@@ -42,7 +43,7 @@ class Sampler(Concern):
         if not (self._layout.is_sharded or self._layout.axes or world.is_main):
             return []
         with self._engine.evaluate() as model:
-            assert isinstance(model, LossModel)
+            assert isinstance(model, LossModel | Through)
             found = [_continue(model, prompt, self._layout.precision, world) for prompt in prompts.ids]
         return [(text(prompt), text(new)) for prompt, new in zip(prompts.ids, found, strict=True)]
 
@@ -80,7 +81,7 @@ def _find_prompts(prepared: PreparedData, log: LogConfig, tokenizer: ChatTokeniz
 
 
 @torch.no_grad()
-def _continue(model: LossModel, prompt: list[int], precision: str, world: World) -> list[int]:
+def _continue(model: LossModel | Through, prompt: list[int], precision: str, world: World) -> list[int]:
     """Never fewer tokens than asked for: ranks that gather weights together must not part."""
     was_training = model.training
     model.eval()

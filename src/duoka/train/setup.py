@@ -142,7 +142,7 @@ def _as_before(plan: Plan, train: TrainConfig, found: Path) -> Plan:
     kept: dict[str, Any] = {}
     if train.precision == "auto":
         kept["precision"] = before.precision
-    if before.dp == plan.layout.dp:
+    if (before.dp, before.axes) == (plan.layout.dp, plan.layout.axes):
         kept |= {"micro": before.micro} if train.micro_batch == "auto" else {}
         kept |= {"recompute": before.recompute} if train.recompute == "auto" else {}
     return replace(plan, layout=replace(plan.layout, **kept))
