@@ -74,7 +74,7 @@ YAML_ITSELF = [
 
 UNKNOWN_KEYS = [
     bad("a pipeline", HEAD + "pipeline: {base: {}, sft: {}}\n", (3, "which are run by   duoka run FILE", "delete")),
-    bad("a list of stages", HEAD + "pipeline: [base, sft]\n", (3, "begin with model: runs/NAME/final", "delete")),
+    bad("a list of stages", HEAD + "pipeline: [base, sft]\n", (3, "which are run by   duoka run FILE", "delete")),
     bad("misspelled", HEAD + "lora: {rnak: 8}\n", (3, "unknown key lora.rnak; did you mean rank?", "write:   rank: 8")),
     bad("letters swapped", HEAD + "optim: {rl: 1e-4}\n", (3, "unknown key optim.rl; did you mean lr?", "lr: 0.0001")),
     bad(
@@ -362,7 +362,24 @@ CONTRADICTIONS = {
     "ddp-settings-without-ddp": HEAD + "parallel: {strategy: single, find_unused_parameters: true}\n",
     "static-graph-looks-for-unused": HEAD + "parallel: {static_graph: true, find_unused_parameters: true}\n",
     "shard-ranks-without-hsdp": HEAD + "parallel: {strategy: fsdp, shard_ranks: 2}\n",
-    "pairs-with-axes": "model: demo\n\nstage: dpo\n\ndata: {train: [identity]}\nparallel: {sequence: 2}\n",
+    "mixture-in-two-measures": "model: demo\n\ndata: {train: [{name: a, weight: 2}, {name: b, epochs: 2}]}\n",
+    "set-with-share-and-epochs": "model: demo\n\ndata: {train: [a, {name: b, share: 0.5, epochs: 2}]}\n",
+    "shares-of-more-than-all": "model: demo\n\ndata: {train: [a, {name: b, share: 0.5}, {name: c, share: 0.5}]}\n",
+    "shares-of-nothing-else": "model: demo\n\ndata: {train: [{name: b, share: 0.5}]}\n",
+    "eval-tasks-without-eval": HEAD + "train: {eval_tasks: [sort]}\n",
+    "eval-tasks-with-axes": "model: demo\ndata: {train: [a], eval: 0.1}\n"
+    "train: {eval_tasks: [sort]}\nparallel: {tensor: 2}\n",
+    "best-by-no-task": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort, keep_best: true}\n",
+    "best-by-without-best": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort}\n"
+    "train: {eval_tasks: [sort]}\n",
+    "tensor-with-one-process": HEAD + "parallel: {tensor: 2, strategy: single}\n",
+    "tensor-with-ddp": HEAD + "parallel: {tensor: 2, strategy: ddp}\n",
+    "tensor-with-ddp-settings": HEAD + "parallel: {tensor: 2, bucket_mb: 5.0}\n",
+    "tensor-with-optimizer-of-whole-matrices": HEAD + "optim: {name: adafactor}\nparallel: {tensor: 2}\n",
+    "tensor-with-packed-weights": "data: {train: [identity]}\n\n"
+    "model: {name: demo, quantization: nf4}\nlora: {rank: 2}\nparallel: {tensor: 2}\n",
+    "tensor-with-compile": HEAD + "train: {compile: true}\nparallel: {tensor: 2}\n",
+    "tensor-with-offloaded-params": HEAD + "parallel: {tensor: 2, offload: params, strategy: fsdp}\n",
     "compile-with-sequence": HEAD + "parallel: {sequence: 2}\ntrain: {compile: true}\n",
     "reshard-without-fsdp": HEAD + "parallel: {strategy: zero2, reshard: false}\n",
     "offload-params-of-whole-models": HEAD + "parallel: {strategy: ddp, offload: params}\n",

@@ -179,6 +179,13 @@ RULES: tuple[Rule, ...] = (
         "write:   eval: 0.1   under data:, or score them after the run:   duoka eval RUN --tasks A,B",
     ),
     Rule(
+        "eval-tasks-with-axes",
+        ("train.eval_tasks", "parallel.tensor", "parallel.pipeline", "parallel.sequence"),
+        lambda c: bool(c.train.eval_tasks) and c.parallel.tensor * c.parallel.pipeline * c.parallel.sequence > 1,
+        "train.eval_tasks writes answers token by token, which is not done yet where several ranks share one model",
+        "delete it, and score the run when it is done:   duoka eval RUN --tasks A,B",
+    ),
+    Rule(
         "best-by-no-task",
         ("checkpoint.best_by", "train.eval_tasks"),
         lambda c: c.checkpoint.best_by not in ("loss", *c.train.eval_tasks),

@@ -99,14 +99,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "delete backend, or write:   strategy: auto",
     ),
     Rule(
-        "pairs-with-axes",
-        ("parallel.sequence", "parallel.tensor", "parallel.pipeline", "stage"),
-        lambda c: c.stage.kind.reads_pairs and c.parallel.sequence * c.parallel.tensor * c.parallel.pipeline > 1,
-        "stage {c.stage.name} sums the log-probabilities of whole answers, which is not done yet over ranks that share "
-        "one model",
-        "leave tensor, pipeline and sequence out, and write for example:   strategy: fsdp",
-    ),
-    Rule(
         "timeout-is-forever",
         ("parallel.timeout",),
         lambda c: parse_seconds(c.parallel.timeout) > DAY_S,

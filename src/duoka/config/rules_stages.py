@@ -52,10 +52,10 @@ STAGE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pairs-are-not-cut",
-        ("parallel.sequence", "stage"),
-        lambda c: c.stage.kind.reads_pairs and c.parallel.sequence > 1,
-        "parallel.sequence is {c.parallel.sequence}, and stage {c.stage.name} sums each answer on one rank",
-        "delete sequence",
+        ("parallel.sequence", "parallel.tensor", "parallel.pipeline", "stage"),
+        lambda c: c.stage.kind.reads_pairs and c.parallel.sequence * c.parallel.tensor * c.parallel.pipeline > 1,
+        "stage {c.stage.name} sums each answer on one rank, and parallel: shares one model between several",
+        "delete tensor, pipeline and sequence",
     ),
     Rule(
         "no-dropout-beside-a-reference",

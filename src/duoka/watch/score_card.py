@@ -21,7 +21,7 @@ Score = Mapping[str, Any]
 def write_card(
     root: Path, folders: Mapping[str, Path], results: Sequence[Mapping[str, Mapping[str, Score]]]
 ) -> list[str]:
-    """Write card.md, card.json and card.html; the table's lines. `results`: of each evaluation, by run and task."""
+    """Write the card as Markdown, JSON and a page; its lines. `results`: of each evaluation, by run and task."""
     facts = {name: _facts_of(RunFolder(folder)) for name, folder in folders.items()}
     for result in results:
         for name, scores in result.items():
