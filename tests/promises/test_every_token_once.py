@@ -73,7 +73,7 @@ def ids_of(text):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_model):
+def folder(tmp_path_factory, deep_model):
     folder = tmp_path_factory.mktemp("tokens")
     write_conversations(folder / "chats.jsonl", NUM_CHATS, seed=9)
     lines = [json.dumps({"text": text}) + "\n" for text in texts_of(9, 25)]
@@ -87,7 +87,7 @@ def folder(tmp_path_factory, tiny_model):
             for size in groups:
                 writer.write_table(pa.table({"text": list(itertools.islice(texts, size))}, schema=schema))
     for name, text in (("chats", CHATS), ("rows", ROWS), ("stream", STREAM)):
-        yaml = (YAML + text).format(model=tiny_model, folder=folder, every=5 if name == "stream" else 100)
+        yaml = (YAML + text).format(model=deep_model, folder=folder, every=5 if name == "stream" else 100)
         (folder / f"{name}.yaml").write_text(yaml, encoding="utf-8")
     return folder
 
@@ -173,8 +173,8 @@ def pairs_of(documents):
 
 
 @pytest.mark.parametrize(("layout", "size"), [case for case in CASES if JOBS[case[0]][0] == "chats"])
-def test_the_loss_saw_each_answer_once_an_epoch(runs, tiny_model, layout, size):
-    samples = read_samples(runs / "chats.jsonl", tiny_model)
+def test_the_loss_saw_each_answer_once_an_epoch(runs, deep_model, layout, size):
+    samples = read_samples(runs / "chats.jsonl", deep_model)
     once = Counter(
         (int(ids[at - 1]), int(ids[at])) for ids, mask in samples for at in range(1, len(ids)) if bool(mask[at])
     )

@@ -186,6 +186,12 @@ SHOWN_ELSEWHERE = {
     "resume_from_checkpoint": "promises/test_guides_corpus.py::resume_from_checkpoint",
     "torch_compile": "promises/test_ddp_options.py::train.compile",
     "trust_remote_code": "unit/test_foreign_task.py::trust_remote_code",
+    "pref_loss": "promises/test_pairs_run.py::pref_loss", "pref_beta": "promises/test_pairs_run.py::pref_beta",
+    "pref_ftx": "promises/test_pairs.py::sft_weight", "simpo_gamma": "promises/test_pairs.py::gamma",
+    "dpo_label_smoothing": "promises/test_pairs.py::label_smoothing", "ld_alpha": "promises/test_pairs.py::ld_alpha",
+    **{name: f"unit/test_dialects.py::{name}" for name in (
+        "pref_bco_weight", "ref_model", "ref_model_adapters", "ref_model_quantization_bit",
+    )},
 }  # fmt: skip
 # Drawn from the dialect's own table: a key that comes to be called implemented has to show what it does.
 IMPLEMENTED = sorted(name for name, row in dialects()["llamafactory"].rows.items() if row.state == "implemented")
