@@ -62,8 +62,8 @@ def assert_same_run(folder, whole, file="model.safetensors"):
 
 
 @pytest.mark.timeout(400)
-def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path, tiny_model):
-    yaml = write_run(tmp_path, tiny_model)
+def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path, deep_model):
+    yaml = write_run(tmp_path, deep_model)
     whole, runs = tmp_path / "whole", {}
     alone = [("whole", []), ("lora", [LORA]), ("muon", MUON), ("half", HALF)]
     train_all([(str(yaml), how, str(tmp_path / name)) for name, how in alone], 1)
@@ -107,8 +107,8 @@ def finish(process):
 
 
 @pytest.mark.timeout(500)
-def test_a_typed_run_of_stages_stops_and_goes_on_and_names_a_dead_rank(tmp_path, tiny_model):
-    yaml = write_run(tmp_path, tiny_model, 80)
+def test_a_typed_run_of_stages_stops_and_goes_on_and_names_a_dead_rank(tmp_path, deep_model):
+    yaml = write_run(tmp_path, deep_model, 80)
     run = RunFolder(tmp_path / "run")
     longer = ("train.epochs=10", f"output={run.path}")
     process = start(yaml, *longer)
