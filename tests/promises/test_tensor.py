@@ -194,8 +194,8 @@ def check_bytes(folder, world):
     from duoka.comm.ledger import LEDGER, sent_bytes
     from duoka.data.feed.loader import GlobalBatch
     from duoka.plan.layout import parse_layout
+    from duoka.plan.recipe import Work
     from duoka.plan.shape import read_shape
-    from duoka.plan.sizes import Work
     from duoka.plan.traffic import traffic
 
     tokens = 600

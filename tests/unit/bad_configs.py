@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bad_layouts import LAYOUT_CONTRADICTIONS
+
 HEAD = "model: demo\ndata: {train: [identity]}\n"  # lines 1 and 2 of most cases
 _PACKED = "data: {train: [identity]}\nstage: sft\nmodel: {name: demo, quantization: nf4}\n"
 
@@ -372,14 +374,7 @@ CONTRADICTIONS = {
     "best-by-no-task": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort, keep_best: true}\n",
     "best-by-without-best": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort}\n"
     "train: {eval_tasks: [sort]}\n",
-    "tensor-with-one-process": HEAD + "parallel: {tensor: 2, strategy: single}\n",
-    "tensor-with-ddp": HEAD + "parallel: {tensor: 2, strategy: ddp}\n",
-    "tensor-with-ddp-settings": HEAD + "parallel: {tensor: 2, bucket_mb: 5.0}\n",
-    "tensor-with-optimizer-of-whole-matrices": HEAD + "optim: {name: adafactor}\nparallel: {tensor: 2}\n",
-    "tensor-with-packed-weights": "data: {train: [identity]}\n\n"
-    "model: {name: demo, quantization: nf4}\nlora: {rank: 2}\nparallel: {tensor: 2}\n",
-    "tensor-with-compile": HEAD + "train: {compile: true}\nparallel: {tensor: 2}\n",
-    "tensor-with-offloaded-params": HEAD + "parallel: {tensor: 2, offload: params, strategy: fsdp}\n",
+    **LAYOUT_CONTRADICTIONS,
     "compile-with-sequence": HEAD + "parallel: {sequence: 2}\ntrain: {compile: true}\n",
     "reshard-without-fsdp": HEAD + "parallel: {strategy: zero2, reshard: false}\n",
     "offload-params-of-whole-models": HEAD + "parallel: {strategy: ddp, offload: params}\n",

@@ -53,6 +53,7 @@ COMMANDS = {
     "accelerate": "A guide's accelerate launch line, in duoka's words.",
     "completion": "Print the shell's completion script.",
 }
+_MODULES = {"run": "stages"}  # a module of the command's name would take the place of `run` below
 # Programs of guides that people type behind duoka.
 _ELSEWHERE = {
     "deepspeed": "write   duoka train x.yaml --nproc N   (deepspeed: FILE in the YAML is read)",
@@ -85,7 +86,7 @@ class LazyGroup(click.Group):
             return None
         import importlib
 
-        found = importlib.import_module(f"duoka.cli.{name.replace('-', '_')}").command
+        found = importlib.import_module(f"duoka.cli.{_MODULES.get(name, name.replace('-', '_'))}").command
         return found if isinstance(found, click.Command) else None
 
     def resolve_command(

@@ -45,7 +45,7 @@ def command(run: str, folder: str, hook: str | None, webhook: str | None) -> Non
 
     with only_one(found) as is_first:
         if is_first:
-            follow_and_tell(found, tell, alert.on)
+            follow_and_tell(found, tell, alert.events)
         else:
             click.echo("another process tells of this run already", err=True)
 

@@ -173,13 +173,13 @@ class AlertConfig(Section):
         description="A shell command, told what happened by DUOKA_ALERT, DUOKA_RUN and DUOKA_TEXT; ended after 30 s.",
     )
     webhook: str = Field("", description="An http or https address that gets a POST with JSON; given up after 30 s.")
-    on: tuple[AlertKind, ...] = Field(
+    events: tuple[AlertKind, ...] = Field(
         ("done", "failed", "stalled", "spike"), description="What is told: the end, a silence, a loss that jumps."
     )
 
     @property
     def is_on(self) -> bool:
-        return bool((self.command or self.webhook) and self.on)
+        return bool((self.command or self.webhook) and self.events)
 
 
 class ClusterConfig(Section):
