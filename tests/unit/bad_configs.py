@@ -368,12 +368,6 @@ CONTRADICTIONS = {
     "set-with-share-and-epochs": "model: demo\n\ndata: {train: [a, {name: b, share: 0.5, epochs: 2}]}\n",
     "shares-of-more-than-all": "model: demo\n\ndata: {train: [a, {name: b, share: 0.5}, {name: c, share: 0.5}]}\n",
     "shares-of-nothing-else": "model: demo\n\ndata: {train: [{name: b, share: 0.5}]}\n",
-    "eval-tasks-without-eval": HEAD + "train: {eval_tasks: [sort]}\n",
-    "eval-tasks-with-axes": "model: demo\ndata: {train: [a], eval: 0.1}\n"
-    "train: {eval_tasks: [sort]}\nparallel: {tensor: 2}\n",
-    "best-by-no-task": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort, keep_best: true}\n",
-    "best-by-without-best": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort}\n"
-    "train: {eval_tasks: [sort]}\n",
     **LAYOUT_CONTRADICTIONS,
     "compile-with-sequence": HEAD + "parallel: {sequence: 2}\ntrain: {compile: true}\n",
     "reshard-without-fsdp": HEAD + "parallel: {strategy: zero2, reshard: false}\n",

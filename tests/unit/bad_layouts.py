@@ -1,7 +1,13 @@
-"""Configs whose axes do not go with their other keys, by the rule that refuses them; see bad_configs.py."""
+"""Configs whose axes, or tasks, do not go with their other keys, by the rule that refuses them; see bad_configs.py."""
 
 HEAD = "model: demo\ndata: {train: [identity]}\n"
 LAYOUT_CONTRADICTIONS = {
+    "eval-tasks-without-eval": HEAD + "train: {eval_tasks: [sort]}\n",
+    "eval-tasks-with-axes": "model: demo\ndata: {train: [a], eval: 0.1}\n"
+    "train: {eval_tasks: [sort]}\nparallel: {tensor: 2}\n",
+    "best-by-no-task": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort, keep_best: true}\n",
+    "best-by-without-best": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort}\n"
+    "train: {eval_tasks: [sort]}\n",
     "tensor-with-one-process": HEAD + "parallel: {tensor: 2, strategy: single}\n",
     "tensor-with-ddp": HEAD + "parallel: {tensor: 2, strategy: ddp}\n",
     "tensor-with-ddp-settings": HEAD + "parallel: {tensor: 2, bucket_mb: 5.0}\n",
