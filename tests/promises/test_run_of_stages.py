@@ -46,7 +46,7 @@ def stages_of(folder):
     return json.loads((folder / "out" / "pipeline.json").read_text(encoding="utf-8"))["stages"]
 
 
-def test_stages_run_once_and_again_only_when_something_changed(tmp_path):
+def test_stages_run_once_and_are_kept_after(tmp_path):
     place = make(tmp_path / "a")
     done = duoka("run", "p.yaml", cwd=place)
     assert done.returncode == 0, done.stderr
@@ -64,6 +64,12 @@ def test_stages_run_once_and_again_only_when_something_changed(tmp_path):
     assert again.returncode == 0 and again.stderr.count("kept (") == 4, again.stderr
     assert before == {path: path.stat().st_mtime_ns for path in (place / "out").glob("*-*/**/*") if path.is_file()}
 
+
+@pytest.mark.nightly
+def test_only_what_changed_is_run_again_and_a_stage_runs_alone(tmp_path):
+    place = make(tmp_path / "a")
+    assert duoka("run", "p.yaml", "--until", "sft", cwd=place).returncode == 0
+    stages = stages_of(place)
     changed = duoka("run", "p.yaml", "--until", "sft", "sft.optim.lr=1e-3", cwd=place)
     assert changed.returncode == 0, changed.stderr
     assert "mid: kept" in changed.stderr and "sft: runs: changed: optim.lr 2.0e-05 -> 0.001" in changed.stderr

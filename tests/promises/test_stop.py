@@ -68,10 +68,10 @@ def events_of(folder):
 
 
 @pytest.mark.timeout(400)
-def test_a_stopped_launcher_leaves_a_run_that_ends_as_if_never_stopped(tmp_path, tiny_model):
+def test_a_stopped_launcher_leaves_a_run_that_ends_as_if_never_stopped(tmp_path, deep_model):
     data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
     yaml = tmp_path / "run.yaml"
-    yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "whole"), encoding="utf-8")
+    yaml.write_text(YAML.format(model=deep_model, data=data, output=tmp_path / "whole"), encoding="utf-8")
     train_all([(str(yaml), [], str(tmp_path / "whole"))], 2)
     run = RunFolder(tmp_path / "stopped")
     output, first = stop_in("evaluate", signal.SIGUSR2, yaml, run)
