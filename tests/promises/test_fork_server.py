@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from struck import finish, make_case, same_weights, start_really, wait_for_step
+from struck import WITHIN_S, finish, make_case, same_weights, start_really, wait_for_step
 
 from duoka.cluster.forks import SWITCH, ForkServer, imports_of_model
 from duoka.cluster.ranks import adopt_orphans
@@ -51,11 +51,14 @@ def test_ranks_share_one_import_and_restart_without_it_when_it_is_gone(case):
 def test_each_rank_starts_by_itself_where_the_user_says_so(case):
     folder, yaml = case
     process = start_really(yaml, folder / "alone", **{SWITCH: "0"})
-    try:
-        beats = wait_for_step(RunFolder(folder / "alone"), 1)
+    try:  # to their first moments: what two of them import by themselves is what forking spares
+        deadline = time.monotonic() + WITHIN_S
+        while len(children := psutil.Process(process.pid).children()) < 2:
+            assert time.monotonic() < deadline and process.poll() is None, "no two ranks came"
+            time.sleep(0.02)
+        for rank in children:
+            assert "duoka.process.fork_server" not in rank.cmdline() and "RANK" in rank.environ()
         assert not servers_below(process.pid)
-        for beat in beats.values():
-            assert "duoka.process.fork_server" not in psutil.Process(beat.pid).cmdline()
     finally:
         process.kill()
         process.communicate()
