@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -49,7 +50,7 @@ def _explain(line: str) -> None:
         click.echo(line)
 
 
-def _answer(name: str, question: str, kind: click.ParamType | None = None) -> str:
+def _answer(name: str, question: str, kind: click.ParamType[Any] | None = None) -> str:
     """What is typed, or the default where there is no terminal: then it is said, as nobody chose it."""
     default = _DEFAULTS[name]
     if sys.stdin.isatty():
