@@ -38,6 +38,7 @@ COMMANDS = {
     "profile": "Say where the time of a training step goes.",
     "bench": "Measure this machine, so that plans stand on figures.",
     "doctor": "Check whether this machine is fit for training.",
+    "sync": "Bring code, small data and the list of packages to other machines.",
     "chaos": "Strike a short copy of a run, and print what it survives.",
     "runs": "List runs with state, step, loss and age; show or stop one.",
     "top": "Watch a run in the terminal while it trains.",
