@@ -226,7 +226,7 @@ def test_muon_trains_fused_adapters_on_smoothed_targets_as_the_textbook(runs):
     adapted = load_model(ModelRequest(Path(model), dtype=torch.float32, lora=LoraConfig(rank=4, alpha=12, dropout=0.0)))
     start = {n: p.detach().clone() for n, p in adapted.named_parameters() if p.requires_grad}
     wanted = textbook_of_adapters(model, start, micro_batches, rate, steps=STEPS, lr=LR, decay=DECAY, clip=CLIP)
-    assert all((wanted[name] - start[name]).norm() > 0.1 for name in start), "the test would see nothing"
+    assert all((wanted[name] - start[name]).norm() > 0.03 for name in start), "the test would see nothing"
     for strategy in ("zero1", "fsdp"):
         found = read(folder, 2, strategy, "mixed")[1]
         errors = {k: float((found[k] - wanted[k]).norm() / wanted[k].norm()) for k in wanted}
