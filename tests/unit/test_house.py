@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,15 @@ def text_of(path: Path) -> str:
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(text_of(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_no_garbage() -> Iterator[None]:
+    """Searching millions of nodes again and again took longer than parsing them; they go when these tests are done."""
+    gc.disable()
+    yield
+    tree_of.cache_clear()
+    gc.enable()
 
 
 def nodes_of(path: Path) -> Iterator[ast.AST]:
