@@ -1,9 +1,11 @@
 """Worlds of processes for tests: forked from one process that has imported everything, ended whatever happens."""
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 from pathlib import Path
@@ -81,7 +83,29 @@ def _enter(rank, size, port, env, function, arguments):
     import torch
 
     torch.set_num_threads(1)
-    function(*arguments)
+    with known_architectures():
+        function(*arguments)
+
+
+@contextlib.contextmanager
+def known_architectures():
+    """What the self-tests of architectures found in other worlds of this session is found already in this one.
+
+    Each process made them anew, of the same few tiny models: a third of a second. test_exactness.py tests them.
+    """
+    from duoka.model.attention import register_attention
+    from duoka.model.exactness import KNOWN
+
+    register_attention()
+    file = Path(os.environ["DUOKA_CACHE"]) / "architectures.pickle"
+    if file.is_file():
+        KNOWN.update(pickle.loads(file.read_bytes()))
+    before = {name: sorted(vars(one)) for name, one in KNOWN.items()}
+    yield
+    if os.environ.get("RANK", "0") == "0" and before != {name: sorted(vars(one)) for name, one in KNOWN.items()}:
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.write_bytes(pickle.dumps(KNOWN))
+        draft.replace(file)
 
 
 def leave_garbage():

@@ -305,12 +305,15 @@ def test_fp16_with_a_scaler_leaves_out_an_overflow_on_all_ranks(case):
 
 
 def train_compiled(backend, jobs):
-    """Layers compiled by `backend`: aot_eager traces passes as inductor does, and spares g++ at work for a minute."""
+    """Layers compiled by `backend`: eager traces them forward, aot_eager back too, and inductor keeps g++ at work."""
     torch.compile = partial(torch.compile, backend=backend)
     train_jobs(jobs)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+RARE = [pytest.param(name, marks=pytest.mark.nightly) for name in ("aot_eager", "inductor")]
+
+
+@pytest.mark.parametrize("backend", ["eager", *RARE])
 def test_compiled_layers_give_the_same_numbers(case, backend):
     pytest.importorskip("torch._inductor")
     folder, yaml = case

@@ -13,7 +13,6 @@ LORA = {"rank": 4}
 # Steps whose kernels are counted per layer, from one with one layer and one with two.
 PER_LAYER = {
     "full": ({}, 84),
-    "full, fsdp": ({"strategy": "fsdp", "size": 8}, 84),
     "lora": ({"lora": LORA}, 142),
 }
 # Steps of two layers that must run, with as few waits as any.
@@ -22,6 +21,7 @@ OTHERS = {
     "full, full recompute": {"recompute": "full"},
 }
 # The same at other places of the code: `make nightly` runs them.
+PER_LAYER_AT_NIGHT = {"full, fsdp": ({"strategy": "fsdp", "size": 8}, 84)}
 RARE = {
     "qwen3, lora, dropout": {"family": "qwen3", "lora": {**LORA, "dropout": 0.1}},
     "zero1, lora, loaded whole": {"strategy": "zero1", "size": 4, "lora": LORA, "by_slices": False},
@@ -44,17 +44,18 @@ def count_steps(calls, folder):
     return {name: {**answer, "name": name} for name, answer in found.items()}
 
 
+def by_layers(cases):
+    return {f"{name} {layers}": {**how, "num_layers": layers} for name, (how, _) in cases.items() for layers in (1, 2)}
+
+
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    calls = {
-        f"{name} {layers}": {**how, "num_layers": layers} for name, (how, _) in PER_LAYER.items() for layers in (1, 2)
-    }
-    return count_steps(calls | OTHERS | OFFLOADED, tmp_path_factory.mktemp("fakegpu"))
+    return count_steps(by_layers(PER_LAYER) | OTHERS | OFFLOADED, tmp_path_factory.mktemp("fakegpu"))
 
 
 @pytest.fixture(scope="module")
 def rare_steps(tmp_path_factory):
-    return count_steps(RARE, tmp_path_factory.mktemp("rare"))
+    return count_steps(by_layers(PER_LAYER_AT_NIGHT) | RARE, tmp_path_factory.mktemp("rare"))
 
 
 def ran(step):
@@ -63,13 +64,22 @@ def ran(step):
     return step
 
 
-@pytest.mark.parametrize("name", PER_LAYER)
-def test_a_layer_stays_within_its_kernels(steps, name):
+def check_layer(steps, name, budget):
     one, two = (ran(steps[f"{name} {layers}"]) for layers in (1, 2))
     per_layer = (two["kernels"] - one["kernels"]) / 2  # micro-batches
-    budget = PER_LAYER[name][1]
     assert per_layer <= budget, f"{per_layer} kernels a layer and micro-batch: {two['by_kernel']}"
     assert per_layer > budget / 2, "kernels were not seen"
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_a_layer_stays_within_its_kernels(steps, name):
+    check_layer(steps, name, PER_LAYER[name][1])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PER_LAYER_AT_NIGHT)
+def test_a_sharded_layer_stays_within_its_kernels(rare_steps, name):
+    check_layer(rare_steps, name, PER_LAYER_AT_NIGHT[name][1])
 
 
 def check_waits(step):
@@ -99,7 +109,7 @@ def test_nothing_of_a_step_is_on_the_host(steps, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", RARE)
+@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER_AT_NIGHT), *RARE])
 def test_other_steps_wait_once_and_have_nothing_on_the_host(rare_steps, name):
     check_waits(rare_steps[name])
     check_places(rare_steps[name])
