@@ -9,13 +9,13 @@ import pytest
 from tiny import write_conversations
 from worlds import run_world
 
-STEPS = 4
+STEPS = 6
 LONGEST_STEP_S = 0.4  # how long a writer waits for a step; the run's last save meets none
 YAML = """
 model: {model}
 data: {{train: [{data}], max_length: 256}}
 optim: {{lr: 5e-3}}
-train: {{max_steps: 4, global_batch: 4, precision: fp32}}
+train: {{max_steps: 6, global_batch: 4, precision: fp32}}
 checkpoint: {{every: 1, keep: 9}}
 faults: {{nonfinite: rollback}}
 output: {output}
