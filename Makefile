@@ -35,14 +35,7 @@ test: $(STAMP)  ## all tests
 	@$(COMPILE)
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-gpu-# The wheel is built from the sdist, so that what an sdist lacks is missing here and not at somebody else's.
-dist: $(STAMP)  ## a wheel and an sdist, in dist/
-	@rm -rf dist
-	@$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' > /dev/null
-	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w dist dist/*.tar.gz
-	@ls -l dist
-
-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of what holds
+gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of what holds
 	@DUOKA_TEST_GPUS=1 $(BIN)/python -m pytest tests/gpu
 
 nightly: $(STAMP)  ## the trials that are too many for every day: kills, damage, full disks

@@ -108,3 +108,12 @@ def test_what_the_dockerfile_installs_works_without_the_repository(tmp_path: Pat
     for page in ("duoka.serve.api:chat.html", "duoka.watch:web/page.html"):
         package, _, name = page.partition(":")
         type_line(f"python -c \"from importlib.resources import files; (files('{package}') / '{name}').read_bytes()\"")
+
+
+def test_every_target_of_the_makefile_can_be_made() -> None:
+    text = (ROOT / "Makefile").read_text("utf-8")
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", text, re.M)
+    for target in targets.split():
+        assert re.search(rf"^{target}:.*  ## ", text, re.M), f"make {target} has no line of help"
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr

@@ -43,6 +43,7 @@ COMMANDS = {
     "bench": "Measure this machine, so that plans stand on figures.",
     "env": "Print what a bug report needs: versions, machine, settings; no secrets.",
     "doctor": "Check whether this machine is fit for training.",
+    "sync": "Bring code, small data and the list of packages to other machines.",
     "chaos": "Strike a short copy of a run, and print what it survives.",
     "runs": "List runs with state, step, loss and age; show or stop one.",
     "top": "Watch a run in the terminal while it trains.",
