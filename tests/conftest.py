@@ -23,6 +23,9 @@ if "DUOKA_TEST_GPUS" not in os.environ:  # set by `make gpu-check`
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # `make test` is the same on every machine
 # Processes are forked from one that has imported torch: it must not wake CUDA by asking whether there is a GPU.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+for _name in ("DUOKA_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
+    if os.environ.get(_name, "").lower().startswith("zh"):
+        os.environ[_name] = "C.UTF-8"  # messages are looked for in English
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
 # A background job of a script starts with SIGINT ignored (under nohup SIGHUP), and so would all that it starts: tests

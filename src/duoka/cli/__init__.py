@@ -17,6 +17,8 @@ from typing import Any
 import click
 
 from duoka import __version__
+from duoka.cli import words_zh
+from duoka.cli.language import framed, language
 from duoka.errors import DuokaError, StorageError
 from duoka.process.no_memory import is_no_memory, no_memory  # here: without memory nothing can be imported any more
 from duoka.registry import nearest
@@ -111,14 +113,29 @@ class LazyGroup(click.Group):
         return name, found, args[1:]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        with formatter.section("命令" if language() == "zh" else "Commands"):
+            formatter.write_dl(list(_commands().items()))
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(words_zh.HELP if language() == "zh" else self.help or "")
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(words_zh.EPILOG if language() == "zh" else self.epilog or "")
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[click.shell_completion.CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        names = [name for name in COMMANDS if name.startswith(incomplete)]
-        return [CompletionItem(name, help=COMMANDS[name]) for name in names] or super().shell_complete(ctx, incomplete)
+        found = [CompletionItem(name, help=what) for name, what in _commands().items() if name.startswith(incomplete)]
+        return found or super().shell_complete(ctx, incomplete)
+
+
+def _commands() -> dict[str, str]:
+    """What each command does, in the language of now."""
+    return COMMANDS | words_zh.COMMANDS if language() == "zh" else COMMANDS
 
 
 def _python_module(words: list[str]) -> str:
@@ -190,10 +207,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(code or 0)
     except click.ClickException as error:
-        print_error(usage_lines(error))
+        print_error(framed(usage_lines(error)))
         return 2
     except (click.Abort, KeyboardInterrupt):
-        print_error(["interrupted"])
+        print_error(framed(["interrupted"]))
         return INTERRUPTED
     except (BrokenPipeError, ReaderLeft):
         # The reader of stdout has closed it. Without this, Python prints another error when it flushes stdout at exit.
@@ -206,7 +223,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             print_error(BUG_LINES)
             return 1
-        print_error(known.lines())
+        print_error(framed(known.lines(), known.exit_code))
         return known.exit_code
 
 

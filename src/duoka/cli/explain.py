@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,16 +18,17 @@ if TYPE_CHECKING:
 @click.option(
     "--nproc", type=click.IntRange(min=1), help="Processes that the numbers are for; default: as a start here."
 )
-@click.option("--lang", type=click.Choice(["en", "zh"]), help="Language; default: that of LANG.")
+@click.option("--lang", type=click.Choice(["en", "zh"]), help="Language; default: that of DUOKA_LANG, or of LANG.")
 def command(words: tuple[str, ...], config: str | None, nproc: int | None, lang: str | None) -> None:
     """Explain a topic (zero, lr-scaling, resume, ...), an exit code or error (5, WorkerFailed), or a key of the YAML.
 
     Words of an error message, or a log file, are looked up too. Without a word, the topics are listed.
     """
+    from duoka.cli.language import language as of_environment
     from duoka.errors import ConfigError
     from duoka.explain.find import explain_log, find_entry, guess
 
-    language: Language = "zh" if (lang or _of_environment()) == "zh" else "en"
+    language: Language = "zh" if (lang or of_environment()) == "zh" else "en"
     if not words:
         click.echo("\n".join(_list_topics(language)))
         return
@@ -51,12 +51,6 @@ def command(words: tuple[str, ...], config: str | None, nproc: int | None, lang:
             else "duoka explain lists the topics; config keys are in docs/config.md",
         )
     click.echo("\n".join(_lines(entry_found, own, language)))
-
-
-def _of_environment() -> str:
-    """zh when the terminal is Chinese: the first of the three variables that is set decides."""
-    named = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
-    return "zh" if named.lower().startswith("zh") else "en"
 
 
 def _lines(entry: Entry, own: Own | None, language: Language) -> list[str]:

@@ -1,0 +1,44 @@
+"""examples/: each YAML loads with its data, says why, types lines that parse, and has its row in the gallery."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_pages import fault_of_line
+
+from duoka.config.load import load_config
+from duoka.data.read.registry import check_data
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+PAGE = ROOT / "docs" / "gallery.md"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_whole_and_says_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert load_config(path.relative_to(ROOT), checks=(check_data,)).config.output == f"runs/{path.stem}"
+    text = path.read_text(encoding="utf-8")
+    assert "# Why so:" in text and sum(line.startswith("#") for line in text.splitlines()) >= 9
+    # The command ends where its explanation begins, three spaces later.
+    lines = [re.split(r"\s{3,}", line)[0] for line in re.findall(r"^#   (duoka .*)$", text, flags=re.MULTILINE)]
+    assert lines, "no command"
+    faults = {line: fault for line in lines if (fault := fault_of_line(line))}
+    assert not faults, f"lines that duoka refuses: {faults}"
+
+
+def test_the_gallery_has_a_row_for_every_example() -> None:
+    rows = re.findall(r"^\| \[([a-z_]+)\.yaml\]", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(rows) == [path.stem for path in EXAMPLES]
+
+
+@pytest.mark.nightly
+def test_the_gallery_is_what_its_script_writes() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "gallery.py"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == PAGE.read_text(encoding="utf-8"), "python benchmarks/gallery.py > docs/gallery.md"
