@@ -50,3 +50,20 @@ def test_refused_filtered_and_unroutable_are_told_apart_both_ways(tmp_path: Path
     others = [one for one in findings if one["severity"] == "fail" and one["check"] != "links"]
     assert not others, others
     assert not list(tmp_path.glob(".duoka-*"))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(150)
+def test_the_machine_with_the_slow_cable_is_named(tmp_path: Path) -> None:
+    """One of three sends at 100 Mbit/s; what it receives is as fast as ever."""
+    with machines(tmp_path / "net", 3) as net:
+        limit = ["rate", "100mbit", "burst", "64kb", "latency", "50ms"]
+        run("ip", "netns", "exec", net.nodes[1].space, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+        # Its receiving side too: acknowledgements alone would not slow it down.
+        run("ip", "netns", "exec", net.bridge, "tc", "qdisc", "add", "dev", "port1", "root", "tbf", *limit)
+        command = net.inside(0, sys.executable, "-m", "duoka", "doctor", "--hosts", "a,b,c", "--level", "net", "--json")
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "DUOKA_SSH": net.ssh}, capture_output=True, text=True, timeout=120
+        )
+    (found,) = [one for one in json.loads(done.stdout)["findings"] if one["check"] == "bandwidth"]
+    assert found["severity"] == "fail" and list(found["nodes"]) == ["b"], found

@@ -6,6 +6,7 @@ GPUs are recorded lines of nvidia-smi (fixtures: no GPU was looked at here).
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import time
@@ -17,8 +18,8 @@ from click.testing import CliRunner
 
 from duoka.cli import cli
 from duoka.cluster import compare
-from duoka.cluster.compare import COMPARISONS, NodeFinding, Survey, compare_links, read_gpus
-from duoka.cluster.survey import Question, examine_nodes
+from duoka.cluster.compare import COMPARISONS, NodeFinding, Survey, compare_links, compare_rates, read_gpus
+from duoka.cluster.survey import Question, examine_nodes, rounds_of
 from duoka.config.hosts import parse_hosts
 
 GIB = 1 << 30
@@ -170,3 +171,32 @@ def test_64_nodes_are_asked_side_by_side(fake_ssh: None, tmp_path: Path, monkeyp
     findings = examine_nodes(parse_hosts(",".join(f"n{number}" for number in range(64))), Question())
     print(f"64 nodes: {time.monotonic() - start:.1f} s, {sum(os.times()[:4]) - cpu:.1f} s of CPU")
     assert findings[0].severity == "ok" and len(findings[0].nodes) == 64
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_every_pair_is_measured_both_ways_and_no_machine_twice_at_a_time(count: int) -> None:
+    names = "abcdefg"[:count]
+    rounds = rounds_of(names)
+    for pairs in rounds:
+        busy = [name for pair in pairs for name in pair]
+        assert len(busy) == len(set(busy)), pairs
+    assert sorted(pair for pairs in rounds for pair in pairs) == sorted(itertools.permutations(names, 2))
+
+
+def test_the_slow_link_is_the_one_machines_or_the_one_pairs() -> None:
+    """Not that of the machines that it is measured with."""
+
+    def find(slow: dict[str, float], pairs: dict[tuple[str, str], float] | None = None) -> tuple[str, list[str]]:
+        rates = {
+            (one, other): 1e9 * min(slow.get(one, 1.0), slow.get(other, 1.0))
+            for one, other in itertools.permutations("abcde", 2)
+        }
+        (found,) = compare_rates({**rates, **(pairs or {})})
+        assert found.check == "bandwidth"
+        return found.severity, list(found.nodes)
+
+    assert find({}) == ("ok", ["all"]) and find({"c": 0.8}) == ("ok", ["all"])
+    assert find({"c": 0.5}) == ("warn", ["c"]) and find({"c": 0.1}) == ("fail", ["c"])
+    assert find({}, {("a", "b"): 1e8}) == ("warn", ["b -> a"])
+    assert compare_rates({}) == []
+    assert [one.severity for one in compare_rates({("a", "b"): 1e9, ("b", "a"): 1e8})] == ["warn"], "one way only"

@@ -7,6 +7,7 @@ Every finding has the values of the nodes that differ, the cause, and what to ty
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -287,6 +288,43 @@ def compare_links(reached: Mapping[str, Mapping[str, Any]], places: Mapping[str,
         words = f"{len(times)} connections, all pairs both ways, at most {max(times, default=0):.0f} ms"
         findings.append(NodeFinding("ok", "links", {"all": words}))
     return findings
+
+
+SLOW_LINK, VERY_SLOW_LINK = 0.6, 0.3  # of what the others reach
+
+
+def compare_rates(rates: Mapping[tuple[str, str], float]) -> list[NodeFinding]:
+    """By pairs (who receives, who sends): the machine whose every pair is slow is the slow one, not its peers."""
+    if not rates:
+        return []
+    of_node: dict[str, list[float]] = {}
+    for pair, rate in rates.items():
+        for name in pair:
+            of_node.setdefault(name, []).append(rate)
+    usual = statistics.median(statistics.median(one) for one in of_node.values())
+    if len(of_node) == 2:  # one link: there is nothing to compare it with
+        usual = max(rates.values())
+    slow = {}
+    for name, found in of_node.items():
+        typical = statistics.median(found)
+        if typical < SLOW_LINK * usual:
+            slow[name] = typical
+    if not slow and (odd := {pair: rate for pair, rate in rates.items() if rate < SLOW_LINK * usual}):
+        shown = {f"{sender} -> {one}": _rate_words(rate) for (one, sender), rate in list(odd.items())[:MOST_SHOWN]}
+        fix = "measure once more when the network is idle; then see the switch between them"
+        return [NodeFinding("warn", "bandwidth", shown, f"other pairs reach {_rate_words(usual)}", fix)]
+    if not slow:
+        words = f"{_rate_words(min(rates.values()))} to {_rate_words(max(rates.values()))} between pairs, over TCP"
+        return [NodeFinding("ok", "bandwidth", {"all": words})]
+    cause = f"the others reach {_rate_words(usual)}: all wait for the slowest link at every exchange"
+    fix = "see cable, port and speed of its card (ethtool CARD), and which card leads there (ip route get ADDRESS)"
+    is_far = any(rate < VERY_SLOW_LINK * usual for rate in slow.values())
+    shown = {name: _rate_words(rate) for name, rate in slow.items()}
+    return [NodeFinding("fail" if is_far else "warn", "bandwidth", shown, cause, fix)]
+
+
+def _rate_words(rate: float) -> str:
+    return f"{8 * rate / 1e9:.3g} Gbit/s"
 
 
 COMPARISONS: Sequence[Comparison] = (

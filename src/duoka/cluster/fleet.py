@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import ipaddress
+import math
 import os
 import secrets
 import shlex
@@ -26,7 +27,7 @@ from duoka.cluster.fleet_check import check_nodes, check_shared
 from duoka.cluster.launcher import Say
 from duoka.cluster.one_voice import OneVoice
 from duoka.cluster.passthrough import PlainCopy
-from duoka.cluster.ssh import Connection, Reader, in_folder, ssh_command
+from duoka.cluster.ssh import CONNECT_S, Connection, Reader, in_folder, ssh_command
 from duoka.cluster.supervise import Request, listen_to_signals, write_end
 from duoka.cluster.tether import code_digest, file_digest
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
@@ -47,6 +48,7 @@ GRACE_S = 10.0  # after a node has ended: the others hear the verdict from the r
 SAVE_S = 60.0  # from our SIGTERM, when the run cannot go on, until we hang up
 FETCH_S = 120.0
 _CLOSE_S = 12.0  # the far side ends within 10 s
+CALL_BACK_EVERY_S = 10.0  # a machine that is lost, where the others go on without it
 _LOOK_EVERY_S = 0.1
 _DRAIN_S = 1.0
 
@@ -134,9 +136,13 @@ class _Link:
     def __init__(self, fleet: Fleet, request: Request) -> None:
         self.fleet, self.request = fleet, request
         self.shares_folder = True  # whether this machine sees the nodes' run folder
-        script = in_folder(fleet.folder, python_module("duoka.cluster.tether"))
+        self._script = in_folder(fleet.folder, python_module("duoka.cluster.tether"))
+        self._meet = ""
+        self._call_at: dict[int, float] = {}  # when a machine that is lost is tried again
+        self._called_at: dict[int, float] = {}
+        self._lost: set[int] = set()  # and that has been said
         self.reader = Reader()
-        self.nodes = [Connection(host, script) for host in fleet.hosts]
+        self.nodes = [Connection(host, self._script) for host in fleet.hosts]
         for node in self.nodes:
             self.reader.add(node)
         self._ended: set[int] = set()
@@ -176,9 +182,29 @@ class _Link:
     # --- the run ---
 
     def start(self, meet: str) -> None:
-        command = list(self.fleet.command(meet))
-        for number, (node, host) in enumerate(zip(self.nodes, self.fleet.hosts, strict=True)):
-            node.send({"run": {"command": command, "env": node_variables(host, number)}})
+        self._meet = meet
+        for number in range(len(self.nodes)):
+            self._start_node(number)
+
+    def _start_node(self, number: int) -> None:
+        command = list(self.fleet.command(self._meet))
+        env = node_variables(self.fleet.hosts[number], number)
+        self.nodes[number].send({"run": {"command": command, "env": env}})
+
+    def _call_back(self, now: float) -> None:
+        """Machines that were lost: when one answers again, it joins the others, which have gone on meanwhile."""
+        for number in [one for one, at in self._call_at.items() if now > at]:
+            del self._call_at[number]
+            if 0 in self._ended or self._cause is not None or self.request.stop_by:
+                continue
+            self.reader.drop(self.nodes[number])
+            self.nodes[number].close(0)
+            self.nodes[number] = Connection(self.fleet.hosts[number], self._script)
+            self.reader.add(self.nodes[number])
+            self._errors[number] = b""
+            self._called_at[number] = now
+            self._ended.discard(number)
+            self._start_node(number)
 
     def follow(self, say: Say) -> Verdict:
         drained_at = 0.0
@@ -195,6 +221,7 @@ class _Link:
                 if not node.look() and number not in self._ended:
                     self._ended.add(number)
                     self._note_end(number, say)
+            self._call_back(now)
             self._end_the_rest(now)
             if len(self._ended) == len(self.nodes):
                 drained_at = drained_at or now
@@ -206,12 +233,22 @@ class _Link:
     def _pump(self) -> None:
         for node, stream, data in self.reader.read(_LOOK_EVERY_S):
             number = self.nodes.index(node)
+            if self._is_calling(number):
+                self._errors[number] = (self._errors[number] + data)[-2000:]
+                continue
             if stream == 1:
                 self._errors[number] = (self._errors[number] + data)[-2000:]
             if number == 0:
                 self._record(stream, data)
             self.voice.add(number, stream, data)
         self.voice.show()
+
+    def _is_calling(self, number: int) -> bool:
+        """Whether what comes from there are ssh's words on another try; a connection that lasts ends that."""
+        lasts = number not in self._ended and time.monotonic() - self._called_at.get(number, math.inf) > CONNECT_S
+        if lasts:
+            self._lost.discard(number)
+        return number in self._lost
 
     def _record(self, stream: int, data: bytes) -> None:
         """Rank 0 prints into its launcher's terminal, which is this one; the other ranks write their own logs."""
@@ -235,13 +272,19 @@ class _Link:
     def _note_end(self, number: int, say: Say) -> None:
         node, name = self.nodes[number], self.fleet.names[number]
         left = len(self.nodes) - len(self._ended)
+        if number == 0 and self._called_at:  # one that is on its way to the rendezvous would wait for it
+            self._end_at = time.monotonic() + GRACE_S
         if node.code == 0 or self._cause is not None or self.request.stop_by:
             return
         can_go_on = number > 0 and left >= (self.fleet.least or len(self.nodes))
         if node.is_lost:
             text = f"{name} is lost: {_last_line(self._errors[number]) or 'the connection has ended'}"
             if can_go_on:
-                return say(f"{text}; the others go on")
+                self._call_at[number] = time.monotonic() + CALL_BACK_EVERY_S
+                if number not in self._lost:
+                    say(f"{text}; the others go on, and it joins them when it is back")
+                self._lost.add(number)
+                return
             fix = "  the same command goes on from the newest checkpoint, once all machines are there"
             self._cause = failed(Kind.LOST_RANK, text, fix, cause="connection lost")
             self._end_at = time.monotonic()

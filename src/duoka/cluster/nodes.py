@@ -21,8 +21,9 @@ from duoka.cluster.patience import StopPatience
 from duoka.cluster.ranks import START_NAMES, RankPlace, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
-from duoka.errors import Fault, Faults
+from duoka.errors import ConfigError, Fault, Faults
 from duoka.process.exits import RankExit
+from duoka.process.interface import is_own_address
 from duoka.runs.stop_request import write_stop_request
 from duoka.units import parse_seconds
 
@@ -208,6 +209,12 @@ class FixedNodes:
     def check(self) -> None:
         if self.node == 0:
             check_port(self.master_port)
+        elif is_own_address(self.master_addr) and not os.environ.get(ALLOW_LOOPBACK):
+            raise ConfigError(
+                f"NODE_RANK is {self.node} here, and MASTER_ADDR={self.master_addr} is this machine's own address",
+                where="rank 0 would wait on another machine than the others look for it on",
+                fix="write NODE_RANK=0 on this machine, or the address of the machine that has NODE_RANK=0",
+            )
 
     def start(self, spec: Spec, say: Say) -> Verdict:
         """This machine's ranks, until all have ended; the first failure ends the rest. Ranks print their own errors."""

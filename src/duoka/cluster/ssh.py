@@ -151,6 +151,12 @@ class Reader:
         for number, stream in enumerate(connection.streams):
             self._selector.register(stream, selectors.EVENT_READ, (connection, number))
 
+    def drop(self, connection: Connection) -> None:
+        """Of one that is replaced: what else it says is not read."""
+        for key in list(self._selector.get_map().values()):
+            if key.data[0] is connection:
+                self._selector.unregister(key.fileobj)
+
     @property
     def is_idle(self) -> bool:
         """All streams have come to their end."""

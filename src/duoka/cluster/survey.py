@@ -9,13 +9,13 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from duoka.cluster import node_probe
-from duoka.cluster.compare import COMPARISONS, compare_links
+from duoka.cluster.compare import COMPARISONS, compare_links, compare_rates
 from duoka.cluster.findings import NodeFinding, Survey
 from duoka.cluster.ssh import CONNECT_S, Connection, Reader, ask, run_sent_python, silent, why_lost
 from duoka.config.hosts import Host
@@ -24,6 +24,7 @@ from duoka.process.interface import address_towards
 Level = Literal["quick", "net"]
 LOOK_S = CONNECT_S + 45.0
 SEEN_S = 10.0
+MOST_ROUNDS = 30  # of half a second each: enough pairs of each machine to tell which one is slow
 CONNECT_PAIR_S = 4.0  # longer than the kernel takes to find that nobody has an address (3 s)
 
 
@@ -127,7 +128,35 @@ def _try_links(nodes: list[Connection], reader: Reader, survey: Survey) -> list[
     reached: dict[str, dict[str, Any]] = {}
     for node, answer in zip(nodes, answers, strict=True):
         reached[str(node.host)] = answer["reached"] if isinstance(answer, dict) else {}
-    return compare_links(reached, {name: f"{address}:{port}" for name, (address, port) in where.items()})
+    found = compare_links(reached, {name: f"{address}:{port}" for name, (address, port) in where.items()})
+    if any(one.severity == "fail" for one in found):
+        return found  # what does not connect has no speed
+    return found + compare_rates(_measure_rates(nodes, reader, where))
+
+
+def _measure_rates(
+    nodes: Sequence[Connection], reader: Reader, where: Mapping[str, tuple[str, int]]
+) -> dict[tuple[str, str], float]:
+    """Bytes per second from the second of each pair to the first; no machine is in two pairs at a time."""
+    by_name = {str(node.host): node for node in nodes if str(node.host) in where}
+    found: dict[tuple[str, str], float] = {}
+    for pairs in rounds_of(list(by_name))[:MOST_ROUNDS]:
+        asks = [{"rate": list(where[other])} for _, other in pairs]
+        answers = ask([by_name[one] for one, _ in pairs], reader, asks, CONNECT_PAIR_S + 10) or []
+        found |= {pair: one["rate"] for pair, one in zip(pairs, answers, strict=True) if isinstance(one, dict)}
+    return found
+
+
+def rounds_of(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Every pair once in each direction, in rounds of pairs that share no machine."""
+    ring: list[str] = [*names, *([""] if len(names) % 2 else [])]
+    rounds = []
+    for _ in range(len(ring) - 1):
+        half = len(ring) // 2
+        pairs = [(one, other) for one, other in zip(ring[:half], reversed(ring[half:]), strict=True) if one and other]
+        rounds += [pairs, [(other, one) for one, other in pairs]]
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return rounds
 
 
 def _address(node: Connection, survey: Survey) -> str:

@@ -46,3 +46,12 @@ def address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def is_own_address(host: str) -> bool:
+    """Whether `host` is this very machine. False where the name is not known."""
+    try:
+        address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0][4][0]
+    except OSError:
+        return False
+    return address_towards(host) == address
