@@ -62,11 +62,25 @@ def build_model(case):
     size = case.settings["hidden_size"]
     facts = {"num_hidden_layers": 2, "vocab_size": VOCAB, "intermediate_size": 2 * size, "initializer_range": 0.1}
     facts |= {"max_position_embeddings": 128, "tie_word_embeddings": False, "pad_token_id": 0} | case.settings
+    is_skewed = facts.pop("skewed", False)
     if case.model == "gemma2":
         facts |= {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
     config = AutoConfig.for_model(case.model, **facts)
     torch.manual_seed(5)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if is_skewed:
+        skew(model)
+    return model
+
+
+def skew(model):
+    """All tokens to experts 1 and 6 of each layer: one channel is large in every token, and only these like it."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 2.0
+        for name, weight in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight[:, 0] = -2.0
+                weight[1, 0], weight[6, 0] = 2.0, 1.5
 
 
 def draw_documents(case):
@@ -167,10 +181,12 @@ def learn_together(case, layout, mesh):
     from duoka.config.schema import ParallelConfig
     from duoka.model.attention import register_attention
     from duoka.model.build import LossModel
+    from duoka.model.experts import use_own_experts
     from duoka.parallel.apply import parallelize
     from duoka.train.step import optimizer_step
 
     model = adapt_of(case)(build_model(case))
+    use_own_experts(getattr(model, "get_base_model", lambda: model)())
     (getattr(model, "get_base_model", lambda: model)()).set_attn_implementation(register_attention())
     layout = replace(layout, recompute=case.recompute, packing=case.packing)
     engine = parallelize(LossModel(model).train(), layout, ParallelConfig(strategy=layout.strategy), mesh)

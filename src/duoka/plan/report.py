@@ -103,6 +103,7 @@ class Plan:
             "model": {
                 "type": shape.model_type,
                 "num_parameters": shape.num_parameters,
+                "num_active": shape.num_active,
                 "num_embedding": shape.num_embedding,
                 "num_head": shape.num_head,
                 "num_per_layer": shape.num_per_layer,
@@ -167,11 +168,14 @@ class Plan:
         return f"{bound}{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
 
     def refusal(self) -> ConfigError | DoesNotFit | None:
-        """The error to end with when it does not fit, or is planned only; None when it may be tried."""
-        if self.work.shape.experts is not None:
+        """The error to end with when it does not fit; None when it may be tried."""
+        experts = self.work.shape.experts
+        if experts is not None and experts.asks_balance:
             return ConfigError(
-                f"{self.work.shape.model_type} is a mixture of experts: duoka plans these, and doesn't train them yet",
-                fix="use a dense model",
+                "the model's config.json asks for a balancing loss of its experts (output_router_logits: true with "
+                "router_aux_loss_coef), which duoka does not compute yet",
+                where="of single micro-batches and ranks it would depend on how a batch is split",
+                fix='write in config.json:   "output_router_logits": false',
             )
         if self.verdict != "does not fit":
             return None

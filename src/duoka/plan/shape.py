@@ -15,7 +15,7 @@ from typing import Any
 from duoka.config.derive import derive
 from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.plan.families import FAMILIES, OTHER_NAMES, UNKNOWN, ExpertKeys, Family
+from duoka.plan.families import EXPERT_COUNTS, FAMILIES, OTHER_NAMES, UNKNOWN, ExpertKeys, Family
 from duoka.plan.sizes import Experts, Linear, ModelShape
 
 __all__ = [
@@ -65,7 +65,7 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
     facts = _with_usual_names(facts)
     model_type = str(facts.get("model_type", ""))
     known = FAMILIES.get(model_type)
-    has_experts = any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    has_experts = any(facts.get(key) for key in EXPERT_COUNTS)
     if known is None and has_experts:
         raise ConfigError(
             f"{model_type} is a mixture of experts that is not in the plan's table",
@@ -226,7 +226,9 @@ def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: t
     keys = family.experts
     assert keys is not None
     hidden, size, active = shape.hidden_size, read.whole(keys.size), read.whole("num_experts_per_tok")
-    count, layers = read.whole(keys.count), _count_expert_layers(keys, read, shape.num_layers)
+    # transformers maps the names of each family to one, and writes that one for some.
+    named = next((key for key in (keys.count, *EXPERT_COUNTS) if read.facts.get(key)), keys.count)
+    count, layers = read.whole(named), _count_expert_layers(keys, read, shape.num_layers)
     shared = 0
     if keys.shared == "size":
         shared = read.whole("shared_expert_intermediate_size")
@@ -237,7 +239,8 @@ def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: t
     if keys.shared_gate:
         linears += (Linear("mlp.shared_expert_gate", hidden, 1),)
     each = 3 * hidden * size + (2 * size + hidden if keys.bias else 0)
-    experts = Experts(count, min(active, count), layers, each, count * (hidden + keys.bias))
+    asks = read.switch("output_router_logits") and read.facts.get("router_aux_loss_coef", 1) != 0
+    experts = Experts(count, min(active, count), layers, each, count * (hidden + keys.bias), asks)
     dense = layers < shape.num_layers
     return replace(
         shape,
