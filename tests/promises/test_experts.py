@@ -29,6 +29,7 @@ OWN = {
     "two take all": Case("qwen3_moe", {**QWEN, "head_dim": 8, "skewed": True}),
     "LoRA": Case("qwen3_moe", {**QWEN, "head_dim": 8}, lora=True, optimizer="adamw"),
 }
+FOUR = (((0,), (3,)), ((1,), ()), ((2,), (5,)), ((4, 6), ()))
 SOME = ["Qwen3", "two take all", "Qwen3, recomputing", "LoRA", "DeepSeek-V3"]
 
 
@@ -45,7 +46,7 @@ def compare_all(layouts):
         layout = parse_layout(name)
         mesh = build_mesh(layout, world)
         for one in cases:
-            case = OWN[one] if layout.dp == 1 else replace(OWN[one], rows=WIDE)
+            case = OWN[one] if layout.dp == 1 else replace(OWN[one], rows=WIDE if layout.dp == 2 else FOUR)
             alone = learn_alone(case, adapt_of(case))
             assert max(alone.norms) > CLIP, "clipping must have been active"
             if one == "two take all":
@@ -71,3 +72,14 @@ def test_one_process_learns_what_transformers_learns():
 
 def test_two_ranks_learn_what_one_process_learns():
     run_world(2, compare_all, [("ddp2", list(OWN)), ("fsdp2", list(OWN)), ("zero1x2", SOME), ("zero2x2", SOME[:2])])
+
+
+def test_ranks_that_share_experts_learn_what_one_process_learns():
+    run_world(2, compare_all, [("fsdp2·ep2", [name for name in OWN if name != "Qwen2"]), ("zero1x2·ep2", SOME)])
+
+
+def test_four_ranks_share_experts_beside_copies_and_sequences():
+    few = SOME[:3]
+    run_world(
+        4, compare_all, [("fsdp4·ep4", few), ("fsdp4·ep2", few), ("zero2x4·ep2", few[:2]), ("fsdp2·sp2·ep2", few)]
+    )

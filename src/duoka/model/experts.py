@@ -65,7 +65,7 @@ def mix(
     flat = top_k_index.reshape(-1)
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(module.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
-    rows = hidden_states[order // chosen]
+    rows = hidden_states[order // chosen].to(_dtype_of(hidden_states))
     exchange: ExpertExchange | None = getattr(module, EXCHANGE, None)
 
     def own(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -80,8 +80,7 @@ def mix(
 
 def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Rows that lie expert after expert, `counts` of each, through the experts that this rank has: (rows, dim)."""
-    kind = rows.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+    kind, dtype = rows.device.type, _dtype_of(rows)
     first = "gate_up_proj" if module.has_gate else "up_proj"
     weights = {name: _here(getattr(module, name)) for name in (first, "down_proj")}
     biases = {name: _here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in weights}
@@ -98,6 +97,12 @@ def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> to
         if name == first:
             out = module._apply_gate(out) if module.has_gate else module.act_fn(out)
     return module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[no-any-return]
+
+
+def _dtype_of(rows: torch.Tensor) -> torch.dtype:
+    """What products compute in, and rows travel in."""
+    kind = rows.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
 
 
 def _here(parameter: torch.Tensor) -> torch.Tensor:

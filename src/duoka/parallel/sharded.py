@@ -29,6 +29,7 @@ from duoka.model.layers import find_blocks, find_layers, is_transformer
 from duoka.optim.muon import Sharing
 from duoka.optim.spread import Groups
 from duoka.parallel.engine import Engine, EngineSpec
+from duoka.parallel.expert import is_shared_expert
 from duoka.parallel.fill import fill_weights
 from duoka.parallel.fsdp_comm import LayerBuffers, count_traffic
 from duoka.parallel.matrices import OwnedMatrices
@@ -112,6 +113,8 @@ def apply_sharded(
     # Where weights stay whole, a frozen base is never exchanged at all.
     ignored = {p for p in bare.parameters() if not p.requires_grad} if keeps_weights else set()
     ignored |= {p for name, p in named_part(bare).named_parameters() if name in apart}
+    # Experts that the expert axis shares out stay where they are: tokens travel to them.
+    ignored |= {p for p in bare.parameters() if is_shared_expert(p)}
     _bring(ignored, mesh.everyone.device)
     half, reduced = HALF.get(layout.precision), HALF.get(parallel.compress, torch.float32)
     # Layers compute in half precision from half-precision copies; the residual stream that the embedding begins, and
