@@ -195,7 +195,7 @@ def lines_of(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for row in rows:
         why = row.why.replace("|", "/")
-        why = f"mixture of experts, not trained yet{'; ' + why if why else ''}" if row.has_experts else why
+        why = f"mixture of experts{'; ' + why if why else ''}" if row.has_experts else why
         yield f"| {row.model_type} | {shown[row.rows]} | {in_words(row.packed)} | {in_words(row.padded)} | {why} |"
 
 

@@ -25,7 +25,7 @@ class Case:
     untargeted: tuple = ()  # documents without a single target
     rows: tuple = (((0, 1, 2), (3,)),)
     optimizer: str = "sgd"
-    lora: bool = False
+    lora: bool | tuple = False  # of all layers, or of these
     recompute: str = "none"
 
 
@@ -142,7 +142,8 @@ def adapt_of(case):
     from duoka.config.schema import LoraConfig
     from duoka.model.lora import apply_lora
 
-    return partial(apply_lora, lora=LoraConfig(rank=3, dropout=0.0), seed=7)
+    targets = {} if case.lora is True else {"targets": case.lora}
+    return partial(apply_lora, lora=LoraConfig(rank=3, dropout=0.0, **targets), seed=7)
 
 
 class Likelihood:

@@ -58,6 +58,14 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "write:   name: adamw   or delete expert",
     ),
     Rule(
+        "expert-with-adapted-experts",
+        ("lora.targets", "parallel.expert"),
+        lambda c: _shares_experts(c) and c.lora is not None and c.lora.targets == "all",
+        "lora.targets is all, which takes in experts, and parallel.expert {c.parallel.expert} shares these out: their "
+        "adapters would stay whole",
+        "write:   targets: [q_proj, k_proj, v_proj, o_proj]   or delete expert",
+    ),
+    Rule(
         "expert-with-packed-weights",
         ("model.quantization", "parallel.expert"),
         lambda c: _shares_experts(c) and c.model.quantization != "none",

@@ -20,6 +20,7 @@ from duoka.comm.collectives import all_reduce, all_to_all
 from duoka.comm.world import World
 from duoka.errors import ConfigError
 from duoka.model.experts import EXCHANGE, find_experts, weight_names
+from duoka.model.lora import adapted_experts
 from duoka.optim.host import local_part
 from duoka.parallel.mesh import EXPERT_AXIS, Mesh
 
@@ -86,6 +87,12 @@ def share_experts(core: torch.nn.Module, mesh: Mesh) -> None:
             f"parallel.expert is {world.size}, and this model has no experts that can be shared out",
             where=f"its class is {type(core).__name__}",
             fix="write:   expert: 1",
+        )
+    if adapted := adapted_experts(core):
+        raise ConfigError(
+            f"parallel.expert is {world.size}, and lora.targets takes in experts, whose adapters stay whole",
+            where=f"{adapted[0]} (and {len(adapted) - 1} more)",
+            fix="write:   targets: [q_proj, k_proj, v_proj, o_proj]   or   expert: 1",
         )
     for name, module in found:
         if module.num_experts % world.size:
