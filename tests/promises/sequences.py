@@ -175,7 +175,7 @@ def batch_of(case, rank):
     return GlobalBatch(micros, count, 0, 0, 0, 0, np.empty(0, dtype=np.int64))
 
 
-def learn_together(case, layout, mesh):
+def learn_together(case, layout, mesh, steps=STEPS):
     """What the engine of this layout makes of it, whole tensors on every rank."""
     from dataclasses import replace
 
@@ -200,7 +200,7 @@ def learn_together(case, layout, mesh):
     engine.forward_backward(batch, Likelihood())
     gradients = {name: whole(p.grad) for name, p in engine.named_trainable().items()}
     engine.zero_grad(optimizer)
-    for _ in range(STEPS):
+    for _ in range(steps):
         result = optimizer_step(engine, optimizer, batch, Likelihood(), clip=CLIP)
         losses.append(result.loss)
         norms.append(result.norm)

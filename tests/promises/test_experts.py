@@ -1,8 +1,10 @@
 """Mixtures of experts against a plain loop through transformers: losses, norms, every gradient and all weights."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
+import torch
 from sequences import CASES, CLIP, WIDE, Case, adapt_of, distance, heads, learn_alone, learn_together
 from worlds import run_world
 
@@ -85,3 +87,110 @@ def test_four_ranks_share_experts_beside_copies_and_sequences():
     run_world(
         4, compare_all, [("fsdp4·ep4", few), ("fsdp4·ep2", few), ("zero2x4·ep2", few[:2]), ("fsdp2·sp2·ep2", few)]
     )
+
+
+def count_bytes():
+    """The ledger of a step beside theory: rows that other ranks' experts got, there and back, in both passes."""
+    from unittest import mock
+
+    import duoka.parallel.expert as expert
+    from duoka.comm.ledger import LEDGER
+    from duoka.comm.world import end_world, start_world
+    from duoka.config.schema import ParallelConfig
+    from duoka.parallel.mesh import build_mesh
+    from duoka.plan.layout import parse_layout
+    from duoka.plan.recipe import Work
+    from duoka.plan.shape import shape_from_config
+    from duoka.plan.traffic import traffic
+
+    world = start_world(ParallelConfig(strategy="fsdp"))
+    mesh = build_mesh(parse_layout("fsdp2·ep2"), world)
+    for recompute, passes in (("none", 4), ("full", 6)):
+        case = replace(OWN["Qwen3"], lengths=(300, 280), rows=(((0,),), ((1,),)), recompute=recompute)
+        routed = []
+
+        class Watched(expert.TokenExchange):
+            def compute(self, rows, counts, own):
+                if torch._C._current_graph_task_id() < 0:  # in a backward pass it is computed again
+                    routed.append(counts.view(2, -1).sum(dim=1)[1 - world.rank].item())  # noqa: B023
+                return super().compute(rows, counts, own)
+
+        with mock.patch.object(expert, "TokenExchange", Watched):
+            LEDGER.take()
+            learn_together(case, parse_layout("fsdp2·ep2"), mesh, steps=0)
+        sent = LEDGER.take()["all-to-all"].sent_bytes
+        both = world.sum([float(sum(routed)), float(sent)])
+        # What goes out comes back: half of the passes carry this rank's rows, the others those it was sent.
+        theory = both[0] * passes * 4 * case.settings["hidden_size"]
+        counts = (passes // 2 - 1) * 2 * 2 * 8 * 8 / 2
+        assert abs(both[1] / (theory + counts) - 1) < 0.02, (recompute, both, theory)
+        layout = replace(parse_layout("fsdp2·ep2"), recompute=recompute)
+        shape = shape_from_config(
+            {"model_type": "qwen3_moe", "vocab_size": 96, "num_hidden_layers": 2, **case.settings}
+        )
+        (planned,) = (
+            one for one in traffic(Work(shape, None), layout, 2, tokens=290) if one.what == "expert parallel: tokens"
+        )
+        assert abs(both[1] / (2 * planned.sent_bytes) - 1) < 0.2, (recompute, both, planned)
+    world.barrier()
+    end_world(world)
+
+
+def test_bytes_on_the_wire_are_the_theory_s():
+    run_world(2, count_bytes)
+
+
+def make_mistakes():
+    """Each of them must be seen, and the same world without one is right."""
+    from unittest import mock
+
+    import duoka.parallel.engine as engine
+    import duoka.parallel.expert as expert
+    from duoka.comm.world import end_world, start_world
+    from duoka.config.schema import ParallelConfig
+    from duoka.optim.spread import spread_of
+    from duoka.parallel.mesh import build_mesh
+    from duoka.plan.layout import parse_layout
+
+    def average_copies(parameters, world):
+        parameters = list(parameters)
+        expert.sum_copies(parameters, world)
+        for parameter in parameters:
+            parameter.grad /= world.size
+
+    class RankAfterRank(expert.TokenExchange):
+        """Rows go through the experts in the order in which they came."""
+
+        def compute(self, rows, counts, own):
+            return super().compute(rows, counts, lambda here, number: own(here.flip(0), number).flip(0))
+
+    there = expert.travel
+    mistakes = {
+        "none": (),
+        "copies not summed": ((engine, "sum_copies", lambda *_: None),),
+        "copies averaged": ((engine, "sum_copies", average_copies),),
+        "experts in the norm of one rank": (
+            (engine, "spread_of", lambda one: () if expert.is_shared_expert(one) else spread_of(one)),
+        ),
+        "gradients that do not travel": ((expert, "travel", lambda rows, *how: there(rows.detach(), *how)),),
+        "rows to the wrong expert": ((expert, "TokenExchange", RankAfterRank),),
+    }
+    world = start_world(ParallelConfig(strategy="fsdp"))
+    layout = parse_layout("fsdp4·ep2")
+    mesh, case = build_mesh(layout, world), replace(OWN["Qwen3"], rows=FOUR)
+    alone = learn_alone(case, adapt_of(case))
+    seen = {}
+    for name, patches in mistakes.items():
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(mock.patch.object(*patch))
+            seen[name] = distance(learn_together(case, layout, mesh), alone)
+    print(seen, flush=True)
+    world.barrier()
+    end_world(world)
+    assert seen.pop("none")[0] < TOLERANCE
+    assert all(error > 1e-3 for error, _ in seen.values()), seen
+
+
+def test_each_mistake_would_be_seen():
+    run_world(4, make_mistakes)

@@ -41,14 +41,14 @@ class TokenExchange:
             arrived = all_to_all(torch.empty_like(counts), counts, self._world.group).view(size, self._own)
         sent, came = (one.view(size, self._own).sum(dim=1).tolist() for one in (counts, arrived))
         # Ranks without a single row come to each exchange too: the others wait for them, in the backward pass as well.
-        here = _travel(rows, self, sent, came)
+        here = travel(rows, self, sent, came)
         # They came rank after rank, each expert after expert; an expert's rows lie in the order of ranks.
         place = torch.arange(self._own, device=rows.device).repeat(size)
         order = place.repeat_interleave(arrived.view(-1)).argsort(stable=True)
         out = own(here[order], arrived.sum(dim=0))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        return _travel(out[back], self, came, sent)
+        return travel(out[back], self, came, sent)
 
     def swap(self, rows: torch.Tensor, sent: list[int], came: list[int]) -> torch.Tensor:
         """(rows, dim) in parts of `sent` rows for each rank -> parts of `came` rows from each."""
@@ -74,7 +74,7 @@ class _Travel(torch.autograd.Function):
         return ctx.exchange.swap(grad.contiguous(), ctx.came, ctx.sent), None, None, None
 
 
-def _travel(rows: torch.Tensor, exchange: TokenExchange, sent: list[int], came: list[int]) -> torch.Tensor:
+def travel(rows: torch.Tensor, exchange: TokenExchange, sent: list[int], came: list[int]) -> torch.Tensor:
     arrived: torch.Tensor = _Travel.apply(rows, exchange, sent, came)
     return arrived
 
