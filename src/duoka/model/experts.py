@@ -84,12 +84,9 @@ def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> to
     first = "gate_up_proj" if module.has_gate else "up_proj"
     weights = {name: _here(getattr(module, name)) for name in (first, "down_proj")}
     biases = {name: _here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in weights}
-    # The kernel of all experts at once takes bf16, and lines of 16 bytes.
-    groups = (
-        kind == "cuda"
-        and dtype == torch.bfloat16
-        and all(w.shape[1] % 8 == w.shape[2] % 8 == 0 for w in weights.values())
-    )
+    # The kernel of all experts at once takes bf16, lines of 16 bytes, and some rows.
+    fits = all(weight.shape[1] % 8 == weight.shape[2] % 8 == 0 for weight in weights.values())
+    groups = kind == "cuda" and dtype == torch.bfloat16 and fits and len(rows) > 0
     multiply = _multiply_grouped if groups else _multiply_each
     out = rows
     for name, weight in weights.items():
