@@ -27,6 +27,7 @@ class Case:
     optimizer: str = "sgd"
     lora: bool | tuple = False  # of all layers, or of these
     recompute: str = "none"
+    balance: float = 0.0  # weight of the loss that evens out a mixture's experts
 
 
 def heads(num, kv):
@@ -118,11 +119,20 @@ def learn_alone(case, adapt):
     count = sum(int(documents[number][1][1:].sum()) for number in chosen)
     losses, norms, gradients = [], [], {}
     for _ in range(STEPS):
-        total = 0.0
+        total, routed = 0.0, []
         for number in chosen:
             ids, targets = documents[number]
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            output = model(
+                input_ids=ids[None], use_cache=False, **({"output_router_logits": True} if case.balance else {})
+            )
+            logits = output.logits[0, :-1]
             loss = F.cross_entropy(logits[targets[1:]], ids[1:][targets[1:]], reduction="sum") / count
+            if case.balance:
+                routed.append(output.router_logits)
+            loss.backward(retain_graph=bool(case.balance))
+            total += float(loss.detach())
+        if case.balance:  # of all documents at once, by transformers' own function
+            loss = case.balance * balancing_loss(model, routed)
             loss.backward()
             total += float(loss.detach())
         gradients = gradients or {name: p.grad.clone() for name, p in trained.items()}
@@ -131,6 +141,15 @@ def learn_alone(case, adapt):
         optimizer.zero_grad()
         losses.append(total)
     return Learned(losses, norms, gradients, {name: p.detach().clone() for name, p in trained.items()})
+
+
+def balancing_loss(model, routed):
+    import sys
+
+    layers = tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
+    config = model.config
+    own = sys.modules[type(model).__module__].load_balancing_loss_func
+    return own(layers, layers[0].shape[1], config.num_experts_per_tok)
 
 
 def adapt_of(case):
@@ -197,15 +216,25 @@ def learn_together(case, layout, mesh, steps=STEPS):
     def whole(tensor):
         return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
 
-    engine.forward_backward(batch, Likelihood())
+    find_objective = objective_of(case, engine)
+    engine.forward_backward(batch, find_objective(batch))
     gradients = {name: whole(p.grad) for name, p in engine.named_trainable().items()}
     engine.zero_grad(optimizer)
     for _ in range(steps):
-        result = optimizer_step(engine, optimizer, batch, Likelihood(), clip=CLIP)
+        result = optimizer_step(engine, optimizer, batch, find_objective(batch), clip=CLIP)
         losses.append(result.loss)
         norms.append(result.norm)
     weights = {name: whole(p) for name, p in engine.named_trainable().items()}
     return Learned(losses, norms, gradients, weights)
+
+
+def objective_of(case, engine):
+    from duoka.config.schema import RunConfig
+    from duoka.train.balance import build_objective
+
+    train = {"router_aux_loss": case.balance}
+    config = RunConfig.model_validate({"model": "demo", "data": {"train": ["identity"]}, "train": train})
+    return build_objective(config, engine, Likelihood())
 
 
 def distance(found, wanted):

@@ -1,6 +1,7 @@
 """Mixtures of experts against a plain loop through transformers: losses, norms, every gradient and all weights."""
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -29,12 +30,14 @@ OWN = {
     "DeepSeek-V3": Case("deepseek_v3", {**LATENT, "head_dim": 8}),
     # All tokens go to two of the eight, and six have none, on every rank.
     "two take all": Case("qwen3_moe", {**QWEN, "head_dim": 8, "skewed": True}),
+    "balanced": Case("qwen3_moe", {**QWEN, "head_dim": 8, "mlp_only_layers": [0]}, balance=0.5, recompute="full"),
+    "balanced, padded": replace(CASES["experts of Mixtral"], packing=False, balance=0.5),
     "LoRA": Case("qwen3_moe", {**QWEN, "head_dim": 8}, lora=("q_proj", "v_proj"), optimizer="adamw"),
     "LoRA of experts": Case("qwen3_moe", {**QWEN, "head_dim": 8}, lora=True, optimizer="adamw"),
 }
 SHARED = [name for name in OWN if name != "LoRA of experts"]
 FOUR = (((0,), (3,)), ((1,), ()), ((2,), (5,)), ((4, 6), ()))
-SOME = ["Qwen3", "two take all", "Qwen3, recomputing", "LoRA", "DeepSeek-V3"]
+SOME = ["Qwen3", "balanced", "two take all", "Qwen3, recomputing", "LoRA", "DeepSeek-V3"]
 
 
 def compare_all(layouts):
@@ -125,9 +128,8 @@ def count_bytes():
         counts = (passes // 2 - 1) * 2 * 2 * 8 * 8 / 2
         assert abs(both[1] / (theory + counts) - 1) < 0.02, (recompute, both, theory)
         layout = replace(parse_layout("fsdp2·ep2"), recompute=recompute)
-        shape = shape_from_config(
-            {"model_type": "qwen3_moe", "vocab_size": 96, "num_hidden_layers": 2, **case.settings}
-        )
+        sizes = {"vocab_size": 96, "num_hidden_layers": 2, "intermediate_size": 96}
+        shape = shape_from_config({"model_type": "qwen3_moe", **case.settings, **sizes})
         (planned,) = (
             one for one in traffic(Work(shape, None), layout, 2, tokens=290) if one.what == "expert parallel: tokens"
         )
@@ -164,7 +166,7 @@ def make_mistakes():
         def compute(self, rows, counts, own):
             return super().compute(rows, counts, lambda here, number: own(here.flip(0), number).flip(0))
 
-    there = expert.travel
+    there, turns = expert.travel, itertools.count()  # there, then back
     mistakes = {
         "none": (),
         "copies not summed": ((engine, "sum_copies", lambda *_: None),),
@@ -172,7 +174,9 @@ def make_mistakes():
         "experts in the norm of one rank": (
             (engine, "spread_of", lambda one: () if expert.is_shared_expert(one) else spread_of(one)),
         ),
-        "gradients that do not travel": ((expert, "travel", lambda rows, *how: there(rows.detach(), *how)),),
+        "gradients that do not travel": (
+            (expert, "travel", lambda rows, *how: there(rows if next(turns) % 2 else rows.detach(), *how)),
+        ),
         "rows to the wrong expert": ((expert, "TokenExchange", RankAfterRank),),
     }
     world = start_world(ParallelConfig(strategy="fsdp"))

@@ -33,14 +33,6 @@ def test_a_mixture_of_experts_is_planned_with_what_a_token_passes():
     assert model["num_parameters"] - model["num_active"] == 2 * 6 * each
 
 
-def test_a_balancing_loss_that_the_model_asks_for_is_refused():
-    facts = MIXTURE | {"output_router_logits": True, "router_aux_loss_coef": 0.01}
-    refusal = make_plan(config(), shape_from_config(facts), CPU, 1).refusal()
-    assert '"output_router_logits": false' in str(refusal)
-    quiet = make_plan(config(), shape_from_config(facts | {"router_aux_loss_coef": 0.0}), CPU, 1)
-    assert quiet.refusal() is None
-
-
 def test_ranks_that_share_experts_hold_a_part_of_them_each():
     shape = shape_from_config(MIXTURE)
     layouts = [parse_layout(name) for name in ("fsdp4", "fsdp4.ep2", "fsdp4.ep4")]

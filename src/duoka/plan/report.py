@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from duoka.config.schema import RunConfig
-from duoka.errors import ConfigError, DoesNotFit, Faults
+from duoka.errors import DoesNotFit, Faults
 from duoka.plan.advice import advice
 from duoka.plan.axes import check_pipeline, check_shape
 from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
@@ -167,16 +167,8 @@ class Plan:
         bound = "at most " if self.lengths is None else ""
         return f"{bound}{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
 
-    def refusal(self) -> ConfigError | DoesNotFit | None:
+    def refusal(self) -> DoesNotFit | None:
         """The error to end with when it does not fit; None when it may be tried."""
-        experts = self.work.shape.experts
-        if experts is not None and experts.asks_balance:
-            return ConfigError(
-                "the model's config.json asks for a balancing loss of its experts (output_router_logits: true with "
-                "router_aux_loss_coef), which duoka does not compute yet",
-                where="of single micro-batches and ranks it would depend on how a batch is split",
-                fix='write in config.json:   "output_router_logits": false',
-            )
         if self.verdict != "does not fit":
             return None
         if self.host.verdict == "does not fit":

@@ -239,8 +239,7 @@ def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: t
     if keys.shared_gate:
         linears += (Linear("mlp.shared_expert_gate", hidden, 1),)
     each = 3 * hidden * size + (2 * size + hidden if keys.bias else 0)
-    asks = read.switch("output_router_logits") and read.facts.get("router_aux_loss_coef", 1) != 0
-    experts = Experts(count, min(active, count), layers, each, count * (hidden + keys.bias), asks)
+    experts = Experts(count, min(active, count), layers, each, count * (hidden + keys.bias))
     dense = layers < shape.num_layers
     return replace(
         shape,

@@ -31,7 +31,6 @@ class Experts:
     num_layers: int
     num_parameters_each: int
     num_router: int  # parameters of the router, and of a gate before the shared experts
-    asks_balance: bool = False  # the model's config wants a loss beside the other that evens out the experts' load
 
     @property
     def num_parameters(self) -> int:
