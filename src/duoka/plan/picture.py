@@ -83,18 +83,21 @@ def _tokens_per_step(plan: Plan) -> str:
 
 
 def static_lines(plan: Plan) -> list[str]:
+    fewest = plan.fewest
     out = [
         f"memory per rank before activations, {plan.layout.precision}, "
         f"N = {plan.layout.dp} (P all, Pt trained parameters)",
-        f"  {'strategy':<10}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>10}  formula",
+        f"  {'strategy':<10}{'weights':>9}{'gradients':>10}{'optimizer':>10}{'total':>9}{'least':>7}  formula",
     ]
     for row in plan.table:
         cells = (row.weights_bytes, row.gradients_bytes, row.optimizer_bytes, row.total_bytes)
         sizes = [format_bytes(cell) for cell in cells]
         mark = "  <- this run" if row.strategy == plan.layout.strategy else ""
         name = _TABLE_NAMES.get(row.strategy, row.strategy)
-        line = f"  {name:<10}{sizes[0]:>10}{sizes[1]:>11}{sizes[2]:>11}{sizes[3]:>10}  {row.formula}"
+        least = f"{fewest.get(row.strategy) or 'none':>7}"
+        line = f"  {name:<10}{sizes[0]:>9}{sizes[1]:>10}{sizes[2]:>10}{sizes[3]:>9}{least}  {row.formula}"
         out.append(line + mark)
+    out.append("  least: ranks that hold it at all, one sample at a time, everything recomputed, nothing offloaded")
     return out
 
 
