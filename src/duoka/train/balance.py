@@ -47,6 +47,11 @@ def build_objective(config: RunConfig, engine: Engine, stage: Objective) -> Call
             where="parallel.pipeline or parallel.tensor is more than 1",
             fix=f"{fix}   or share the model by   strategy: fsdp",
         )
+    if config.train.compile:
+        raise ConfigError(
+            f"train.router_aux_loss is {coefficient:g}, and train.compile is true: routers of compiled layers are not seen",
+            fix=f"{fix}   or   compile: false",
+        )
     return Balance(engine, stage, routers, coefficient).objective_of
 
 
