@@ -299,8 +299,8 @@ def _static_of_program(program: Program, layout: Layout, share: ModelShare) -> S
 def static_table(work: Work, layout: Layout) -> tuple[StaticMemory, ...]:
     """Every strategy for the same ranks."""
     ranks = layout.dp
-    rows = [replace(layout, strategy="single", dp=1, shard=1, sp=1, offload="none")]
-    rows += [replace(layout, strategy="ddp", shard=1, offload="none")]
-    rows += [replace(layout, strategy=strategy, shard=ranks, offload="none") for strategy in ("zero1", "zero2", "fsdp")]
+    plain = replace(layout, offload="none", ep=1)
+    rows = [replace(plain, strategy="single", dp=1, shard=1, sp=1), replace(plain, strategy="ddp", shard=1)]
+    rows += [replace(plain, strategy=strategy, shard=ranks) for strategy in ("zero1", "zero2", "fsdp")]
     rows = [layout if row.strategy == layout.strategy else row for row in rows]
     return tuple(static_memory(work, row) for row in [*rows, *([layout] if layout.strategy == "hsdp" else [])])

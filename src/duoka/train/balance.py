@@ -49,7 +49,7 @@ def build_objective(config: RunConfig, engine: Engine, stage: Objective) -> Call
         )
     if config.train.compile:
         raise ConfigError(
-            f"train.router_aux_loss is {coefficient:g}, and train.compile is true: routers of compiled layers are not seen",
+            f"train.router_aux_loss is {coefficient:g}, and routers of compiled layers are not seen",
             fix=f"{fix}   or   compile: false",
         )
     return Balance(engine, stage, routers, coefficient).objective_of
