@@ -88,7 +88,15 @@ def test_ranks_that_share_experts_learn_what_one_process_learns():
 def test_four_ranks_share_experts_beside_copies_and_sequences():
     few = SOME[:3]
     run_world(
-        4, compare_all, [("fsdp4·ep4", few), ("fsdp4·ep2", few), ("zero2x4·ep2", few[:2]), ("fsdp2·sp2·ep2", few)]
+        4,
+        compare_all,
+        [
+            ("fsdp4·ep4", few),
+            ("fsdp4·ep2", few),
+            ("zero2x4·ep2", few[:2]),
+            ("hsdp2x2·ep2", few[:1]),
+            ("fsdp2·sp2·ep2", few),
+        ],
     )
 
 

@@ -63,11 +63,6 @@ class Layout:
             raise ValueError(f"ranks of a sequence add their gradients: write ddp1.sp{self.sp}, not {self.strategy}")
         if self.shard < 1 or self.dp % self.shard:
             raise ValueError(f"{self.dp} ranks cannot be cut into groups of {self.shard}")
-        if self.ep > 1 and (not self.is_sharded or self.state_ranks % self.ep or self.tp * self.pp > 1):
-            raise ValueError(
-                f"experts are shared by ranks that share state, and by nothing beside tensor and pipeline: ep{self.ep} "
-                f"of {self.state_ranks} ranks under {self.strategy}, tp {self.tp}, pp {self.pp}"
-            )
 
     @property
     def name(self) -> str:
@@ -174,7 +169,12 @@ def parse_layout(text: str) -> Layout:
     dp = size * int(second) if second else size
     shard = int(second) if second else dp if strategy in SHARDED else 1
     tp, pp, sp, ep = (axes.get(axis, 1) for axis in (*AXES, "ep"))
-    return Layout(dp=dp, strategy=cast(Strategy, strategy), shard=shard, tp=tp, pp=pp, sp=sp, ep=ep)
+    layout = Layout(dp=dp, strategy=cast(Strategy, strategy), shard=shard, tp=tp, pp=pp, sp=sp, ep=ep)
+    if ep > 1 and (not layout.is_sharded or layout.state_ranks % ep or tp * pp > 1):
+        raise ValueError(
+            f"{text!r}: experts are shared by ranks that share state (fsdp4.ep2), beside a sequence axis and no other"
+        )
+    return layout
 
 
 def complete_layout(text: str, world_size: int) -> Layout:
