@@ -47,10 +47,11 @@ def build_objective(config: RunConfig, engine: Engine, stage: Objective) -> Call
             where="parallel.pipeline or parallel.tensor is more than 1",
             fix=f"{fix}   or share the model by   strategy: fsdp",
         )
-    if config.train.compile:
+    if config.train.compile or config.parallel.strategy == "dp":
         raise ConfigError(
-            f"train.router_aux_loss is {coefficient:g}, and routers of compiled layers are not seen",
-            fix=f"{fix}   or   compile: false",
+            f"train.router_aux_loss is {coefficient:g}, and routers of compiled layers, or of copies, are not seen",
+            where="train.compile is true, or parallel.strategy is dp",
+            fix=f"{fix}   or delete the other",
         )
     return Balance(engine, stage, routers, coefficient).objective_of
 
