@@ -21,7 +21,7 @@ LAYOUT_CONTRADICTIONS = {
     "expert-with-other-axes": HEAD + "parallel: {expert: 2, tensor: 2}\n",
     "expert-with-compress": HEAD + "parallel: {expert: 2, strategy: fsdp, compress: bf16}\n",
     "expert-with-optimizer": HEAD + "optim: {name: adafactor}\nparallel: {expert: 2}\n",
-    "expert-with-adapted-experts": HEAD + "lora: {rank: 2}\nparallel: {expert: 2}\n",
+    "expert-with-adapted-experts": HEAD + "parallel: {expert: 2}\nlora: {rank: 2}\n",
     "expert-with-packed-weights": "data: {train: [identity]}\n\n"
     "model: {name: demo, quantization: nf4}\nlora: {rank: 2, targets: [q_proj]}\nparallel: {expert: 2}\n",
     "expert-with-compile": HEAD + "train: {compile: true}\nparallel: {expert: 2}\n",

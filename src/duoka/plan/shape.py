@@ -324,25 +324,13 @@ def lora_parameters(shape: ModelShape, lora: LoraConfig) -> int:
     def per_layer(linears: tuple[Linear, ...]) -> int:
         return sum(lora.rank * (linear.num_in + linear.num_out) for linear in linears)
 
-    has_gate = any("shared_expert." in linear.name for linear in shape.linears)  # of these it takes linear layers alone
-    if lora.targets == "all" and shape.experts is not None and not has_gate:
-        # PEFT takes "all" of a mixture for attention, routers and experts, and nothing that is dense beside these.
-        attention = per_layer(tuple(one for one in shape.linears if not one.name.startswith("mlp.")))
-        return shape.num_layers * attention + shape.experts.num_layers * _expert_adapters(
-            shape, shape.experts, lora.rank
-        )
+    if lora.targets == "all" and (mixed := shape.num_adapters(lora.rank)) is not None:
+        return mixed
     num_dense = shape.num_dense_layers if shape.dense_linears else 0
     total = (shape.num_layers - num_dense) * per_layer(adapted_linears(shape, lora))
     total += num_dense * per_layer(_named(shape.dense_linears, lora))
     on_head = lora.targets != "all" and "lm_head" in lora.targets
     return total + (lora.rank * (shape.hidden_size + shape.vocab_size) if on_head else 0)
-
-
-def _expert_adapters(shape: ModelShape, experts: Experts, rank: int) -> int:
-    """PEFT's of one layer: pairs for each expert (of gate and up together, twice the rank), one for the router."""
-    hidden, size = shape.hidden_size, experts.num_parameters_each // (3 * shape.hidden_size)
-    first, last = 2 * rank * (hidden + 2 * size), rank * (hidden + size)
-    return experts.num_experts * (first + last) + rank * (hidden + experts.num_experts)
 
 
 def _is_named(path: str, target: str) -> bool:
