@@ -16,15 +16,30 @@ _BAR = 40
 
 def plan_lines(plan: Plan) -> list[str]:
     """The plan as `duoka plan` prints it."""
-    step = f"about {format_seconds(plan.speed.step_s)} a step"
-    verdict = f"verdict  {plan.verdict}: {plan.memory_sentence()}; {step} as {plan.layout.name}"
-    parts = [[verdict], model_lines(plan), layout_lines(plan), static_lines(plan), peak_lines(plan), speed_lines(plan)]
+    parts = [
+        [_verdict(plan)],
+        model_lines(plan),
+        layout_lines(plan),
+        static_lines(plan),
+        peak_lines(plan),
+        speed_lines(plan),
+    ]
     parts += [ranking_lines(plan), change_lines(plan), note_lines(plan)]
     out: list[str] = []
     for lines in parts:
         if lines:
             out += ["", *lines] if out else lines
     return [part for line in out for part in _wrap(line)]
+
+
+def verdict_lines(plan: Plan) -> list[str]:
+    """The first sentence alone."""
+    return _wrap(_verdict(plan))
+
+
+def _verdict(plan: Plan) -> str:
+    step = f"about {format_seconds(plan.speed.step_s)} a step"
+    return f"verdict  {plan.verdict}: {plan.memory_sentence()}; {step} as {plan.layout.name}"
 
 
 def model_lines(plan: Plan) -> list[str]:
