@@ -129,8 +129,8 @@ class ModelShape:
         return self.num_parameters - idle
 
     def num_adapters(self, rank: int) -> int | None:
-        """Parameters of what PEFT takes "all" of a mixture for: attention, routers, and a pair for each expert's products
-        (of gate and up together with twice the rank), nothing dense beside these. None: it takes linear layers alone.
+        """Parameters of what PEFT takes "all" of a mixture for: attention, routers, pairs for each expert's products (of
+        gate and up together with twice the rank), nothing dense beside these. None: it takes linear layers alone.
         """
         if self.experts is None or any("shared_expert." in linear.name for linear in self.linears):
             return None
