@@ -129,7 +129,7 @@ class ModelShape:
         return self.num_parameters - idle
 
     def num_adapters(self, rank: int) -> int | None:
-        """Parameters of what PEFT takes "all" of a mixture for: attention, routers, pairs for each expert's products (of
+        """Parameters of what PEFT takes "all" of a mixture for: attention, routers, pairs for each expert's product (of
         gate and up together with twice the rank), nothing dense beside these. None: it takes linear layers alone.
         """
         if self.experts is None or any("shared_expert." in linear.name for linear in self.linears):
