@@ -91,6 +91,7 @@ def test_four_ranks_share_experts_beside_copies_and_sequences():
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_every_mixture_learns_alike_under_every_strategy():
     two = [(name, list(OWN)) for name in ("ddp2", "zero1x2", "zero2x2", "fsdp2")]
     run_world(2, compare_all, [*two, *((f"{name}·ep2", SHARED) for name in ("zero1x2", "zero2x2", "fsdp2"))])
