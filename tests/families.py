@@ -186,17 +186,28 @@ def padded(documents):
     return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(width).expand_as(ids)}
 
 
-def lines_of(rows: list[Row]) -> Iterator[str]:
-    shown = {"packed": "packed", "padded": "padded by itself", "refused": "refused", "not built": "not tried"}
-    counts = ", ".join(f"{sum(row.rows == kind for row in rows)} {name}" for kind, name in shown.items())
-    yield f"{len(rows)} model types of transformers: {counts}."
+SHOWN = {"packed": "packed", "padded": "padded by itself", "refused": "refused", "not built": "not tried"}
+
+
+def line_of(row: Row) -> str:
+    from duoka.plan.families import FAMILIES
+
+    why = row.why.replace("|", "/")
+    if row.has_experts:
+        known = "" if row.model_type in FAMILIES else ", whose sizes the plan does not know: not trained"
+        why = f"mixture of experts{known}{'; ' + why if why else ''}"
+    return f"| {row.model_type} | {SHOWN[row.rows]} | {in_words(row.packed)} | {in_words(row.padded)} | {why} |"
+
+
+def lines_of(lines: dict[str, str]) -> Iterator[str]:
+    """The table, of the line of each model type."""
+    kinds = [line.split("|")[2].strip() for line in lines.values()]
+    counts = ", ".join(f"{kinds.count(name)} {name}" for name in SHOWN.values())
+    yield f"{len(lines)} model types of transformers: {counts}."
     yield ""
     yield "| model type | rows | packed against alone | padded against alone | why |"
     yield "|---|---|---|---|---|"
-    for row in rows:
-        why = row.why.replace("|", "/")
-        why = f"mixture of experts, not trained yet{'; ' + why if why else ''}" if row.has_experts else why
-        yield f"| {row.model_type} | {shown[row.rows]} | {in_words(row.packed)} | {in_words(row.padded)} | {why} |"
+    yield from (lines[name] for name in sorted(lines))
 
 
 def in_words(error: float | None) -> str:
@@ -205,15 +216,22 @@ def in_words(error: float | None) -> str:
 
 def written_rows() -> dict[str, str]:
     """What docs/models.md says of each model type: its column `rows`."""
+    return {name: line.split("|")[2].strip() for name, line in written_lines().items()}
+
+
+def written_lines() -> dict[str, str]:
     text = TABLE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    return {first: second for first, second, *_ in cells if first != "model type"}
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
+    return {name: line for name, line in lines.items() if name != "model type"}
 
 
 def write_table(rows: list[Row]) -> None:
+    """With these rows; lines of other model types stay as they are."""
     before, rest = TABLE.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
-    TABLE.write_text("\n".join((before + BEGIN, *lines_of(rows), END + after)), encoding="utf-8")
+    known = written_lines() | {row.model_type: line_of(row) for row in rows}
+    lines = {name: known[name] for name in all_families()}
+    TABLE.write_text("\n".join((before + BEGIN, *lines_of(lines), END + after)), encoding="utf-8")
 
 
 def main(names: list[str]) -> None:
@@ -222,8 +240,7 @@ def main(names: list[str]) -> None:
     for name in names or all_families():
         rows.append(measure_family(name))
         print(rows[-1], file=sys.stderr, flush=True)
-    if not names:
-        write_table(rows)
+    write_table(rows)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from test_attention import documents, packed, separate_loss
 
 from duoka.model.build import LossModel, load_model
+from duoka.model.experts import compute_experts, find_experts
 from duoka.model.loss import sum_cross_entropy
 from duoka.model.request import ModelRequest
 
@@ -81,3 +82,27 @@ def test_the_loss_never_holds_all_logits(gpu):
     sum_cross_entropy(hidden, weight, labels)[0].backward()
     grew = torch.cuda.max_memory_allocated() - before
     assert grew < 4 * tokens * vocabulary / 8, f"{grew / 1e6:.0f} MB"
+
+
+def test_all_experts_in_one_launch_are_each_by_itself(device):
+    """Two experts without a token among eight; on a CPU both are the same loop."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    facts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 64}
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=1, vocab_size=64, num_attention_heads=4, **facts)
+    _, experts = next(find_experts(AutoModelForCausalLM.from_config(config)))
+    generator = torch.Generator().manual_seed(3)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.1, generator=generator)
+    counts = torch.tensor([5, 0, 17, 1, 0, 40, 8, 9])
+    rows = torch.randn(80, 64, generator=generator)
+    wide = copy.deepcopy(experts).double()
+    want = compute_experts(wide, rows.double(), counts)
+    want.square().sum().backward()
+    experts.to(device)
+    with torch.autocast(device, torch.bfloat16):
+        got = compute_experts(experts, rows.to(device), counts.to(device))
+    got.float().square().sum().backward()
+    assert float((got.cpu().double() - want).norm() / want.norm()) < LIMITS["bf16"]
+    for mine, theirs in zip(experts.parameters(), wide.parameters(), strict=True):
+        assert float((mine.grad.cpu().double() - theirs.grad).norm() / theirs.grad.norm()) < LIMITS["bf16"]

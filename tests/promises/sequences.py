@@ -25,8 +25,9 @@ class Case:
     untargeted: tuple = ()  # documents without a single target
     rows: tuple = (((0, 1, 2), (3,)),)
     optimizer: str = "sgd"
-    lora: bool = False
+    lora: bool | tuple = False  # of all layers, or of these
     recompute: str = "none"
+    balance: float = 0.0  # weight of the loss that evens out a mixture's experts
 
 
 def heads(num, kv):
@@ -62,11 +63,25 @@ def build_model(case):
     size = case.settings["hidden_size"]
     facts = {"num_hidden_layers": 2, "vocab_size": VOCAB, "intermediate_size": 2 * size, "initializer_range": 0.1}
     facts |= {"max_position_embeddings": 128, "tie_word_embeddings": False, "pad_token_id": 0} | case.settings
+    is_skewed = facts.pop("skewed", False)
     if case.model == "gemma2":
         facts |= {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
     config = AutoConfig.for_model(case.model, **facts)
     torch.manual_seed(5)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if is_skewed:
+        skew(model)
+    return model
+
+
+def skew(model):
+    """All tokens to experts 1 and 6 of each layer: one channel is large in every token, and only these like it."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 2.0
+        for name, weight in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight[:, 0] = -2.0
+                weight[1, 0], weight[6, 0] = 2.0, 1.5
 
 
 def draw_documents(case):
@@ -104,11 +119,20 @@ def learn_alone(case, adapt):
     count = sum(int(documents[number][1][1:].sum()) for number in chosen)
     losses, norms, gradients = [], [], {}
     for _ in range(STEPS):
-        total = 0.0
+        total, routed = 0.0, []
         for number in chosen:
             ids, targets = documents[number]
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            output = model(
+                input_ids=ids[None], use_cache=False, **({"output_router_logits": True} if case.balance else {})
+            )
+            logits = output.logits[0, :-1]
             loss = F.cross_entropy(logits[targets[1:]], ids[1:][targets[1:]], reduction="sum") / count
+            if case.balance:
+                routed.append(output.router_logits)
+            loss.backward(retain_graph=bool(case.balance))
+            total += float(loss.detach())
+        if case.balance:  # of all documents at once, by transformers' own function
+            loss = case.balance * balancing_loss(model, routed)
             loss.backward()
             total += float(loss.detach())
         gradients = gradients or {name: p.grad.clone() for name, p in trained.items()}
@@ -117,6 +141,15 @@ def learn_alone(case, adapt):
         optimizer.zero_grad()
         losses.append(total)
     return Learned(losses, norms, gradients, {name: p.detach().clone() for name, p in trained.items()})
+
+
+def balancing_loss(model, routed):
+    import sys
+
+    layers = tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
+    config = model.config
+    own = sys.modules[type(model).__module__].load_balancing_loss_func
+    return own(layers, layers[0].shape[1], config.num_experts_per_tok)
 
 
 def adapt_of(case):
@@ -128,7 +161,8 @@ def adapt_of(case):
     from duoka.config.schema import LoraConfig
     from duoka.model.lora import apply_lora
 
-    return partial(apply_lora, lora=LoraConfig(rank=3, dropout=0.0), seed=7)
+    targets = {} if case.lora is True else {"targets": case.lora}
+    return partial(apply_lora, lora=LoraConfig(rank=3, dropout=0.0, **targets), seed=7)
 
 
 class Likelihood:
@@ -160,17 +194,19 @@ def batch_of(case, rank):
     return GlobalBatch(micros, count, 0, 0, 0, 0, np.empty(0, dtype=np.int64))
 
 
-def learn_together(case, layout, mesh):
+def learn_together(case, layout, mesh, steps=STEPS):
     """What the engine of this layout makes of it, whole tensors on every rank."""
     from dataclasses import replace
 
     from duoka.config.schema import ParallelConfig
     from duoka.model.attention import register_attention
     from duoka.model.build import LossModel
+    from duoka.model.experts import use_own_experts
     from duoka.parallel.apply import parallelize
     from duoka.train.step import optimizer_step
 
     model = adapt_of(case)(build_model(case))
+    use_own_experts(getattr(model, "get_base_model", lambda: model)())
     (getattr(model, "get_base_model", lambda: model)()).set_attn_implementation(register_attention())
     layout = replace(layout, recompute=case.recompute, packing=case.packing)
     engine = parallelize(LossModel(model).train(), layout, ParallelConfig(strategy=layout.strategy), mesh)
@@ -180,15 +216,25 @@ def learn_together(case, layout, mesh):
     def whole(tensor):
         return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
 
-    engine.forward_backward(batch, Likelihood())
+    find_objective = objective_of(case, engine)
+    engine.forward_backward(batch, find_objective(batch))
     gradients = {name: whole(p.grad) for name, p in engine.named_trainable().items()}
     engine.zero_grad(optimizer)
-    for _ in range(STEPS):
-        result = optimizer_step(engine, optimizer, batch, Likelihood(), clip=CLIP)
+    for _ in range(steps):
+        result = optimizer_step(engine, optimizer, batch, find_objective(batch), clip=CLIP)
         losses.append(result.loss)
         norms.append(result.norm)
     weights = {name: whole(p) for name, p in engine.named_trainable().items()}
     return Learned(losses, norms, gradients, weights)
+
+
+def objective_of(case, engine):
+    from duoka.config.schema import RunConfig
+    from duoka.train.balance import build_objective
+
+    train = {"router_aux_loss": case.balance}
+    config = RunConfig.model_validate({"model": "demo", "data": {"train": ["identity"]}, "train": train})
+    return build_objective(config, engine, Likelihood())
 
 
 def distance(found, wanted):

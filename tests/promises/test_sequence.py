@@ -46,11 +46,6 @@ def test_two_ranks_that_share_rows_equal_the_oracle():
     run_world(2, compare_all, [("ddp1·sp2", list(CASES)), ("fsdp1·sp2", SOME), ("zero1x1·sp2", SOME[:2])])
 
 
-def test_experts_learn_alike_under_each_strategy():
-    """Of the engine: a run refuses mixtures of experts still."""
-    run_world(2, compare_all, [(name, [case for case in CASES if "experts" in case]) for name in ("ddp2", "fsdp2")])
-
-
 def test_four_ranks_that_share_rows_and_state_equal_the_oracle():
     run_world(4, compare_all, [("fsdp2·sp2", WIDE_ONES[:2]), ("ddp1·sp4", WIDE_ONES[2:3])])
 

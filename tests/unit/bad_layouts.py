@@ -15,5 +15,16 @@ LAYOUT_CONTRADICTIONS = {
     "tensor-with-packed-weights": "data: {train: [identity]}\n\n"
     "model: {name: demo, quantization: nf4}\nlora: {rank: 2}\nparallel: {tensor: 2}\n",
     "tensor-with-compile": HEAD + "train: {compile: true}\nparallel: {tensor: 2}\n",
+    "expert-with-one-process": HEAD + "parallel: {expert: 2, strategy: single}\n",
+    "expert-with-ddp": HEAD + "parallel: {expert: 2, strategy: ddp}\n",
+    "expert-with-ddp-settings": HEAD + "parallel: {expert: 2, bucket_mb: 5.0}\n",
+    "expert-with-other-axes": HEAD + "parallel: {expert: 2, tensor: 2}\n",
+    "expert-with-compress": HEAD + "parallel: {expert: 2, strategy: fsdp, compress: bf16}\n",
+    "expert-with-optimizer": HEAD + "optim: {name: adafactor}\nparallel: {expert: 2}\n",
+    "expert-with-adapted-experts": HEAD + "parallel: {expert: 2}\nlora: {rank: 2}\n",
+    "expert-with-packed-weights": "data: {train: [identity]}\n\n"
+    "model: {name: demo, quantization: nf4}\nlora: {rank: 2, targets: [q_proj]}\nparallel: {expert: 2}\n",
+    "expert-with-compile": HEAD + "train: {compile: true}\nparallel: {expert: 2}\n",
+    "expert-with-offload": HEAD + "parallel: {expert: 2, offload: params, strategy: fsdp}\n",
     "tensor-with-offloaded-params": HEAD + "parallel: {tensor: 2, offload: params, strategy: fsdp}\n",
 }

@@ -122,6 +122,7 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("weight_decay", 0.1, {}, "optim.weight_decay", 0.1),
     ("max_grad_norm", 0.5, {}, "optim.clip", 0.5),
     ("label_smoothing_factor", 0.1, {}, "train.label_smoothing", 0.1),
+    ("moe_aux_loss_coef", 0.01, {}, "train.router_aux_loss", 0.01),
     ("adam_beta1", 0.8, {}, "optim.betas", (0.8, 0.999)),
     ("adam_beta2", 0.95, {}, "optim.betas", (0.9, 0.95)),
     ("adam_epsilon", 1e-6, {}, "optim.eps", 1e-6),

@@ -358,18 +358,6 @@ def test_estimates_grow_with_tokens_and_shrink_with_recompute():
     assert math.isfinite(peak(micro_batch="1 tokens"))
 
 
-def test_a_mixture_of_experts_is_planned_and_said_not_to_be_trained_yet():
-    shape = shape_from_config(
-        {
-            "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "vocab_size": 512, "num_experts": 8, "num_experts_per_tok": 2,
-        }
-    )  # fmt: skip
-    plan = make_plan(config(), shape, CPU, 1)
-    assert plan.verdict == "fits"
-    assert "doesn't train them yet" in str(plan.refusal())
-
-
 def test_what_auto_became_is_written_beside_it_and_auto_stays(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model: demo\ndata: {train: [identity]}\n", encoding="utf-8")

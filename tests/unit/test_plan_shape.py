@@ -58,6 +58,8 @@ CASES = [
     ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}),
     ("glm4_moe", {"n_routed_experts": 4, "use_qk_norm": True, "head_dim": 16}),
     ("glm4_moe", {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 2}),
+    ("deepseek_v2", {"n_routed_experts": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "first_k_dense_replace": 1}),
+    ("deepseek_v2", {"n_routed_experts": 8, "q_lora_rank": None, "kv_lora_rank": 16, "mlp_bias": True}),
     ("deepseek_v3", {"n_routed_experts": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "first_k_dense_replace": 1}),
     ("deepseek_v3", {"n_routed_experts": 8, "q_lora_rank": None, "kv_lora_rank": 16, "v_head_dim": 12}),
 ]

@@ -67,7 +67,7 @@ def dry_run(config: RunConfig, facts: Mapping[str, Any], layout: Layout, sizes: 
 
     Raises ValueError for layouts with further axes, and for packed bases.
     """
-    if layout.tp > 1 or layout.pp > 1:
+    if layout.tp > 1 or layout.pp > 1 or layout.ep > 1:
         raise ValueError(
             f"{layout.name} is planned only: a dry run walks through data ranks, and not along its axes yet"
         )

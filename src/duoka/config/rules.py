@@ -10,6 +10,7 @@ import os
 
 from duoka.config.catalog import leaves
 from duoka.config.rule import Rule, names_of
+from duoka.config.rules_expert import EXPERT_RULES
 from duoka.config.rules_model import MODEL_RULES
 from duoka.config.rules_optim import OPTIM_RULES
 from duoka.config.rules_parallel import PARALLEL_RULES
@@ -217,6 +218,7 @@ RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *PARALLEL_RULES,
     *TENSOR_RULES,
+    *EXPERT_RULES,
     *PIPELINE_RULES,
     *TEXT_RULES,
     *STAGE_RULES,

@@ -253,6 +253,11 @@ class TrainConfig(Section):
         description="dft: each target's loss is weighted with the probability that the model gives it (training only).",
     )
     label_smoothing: Share = Field(0.0, description="Share of each target that all tokens get alike, in training.")
+    router_aux_loss: Literal["auto"] | Annotated[Number, Field(ge=0.0)] = Field(
+        "auto",
+        description="Mixtures of experts: the weight of the loss that evens out the experts' load, over the whole "
+        "global batch; auto: what the model's config.json asks for, which is 0 unless it says output_router_logits.",
+    )
     rehearse: bool | Literal["auto"] = Field(
         "auto", description="Try the largest micro-batch before the first step; auto: on GPUs. Changes no result."
     )

@@ -67,6 +67,11 @@ class ParallelConfig(Section):
     sequence: Annotated[Whole, Field(ge=1)] = Field(
         1, description="Sequence (context) parallelism: how many ranks share each sequence."
     )
+    expert: Annotated[Whole, Field(ge=1)] = Field(
+        1,
+        description="Expert parallelism: how many of the ranks that add gradients share the experts of a mixture; "
+        "tokens travel to the ranks that have theirs. It takes no ranks more.",
+    )
     reshard: bool = Field(
         True, description="FSDP, HSDP: give gathered weights back after each layer's forward pass, gather them again."
     )

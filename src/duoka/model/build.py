@@ -25,6 +25,7 @@ from duoka.model.attention import Documents, SequenceExchange, register_attentio
 from duoka.model.chunks import Places
 from duoka.model.drawing import check_harmless, has_drawn, read_generators
 from duoka.model.dropout import count_dropout
+from duoka.model.experts import use_own_experts
 from duoka.model.freeze import apply_train_only
 from duoka.model.head import (
     apply_head,
@@ -87,6 +88,8 @@ def load_model(request: ModelRequest) -> torch.nn.Module:
             )
             if packing is not None:
                 compute_in(model, dtype, packing)
+            if request.attention == "duoka":
+                use_own_experts(model)
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"the model in {folder} could not be loaded: {reason}") from error

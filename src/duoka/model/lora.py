@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,7 +70,18 @@ def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int, earlier: Ea
         target_modules="all-linear" if lora.targets == "all" else list(lora.targets),
         bias="none",
     )
-    adapted = peft.get_peft_model(model, settings)
+    with warnings.catch_warnings():
+        # PEFT knows of experts that it could adapt, and warns where it was not asked to.
+        warnings.filterwarnings("ignore", message=r".*(rank|alpha)_pattern keys did not match", category=RuntimeWarning)
+        try:
+            adapted = peft.get_peft_model(model, settings)
+        except ValueError as error:
+            raise ConfigError(
+                f"PEFT puts no such adapters on this model: {str(error).strip().splitlines()[0]}",
+                fix="write:   targets: [q_proj, k_proj, v_proj, o_proj]   or other linear layers of the model",
+            ) from error
+    if experts := adapted_experts(adapted):
+        _check_experts(experts, lora, earlier)
     keep_earlier(adapted, earlier)
     if any(parameter.is_meta for parameter in adapted.parameters()):
         return adapted
@@ -106,6 +118,26 @@ def keep_earlier(adapted: torch.nn.Module, earlier: Earlier | None, held: dict[s
     """Leave with the model what lies below its adapter, and the names of all that is part of it."""
     setattr(adapted, EARLIER, earlier)
     setattr(adapted, HELD, (held or {}) | (earlier.held() if earlier else {}))
+
+
+def adapted_experts(adapted: torch.nn.Module) -> list[str]:
+    """Names of PEFT's wrappers of single tensors: experts of a mixture, which are no linear layers, and its routers."""
+    return [name for name, module in adapted.named_modules() if hasattr(module, "lora_A") and _wraps_tensor(module)]
+
+
+def _wraps_tensor(module: torch.nn.Module) -> bool:
+    return getattr(module, "parameter_name", None) is not None and not _is_linear(module.get_base_layer())  # type: ignore[operator]
+
+
+def _check_experts(names: list[str], lora: LoraConfig, earlier: Earlier | None) -> None:
+    """What is not there for adapters of tensors that hold a matrix for each expert."""
+    wish = "lora.init: pissa" if lora.init == "pissa" else "lora.adapter and lora.merge" if earlier is not None else ""
+    if wish:
+        raise ConfigError(
+            f"{wish} works on linear layers, and lora.targets takes in experts or a router",
+            where=f"{names[0]} (and {len(names) - 1} more)",
+            fix="write:   targets: [q_proj, k_proj, v_proj, o_proj]",
+        )
 
 
 def adapted_modules(adapted: torch.nn.Module) -> dict[str, bool]:

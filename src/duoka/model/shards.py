@@ -20,6 +20,8 @@ from duoka.model.adapters import Earlier
 from duoka.model.attention import register_attention
 from duoka.model.box import Box
 from duoka.model.build import quiet_loading
+from duoka.model.expert_files import ExpertFiles
+from duoka.model.experts import use_own_experts
 from duoka.model.freeze import apply_train_only
 from duoka.model.lora import adapted_modules, apply_lora, begin_adapter, is_adapter, keep_starts
 from duoka.model.pissa import PissaStarts, check_untied
@@ -40,6 +42,7 @@ class WeightSource:
     dtype: torch.dtype | None = None  # that the model is built in
     earlier: Earlier | None = None
     _open: dict[str, Any] = field(default_factory=dict)
+    _joined: dict[tuple[str, int], ExpertFiles | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path, seed: int) -> WeightSource | None:
@@ -55,8 +58,25 @@ class WeightSource:
         """True when `read` will find a tensor of this shape under the module's parameter `name`."""
         if is_adapter(name):
             return True
+        stored = self._in_files(name)
+        if stored in self.files:
+            return self._shape_of(stored) == tuple(shape)
+        experts = self._experts(stored, shape)
+        return experts is not None and experts.fits(shape, self._shape_of)
+
+    def _shape_of(self, stored: str) -> tuple[int, ...]:
+        return tuple(self._file(stored).get_slice(stored).get_shape())
+
+    def _in_files(self, name: str) -> str:
+        """The name of a parameter or a buffer in the files; Mixtral's have another one for the router."""
         stored = stored_name(name)
-        return stored in self.files and tuple(self._file(stored).get_slice(stored).get_shape()) == tuple(shape)
+        other = stored.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+        return other if stored not in self.files and other in self.files else stored
+
+    def _experts(self, stored: str, shape: torch.Size) -> ExpertFiles | None:
+        if (stored, len(shape)) not in self._joined:
+            self._joined[stored, len(shape)] = ExpertFiles.of(stored, self.files, shape[0]) if len(shape) == 3 else None
+        return self._joined[stored, len(shape)]
 
     def read(self, name: str, shape: torch.Size, box: Box | None = None) -> torch.Tensor:
         """What lies in `box` of the tensor, by default all of it; of a file, only these bytes are read."""
@@ -65,7 +85,9 @@ class WeightSource:
             if self.starts is not None:
                 return self.starts.values(name)[box.slices].clone()  # training works in place, and starts must stay
             return begin_adapter(name, shape, self.seed, self.earlier)[box.slices]
-        stored = stored_name(name)
+        stored = self._in_files(name)
+        if stored not in self.files and (experts := self._experts(stored, shape)) is not None:
+            return experts.read(shape, box, lambda one, part: self._file(one).get_slice(one)[part])
         file = self._file(stored)
         values: torch.Tensor = file.get_slice(stored)[box.slices] if shape else file.get_tensor(stored)
         module = stored.removesuffix(".weight")
@@ -120,9 +142,10 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
         core = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="duoka", trust_remote_code=trust_remote_code
         )
+    use_own_experts(core)
     if (folder / "generation_config.json").is_file():
         core.generation_config = GenerationConfig.from_pretrained(folder)
-    if not _fill_buffers(core):
+    if not _fill_buffers(core) or not _read_buffers(core, source):
         return None
     if train_only is not None:
         apply_train_only(core, train_only)
@@ -160,3 +183,15 @@ def _fill_buffers(core: torch.nn.Module) -> bool:
                 core._init_weights(module)  # type: ignore[operator]
             filled += [value for name in on_meta if (value := module._buffers[name]) is not None]
     return all(not bool(buffer.isnan().any()) for buffer in filled)
+
+
+def _read_buffers(core: torch.nn.Module, source: Weights) -> bool:
+    """Buffers that are a part of the model (a router's bias) have the files' values; False if these are not there."""
+    saved = core.state_dict(keep_vars=True)
+    for name, buffer in core.named_buffers():
+        if name not in saved:
+            continue
+        if isinstance(source, DrawnWeights) or not source.knows(name, buffer.shape):
+            return False
+        buffer.copy_(source.read(name, buffer.shape))
+    return True

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from duoka.model.experts import NAME, use_own_experts
+
 VOCABULARY, SPECIAL = 64, 8  # ids of special tokens are below the second number
 _HIDDEN, _HEADS, _HEAD_DIM = 64, 4, 16
 
@@ -82,6 +84,8 @@ def build_tiny(config: Any, attention: str, *, trust_remote_code: bool = False) 
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
+    if attention.startswith(NAME):  # beside "eager", which is all transformers'
+        use_own_experts(model)
     numbers = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -54,7 +54,7 @@ def _build_groups(
     named: Mapping[str, torch.nn.Parameter], optim: OptimConfig, roles: Mapping[str, Role], b_lr_ratio: float
 ) -> list[dict[str, Any]]:
     """Parameter groups, in the order of their first member; `scale` is a group's rate as a share of optim.lr."""
-    groups: dict[tuple[float, float, str, bool], list[torch.nn.Parameter]] = {}
+    groups: dict[tuple[float, float, str, Any], list[torch.nn.Parameter]] = {}
     for name, parameter in named.items():
         role = roles.get(name, "matrix" if parameter.ndim == 2 else "vector")
         kind = "muon" if optim.name == "muon" and role == "matrix" else "adamw"
@@ -64,12 +64,13 @@ def _build_groups(
         decay = optim.weight_decay if parameter.ndim >= 2 else 0.0
         scale = 1.0 if rate is None else rate / optim.lr
         scale *= b_lr_ratio if ".lora_B." in name else 1.0
-        # One call of a fused kernel takes parts of tensors or whole ones: tensor parallelism has both.
-        groups.setdefault((scale, decay, kind, isinstance(parameter, DTensor)), []).append(parameter)
+        # One call of a fused kernel takes whole tensors, or parts of them over the same ranks: axes make several kinds.
+        lies = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+        groups.setdefault((scale, decay, kind, lies), []).append(parameter)
     # A stage of a pipeline may train nothing, and torch wants a group.
     return [
         {"params": members, "weight_decay": decay, "scale": scale, "kind": kind, "lr": optim.lr * scale}
-        for (scale, decay, kind, _), members in (groups or {(1.0, 0.0, "adamw", False): []}).items()
+        for (scale, decay, kind, _), members in (groups or {(1.0, 0.0, "adamw", None): []}).items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""The one fixed order of making a model parallel: pipeline, tensor, sequence, fused, recompute, compile, data.
+"""The one fixed order of making a model parallel: pipeline, tensor, expert, sequence, fused, recompute, compile, data.
 
 For `duoka train`, whose model is a LossModel, and for any module that people's own loops bring (duoka.Accelerator).
 What is in brackets arrives with later parts, at its place in STEPS. A new way to share the work is an engine in a file
@@ -22,6 +22,7 @@ from duoka.model.shards import Weights
 from duoka.parallel.ddp import Ddp
 from duoka.parallel.dp import DataParallel
 from duoka.parallel.engine import Engine, EngineSpec
+from duoka.parallel.expert import share_experts
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.pipeline import Pipeline
 from duoka.parallel.recompute import apply_recompute
@@ -74,9 +75,14 @@ def _cut(spec: EngineSpec) -> None:
     cut_matrices(spec.bare, spec.mesh)
 
 
+def _share_experts(spec: EngineSpec) -> None:
+    share_experts(find_core(spec.bare), spec.mesh)
+
+
 STEPS = (
     Step("pipeline", lambda spec: spec.layout.pp > 1, _cut_stages),
     Step("tensor", lambda spec: spec.layout.tp > 1, _cut),
+    Step("expert", lambda spec: spec.layout.ep > 1, _share_experts),
     Step("sequence", lambda spec: spec.layout.sp > 1, _share_sequences),
     Step("fused", lambda spec: isinstance(spec.bare, LossModel) and not spec.layout.compile, _fuse),
     Step("recompute", lambda spec: spec.layout.recompute != "none", _recompute),

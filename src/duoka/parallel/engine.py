@@ -28,6 +28,7 @@ from duoka.optim.clip import clip_gradients
 from duoka.optim.muon import Sharing, WholeMatrices
 from duoka.optim.spread import Groups, spread_of
 from duoka.parallel import inject
+from duoka.parallel.expert import is_shared_expert, sum_copies
 from duoka.parallel.gpu_clock import GpuClock
 from duoka.parallel.matrices import RowMatrices
 from duoka.parallel.mesh import Mesh
@@ -135,6 +136,11 @@ class Engine:
         names = set(parts_of_gradients(named_part(self.bare)))
         return [parameter for name, parameter in self._trainable.items() if name in names]
 
+    @cached_property
+    def _experts(self) -> list[torch.nn.Parameter]:
+        """Trained experts of which each rank of the expert axis has some."""
+        return [parameter for parameter in self._trainable.values() if is_shared_expert(parameter)]
+
     def count_parameters(self) -> tuple[int, int]:
         """(all, trained) of the whole model, shared ones once."""
         return count_parameters(named_part(self.bare))
@@ -175,6 +181,7 @@ class Engine:
             rejoined = self.rejoin(sums.shortage, batch, objective)
             return replace(sums, shortage=replace(sums.shortage, rejoined=rejoined))
         sum_parts(self._parts, self.mesh.tensor)
+        sum_copies(self._experts, self.mesh.expert_copies)
         times = sums.times
         overlapped_s = min(LEDGER.overlapped_s(), times.backward_s)
         times.wait_s += overlapped_s
@@ -286,7 +293,7 @@ class Engine:
 
         As where ranks compute a layer together: the others wait in the middle of it.
         """
-        return self.mesh.tensor.size == 1
+        return self.mesh.tensor.size * self.mesh.experts.size == 1
 
     def rehearse(self, micro: Batch, objective: Objective, *, is_last: bool = True) -> None:
         """A pass with a step's last exchange or one before it; its random numbers are drawn again.

@@ -27,6 +27,8 @@ from duoka.comm.world import World, keep_group
 from duoka.plan.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "sp", "tp")
+# Of a mesh of its own, over the same ranks: those whose gradients are added, as copies of groups that share experts.
+EXPERT_AXIS = "ep"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Mesh:
     pipeline: World = field(default_factory=World)  # whose layers make a whole model
     sequence: World = field(default_factory=World)  # who has the other stretches of the same rows
     tensor: World = field(default_factory=World)  # whose parts of each matrix make a whole layer
+    experts: World = field(default_factory=World)  # who has the other experts of each layer
+    expert_copies: World = field(default_factory=World)  # who has the same experts, and saw other tokens
     copy_axes: tuple[str, ...] = ("replicate", "sp")
 
     @property
@@ -60,6 +64,13 @@ class Mesh:
         sizes = {**self.sizes, "shard": self.sizes["shard"] * self.sizes["sp"], "sp": 1}
         names = tuple(axis for axis in AXES if axis == "shard" or sizes[axis] > 1)
         return init_device_mesh(self.everyone.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """(copies, ep): neighbors share the experts. All ranks ask at once."""
+        sizes = self.expert_copies.size, self.experts.size
+        names = ("expert_copies", EXPERT_AXIS)
+        return init_device_mesh(self.everyone.device.type, sizes, mesh_dim_names=names)
 
     @property
     def sharding(self) -> DeviceMesh:
@@ -118,6 +129,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
     sequence = view("sequence", "sp")
     if layout.sp > 1:
         sequence = replace(sequence, group=_group_over(world, sizes, place, ("sp",), is_new=True))
+    experts, expert_copies = _expert_views(world, layout.ep)
     # Where weights are sharded, the ranks of a sequence hold different parts of them.
     copy_axes = ("replicate",) if layout.is_sharded else ("replicate", "sp")
     return Mesh(
@@ -130,8 +142,28 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         pipeline=view("pipeline", "pp"),
         sequence=sequence,
         tensor=view("tensor", "tp"),
+        experts=experts,
+        expert_copies=expert_copies,
         copy_axes=copy_axes,
     )
+
+
+def _expert_views(world: World, size: int) -> tuple[World, World]:
+    """(who shares experts, who has the same ones). Groups of their own: tokens travel between gradients."""
+    if size == 1:
+        return World(), World()
+    ranks = range(world.size)
+    sharing = [[rank for rank in ranks if rank // size == group] for group in range(world.size // size)]
+    copies = [[rank for rank in ranks if rank % size == place] for place in range(size)]
+    found = []
+    for name, groups in (("experts", sharing), ("expert_copies", copies)):
+        for members in groups:
+            if len(members) == 1:
+                continue
+            group = keep_group(dist.new_group(members))
+            if world.rank in members:
+                found.append(replace(world, rank=members.index(world.rank), size=len(members), group=group, name=name))
+    return found[0], found[1] if len(found) > 1 else World()
 
 
 def _rank_at(sizes: Mapping[str, int], place: Mapping[str, int]) -> int:

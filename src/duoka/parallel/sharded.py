@@ -29,6 +29,7 @@ from duoka.model.layers import find_blocks, find_layers, is_transformer
 from duoka.optim.muon import Sharing
 from duoka.optim.spread import Groups
 from duoka.parallel.engine import Engine, EngineSpec
+from duoka.parallel.expert import is_shared_expert
 from duoka.parallel.fill import fill_weights
 from duoka.parallel.fsdp_comm import LayerBuffers, count_traffic
 from duoka.parallel.matrices import OwnedMatrices
@@ -105,13 +106,13 @@ def apply_sharded(
 ) -> FSDPModule:
     """Shard in place: each layer, the embedding and an untied head are units; the rest is the root's.
 
-    Parameters named in `apart` stay whole on every rank, and their owners exchange their gradients.
+    Left out: parameters named in `apart`, whose owners exchange gradients, and experts that ranks share out.
     """
     core = find_core(bare)
     keeps_weights = layout.strategy in ("zero1", "zero2")
     # Where weights stay whole, a frozen base is never exchanged at all.
     ignored = {p for p in bare.parameters() if not p.requires_grad} if keeps_weights else set()
-    ignored |= {p for name, p in named_part(bare).named_parameters() if name in apart}
+    ignored |= {p for name, p in named_part(bare).named_parameters() if name in apart or is_shared_expert(p)}
     _bring(ignored, mesh.everyone.device)
     half, reduced = HALF.get(layout.precision), HALF.get(parallel.compress, torch.float32)
     # Layers compute in half precision from half-precision copies; the residual stream that the embedding begins, and

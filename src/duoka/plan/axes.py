@@ -13,7 +13,7 @@ from duoka.errors import Fault
 from duoka.plan.layout import AXES, TRAINABLE_AXES, Layout
 from duoka.plan.sizes import ModelShape
 
-KEYS = {"tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequence"}
+KEYS = {"tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequence", "ep": "parallel.expert"}
 
 
 def axes_of(parallel: ParallelConfig) -> dict[str, int]:
@@ -80,8 +80,8 @@ def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:
             )
         ]
     inner = math.prod(used.values())
-    if not used or world_size % inner == 0:
-        return []
+    if world_size % inner == 0:
+        return _check_expert_ranks(parallel, world_size)
     words = " x ".join(f"{KEYS[axis]} {size}" for axis, size in used.items())
     how = f"{words} is {inner} processes" if len(used) > 1 else f"{words} takes {inner} processes"
     return [
@@ -94,8 +94,50 @@ def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:
     ]
 
 
+def _check_expert_ranks(parallel: ParallelConfig, world_size: int) -> list[Fault]:
+    """Experts are shared by some of the ranks that share state, those of a sequence among them."""
+    ranks, what = world_size // (parallel.tensor * parallel.pipeline), "ranks that add their gradients"
+    if parallel.strategy == "hsdp" and parallel.shard_ranks:
+        ranks, what = parallel.shard_ranks * parallel.sequence, "ranks that share a copy of the model"
+    if ranks % parallel.expert == 0:
+        return []
+    return [
+        Fault(
+            f"parallel.expert is {parallel.expert}, and it shares experts among the {ranks} {what}: no multiple of it",
+            key=KEYS["ep"],
+            fix=f"write:   {_nearest_sizes('expert', parallel.expert, ranks)}",
+        )
+    ]
+
+
+def _nearest_sizes(key: str, asked: int, common: int) -> str:
+    """Up to three divisors of `common`, the nearest first."""
+    fitting = [size for size in range(1, common + 1) if common % size == 0]
+    fitting.sort(key=lambda size: abs(math.log2(size / asked)))
+    return "   or   ".join(f"{key}: {size}" for size in fitting[:3])
+
+
+def _check_experts(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
+    size = parallel.expert
+    if size == 1:
+        return []
+    if shape.experts is None:
+        what = f"parallel.expert is {size}, and {shape.model_type} is no mixture of experts"
+        return [Fault(what, key=KEYS["ep"], fix="delete expert")]
+    count = shape.experts.num_experts
+    if count % size == 0:
+        return []
+    fix = _nearest_sizes("expert", size, math.gcd(count, world_size))
+    what = f"parallel.expert is {size}, and the model has {count} experts: no multiple of it"
+    return [Fault(what, key=KEYS["ep"], fix=f"write:   {fix}")]
+
+
 def check_shape(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
     """Axes that this model's sizes do not allow, with up to three that they do."""
+    return _check_tensor(parallel, shape, world_size) + _check_experts(parallel, shape, world_size)
+
+
+def _check_tensor(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
     tensor = parallel.tensor
     sizes = {
         "heads": shape.num_heads,

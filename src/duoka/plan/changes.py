@@ -56,15 +56,15 @@ def _tries(task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
             if tokens >= length:
                 micro = Amount(tokens, "tokens")
                 yield f'train.micro_batch: "{tokens} tokens"', task, replace(layout, micro=micro)
-    if not layout.compile and work.device == "cuda":
+    if not layout.compile and work.device == "cuda" and layout.ep == 1:
         yield "train.compile: true", task, replace(layout, compile=True)
     if layout.dp > 1 and not layout.axes:
         for strategy in ("ddp", "zero1", "zero2", "fsdp"):
-            if strategy != layout.strategy:
+            if strategy != layout.strategy and (layout.ep == 1 or strategy != "ddp"):
                 shard = 1 if strategy == "ddp" else layout.dp
                 how = replace(layout, strategy=strategy, shard=shard, offload="none")
                 yield f"parallel.strategy: {strategy}", task, how
-    if layout.offload == "none" and work.device == "cuda":
+    if layout.offload == "none" and work.device == "cuda" and layout.ep == 1:
         yield "parallel.offload: optimizer", task, replace(layout, offload="optimizer")
     if work.may_have_adapters:
         yield "lora: {rank: 8}", replace(task, work=replace(work, lora=LoraConfig())), layout
@@ -103,7 +103,7 @@ def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_byte
         tries.append(
             ("strategy: fsdp and recompute: full", task, replace(fsdp, micro=smallest.micro, recompute="full"))
         )
-    if layout.offload == "none" and task.work.device == "cuda" and not layout.axes:
+    if layout.offload == "none" and task.work.device == "cuda" and not layout.axes and layout.ep == 1:
         tries.append(("parallel.offload: optimizer", task, replace(layout, offload="optimizer")))
         if layout.is_sharded:
             tries.append(("parallel.offload: params", task, replace(layout, offload="params")))

@@ -135,7 +135,7 @@ def choose_layout(
         virtual=stages_per_rank(config.parallel),
     )
     if given is not None:
-        axes = {"dp": given.dp, "shard": given.shard, "tp": given.tp, "pp": given.pp, "sp": given.sp}
+        axes = {"dp": given.dp, "shard": given.shard, "tp": given.tp, "pp": given.pp, "sp": given.sp, "ep": given.ep}
         layout = replace(layout, strategy=given.strategy, **axes)  # type: ignore[arg-type]
         if not given.is_trainable:
             warnings.append(f"{given.name} is planned only: this version of duoka does not train with it yet")
@@ -144,6 +144,7 @@ def choose_layout(
     if given is None:
         local = data_ranks(config.parallel, local_size or world_size) or 1
         layout = _with_strategy(config, task, layout, available_bytes, local, reasons)
+        layout = replace(layout, ep=config.parallel.expert)
     if layout.sp > 1:
         reasons["parallel.sequence"] = f"{layout.sp}, {why_exchange(task.work.shape.num_heads // layout.tp, layout.sp)}"
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
@@ -189,6 +190,9 @@ def _with_strategy(
             "single: one process" if model == 1 else f"single: one model over {model} processes"
         )
         return layout
+    if config.parallel.expert > 1:
+        reasons["parallel.strategy"] = f"fsdp: {adding} processes share all but the experts, which parallel.expert does"
+        return replace(layout, strategy="fsdp", shard=size)
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
     if layout.tp > 1:  # ddp adds up gradients of whole tensors, and takes none that is cut
         whole = replace(smallest, strategy="zero1", shard=size)

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+# What configs call the number of experts.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 @dataclass(frozen=True)
 class ExpertKeys:
@@ -157,6 +160,15 @@ FAMILIES: dict[str, Family] = {
         defaults={
             "num_key_value_heads": 8, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v2": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", latent=True,
+        experts=ExpertKeys("n_routed_experts", shared="count", dense="first"),
+        defaults={
+            "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1407,
+            "first_k_dense_replace": 0, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128, "v_head_dim": 128,
         },
     ),
     "deepseek_v3": Family(

@@ -18,14 +18,14 @@ def fewest_ranks(task: Task, layout: Layout, strategy: Strategy, available_bytes
     """Of data ranks with `available_bytes` each; None: no number up to `MOST_RANKS` is enough.
 
     Each computes one sample of the greatest length at a time and recomputes every layer; nothing is offloaded. Axes
-    are those of `layout`.
+    are those of `layout`, but for experts, which lie as all else does.
     """
 
     def fits(ranks: int) -> bool:
         shard = 1 if strategy in ("single", "ddp") else ranks
         frugal = replace(
             layout, strategy=strategy, dp=ranks, shard=shard, recompute="full", offload="none",
-            micro=Amount(task.max_length, "tokens"), sp=1 if strategy == "single" else layout.sp,
+            micro=Amount(task.max_length, "tokens"), sp=1 if strategy == "single" else layout.sp, ep=1,
         )  # fmt: skip
         length = task.max_length // task.sequences
         memory = estimate_memory(task.work, frugal, task.max_length, later=task.max_length, length=length)

@@ -31,7 +31,8 @@ class Layout:
     """`dp` data ranks, each computing micro-batches of `micro` in `precision`; `shard` of them hold one copy.
 
     A data rank is `tp` ranks that cut every matrix, times `pp` that cut the stack of layers, times `sp` that cut
-    every sequence. Each of the `pp` has `virtual` stages, and goes through them as `schedule` says.
+    every sequence. Of the ranks that add gradients, `ep` neighbors share the experts of a mixture, and are no
+    ranks more. Each of the `pp` has `virtual` stages, and goes through them as `schedule` says.
     """
 
     dp: int = 1
@@ -46,12 +47,14 @@ class Layout:
     tp: int = 1
     pp: int = 1
     sp: int = 1
+    ep: int = 1
     schedule: Schedule = "1f1b"
     virtual: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.sp) < 1:
-            raise ValueError(f"an axis has at least one rank, got tp {self.tp}, pp {self.pp}, sp {self.sp}")
+        if min(self.tp, self.pp, self.sp, self.ep) < 1:
+            sizes = f"tp {self.tp}, pp {self.pp}, sp {self.sp}, ep {self.ep}"
+            raise ValueError(f"an axis has at least one rank, got {sizes}")
         if self.dp < 1:
             raise ValueError(f"a layout needs at least one replica, got {self.dp}")
         if self.strategy in ("single", "dp") and self.dp != 1:
@@ -65,6 +68,7 @@ class Layout:
     def name(self) -> str:
         """Short, for lines and folders: single, ddp2, fsdp8·tp2, zero1x4, hsdp2x4 (replicas x ranks that share one)."""
         axes = "".join(f"·{axis}{size}" for axis, size in self.axes.items())
+        axes += f"·ep{self.ep}" if self.ep > 1 else ""
         if self.strategy in ("single", "dp"):
             return self.strategy + axes
         if self.strategy == "hsdp":
@@ -113,6 +117,7 @@ class Layout:
             "offload": self.offload,
             "compile": self.compile,
             **self.axes,
+            **({"ep": self.ep} if self.ep > 1 else {}),
             **({"schedule": self.schedule, "virtual": self.virtual} if self.pp > 1 else {}),
         }
 
@@ -134,6 +139,7 @@ class Layout:
             tp=int(raw.get("tp", 1)),
             pp=int(raw.get("pp", 1)),
             sp=int(raw.get("sp", 1)),
+            ep=int(raw.get("ep", 1)),
             schedule=cast(Schedule, raw.get("schedule", "1f1b")),
             virtual=int(raw.get("virtual", 1)),
         )
@@ -152,9 +158,9 @@ def parse_layout(text: str) -> Layout:
         raise ValueError(f"{text!r} is no layout; write for example fsdp8, hsdp2x8, zero1x4 or ddp8.tp4.pp12")
     axes: dict[str, int] = {}
     for part in rest:
-        axis = re.match(r"^(tp|pp|sp)(\d+)$", part)
+        axis = re.match(r"^(tp|pp|sp|ep)(\d+)$", part)
         if not axis or axis.group(1) in axes:
-            raise ValueError(f"{part!r} of {text!r} is no axis; tp2, pp4 and sp2 are, each once")
+            raise ValueError(f"{part!r} of {text!r} is no axis; tp2, pp4, sp2 and ep2 are, each once")
         axes[axis.group(1)] = int(axis.group(2))
     strategy = "fsdp" if found["strategy"] == "zero3" else found["strategy"]
     size, second = int(found["first"] or 1), found["second"]
@@ -162,8 +168,13 @@ def parse_layout(text: str) -> Layout:
         raise ValueError(f"{text!r}: hsdp2x8 is 2 copies, each shared by 8 ranks; other strategies have one number")
     dp = size * int(second) if second else size
     shard = int(second) if second else dp if strategy in SHARDED else 1
-    tp, pp, sp = (axes.get(axis, 1) for axis in AXES)
-    return Layout(dp=dp, strategy=cast(Strategy, strategy), shard=shard, tp=tp, pp=pp, sp=sp)
+    tp, pp, sp, ep = (axes.get(axis, 1) for axis in (*AXES, "ep"))
+    layout = Layout(dp=dp, strategy=cast(Strategy, strategy), shard=shard, tp=tp, pp=pp, sp=sp, ep=ep)
+    if ep > 1 and (not layout.is_sharded or layout.state_ranks % ep or tp * pp > 1):
+        raise ValueError(
+            f"{text!r}: experts are shared by ranks that share state (fsdp4.ep2), beside a sequence axis and no other"
+        )
+    return layout
 
 
 def complete_layout(text: str, world_size: int) -> Layout:

@@ -52,10 +52,16 @@ def model_lines(plan: Plan) -> list[str]:
         kind = f"LoRA rank {work.lora.rank}, {work.num_trainable / shape.num_parameters:.2%} beside the model"
     if work.train_only is not None:
         kind = f"some layers only, {work.num_trainable / shape.num_parameters:.2%} of the model"
+    experts = shape.experts
+    mixed = [] if experts is None else [
+        f"         a token passes {format_count(shape.num_active)} of them: {experts.num_active} of "
+        f"{experts.num_experts} experts in each of {experts.num_layers} layers",
+    ]  # fmt: skip
     return [
         f"model    {shape.num_parameters:,} parameters{approximate}: {format_count(shape.num_embedding)} in the "
         f"embedding, {head},",
         f"         {shape.num_layers} layers x {format_count(shape.num_per_layer)} ({shape.model_type})",
+        *mixed,
         f"trained  {work.num_trainable:,} parameters ({kind})",
     ]
 

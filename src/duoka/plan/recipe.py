@@ -122,6 +122,7 @@ class ModelShare:
     frozen: int
     per_layer: int
     block_linear: int
+    experts: int = 0  # parameters of its experts where ranks share these out: in none of the other numbers
 
 
 def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShare, ...]:
@@ -138,6 +139,8 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShar
         per_layer=shape.num_per_layer // tp,
         block_linear=shape.num_block_linear // tp,
     )
+    if layout.ep > 1 and shape.experts is not None:
+        return (_without_experts(work, layout, whole),)
     if pp == 1:
         return (whole,)
     by_rank = _layers_by_rank(work, layout)
@@ -164,6 +167,23 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShar
     held = [ceil(most_in_flight(layout.schedule, pp, layout.virtual, accumulation, rank)) for rank in (0, pp - 1)]
     first = stage(by_rank[0], whole.embedding, whole.embedding, 0, False, held[0])
     return first, stage(by_rank[-1], head, 0, head, True, held[1])
+
+
+def _without_experts(work: Work, layout: Layout, whole: ModelShare) -> ModelShare:
+    """What strategies share out among ranks; each has its experts beside that."""
+    experts = work.shape.experts
+    assert experts is not None
+    each = experts.num_experts * experts.num_parameters_each
+    everywhere = each * experts.num_layers
+    trained = work.lora is None and work.train_only is None
+    return replace(
+        whole,
+        trainable=whole.trainable - (everywhere if trained else 0),
+        frozen=max(0, whole.frozen - (0 if trained else everywhere)),
+        per_layer=whole.per_layer - each,
+        block_linear=whole.block_linear - everywhere,
+        experts=everywhere // layout.ep,
+    )
 
 
 def _layers_by_rank(work: Work, layout: Layout) -> list[int]:
@@ -241,6 +261,11 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         formula = f"4Pt + {4 * copies}Pt + {state:.3g}Pt{note}{axes}"
         own = (4 * train + frozen, 4 * copies * train, int(state * train))
         host = 0
+    if share.experts:
+        trained = work.lora is None and work.train_only is None
+        held = (4 if trained else frozen_size, 4 * trained, state * trained)
+        own = tuple(size + int(each * share.experts) for size, each in zip(own, held, strict=True))  # type: ignore[assignment]
+        formula += f" + {sum(held):.3g} of the experts/{layout.ep}"
     if layout.offload == "optimizer":
         host = int(state * train) // ranks
     return StaticMemory(layout.strategy, *own, formula, host if work.device == "cuda" else 0)
@@ -274,8 +299,8 @@ def _static_of_program(program: Program, layout: Layout, share: ModelShare) -> S
 def static_table(work: Work, layout: Layout) -> tuple[StaticMemory, ...]:
     """Every strategy for the same ranks."""
     ranks = layout.dp
-    rows = [replace(layout, strategy="single", dp=1, shard=1, sp=1, offload="none")]
-    rows += [replace(layout, strategy="ddp", shard=1, offload="none")]
-    rows += [replace(layout, strategy=strategy, shard=ranks, offload="none") for strategy in ("zero1", "zero2", "fsdp")]
+    plain = replace(layout, offload="none", ep=1)
+    rows = [replace(plain, strategy="single", dp=1, shard=1, sp=1), replace(plain, strategy="ddp", shard=1)]
+    rows += [replace(plain, strategy=strategy, shard=ranks) for strategy in ("zero1", "zero2", "fsdp")]
     rows = [layout if row.strategy == layout.strategy else row for row in rows]
     return tuple(static_memory(work, row) for row in [*rows, *([layout] if layout.strategy == "hsdp" else [])])

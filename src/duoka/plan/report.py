@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
 from duoka.config.schema import RunConfig
-from duoka.errors import ConfigError, DoesNotFit, Faults
+from duoka.errors import DoesNotFit, Faults
 from duoka.plan.advice import advice
 from duoka.plan.axes import check_pipeline, check_shape
 from duoka.plan.batch import BatchArithmetic, Steps, count_steps, spread_batch
@@ -110,6 +110,7 @@ class Plan:
             "model": {
                 "type": shape.model_type,
                 "num_parameters": shape.num_parameters,
+                "num_active": shape.num_active,
                 "num_embedding": shape.num_embedding,
                 "num_head": shape.num_head,
                 "num_per_layer": shape.num_per_layer,
@@ -174,13 +175,8 @@ class Plan:
         bound = "at most " if self.lengths is None else ""
         return f"{bound}{format_bytes(memory.peak_bytes)} per rank ({spread}), {relation} {have}"
 
-    def refusal(self) -> ConfigError | DoesNotFit | None:
-        """The error to end with when it does not fit, or is planned only; None when it may be tried."""
-        if self.work.shape.experts is not None:
-            return ConfigError(
-                f"{self.work.shape.model_type} is a mixture of experts: duoka plans these, and doesn't train them yet",
-                fix="use a dense model",
-            )
+    def refusal(self) -> DoesNotFit | None:
+        """The error to end with when it does not fit; None when it may be tried."""
         if self.verdict != "does not fit":
             return None
         if self.host.verdict == "does not fit":

@@ -75,7 +75,7 @@ def layouts_of(cluster: Cluster, start: Layout, max_length: int) -> Iterator[Lay
         for tp in _sizes(world // pp, per_node):
             for sp in _sizes(world // pp // tp, per_node) if max_length >= LONG_TOKENS else (1,):
                 data = world // pp // tp // sp
-                axes = {"tp": tp, "pp": pp, "sp": sp}
+                axes = {"tp": tp, "pp": pp, "sp": sp, "ep": 1}
                 yield from (replace(start, **how, **axes) for how in _strategies(data, cluster, tp * pp, sp))  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from duoka.config.derive import derive
 from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.plan.families import FAMILIES, OTHER_NAMES, UNKNOWN, ExpertKeys, Family
+from duoka.plan.families import EXPERT_COUNTS, FAMILIES, OTHER_NAMES, UNKNOWN, ExpertKeys, Family
 from duoka.plan.sizes import Experts, Linear, ModelShape
 
 __all__ = [
@@ -65,7 +65,7 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
     facts = _with_usual_names(facts)
     model_type = str(facts.get("model_type", ""))
     known = FAMILIES.get(model_type)
-    has_experts = any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    has_experts = any(facts.get(key) for key in EXPERT_COUNTS)
     if known is None and has_experts:
         raise ConfigError(
             f"{model_type} is a mixture of experts that is not in the plan's table",
@@ -226,7 +226,9 @@ def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: t
     keys = family.experts
     assert keys is not None
     hidden, size, active = shape.hidden_size, read.whole(keys.size), read.whole("num_experts_per_tok")
-    count, layers = read.whole(keys.count), _count_expert_layers(keys, read, shape.num_layers)
+    # transformers maps the names of each family to one, and writes that one for some.
+    named = next((key for key in (keys.count, *EXPERT_COUNTS) if read.facts.get(key)), keys.count)
+    count, layers = read.whole(named), _count_expert_layers(keys, read, shape.num_layers)
     shared = 0
     if keys.shared == "size":
         shared = read.whole("shared_expert_intermediate_size")
@@ -322,6 +324,8 @@ def lora_parameters(shape: ModelShape, lora: LoraConfig) -> int:
     def per_layer(linears: tuple[Linear, ...]) -> int:
         return sum(lora.rank * (linear.num_in + linear.num_out) for linear in linears)
 
+    if lora.targets == "all" and (mixed := shape.num_adapters(lora.rank)) is not None:
+        return mixed
     num_dense = shape.num_dense_layers if shape.dense_linears else 0
     total = (shape.num_layers - num_dense) * per_layer(adapted_linears(shape, lora))
     total += num_dense * per_layer(_named(shape.dense_linears, lora))

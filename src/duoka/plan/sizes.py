@@ -128,6 +128,18 @@ class ModelShape:
         idle = self.experts.num_layers * self.experts.num_idle if self.experts else 0
         return self.num_parameters - idle
 
+    def num_adapters(self, rank: int) -> int | None:
+        """Parameters of what PEFT takes "all" of a mixture for: attention, routers, pairs for each expert's product (of
+        gate and up together with twice the rank), nothing dense beside these. None: it takes linear layers alone.
+        """
+        if self.experts is None or any("shared_expert." in linear.name for linear in self.linears):
+            return None
+        hidden, size = self.hidden_size, self.experts.num_parameters_each // (3 * self.hidden_size)
+        attention = sum(one.num_in + one.num_out for one in self.linears if not one.name.startswith("mlp."))
+        each = 2 * (hidden + 2 * size) + hidden + size
+        mixture = self.experts.num_experts * each + hidden + self.experts.num_experts
+        return rank * (self.num_layers * attention + self.experts.num_layers * mixture)
+
     def mean_span(self, length: int) -> float:
         """Tokens that one token looks at, itself included, on average over positions and layers."""
         whole = (length + 1) / 2

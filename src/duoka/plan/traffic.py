@@ -120,6 +120,8 @@ def traffic(
             found.append(Exchange("tensor parallel: ends", "all-reduce", ends, accumulation, group, "end"))
     if layout.sp > 1:
         found += _sequence_traffic(work, layout, share.num_layers * accumulation, size, tokens, per_node)
+    if share.experts:
+        found += _expert_traffic(work, layout, share, accumulation, size, tokens, per_node)
     if layout.pp > 1:
         stride = layout.tp * layout.sp * layout.dp
         group = place_group(2, stride, per_node)
@@ -147,6 +149,23 @@ def _sequence_traffic(work: Work, layout: Layout, times: int, size: int, tokens:
         Exchange("sequence parallel: keys, values", "all-gather", whole, (passes - 1) * times, group, "between"),
         Exchange("sequence parallel: their gradients", "reduce-scatter", whole, times, group, "between"),
     ]
+
+
+def _expert_traffic(
+    work: Work, layout: Layout, share: ModelShare, accumulation: int, size: int, tokens: int, per_node: int
+) -> list[Exchange]:
+    """Tokens to their experts and back in each layer that has some, as if these were chosen equally often."""
+    experts, group = work.shape.experts, place_group(layout.ep, 1, per_node)
+    assert experts is not None
+    rows = -(-tokens // layout.sp) * experts.num_active
+    passes = 4 if layout.recompute == "none" else 6
+    payload, times = size * work.shape.hidden_size * rows, passes * experts.num_layers * accumulation
+    found = [Exchange("expert parallel: tokens", "all-to-all", payload, times, group, "between")]
+    copies = layout.dp * layout.sp // layout.ep
+    if copies > 1 and work.lora is None and work.train_only is None:
+        others = place_group(copies, layout.ep, per_node)
+        found.append(Exchange("expert parallel: gradients", "all-reduce", 4.0 * share.experts, 1, others, "end"))
+    return found
 
 
 def _data_traffic(

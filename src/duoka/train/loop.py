@@ -86,7 +86,7 @@ def _step(
 
     def attempt(batch: GlobalBatch) -> StepResult:
         return optimizer_step(
-            contents.engine, contents.optimizer, batch, run.stage,
+            contents.engine, contents.optimizer, batch, run.objective_of(batch),
             clip=settings.config.optim.clip, local_flags=local_flags, observer=run.moments,
         )  # fmt: skip
 

@@ -118,8 +118,8 @@ class _Marks(PassObserver):
 
 def _step(run: Run, batch: GlobalBatch, observer: PassObserver | None = None) -> StepResult:
     result = optimizer_step(
-        run.contents.engine, run.contents.optimizer, batch, run.stage, clip=run.settings.config.optim.clip,
-        observer=observer or PassObserver(),
+        run.contents.engine, run.contents.optimizer, batch, run.objective_of(batch),
+        clip=run.settings.config.optim.clip, observer=observer or PassObserver(),
     )  # fmt: skip
     run.world.heart.tell("step")
     if result.is_short:

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from duoka.comm.checksum import checksum, checksums
 from duoka.comm.world import World
 from duoka.errors import WorkerFailed
+from duoka.parallel.expert import is_shared_expert
 from duoka.parallel.powersgd import is_ranks_own
 from duoka.store.contents import Contents
 from duoka.train.moments import Concern, StepEnd
@@ -35,6 +36,10 @@ def check_replicas(contents: Contents, world: World) -> None:
         # What tensor-parallel ranks do not cut each of them has whole, and moves by the same gradient.
         whole = {name: tensor for name, tensor in tensors.items() if not _is_cut(tensor)}
         _compare(whole, world.rank - mesh.tensor.rank, contents.state.step, world)
+
+    if mesh.expert_copies.size > 1:
+        shared = {name: tensor for name, tensor in tensors.items() if is_shared_expert(tensor)}
+        _compare(shared, mesh.experts.rank, contents.state.step, world)
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:

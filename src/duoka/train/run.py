@@ -18,6 +18,7 @@ from duoka.config.loaded import Loaded
 from duoka.config.schema import RunConfig
 from duoka.data.build_feed import Feed, build_feed, data_order
 from duoka.data.dataset_lengths import lengths_of
+from duoka.data.feed.loader import GlobalBatch
 from duoka.data.prepare import PreparedData, read_tokenizer
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.hub.adapter_files import note_other_bases
@@ -36,6 +37,7 @@ from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
 from duoka.parallel.measure import Measured
 from duoka.parallel.mesh import Mesh, build_mesh
+from duoka.parallel.objective import Objective
 from duoka.plan.catalog import local_cluster
 from duoka.plan.hardware import read_machine
 from duoka.plan.report import Plan, make_plan
@@ -51,6 +53,7 @@ from duoka.store.retention import clean_drafts
 from duoka.store.saving import Saver
 from duoka.store.state import TrainState, seed_everything
 from duoka.store.takeover import take_over_state
+from duoka.train.balance import build_objective
 from duoka.train.evaluation import build_evaluation
 from duoka.train.garbage import GarbageCollection
 from duoka.train.gpus import as_torch_sees, note_attention
@@ -96,6 +99,7 @@ class Run:
     plan: Plan
     mesh: Mesh
     stage: Stage
+    objective_of: Callable[[GlobalBatch], Objective]  # what a step minimizes: the stage, with what experts add
     contents: Contents
     feed: Feed
     store: CheckpointStore
@@ -156,6 +160,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     stage = build_stage(config)  # what an optimizer step minimizes
     stage.take_data(inputs.prepared)
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
+    objective_of = build_objective(config, engine, stage)
     notes += note_attention(find_core(engine.bare), plan.layout, world.device)
     reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
     contents = build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
@@ -169,7 +174,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     except BaseException:  # a Ctrl-C too must leave no thread and no group of the store behind; it goes on upwards
         store.close()
         raise
-    return Run(inputs, found, notes, plan, mesh, stage, contents, feed, store, settings, reference)
+    return Run(inputs, found, notes, plan, mesh, stage, objective_of, contents, feed, store, settings, reference)
 
 
 def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:

@@ -100,6 +100,7 @@ def _rows_of_training() -> list[Row]:
         *implemented("weight_decay", "optim.weight_decay"),
         *implemented("max_grad_norm", "optim.clip"),
         *implemented("label_smoothing_factor", "train.label_smoothing"),
+        *implemented("moe_aux_loss_coef", "train.router_aux_loss"),
         *implemented("adam_beta1", "optim.betas", learn.betas),
         *implemented("adam_beta2", "optim.betas", learn.betas),
         *implemented("adam_epsilon", "optim.eps"),

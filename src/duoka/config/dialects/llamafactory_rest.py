@@ -135,7 +135,7 @@ def _refused_methods() -> list[Row]:
         *refused("of these optimizers duoka has AdamW and Muon; its own optim.name has more", "use_galore",
                  "use_apollo", "use_badam", "use_adam_mini", "optim_args", "adafactor"),
         *refused("the loss is plain cross-entropy, or DFT's", "use_asft_loss", "use_eaft_loss",
-                 "neftune_noise_alpha", "moe_aux_loss_coef", off=(0, 0.0)),
+                 "neftune_noise_alpha", off=(0, 0.0)),
         *refused("models are not written, and not trained, in fewer bits", "export_quantization_bit", "fp8"),
         *refused("the model's architecture is taken as it is", "mixture_of_depths", "rope_scaling", "shift_attn",
                  "upcast_layernorm", "upcast_lmhead_output", "train_from_scratch", "freeze_language_model",

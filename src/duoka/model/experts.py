@@ -1,0 +1,148 @@
+"""Our forward of a mixture's experts, registered into transformers under the name `duoka`.
+
+transformers keeps the experts of a layer as 3-D tensors and asks a function by name to send tokens through them: the
+router has chosen already. Ours sorts rows by expert, multiplies once an expert, and puts results back in the order of
+tokens, in which they are summed: no order depends on how full an expert is. It computes in autocast's type under every
+strategy, where transformers' own takes the weights'. Ranks that share experts exchange rows here (ExpertExchange).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+NAME = "duoka"
+EXCHANGE = "expert_exchange"
+
+
+class ExpertExchange(Protocol):
+    """How rows come to the ranks that have their experts: parallel/expert.py puts it on modules."""
+
+    def compute(
+        self, rows: torch.Tensor, counts: torch.Tensor, own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What all ranks' experts make of `rows`, which lie expert after expert, `counts` of each.
+
+        `own` computes this rank's experts, of rows and counts laid out alike.
+        """
+        ...
+
+
+def use_own_experts(model: torch.nn.Module) -> None:
+    """Let the mixtures of a transformers model compute with our function; other models stay as they are. In place."""
+    if not any(True for _ in find_experts(model)):
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, mix)
+    model.set_experts_implementation(NAME)  # type: ignore[operator]
+
+
+def find_experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, module) of the experts of each layer whose computation transformers lets us choose."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate"):
+            yield name, module
+
+
+def weight_names(module: Any) -> list[str]:
+    """The parameters of a layer's experts; all have one row per expert."""
+    return [name for name, _ in module.named_parameters(recurse=False)]
+
+
+def mix(
+    module: Any,
+    hidden_states: torch.Tensor,  # (tokens, dim)
+    top_k_index: torch.Tensor,  # (tokens, chosen)
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of what each token's experts make of it: (tokens, dim)."""
+    tokens, chosen = top_k_index.shape
+    flat = top_k_index.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(module.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    rows = hidden_states[order // chosen].to(_dtype_of(hidden_states))
+    exchange: ExpertExchange | None = getattr(module, EXCHANGE, None)
+
+    def own(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return compute_experts(module, rows, counts)
+
+    out = own(rows, counts) if exchange is None else exchange.compute(rows, counts, own)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    weighted = out[back].view(tokens, chosen, -1) * top_k_weights.unsqueeze(-1)
+    return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Rows that lie expert after expert, `counts` of each, through the experts that this rank has: (rows, dim)."""
+    kind, dtype = rows.device.type, _dtype_of(rows)
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    weights = {name: _here(getattr(module, name)) for name in (first, "down_proj")}
+    biases = {name: _here(getattr(module, f"{name}_bias")) if module.has_bias else None for name in weights}
+    # The kernel of all experts at once takes bf16, lines of 16 bytes, and some rows.
+    fits = all(weight.shape[1] % 8 == weight.shape[2] % 8 == 0 for weight in weights.values())
+    groups = kind == "cuda" and dtype == torch.bfloat16 and fits and len(rows) > 0
+    multiply = _multiply_grouped if groups else _multiply_each
+    out = rows
+    for name, weight in weights.items():
+        out = multiply(out, weight, biases[name], counts, module.is_transposed, dtype)
+        if name == first:
+            out = module._apply_gate(out) if module.has_gate else module.act_fn(out)
+    return module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[no-any-return]
+
+
+def _dtype_of(rows: torch.Tensor) -> torch.dtype:
+    """What products compute in, and rows travel in."""
+    kind = rows.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+
+
+def _here(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's experts, through which gradients flow."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _multiply_each(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    counts: torch.Tensor,
+    is_transposed: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One product an expert. An expert without rows has a gradient of zero, also where none of a rank's has any."""
+    sizes = counts.tolist()
+    # Taken apart at once: each expert's gradient by itself would be as large as that of all.
+    weights = weight.unbind()
+    biases = [None] * len(sizes) if bias is None else bias.unbind()
+    used = [place for place, size in enumerate(sizes) if size] or [0]
+    parts = rows.split(sizes)
+    out = []
+    for place in used:
+        own = weights[place].to(dtype)
+        own_bias = biases[place]
+        product = F.linear(parts[place].to(dtype), own.t() if is_transposed else own)
+        out.append(product if own_bias is None else product + own_bias.to(dtype))
+    return torch.cat(out)
+
+
+def _multiply_grouped(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    counts: torch.Tensor,
+    is_transposed: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """All products in one launch, which does not ask the device how many rows an expert has."""
+    own = weight.to(dtype)
+    ends = counts.cumsum(0).to(torch.int32)
+    out = F.grouped_mm(rows.to(dtype), own if is_transposed else own.transpose(-2, -1), offs=ends)
+    if bias is None:
+        return out
+    return out + bias.to(dtype).repeat_interleave(counts, dim=0, output_size=len(rows))

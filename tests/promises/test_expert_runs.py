@@ -1,0 +1,127 @@
+"""Whole runs of mixtures of experts: what they learn under each layout, what they leave, and where they go on."""
+
+import json
+import shutil
+
+import pytest
+from families import write_family
+from oracle import train as oracle_train
+from safetensors import safe_open
+from test_families import GLOBAL_BATCH, NUM_SAMPLES, RECIPE, YAML, events_of
+from tiny import build_tiny_tokenizer, write_conversations
+from worlds import train_all
+
+pytestmark = pytest.mark.timeout(400)
+
+SHARED = ("parallel.strategy=fsdp", "parallel.expert=2")
+SAVES = ("checkpoint.every=1", "checkpoint.keep=9", "checkpoint.resume=auto")
+RUNS = {
+    "alone": ("qwen3_moe", 1, SAVES),
+    "ddp": ("qwen3_moe", 2, ("parallel.strategy=ddp",)),
+    "fsdp": ("mixtral", 2, ("parallel.strategy=fsdp", "data.packing=false")),
+    "shared": ("mixtral", 2, ("parallel.expert=2",)),
+    "zero1, shared": ("deepseek_v3", 2, ("parallel.strategy=zero1", "parallel.expert=2", "data.eval=0.2")),
+}
+# Each goes on from what the one before it saved, after as many steps.
+CHAIN = (("alone", 1, "then ep2", 2, SHARED), ("then ep2", 2, "then alone", 1, ()))
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    data = write_conversations(folder / "chats.jsonl", NUM_SAMPLES, seed=3)
+    tokenizer, models, yamls = build_tiny_tokenizer(), {}, {}
+    for name in sorted({model for model, *_ in RUNS.values()}):
+        models[name] = write_family(folder / "models" / name, name, tokenizer=tokenizer)
+        yamls[name] = folder / f"{name}.yaml"
+        yamls[name].write_text(YAML.format(model=models[name], data=data, output=folder / "out"), encoding="utf-8")
+    for size in (1, 2):
+        train_all([(str(yamls[m]), [*how], str(folder / one)) for one, (m, n, how) in RUNS.items() if n == size], size)
+    return folder, data, models, yamls
+
+
+@pytest.fixture(scope="module")
+def batches(case):
+    """The order of samples, which the oracle takes as given."""
+    from duoka.config.load import load_config
+    from duoka.data.feed.epoch_plan import EpochPlan
+    from duoka.data.prepare import prepare_data
+    from duoka.units import parse_amount
+
+    folder, _, models, yamls = case
+    store = prepare_data(load_config(str(yamls["qwen3_moe"])).config, folder, models["qwen3_moe"]).train
+    size = parse_amount(GLOBAL_BATCH)
+    plan = EpochPlan(store.lengths, store.num_targets, fingerprint=store.fingerprint, seed=7, global_batch=size)
+    return [plan.batch(0, i).tolist() for i in range(plan.num_batches(0))]
+
+
+def load_whole(folder):
+    """By transformers alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def names_in(folder):
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
+
+
+def check_run(folder, losses, norms, weights, what):
+    steps = events_of(folder, "step")
+    last = steps[-1]["step"]
+    for key, want in (("loss", losses), ("grad_norm", norms)):
+        for step in steps:
+            value = want[step["step"] - 1]
+            assert abs(step[key] / value - 1) < 1e-4, f"{key} of {what}: {step[key]} against {value}"
+    assert last == len(losses)
+    final = load_whole(folder / "final")
+    for name, wanted in weights.items():
+        error = float((final[name] - wanted).norm() / wanted.norm())
+        assert error < 1e-3, f"{name} of {what} is off by {error}"
+
+
+def test_runs_learn_what_transformers_computes_alone(case, batches):
+    folder, data, models, _ = case
+    known = {}
+    for name, (model, _, how) in RUNS.items():
+        if "data.eval=0.2" in how:
+            continue
+        if model not in known:
+            losses, norms, _, weights = oracle_train(data, models[model], batches, **RECIPE)
+            known[model] = losses, norms, weights
+        check_run(folder / name, *known[model], name)
+
+
+def test_the_final_folder_has_the_names_of_the_model_that_came(case):
+    folder, _, models, _ = case
+    for name, (model, *_) in RUNS.items():
+        assert names_in(folder / name / "final") == names_in(models[model]), name
+        assert any(".experts.0." in one for one in names_in(models[model]))
+
+
+def test_frozen_parts_of_a_router_stay_and_evaluations_run(case):
+    folder, _, models, _ = case
+    before, after = (load_whole(path) for path in (models["deepseek_v3"], folder / "zero1, shared" / "final"))
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert biases and all((before[name] == after[name]).all() for name in biases)
+    assert events_of(folder / "zero1, shared", "eval")
+
+
+def test_a_run_goes_on_under_one_layout_after_the_other(case, batches):
+    folder, data, models, yamls = case
+    losses, norms, _, weights = oracle_train(data, models["qwen3_moe"], batches, **RECIPE)
+    for before, step, name, size, how in CHAIN:
+        place = f"checkpoints/step-{step:08d}"
+        (folder / name / "checkpoints").mkdir(parents=True)
+        shutil.copytree(folder / before / place, folder / name / place)
+        train_all([(str(yamls["qwen3_moe"]), [*SAVES, *how], str(folder / name))], size)
+        assert events_of(folder / name, "step")[0]["step"] == step + 1
+        check_run(folder / name, losses, norms, weights, name)
+
+
+def test_each_run_had_the_layout_that_it_asked_for(case):
+    folder, *_ = case
+    names = {one: json.loads((folder / one / "plan.json").read_text())["layout"]["name"] for one in RUNS}
+    assert names["shared"] == "fsdp2·ep2" and names["zero1, shared"] == "zero1x2·ep2", names

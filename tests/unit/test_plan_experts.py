@@ -1,0 +1,79 @@
+"""Mixtures of experts in the plan: what a token passes, what ranks that share experts hold, what is refused."""
+
+import pytest
+
+from duoka.config.schema import ParallelConfig, RunConfig
+from duoka.plan.axes import check_axes, check_shape
+from duoka.plan.hardware import Machine
+from duoka.plan.layout import parse_layout
+from duoka.plan.picture import model_lines
+from duoka.plan.recipe import Work, static_memory
+from duoka.plan.report import make_plan
+from duoka.plan.shape import demo_shape, shape_from_config
+
+CPU = Machine(num_cores=2, memory_bytes=64 << 30, available_bytes=60 << 30)
+
+
+def config(**parallel):
+    return RunConfig.model_validate({"model": "demo", "data": {"train": ["identity"]}, "parallel": parallel})
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def test_a_mixture_of_experts_is_planned_with_what_a_token_passes():
+    plan = make_plan(config(), shape_from_config(MIXTURE), CPU, 1)
+    assert plan.verdict == "fits" and plan.refusal() is None
+    assert "2 of 8 experts in each of 2 layers" in "\n".join(model_lines(plan))
+    model = plan.to_json()["model"]
+    each = 3 * 64 * 768
+    assert model["num_parameters"] - model["num_active"] == 2 * 6 * each
+
+
+def test_ranks_that_share_experts_hold_a_part_of_them_each():
+    shape = shape_from_config(MIXTURE)
+    layouts = [parse_layout(name) for name in ("fsdp4", "fsdp4.ep2", "fsdp4.ep4")]
+    work = Work(shape, None)
+    alone, two, four = (static_memory(work, layout).total_bytes for layout in layouts)
+    experts = 16 * 2 * 8 * 3 * 64 * 768
+    # Two ranks share what four shared; with four it is a quarter in either way.
+    assert two - alone == pytest.approx(experts / 2 - experts / 4, abs=99)
+    assert four == pytest.approx(alone, abs=99)
+
+
+def mixture(count=8):
+    facts = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    facts |= {"num_attention_heads": 4, "vocab_size": 512, "num_local_experts": count}
+    return shape_from_config(facts | {"num_key_value_heads": 2})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "words"),
+    [
+        ({"expert": 3}, 4, ["among the 4 ranks that add their gradients", "expert: 4   or   expert: 2"]),
+        ({"expert": 4, "sequence": 2}, 6, ["among the 6 ranks", "expert: 3   or   expert: 6"]),
+        ({"expert": 4, "strategy": "hsdp", "shard_ranks": 2}, 4, ["among the 2 ranks that share a copy"]),
+    ],
+)
+def test_an_expert_axis_that_does_not_divide_its_ranks_is_told_what_does(parallel, world, words):
+    (fault,) = check_axes(ParallelConfig(**parallel), world)
+    for word in words:
+        assert word in f"{fault.what} {fault.fix}"
+
+
+def test_experts_that_do_not_divide_are_refused_before_anything_starts():
+    assert check_shape(ParallelConfig(expert=4), mixture(), 4) == []
+    (fault,) = check_shape(ParallelConfig(expert=4), mixture(6), 4)
+    assert "has 6 experts" in fault.what and "expert: 2" in fault.fix
+    (fault,) = check_shape(ParallelConfig(expert=2), demo_shape(), 2)
+    assert "no mixture of experts" in fault.what
+
+
+def test_an_expert_axis_takes_a_strategy_that_shares_state():
+    plan = make_plan(config(expert=2), mixture(), CPU, 4)
+    assert plan.layout.name == "fsdp4·ep2" and parse_layout("fsdp4·ep2").ep == 2
+    with pytest.raises(ValueError, match="ranks that share state"):
+        parse_layout("ddp2.ep2")
