@@ -61,6 +61,8 @@ _EXAMPLES: dict[str, str] = {
     "stage.sft_weight": "1",
     "stage.sft_mean": "tokens",
     "stage.ld_alpha": "0.5",
+    "stage.desirable_weight": "1.3",
+    "stage.undesirable_weight": "1",
     "data": "{train: [identity]}",
     "data.train": "[identity]",
     "data.train.name": "identity",

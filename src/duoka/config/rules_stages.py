@@ -28,32 +28,30 @@ STAGE_RULES: tuple[Rule, ...] = (
     Rule(
         "robust-needs-a-share",
         ("stage.label_smoothing", "stage.loss"),
-        lambda c: c.stage.kind.reads_pairs and _wrong_smoothing(c),
+        lambda c: c.stage.kind.has_pair_loss and _wrong_smoothing(c),
         "stage.loss is robust, which corrects for pairs that are the wrong way round, and label_smoothing says of none",
         "write for example:   label_smoothing: 0.1   or   loss: sigmoid",
     ),
     Rule(
         "pairs-have-their-own-loss",
         ("train.loss", "train.label_smoothing", "stage"),
-        lambda c: c.stage.kind.reads_pairs and _written_loss(c),
+        lambda c: c.stage.kind.judges and _written_loss(c),
         "train.loss ({c.train.loss}) and train.label_smoothing ({c.train.label_smoothing}) are of single tokens, and "
-        "stage {c.stage.name} compares whole answers",
-        "delete them; the loss of pairs is stage.loss, and stage.label_smoothing its smoothing",
+        "stage {c.stage.name} judges whole answers",
+        "delete them; duoka explain stage.name says which loss a stage has",
     ),
     Rule(
         "pairs-mark-the-last-answer",
         ("data.targets", "data.on_long", "stage"),
-        lambda c: (
-            c.stage.kind.reads_pairs and (c.data.targets not in ("assistant", "last") or c.data.on_long == "split")
-        ),
-        "stage {c.stage.name} compares two answers to one prompt; data.targets ({c.data.targets}) and data.on_long "
-        "({c.data.on_long}) would learn the prompt, or cut a pair into parts",
+        lambda c: c.stage.kind.judges and (c.data.targets not in ("assistant", "last") or c.data.on_long == "split"),
+        "stage {c.stage.name} judges the last answer to a prompt; data.targets ({c.data.targets}) and data.on_long "
+        "({c.data.on_long}) would judge the prompt, or cut an answer into parts",
         "delete them",
     ),
     Rule(
         "pairs-are-not-cut",
         ("parallel.sequence", "parallel.tensor", "parallel.pipeline", "stage"),
-        lambda c: c.stage.kind.reads_pairs and c.parallel.sequence * c.parallel.tensor * c.parallel.pipeline > 1,
+        lambda c: c.stage.kind.judges and c.parallel.sequence * c.parallel.tensor * c.parallel.pipeline > 1,
         "stage {c.stage.name} sums each answer on one rank, and parallel: shares one model between several",
         "delete tensor, pipeline and sequence",
     ),

@@ -284,7 +284,7 @@ def _reference_notes(config: RunConfig, lengths: Lengths | None, speed: Speed) -
         return ()
     words = "the reference's log-probabilities are computed before the first step, in one pass without gradients"
     if lengths is not None and lengths.num_samples is not None:
-        tokens = round(lengths.num_samples * lengths.mean)
+        tokens = round(lengths.num_samples * lengths.mean) * (1 + config.stage.kind.looks)
         words += f" over {format_count(tokens)} tokens (about {format_seconds(tokens / (3 * speed.tokens_per_s))})"
     return (f"{words}, and kept in the cache; the memory is that of an evaluation, no second model is held",)
 
@@ -300,7 +300,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
         frozen_bits=0 if config.model.quantization == "none" else 4,
         saves_beside=config.checkpoint.is_async, is_new=config.model.depth is not None,
         thin_gradients=config.parallel.compress == "powersgd",
-        references=0 if config.lora else config.stage.kind.references,
+        references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
     )  # fmt: skip
 
 
