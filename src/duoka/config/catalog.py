@@ -63,6 +63,7 @@ _EXAMPLES: dict[str, str] = {
     "stage.ld_alpha": "0.5",
     "stage.desirable_weight": "1.3",
     "stage.undesirable_weight": "1",
+    "stage.centering": "0.01",
     "data": "{train: [identity]}",
     "data.train": "[identity]",
     "data.train.name": "identity",

@@ -17,6 +17,12 @@ def _written_loss(c: RunConfig) -> bool:
     return c.train.loss != "likelihood" or c.train.label_smoothing > 0
 
 
+def _changes_more_than_a_head(c: RunConfig) -> bool:
+    lora = c.lora
+    by_adapters = lora is not None and bool(lora.init != "random" or lora.adapter or lora.merge)
+    return c.train_only is not None or c.model.quantization != "none" or by_adapters
+
+
 STAGE_RULES: tuple[Rule, ...] = (
     Rule(
         "stage-does-not-read-it",
@@ -62,5 +68,13 @@ STAGE_RULES: tuple[Rule, ...] = (
         "lora.dropout is {c.lora.dropout}, and stage {c.stage.name} compares the model with where it began: what is "
         "dropped at random would count as a difference",
         "write:   dropout: 0",
+    ),
+    Rule(
+        "scores-have-a-head-of-their-own",
+        ("train_only", "model.quantization", "lora.init", "lora.adapter", "lora.merge", "stage"),
+        lambda c: c.stage.kind.scores and _changes_more_than_a_head(c),
+        "stage {c.stage.name} trains a new head on the model as it is: with all its weights, or with a new adapter",
+        "delete train_only, model.quantization, lora.init, lora.adapter and lora.merge; to begin from an adapter, "
+        "merge it first:   duoka export RUN -o FOLDER",
     ),
 )

@@ -14,7 +14,7 @@ from pydantic import Field
 from duoka.config.fields import Number, Section, Share
 
 RecordKind = Literal["conversation", "text", "prompt", "preference", "labeled"]
-StageName = Literal["sft", "pretrain", "mid", "dpo", "kto"]
+StageName = Literal["sft", "pretrain", "mid", "dpo", "kto", "reward"]
 PairLossName = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "cpo", "orpo"]
 Positive = Annotated[Number, Field(gt=0)]
 Weight = Annotated[Number, Field(ge=0)]
@@ -28,7 +28,8 @@ class StageKind:
     adapters there are none: a copy without them is the same model with its adapters off. `settings`: keys of the
     block beside the name. `sequences`: how many a sample has, each of up to data.max_length tokens. `has_reference`:
     its loss looks at how far answers have moved since the run began. `looks`: passes without gradients, each over
-    about as many tokens as the step has, that come before a step's loss.
+    about as many tokens as the step has, that come before a step's loss. `scores`: the model answers a sequence with
+    one number, by a head of its own in place of the vocabulary's.
     """
 
     stage: str
@@ -39,6 +40,7 @@ class StageKind:
     sequences: int = 1
     has_reference: bool = False
     looks: int = 0
+    scores: bool = False
 
     @property
     def reads_text(self) -> bool:
@@ -69,6 +71,10 @@ STAGES: dict[StageName, StageKind] = {
     "kto": StageKind(
         "duoka.train.stages.labeled:Labeled", "from answers labeled good or bad", ("labeled", "preference"),
         settings=("beta", "desirable_weight", "undesirable_weight"), has_reference=True, looks=1,
+    ),
+    "reward": StageKind(
+        "duoka.train.stages.rewards:Rewards", "to score answers, from preference pairs", ("preference",),
+        settings=("centering",), sequences=2, scores=True,
     ),
 }  # fmt: skip
 
@@ -129,6 +135,10 @@ class StageConfig(Section):
     )
     desirable_weight: Weight | None = Field(None, description="With kto: what a good answer counts; left out: 1.")
     undesirable_weight: Weight | None = Field(None, description="With kto: what a bad answer counts; left out: 1.")
+
+    centering: Weight | None = Field(
+        None, description="With reward: how much (sum of both scores)^2 counts, which keeps them around 0; left out: 0."
+    )
 
     @property
     def kind(self) -> StageKind:

@@ -209,6 +209,10 @@ def make_plan(
     the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
     the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
+    if config.stage.kind.scores:
+        # In place of the vocabulary's head stands one of a single row. What the loss takes is counted as if it were
+        # the vocabulary's: at most that.
+        shape = replace(shape, tied=True)
     faults = check_machine(config, machine, world_size, local_size)
     if faults or (layout is None and (faults := check_shape(config.parallel, shape, world_size))):
         raise Faults(faults)
