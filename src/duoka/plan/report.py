@@ -217,10 +217,7 @@ def make_plan(
     the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
     the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
-    if config.stage.kind.scores:
-        # In place of the vocabulary's head stands one of a single row. What the loss takes is counted as if it were
-        # the vocabulary's: at most that.
-        shape = replace(shape, tied=True)
+    shape = _as_trained(config, shape)
     faults = check_machine(config, machine, world_size, local_size)
     if faults or (layout is None and (faults := check_shape(config.parallel, shape, world_size))):
         raise Faults(faults)
@@ -262,6 +259,11 @@ def make_plan(
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
     )
+
+
+def _as_trained(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """With scores the vocabulary's head gives way to a row; the loss counts as if it stood there: at most that."""
+    return replace(shape, tied=True) if config.stage.kind.scores else shape
 
 
 def _spread(
