@@ -217,8 +217,7 @@ def make_plan(
     the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
     the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
-    shape = _as_trained(config, shape)
-    faults = check_machine(config, machine, world_size, local_size)
+    shape, faults = _as_trained(config, shape), check_machine(config, machine, world_size, local_size)
     if faults or (layout is None and (faults := check_shape(config.parallel, shape, world_size))):
         raise Faults(faults)
     local = local_size or world_size
