@@ -101,6 +101,29 @@ def write_conversations(path: Path, num_conversations: int, *, seed: int = 0) ->
     return path
 
 
+def write_labeled(path: Path, count: int, *, seed: int = 0) -> Path:
+    """Answers labeled good or bad, as TRL's unpaired sets have them: some prompts have several, the ring's ends too."""
+    import random
+
+    dice = random.Random(seed)
+    good, bad = ("cat", "多卡", "sum", "rank", "你好"), ("dog", "ring", "layer", "不", "batch")
+
+    def text(words: tuple[str, ...], most: int) -> str:
+        return " ".join(dice.choice(words) for _ in range(dice.randint(1, most)))
+
+    prompts = [text(good + bad, 6) + str(index) for index in range(count)]
+    for index in range(count):
+        if index % 4 == 2:
+            prompts[index] = prompts[index - 1]
+    prompts[-1] = prompts[0]
+    with path.open("w", encoding="utf-8") as file:
+        for index, prompt in enumerate(prompts):
+            label = index % 3 != 1
+            record = {"prompt": prompt, "completion": text(good if label else bad, 3 + 9 * (index % 2)), "label": label}
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return path
+
+
 def write_pairs(path: Path, num_pairs: int, *, seed: int = 0) -> Path:
     """Preference pairs as TRL has them, of widely different lengths: the better answer is of its own words."""
     import random

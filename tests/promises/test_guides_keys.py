@@ -190,6 +190,8 @@ SHOWN_ELSEWHERE = {
     "pref_loss": "promises/test_pairs_run.py::pref_loss", "pref_beta": "promises/test_pairs_run.py::pref_beta",
     "pref_ftx": "promises/test_pairs.py::sft_weight", "simpo_gamma": "promises/test_pairs.py::gamma",
     "dpo_label_smoothing": "promises/test_pairs.py::label_smoothing", "ld_alpha": "promises/test_pairs.py::ld_alpha",
+    "kto_chosen_weight": "promises/test_labeled_run.py::kto_chosen_weight",
+    "kto_rejected_weight": "promises/test_labeled_run.py::kto_rejected_weight",
     **{name: f"unit/test_dialects.py::{name}" for name in (
         "pref_bco_weight", "ref_model", "ref_model_adapters", "ref_model_quantization_bit",
     )},

@@ -311,6 +311,7 @@ CONTRADICTIONS = {
     "pairs-mark-the-last-answer": DPO + "data: {train: [a], targets: all}\n",
     "pairs-are-not-cut": DPO + "parallel: {sequence: 2}\ndata: {train: [a]}\n",
     "no-dropout-beside-a-reference": DPO + "lora: {dropout: 0.1}\ndata: {train: [a]}\n",
+    "scores-have-a-head-of-their-own": "model: demo\nstage: reward\nlora: {init: pissa}\ndata: {train: [a]}\n",
     "pretrain-rows-are-packed": TEXT + "data: {train: [a], packing: false}\n",
     "pretrain-learns-every-token": TEXT + "data: {train: [a], on_long: drop}\n",
     "stream-of-text-only": "model: demo\ntrain: {max_steps: 5}\ndata: {train: [a], stream: true}\n",

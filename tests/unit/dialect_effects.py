@@ -164,5 +164,7 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("dpo_label_smoothing", 0.1, DPO, "stage.label_smoothing", 0.1),
     ("simpo_gamma", 0.7, DPO | {"pref_loss": "simpo"}, "stage.gamma", 0.7),
     ("ld_alpha", 0.5, DPO, "stage.ld_alpha", 0.5),
+    ("kto_chosen_weight", 1.3, {"stage": "kto"}, "stage.desirable_weight", 1.3),
+    ("kto_rejected_weight", 0.7, {"stage": "kto"}, "stage.undesirable_weight", 0.7),
     ("ddp_find_unused_parameters", True, {}, "parallel.find_unused_parameters", True),
 ]

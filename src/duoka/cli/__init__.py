@@ -33,6 +33,7 @@ COMMANDS = {
     "pretrain": "Train a model from nothing, by the flags of a guide.",
     "mid": "Train it further on conversations and tasks, by the flags of a guide.",
     "eval": "Measure loss, perplexity and accuracy of a run or model.",
+    "score": "Write a reward model's score of each answer.",
     "embed": "Write a vector for each line of a text file.",
     "chat": "Talk to what a run has learned so far.",
     "serve": "Serve a run by OpenAI's HTTP API, with a chat page.",

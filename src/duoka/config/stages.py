@@ -14,7 +14,7 @@ from pydantic import Field
 from duoka.config.fields import Number, Section, Share
 
 RecordKind = Literal["conversation", "text", "prompt", "preference", "labeled"]
-StageName = Literal["sft", "pretrain", "mid", "dpo"]
+StageName = Literal["sft", "pretrain", "mid", "dpo", "kto", "reward"]
 PairLossName = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "cpo", "orpo"]
 Positive = Annotated[Number, Field(gt=0)]
 Weight = Annotated[Number, Field(ge=0)]
@@ -26,7 +26,10 @@ class StageKind:
 
     `references`: frozen copies of the model that a rank holds while all weights are trained, for the plan. Under
     adapters there are none: a copy without them is the same model with its adapters off. `settings`: keys of the
-    block beside the name. `sequences`: how many a sample has, each of up to data.max_length tokens.
+    block beside the name. `sequences`: how many a sample has, each of up to data.max_length tokens. `has_reference`:
+    its loss looks at how far answers have moved since the run began. `looks`: passes without gradients, each over
+    about as many tokens as the step has, that come before a step's loss. `scores`: the model answers a sequence with
+    one number, by a head of its own in place of the vocabulary's.
     """
 
     stage: str
@@ -35,6 +38,9 @@ class StageKind:
     references: int = 0
     settings: tuple[str, ...] = ()
     sequences: int = 1
+    has_reference: bool = False
+    looks: int = 0
+    scores: bool = False
 
     @property
     def reads_text(self) -> bool:
@@ -42,8 +48,13 @@ class StageKind:
         return self.records == ("text",)
 
     @property
-    def reads_pairs(self) -> bool:
-        return self.records == ("preference",)
+    def judges(self) -> bool:
+        """Whole answers are judged, by a pair or a label, and no token is learned by itself."""
+        return set(self.records) <= {"preference", "labeled"}
+
+    @property
+    def has_pair_loss(self) -> bool:
+        return "loss" in self.settings
 
 
 _LIKELIHOOD = "duoka.train.stages.likelihood:Likelihood"
@@ -56,6 +67,14 @@ STAGES: dict[StageName, StageKind] = {
     "dpo": StageKind(
         "duoka.train.stages.pairs:Pairs", "from preference pairs, the better answer before the worse", ("preference",),
         settings=_OF_PAIRS, sequences=2,
+    ),
+    "kto": StageKind(
+        "duoka.train.stages.labeled:Labeled", "from answers labeled good or bad", ("labeled", "preference"),
+        settings=("beta", "desirable_weight", "undesirable_weight"), has_reference=True, looks=1,
+    ),
+    "reward": StageKind(
+        "duoka.train.stages.rewards:Rewards", "to score answers, from preference pairs", ("preference",),
+        settings=("centering",), sequences=2, scores=True,
     ),
 }  # fmt: skip
 
@@ -95,7 +114,7 @@ class StageConfig(Section):
         None, description="With dpo: the loss of a pair (docs/preferences.md has the formulas); left out: sigmoid."
     )
     beta: Positive | None = Field(
-        None, description="With dpo: how much a log-probability counts, the lambda of orpo; left out: 0.1."
+        None, description="With dpo and kto: how much a log-probability counts, the lambda of orpo; left out: 0.1."
     )
     label_smoothing: Annotated[Share, Field(lt=0.5)] | None = Field(
         None, description="With loss sigmoid (cDPO) and robust: the share of pairs that are the wrong way round."
@@ -114,6 +133,12 @@ class StageConfig(Section):
     ld_alpha: Annotated[Number, Field(ge=0, le=1)] | None = Field(
         None, description="With dpo: what tokens beyond the shorter answer's length count (LD-DPO); left out: 1."
     )
+    desirable_weight: Weight | None = Field(None, description="With kto: what a good answer counts; left out: 1.")
+    undesirable_weight: Weight | None = Field(None, description="With kto: what a bad answer counts; left out: 1.")
+
+    centering: Weight | None = Field(
+        None, description="With reward: how much (sum of both scores)^2 counts, which keeps them around 0; left out: 0."
+    )
 
     @property
     def kind(self) -> StageKind:
@@ -122,7 +147,7 @@ class StageConfig(Section):
     @property
     def title(self) -> str:
         """Its name, with the loss where it has several."""
-        return f"{self.name} with loss {self.pair_loss}" if self.kind.reads_pairs else self.name
+        return f"{self.name} with loss {self.pair_loss}" if self.kind.has_pair_loss else self.name
 
     @property
     def pair_loss(self) -> PairLossName:
@@ -131,13 +156,23 @@ class StageConfig(Section):
     @property
     def has_reference(self) -> bool:
         """Whether log-probabilities of the model that the run begins with are a part of the loss."""
-        return self.kind.reads_pairs and PAIR_LOSSES[self.pair_loss].has_reference
+        if self.kind.has_pair_loss:
+            return PAIR_LOSSES[self.pair_loss].has_reference
+        return self.kind.has_reference
+
+    @property
+    def good_weight(self) -> float:
+        return 1.0 if self.desirable_weight is None else self.desirable_weight
+
+    @property
+    def bad_weight(self) -> float:
+        return 1.0 if self.undesirable_weight is None else self.undesirable_weight
 
     @property
     def unread(self) -> str:
         """Settings that are written and that this stage, or its loss, does not read."""
         read = set(self.kind.settings)
-        if self.kind.reads_pairs:
+        if self.kind.has_pair_loss:
             read &= {*_OF_ALL_LOSSES, *PAIR_LOSSES[self.pair_loss].settings}
         others = set(type(self).model_fields) - read - {"name"}
         return ", ".join(key for key in type(self).model_fields if key in others and getattr(self, key) is not None)

@@ -105,7 +105,7 @@ def audit_data(
         for rank, (own, cost) in enumerate(zip(ids, costs, strict=True))
     )
     words = f"shares of {looked_at:,} of {feed.steps_per_epoch:,} global batches"
-    what = "rows of text" if prepared.report.row_tokens else "pairs" if prepared.report.has_pairs else "samples"
+    what = "rows of text" if prepared.report.row_tokens else prepared.report.noun or "samples"
     asked = parse_amount(config.train.global_batch)
     # As DistributedSampler counts: the same number on every rank of every step.
     whole = -(-asked.count // num_ranks) * num_ranks if asked.unit == "samples" else 0

@@ -122,6 +122,8 @@ def guess_lengths(config: RunConfig, sets: list[ResolvedSet]) -> Lengths | None:
     total: float | None = 0.0
     for found in sets:
         own, number = _look_at(found)
+        if found.form.kind == "preference" and "labeled" in config.stage.kind.records:  # each pair is two answers
+            own, number = [-(-size // 2) for size in own for _ in range(2)], 2 * number
         guessed += own
         known = found.weight is None and found.share is None and total is not None
         counted = min(number, found.max_samples or number) * (found.epochs or 1.0)

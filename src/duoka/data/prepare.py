@@ -19,14 +19,16 @@ from typing import Any
 import numpy as np
 
 from duoka.config.schema import DataConfig, ModelConfig, RunConfig, StageConfig
+from duoka.data.feed.answers import AnswerRows
 from duoka.data.feed.epoch_plan import EpochPlan
+from duoka.data.feed.labeled import LabeledRows
 from duoka.data.feed.pairs import PairRows
 from duoka.data.feed.stream_source import StreamSource, build_source
 from duoka.data.feed.text_rows import TextRows, as_samples
 from duoka.data.mixture import Mixture, mix_parts
 from duoka.data.read.records import FilePiece, find_pieces, read_piece
 from duoka.data.read.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
-from duoka.data.report import DataReport, SetReport, count_lengths, measure_padding
+from duoka.data.report import DataReport, SetReport, count_lengths, label_notes, measure_padding
 from duoka.data.tokens.template import Sample
 from duoka.data.tokens.token_store import TokenPart, TokenStore, write_part
 from duoka.data.tokens.tokenize import Counts, Job, PieceResult, read_arrays, tokenize_pieces
@@ -49,8 +51,8 @@ _PADDING_SAMPLES = 10_000
 class PreparedData:
     """What training reads: samples, rows of plain text, or a stream read while training."""
 
-    train: TokenStore | TextRows | PairRows | StreamSource
-    eval: TokenStore | TextRows | PairRows | None
+    train: TokenStore | TextRows | AnswerRows | StreamSource
+    eval: TokenStore | TextRows | AnswerRows | None
     report: DataReport
     pad_id: int
     text_bytes: np.ndarray | None = None  # of each token, in plain text of a byte-level tokenizer
@@ -96,9 +98,9 @@ def prepare_data(
     if streamed:
         return _with_stream(build_source(streamed, config, tokenizer), parts, reports, notes, config, tokenizer)
     mixture = mix_parts(parts, config)
-    train = as_samples(mixture.train, [found for found in kept if found.split == "train"], config.data.max_length)
+    train = as_samples(mixture.train, [found for found in kept if found.split == "train"], config)
     held_out = [found for found in kept if found.split == "eval"] or kept
-    evaluation = as_samples(mixture.eval, held_out, config.data.max_length) if mixture.eval else None
+    evaluation = as_samples(mixture.eval, held_out, config) if mixture.eval else None
     report = _build_report(mixture, train, evaluation, reports, notes, tokenizer, config)
     return PreparedData(train, evaluation, report, tokenizer.pad_id, _text_bytes(config.stage, tokenizer))
 
@@ -121,7 +123,7 @@ def _with_stream(
         store = TokenStore([part for _, part in parts])
         if not len(store):
             raise DataError("no sample is left in data.eval", fix="look at the counts above")
-        evaluation = as_samples(store, [found for found, _ in parts], config.data.max_length)
+        evaluation = as_samples(store, [found for found, _ in parts], config)
     report = DataReport(
         sets=tuple(reports),
         stream=source.sentence(),
@@ -140,22 +142,23 @@ def read_tokenizer(model: ModelConfig, base: Path, model_folder: Path) -> ChatTo
 
 def _build_report(
     mixture: Mixture,
-    train: TokenStore | TextRows | PairRows,
-    evaluation: TokenStore | TextRows | PairRows | None,
+    train: TokenStore | TextRows | AnswerRows,
+    evaluation: TokenStore | TextRows | AnswerRows | None,
     reports: list[SetReport],
     set_notes: tuple[str, ...],
     tokenizer: ChatTokenizer,
     config: RunConfig,
 ) -> DataReport:
     store = mixture.train
+    lengths = train.lengths if isinstance(train, AnswerRows) else store.lengths
     common: dict[str, Any] = {
         "sets": tuple(reports),
-        "num_train": len(store),
+        "num_train": len(lengths),
         "num_eval": len(evaluation) if evaluation is not None else 0,
-        "train_tokens": int(store.lengths.sum(dtype=np.int64)),
+        "train_tokens": int(lengths.sum(dtype=np.int64)),
         "train_targets": int(train.num_targets.sum(dtype=np.int64)),
-        "longest": int(store.lengths.max()),
-        "histogram": count_lengths(store.lengths),
+        "longest": int(lengths.max()),
+        "histogram": count_lengths(lengths),
     }
     if isinstance(train, TextRows):
         return DataReport(**common, num_rows=len(train), row_tokens=train.row_tokens, notes=set_notes)
@@ -165,13 +168,16 @@ def _build_report(
         end = tokenizer.special_tokens.get("eos_token")
         named = f"the tokenizer's end token {end!r}" if end else "an end token (the tokenizer names none)"
         notes.append(f"no answer ends with {named}, so a chat may not know when to stop")
+    if isinstance(train, LabeledRows):
+        notes += label_notes(train, config.stage)
     return DataReport(
         **common,
         has_pairs=isinstance(train, PairRows),
+        num_good=int(train.is_good.sum()) if isinstance(train, LabeledRows) else None,
         template="the model's own" if tokenizer.template_name == "model" else tokenizer.template_name,
         # A pair is two rows: how many tokens padding takes is not a matter of one length.
         padding=None
-        if isinstance(train, PairRows)
+        if isinstance(train, AnswerRows)
         else measure_padding(_any_plan(store, config), config.sample_tokens),
         ends_with_eos=ends,
         notes=tuple(notes),

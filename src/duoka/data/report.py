@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from duoka.config.stages import StageConfig
 from duoka.data.feed.epoch_plan import EpochPlan, share_batch
+from duoka.data.feed.labeled import LabeledRows
 from duoka.data.tokens.tokenize import Counts
 from duoka.errors import Fault
 from duoka.runs.folder import write_json_atomic, write_text_atomic
@@ -77,6 +79,7 @@ class DataReport:
     train_targets: int = 0
     longest: int = 0
     has_pairs: bool = False  # a sample is two sequences
+    num_good: int | None = None  # of labeled answers
     template: str = ""  # nothing for plain text
     num_rows: int = 0  # that plain text was cut into
     row_tokens: int = 0
@@ -121,8 +124,16 @@ class DataReport:
         if self.row_tokens:
             rows = f"in {self.num_rows:,} rows of {self.row_tokens:,} tokens"
             return f"train: {self.num_train:,} documents, {counts}, {rows}; eval: {self.num_eval:,} rows"
-        noun = "pairs" if self.has_pairs else "samples"
-        return f"train: {self.num_train:,} {noun}, {counts}; eval: {self.num_eval:,} {noun}"
+        noun = self.noun or "samples"
+        return f"train: {self.num_train:,} {noun}{self._labels()}, {counts}; eval: {self.num_eval:,} {noun}"
+
+    @property
+    def noun(self) -> str:
+        """What judged samples are called; "" for others."""
+        return "pairs" if self.has_pairs else "answers" if self.num_good is not None else ""
+
+    def _labels(self) -> str:
+        return "" if self.num_good is None else f" ({self.num_good:,} good, {self.num_train - self.num_good:,} bad)"
 
     def sentence(self) -> str:
         """The data in one line of a banner."""
@@ -133,10 +144,34 @@ class DataReport:
             rows = f"in {self.num_rows:,} rows of {self.row_tokens:,}"
             return f"{self.num_train:,} documents, {self.train_tokens:,} tokens, {rows}{held_out}"
         counts = f"{self.train_tokens:,} tokens, {self.train_targets:,} of them targets"
-        return f"{self.num_train:,} {'pairs' if self.has_pairs else 'conversations'}, {counts}{held_out}"
+        return f"{self.num_train:,} {self.noun or 'conversations'}{self._labels()}, {counts}{held_out}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "mean_length": self.mean_length}
+
+
+# KTO's authors advise that (weight x number) of good answers to bad ones lies here (arXiv 2402.01306, section 4.2).
+_ADVISED = (1.0, 4 / 3)
+
+
+def label_notes(answers: LabeledRows, stage: StageConfig) -> list[str]:
+    """What to know of labeled answers before a run: where they are from, and how good ones weigh against bad ones."""
+    notes = []
+    if answers.of_pairs:
+        notes.append("pairs are split in two: the better answer as a good one, the worse as a bad one")
+    num_good = int(answers.is_good.sum())
+    num_bad = len(answers) - num_good
+    if not num_good or not num_bad:
+        notes.append(f"all answers are {'good' if num_good else 'bad'}: there is nothing to tell them from")
+        return notes
+    ratio = num_good * stage.good_weight / max(1e-9, num_bad * stage.bad_weight)
+    if not _ADVISED[0] * 0.99 <= ratio <= _ADVISED[1] * 1.01:
+        low, high = (f"{edge * num_bad * stage.bad_weight / num_good:.3g}" for edge in _ADVISED)
+        notes.append(
+            f"good answers weigh {ratio:.3g} times what bad ones do; KTO's authors advise 1 to 4/3:   "
+            f"stage.desirable_weight: {low} to {high}"
+        )
+    return notes
 
 
 def count_lengths(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:

@@ -41,11 +41,12 @@ from duoka.model.pipeline_stages import PipelineStages
 from duoka.model.quantize import compute_in
 from duoka.model.random_init import DrawnWeights
 from duoka.model.request import ModelRequest
+from duoka.model.score_head import read_scorer
 
 GATHERED_HEAD = "apply_gathered"
 # What a LossModel is asked for: the sum of its targets' losses, or numbers of each target; of a pipeline's stage before
-# the last, it answers with hidden states whatever it is asked.
-Answer = Literal["loss", "logps", "entropy"]
+# the last, it answers with hidden states whatever it is asked. `scores`: of a ScoreModel (model/scores.py).
+Answer = Literal["loss", "logps", "entropy", "scores"]
 
 
 @contextlib.contextmanager
@@ -68,8 +69,6 @@ def quiet_loading() -> Iterator[None]:
 
 def load_model(request: ModelRequest) -> torch.nn.Module:
     """The transformers model that is asked for, whole."""
-    from transformers import AutoModelForCausalLM
-
     folder, dtype, packing = request.folder, request.dtype, request.packing
     if request.attention == "duoka":
         register_attention()
@@ -77,8 +76,8 @@ def load_model(request: ModelRequest) -> torch.nn.Module:
         return _draw_model(request)
     with quiet_loading():
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
+            model = read_model(
+                request,
                 dtype=dtype if packing is None else packing.dtype_to_pack_from(folder, dtype),
                 attn_implementation=request.attention,
                 trust_remote_code=request.trust_remote_code,
@@ -97,7 +96,18 @@ def load_model(request: ModelRequest) -> torch.nn.Module:
             request.earlier.merge_into(model)
         if request.train_only is not None:
             apply_train_only(model, request.train_only)
-        return model if request.lora is None else apply_lora(model, request.lora, request.seed, request.earlier)
+        if request.lora is None:
+            return model
+        return apply_lora(model, request.lora, request.seed, request.earlier, scores=request.scores)
+
+
+def read_model(request: ModelRequest, **options: Any) -> Any:
+    """transformers' own reading of a folder: a language model, or one with a head for scores."""
+    from transformers import AutoModelForCausalLM
+
+    if request.scores:
+        return read_scorer(request.folder, **options)
+    return AutoModelForCausalLM.from_pretrained(request.folder, **options)
 
 
 def _draw_model(request: ModelRequest) -> torch.nn.Module:

@@ -26,14 +26,15 @@ HELD = "held_adapters"  # and all that are part of its adapter, by name and dige
 
 
 def apply_lora(
-    model: torch.nn.Module, lora: LoraConfig, seed: int = 0, earlier: Earlier | None = None
+    model: torch.nn.Module, lora: LoraConfig, seed: int = 0, earlier: Earlier | None = None, *, scores: bool = False
 ) -> torch.nn.Module:
     """Freeze the model and put trainable adapters beside its linear layers; returns the PeftModel.
 
-    They begin from the seed, or where `earlier` ended. What is to be merged into the base is there already.
+    They begin from the seed, or where `earlier` ended. What is to be merged into the base is there already. With
+    `scores` the head of a sequence classifier is trained as it is, and saved with the adapters.
     """
     with without_packer():
-        return _apply_lora(model, lora, seed, earlier)
+        return _apply_lora(model, lora, seed, earlier, scores)
 
 
 @contextlib.contextmanager
@@ -57,13 +58,15 @@ def without_packer() -> Iterator[None]:
             getattr(getattr(found, question, None), "cache_clear", bool)()
 
 
-def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int, earlier: Earlier | None) -> torch.nn.Module:
+def _apply_lora(
+    model: torch.nn.Module, lora: LoraConfig, seed: int, earlier: Earlier | None, scores: bool
+) -> torch.nn.Module:
     import peft
 
     if lora.targets != "all":
         _check_targets(model, lora.targets)
     settings = peft.LoraConfig(
-        task_type=peft.TaskType.CAUSAL_LM,
+        task_type=peft.TaskType.SEQ_CLS if scores else peft.TaskType.CAUSAL_LM,
         r=lora.rank,
         lora_alpha=lora.alpha if lora.alpha != int(lora.alpha) else int(lora.alpha),  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
@@ -92,6 +95,8 @@ def _apply_lora(model: torch.nn.Module, lora: LoraConfig, seed: int, earlier: Ea
         for name, parameter in adapted.named_parameters():
             if is_adapter(name):
                 parameter.copy_(begin_adapter(name, parameter.shape, seed, earlier))
+            elif parameter.requires_grad:
+                parameter.data = parameter.data.float()  # a head that is trained, on a base in half precision
     return adapted
 
 

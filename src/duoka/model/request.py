@@ -25,3 +25,4 @@ class ModelRequest:
     trust_remote_code: bool = False
     packing: Quantization | None = None  # of the layers' matrices
     earlier: Earlier | None = None  # adapters that are merged into them, or are where the adapters begin
+    scores: bool = False  # one number a sequence: transformers' sequence classification with one label

@@ -130,6 +130,8 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
     """The model on the meta device, buffers filled, and where its weights are; None: load it whole."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    if request.scores:
+        return None  # a head that no file has
     folder, dtype, lora, seed, earlier = request.folder, request.dtype, request.lora, request.seed, request.earlier
     trust_remote_code, train_only = request.trust_remote_code, request.train_only
     source: Weights | None = DrawnWeights(seed) if is_new(folder) else WeightSource.of(folder, seed)

@@ -111,6 +111,8 @@ class Engine:
     exchanges_whole_gradients = False
     # `exchange` itself looks for trained parameters without a gradient, where that would break the next step.
     checks_all_used = True
+    # Ranks exchange weights inside a pass: one that fails in it leaves the others waiting there.
+    exchanges_in_passes = False
 
     def __init__(self, spec: EngineSpec, model: torch.nn.Module | None = None) -> None:
         self.bare = spec.bare

@@ -8,9 +8,9 @@ known on every rank before the first micro-batch, so no mean of means can arise.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -37,11 +37,30 @@ class Objective(Protocol):
         ...
 
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:
-        """Global counts of the whole optimizer step by name (tokens, sequences, pairs, groups); none is 0."""
+        """Global counts of the whole optimizer step by name (tokens, sequences, pairs, groups).
+
+        None is 0 of a sum in the loss. A metric whose count is 0 in a step is left out of it.
+        """
         ...
 
     def sums(self, model: torch.nn.Module, micro: Batch, device: torch.device) -> Sums:
         """The forward pass of one micro-batch, in the engine's precision; called inside its autocast."""
+        ...
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """An objective whose loss of each sample needs numbers of the whole global batch: passes without gradients first
+    (parallel/look_ahead.py)."""
+
+    num_looked: int
+
+    def look(self, model: torch.nn.Module, micro: Batch, device: torch.device) -> torch.Tensor:
+        """(num_looked,) float64: sums over one micro-batch; called inside autocast, on every rank equally often."""
+        ...
+
+    def has_looked(self, totals: Sequence[float], batch: GlobalBatch) -> None:
+        """Take the sums over the whole global batch; they are the same on every rank."""
         ...
 
 

@@ -43,6 +43,8 @@ from duoka.plan.layout import Layout
 class Sharded(Engine):
     """Says before each micro-batch what its passes exchange."""
 
+    exchanges_in_passes = True
+
     def __init__(self, spec: EngineSpec) -> None:
         layout, bare = spec.layout, spec.bare
         # Muon's matrices have an owner each where weights are whole on every rank.

@@ -26,12 +26,12 @@ def forward_flops_per_token(shape: ModelShape, length: int) -> tuple[float, floa
 def model_flops_per_token(work: Work, length: int) -> float:
     """What training one token needs, recompute not counted: forward once, backward twice (once for frozen weights)."""
     matmul, attention = forward_flops_per_token(work.shape, length)
-    beside = work.references * (matmul + attention)  # forward only
+    beside = (work.references + work.looks) * (matmul + attention)  # forward only
     if work.train_only is not None:
         return 2 * matmul + 2.0 * work.num_trainable + 3 * attention + beside
     if work.lora is None:
         return 3 * (matmul + attention) + beside
-    return 2 * matmul + 6.0 * work.num_trainable + 3 * attention
+    return 2 * matmul + 6.0 * work.num_trainable + 3 * attention + beside
 
 
 def palm_flops_per_token(shape: ModelShape, length: int, *, input_embedding: bool = True) -> float:

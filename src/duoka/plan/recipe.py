@@ -62,6 +62,7 @@ class Work:
     saves_beside: bool = False  # checkpoints are written while training goes on
     is_new: bool = False  # begins from random weights, beside which adapters make no sense
     references: int = 0  # frozen copies of the model that a stage reads beside the trained one
+    looks: int = 0  # passes without gradients that come before a step's loss, each over as many tokens as it has
     thin_gradients: bool = False  # PowerSGD: residuals of this step and the one before, each as large as the gradients
 
     @property

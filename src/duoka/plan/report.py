@@ -213,7 +213,7 @@ def make_plan(
     the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
     the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
-    faults = check_machine(config, machine, world_size, local_size)
+    shape, faults = _as_trained(config, shape), check_machine(config, machine, world_size, local_size)
     if faults or (layout is None and (faults := check_shape(config.parallel, shape, world_size))):
         raise Faults(faults)
     local = local_size or world_size
@@ -256,6 +256,11 @@ def make_plan(
     )
 
 
+def _as_trained(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """With scores the vocabulary's head gives way to a row; the loss counts as if it stood there: at most that."""
+    return replace(shape, tied=True) if config.stage.kind.scores else shape
+
+
 def _spread(
     config: RunConfig, task: Task, layout: Layout, shape: ModelShape, lengths: Lengths | None, world_size: int | None
 ) -> BatchArithmetic:
@@ -288,7 +293,7 @@ def _reference_notes(config: RunConfig, lengths: Lengths | None, speed: Speed) -
         return ()
     words = "the reference's log-probabilities are computed before the first step, in one pass without gradients"
     if lengths is not None and lengths.num_samples is not None:
-        tokens = round(lengths.num_samples * lengths.mean)
+        tokens = round(lengths.num_samples * lengths.mean) * (1 + config.stage.kind.looks)
         words += f" over {format_count(tokens)} tokens (about {format_seconds(tokens / (3 * speed.tokens_per_s))})"
     return (f"{words}, and kept in the cache; the memory is that of an evaluation, no second model is held",)
 
@@ -304,7 +309,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
         frozen_bits=0 if config.model.quantization == "none" else 4,
         saves_beside=config.checkpoint.is_async, is_new=config.model.depth is not None,
         thin_gradients=config.parallel.compress == "powersgd",
-        references=0 if config.lora else config.stage.kind.references,
+        references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
     )  # fmt: skip
 
 

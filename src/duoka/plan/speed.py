@@ -110,7 +110,7 @@ def estimate_speed(
         reshard=reshard,
     )  # fmt: skip
     count = load.accumulation
-    compute = count * (forward + backward + again)
+    compute = count * (forward * (1 + work.looks) + backward + again)
     exposed, whole = _exposed(exchanges, cluster, layout, count, forward, backward + again, work.shape.num_layers)
     waits = compute * bubble(layout.pp, layout.virtual, count)
     share = shares(work, layout)[0]
@@ -119,8 +119,8 @@ def estimate_speed(
     if layout.offload != "none" and device.kind == "cuda":
         optimizer += 16 * state / 12e9  # over PCIe and back, and host memory's speed
     parts = {
-        "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full")),
-        "attention": count * attention_s * (3.5 + (layout.recompute == "full")),
+        "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full") + work.looks),
+        "attention": count * attention_s * (3.5 + (layout.recompute == "full") + work.looks),
         "exchange": exposed,
         "pipeline bubble": waits,
         "optimizer": optimizer,

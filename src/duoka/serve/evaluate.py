@@ -81,6 +81,7 @@ def read_eval_data(
     will compute; with auto, the run's.
     """
     from duoka.data.dataset_lengths import lengths_of
+    from duoka.data.feed.answers import AnswerRows
     from duoka.data.feed.pairs import PairRows
     from duoka.data.feed.stream_source import StreamSource
     from duoka.data.prepare import prepare_data, read_tokenizer
@@ -105,10 +106,11 @@ def read_eval_data(
     if precision != "auto":
         config = config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
     prepared = prepare_data(config, trained.config_base, trained.base, say=say)
-    if isinstance(prepared.train, PairRows) or isinstance(prepared.eval, PairRows):
+    if isinstance(prepared.train, AnswerRows) or isinstance(prepared.eval, AnswerRows):
+        what = "preference pairs" if isinstance(prepared.train, PairRows) else "labeled answers"
         raise ConfigError(
-            f"{', '.join(names) or 'what it kept aside'} are preference pairs, and duoka eval measures single answers",
-            where="the loss of pairs is measured while a run trains, on its data.eval: duoka report RUN shows it",
+            f"{', '.join(names) or 'what it kept aside'} are {what}, and duoka eval measures answers to be learned",
+            where=f"the loss of {what} is measured while a run trains, on its data.eval: duoka report RUN shows it",
             fix="name conversations: --data NAME",
         )
     pad_id = read_tokenizer(config.model, trained.config_base, trained.base).pad_id

@@ -199,6 +199,28 @@ def _list_runs() -> str:
     return f"runs here: {', '.join(runs)}" if runs else "`duoka runs` lists runs; there are none in ./runs"
 
 
+def gives_scores(trained: Trained) -> bool:
+    """Whether it is a reward model: one number for an answer, and no words."""
+    if trained.config is not None:
+        return trained.config.stage.kind.scores
+    if trained.adapter is not None:
+        return (read_json(trained.adapter / "adapter_config.json") or {}).get("task_type") == "SEQ_CLS"
+    facts = read_json((trained.full or trained.base) / "config.json") or {}
+    return any(str(name).endswith("ForSequenceClassification") for name in facts.get("architectures") or ())
+
+
+def _wrong_kind(trained: Trained, scores: bool) -> ConfigError:
+    if scores:
+        return ConfigError(
+            f"{trained.name} says words, and gives no scores", fix="name a run of   stage: reward   or such a model"
+        )
+    return ConfigError(
+        f"{trained.name} is a reward model: it gives an answer a score, and says no words",
+        where="its folder `final` is read by transformers (AutoModelForSequenceClassification) and PEFT as it is",
+        fix=f"duoka score {trained.name} DATA",
+    )
+
+
 def load_trained(
     trained: Trained,
     *,
@@ -206,17 +228,21 @@ def load_trained(
     attention: str = "sdpa",
     base_only: bool = False,
     unpacked: bool = False,
+    scores: bool = False,
 ) -> torch.nn.Module:
     """The model, in eval mode, adapters apart from the base; `base_only`: as it was before training.
 
     A base that was packed in training is packed here, or with `unpacked` has the same values in plain matrices.
+    `scores`: a reward model, which is refused everywhere else.
     """
     from duoka.model.adapters import Earlier
     from duoka.model.build import load_adapter, load_model
     from duoka.model.quantize import Quantization
     from duoka.model.request import ModelRequest
 
-    options: dict[str, Any] = {"attention": attention, "trust_remote_code": trained.trust_remote_code}
+    if gives_scores(trained) != scores and not base_only:
+        raise _wrong_kind(trained, scores)
+    options: dict[str, Any] = {"attention": attention, "trust_remote_code": trained.trust_remote_code, "scores": scores}
     if trained.config is not None and trained.full is None:
         options["packing"] = Quantization.of(trained.config.model, unpacked=unpacked)
     if base_only:

@@ -50,6 +50,14 @@ class Console(Sink):
                 f"better answer ahead in {values['accuracy']:.1%} of {values['num_samples']} pairs"
             )
             return
+        if {"kl", "reward_chosen"} <= values.keys():
+            good, bad = values["reward_chosen"], values["reward_rejected"]
+            self.say(
+                f"eval at step {step}: loss {values['loss']:.4f}, rewards of good answers {good:.4g}, of bad ones "
+                f"{bad:.4g}, z0 {values['kl']:.4g}, {values['accuracy']:.1%} of {values['num_samples']} answers on "
+                "their side of it"
+            )
+            return
         bits = values["bits_per_byte"]
         self.say(
             f"eval at step {step}: loss {values['loss']:.4f}, perplexity {values['perplexity']:.4g}, "

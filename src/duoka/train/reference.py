@@ -19,8 +19,8 @@ import torch
 
 from duoka.config.adapters import digest, find_adapter, named_adapters
 from duoka.config.schema import RunConfig
+from duoka.data.feed.answers import AnswerRows
 from duoka.data.feed.loader import build_batch, eval_plans
-from duoka.data.feed.pairs import PairRows
 from duoka.data.prepare import PreparedData
 from duoka.errors import StorageError
 from duoka.hub.base import model_fingerprint
@@ -33,7 +33,7 @@ from duoka.train.stages.documents import document_sums
 from duoka.units import format_seconds
 
 REFERENCE_VERSION = 1  # raise it when the same model and data would give other numbers
-_WIDTH = 2  # sequences of a pair
+_WIDTH = 2  # sequences of a pair; of a labeled answer, its own and the mismatched one
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class ReferencePass:
     layout: Layout
     engine: Engine
 
-    def add(self, pairs: PairRows) -> str:
-        """Give the pairs their reference, on all ranks together; returns where it is from."""
+    def add(self, rows: AnswerRows) -> str:
+        """Give the answers their reference, on all ranks together; returns where it is from."""
         world = self.engine.mesh.everyone
-        file = _file_of(self.key(pairs))
-        pairs.reference = world.agree(_read(file, len(pairs)) if world.is_main else None)
-        if pairs.reference is not None:
+        file = _file_of(self.key(rows))
+        rows.reference = world.agree(_read(file, len(rows)) if world.is_main else None)
+        if rows.reference is not None:
             return "from the cache"
         began = time.monotonic()
-        pairs.reference = self._compute(pairs)
+        rows.reference = self._compute(rows)
         if world.is_main:
-            _write(file, pairs.reference)
+            _write(file, rows.reference)
         return f"computed in {format_seconds(time.monotonic() - began)}"
 
-    def key(self, pairs: PairRows) -> str:
+    def key(self, rows: AnswerRows) -> str:
         """All that the numbers depend on: weights, adapters, tokens (and so the template), precision."""
         config, lora = self.config, self.config.lora
         # PiSSA takes parts out of the base and begins with them: the sum is the base again, but for rounding.
@@ -73,18 +73,18 @@ class ReferencePass:
             "adapters": [(key, digest(find_adapter(name, self.base, key))) for key, name in named_adapters(lora)],
             "drawn": drawn,
             "packed weights": [config.model.quantization, config.model.double_quantization],
-            "data": pairs.fingerprint,
+            "data": rows.fingerprint,
             # A base under adapters lies in the type that computes, trained weights in fp32.
             "precision": [self.layout.precision, lora is not None],
         }
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @torch.no_grad()
-    def _compute(self, pairs: PairRows) -> np.ndarray:
+    def _compute(self, rows: AnswerRows) -> np.ndarray:
         mesh, layout, device = self.engine.mesh, self.layout, self.engine.world.device
-        found = torch.zeros(len(pairs), _WIDTH, dtype=torch.float64)
+        found = torch.zeros(len(rows), _WIDTH, dtype=torch.float64)
         plans = eval_plans(
-            pairs, mesh.data.rank, mesh.data.size, layout.micro, packing=layout.packing,
+            rows, mesh.data.rank, mesh.data.size, layout.micro, packing=layout.packing,
             max_length=self.config.sample_tokens,
         )  # fmt: skip
         with self.engine.evaluate() as model:
@@ -92,27 +92,33 @@ class ReferencePass:
             model.eval()
             for plan in plans:
                 mesh.everyone.heart.tell("reference")
-                micro = build_batch(pairs, plan, layout.packing, self.pad_id)
-                with compute_in(layout.precision, device):
-                    logps, _ = model(**model_inputs(micro, device), answer="logps")
-                if plan.sample_ids:
-                    found[list(plan.sample_ids)] = document_sums(logps, micro).view(-1, _WIDTH).cpu()
+                micro = build_batch(rows, plan, layout.packing, self.pad_id)
+                columns = []
+                for part in (micro, micro.mismatched):
+                    if part is None:
+                        continue
+                    with compute_in(layout.precision, device):
+                        logps, _ = model(**model_inputs(part, device), answer="logps")
+                    if plan.sample_ids:
+                        columns.append(document_sums(logps, part).view(len(plan.sample_ids), -1))
+                if columns:
+                    found[list(plan.sample_ids)] = torch.cat(columns, dim=1).cpu()
             model.train(was_training)
-        # Each pair was computed by one rank; the others have zeros there.
+        # Each sample was computed by one rank; the others have zeros there.
         whole: np.ndarray = mesh.loss.sum_tensor(found.to(device)).cpu().numpy()
         return whole
 
 
 def add_references(make: ReferencePass, prepared: PreparedData) -> str:
-    """References of all pairs of a run, training and evaluation; what to say of it before the first step."""
+    """References of all answers of a run, training and evaluation; what to say of it before the first step."""
     start = "the model as it begins"
     lora = make.config.lora
     if lora is not None:
         start = f"the starting adapter {lora.adapter}" if lora.adapter else "the base, without the new adapter"
     said = []
-    for name, pairs in (("", prepared.train), ("evaluation ", prepared.eval)):
-        if isinstance(pairs, PairRows):
-            said.append(f"{len(pairs):,} {name}pairs {make.add(pairs)}")
+    for name, rows in (("", prepared.train), ("evaluation ", prepared.eval)):
+        if isinstance(rows, AnswerRows):
+            said.append(f"{len(rows):,} {name}{rows.noun} {make.add(rows)}")
     return f"{start}; log-probabilities of {', '.join(said)}"
 
 

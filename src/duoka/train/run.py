@@ -233,6 +233,7 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
         trust_remote_code=config.model.trust_remote_code,
         packing=Quantization.of(config.model),
         earlier=Earlier.of(config.lora, inputs.loaded.base),
+        scores=config.stage.kind.scores,
     )
     source = None
     # A GPU's weights come straight from the files: eight ranks that each hold the model in host memory first, as wide

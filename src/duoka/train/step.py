@@ -18,8 +18,9 @@ from duoka.comm.ledger import LEDGER, Traffic
 from duoka.data.feed.loader import GlobalBatch
 from duoka.parallel import inject
 from duoka.parallel.engine import NO_OBSERVER, Engine, PassObserver, RankSums, StepTimes
+from duoka.parallel.look_ahead import Looked, look_ahead
 from duoka.parallel.mesh import Mesh
-from duoka.parallel.objective import Objective
+from duoka.parallel.objective import LooksAhead, Objective
 from duoka.parallel.out_of_memory import Shortage
 
 
@@ -61,6 +62,11 @@ def optimizer_step(
     """
     began = time.perf_counter()
     LEDGER.take()  # what an evaluation or a check exchanged belongs to no step
+    looked = Looked()
+    if isinstance(objective, LooksAhead):
+        looked = look_ahead(engine, batch, objective)
+        if looked.is_short:
+            return StepResult(is_short=True, shortage=looked.shortage)
     sums = engine.forward_backward(batch, objective, observer)
     shortage, times = sums.shortage, sums.times
     if shortage is not None and not shortage.rejoined:
@@ -82,8 +88,9 @@ def optimizer_step(
     if sums.clock is not None:
         # The host launches and goes on: what it spent until the sums were there is the GPU's time of both passes.
         sums.read_clock()
-        spent = times.forward_s + times.backward_s
-    times.wait_s += waited
+        spent = times.forward_s + times.backward_s + looked.pass_s + looked.wait_s
+    times.forward_s += looked.pass_s
+    times.wait_s += waited + looked.wait_s
     times.optimizer_s = max(0.0, time.perf_counter() - began - spent - waited)
     result.traffic, result.num_micro_batches = LEDGER.take(), len(batch.micro_batches)
     return result
@@ -108,10 +115,13 @@ def _sum_over_ranks(
     totals = iter(numbers)
     losses = {name: next(totals) for name in sums.losses}
     denominators = objective.denominators(batch)
-    metrics = {name: next(totals) / denominators[objective.metrics[name]] for name in sums.metrics}
+    found = {name: next(totals) for name in sums.metrics}
+    counts = {name: denominators[objective.metrics[name]] for name in found}
+    metrics = {name: total / counts[name] for name, total in found.items() if counts[name]}
     num_short, *flag_counts, num_broken = totals
     return StepResult(
-        loss=sum(total / denominators[name] for name, total in losses.items()),
+        # A name that only counts a metric, and counts none in this step, has no part in the loss.
+        loss=sum(total / denominators[name] for name, total in losses.items() if denominators[name]),
         norm=math.nan if num_broken and math.isfinite(own_norm) else own_norm,
         losses=losses,
         metrics=metrics,

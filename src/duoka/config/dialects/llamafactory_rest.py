@@ -109,7 +109,6 @@ def _reported_elsewhere() -> list[Row]:
 
 def _of_stages_reported() -> list[Row]:
     return [
-        *reported("of stage kto, which no other reads", "kto_chosen_weight", "kto_rejected_weight"),
         *reported("of PPO, which sft does not read", "ppo_buffer_size", "ppo_epochs", "ppo_score_norm", "ppo_target",
                   "ppo_whiten_rewards", "reward_model", "reward_model_adapters", "reward_model_quantization_bit",
                   "reward_model_type"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from duoka.config.dialects.rows import Answer, Asked, Convert, Refusal, Row, implemented, is_none, number, words
 
-_PAIRS, _COMPARING = ("dpo",), ("dpo", "kto")
+_PAIRS, _LABELED, _COMPARING = ("dpo",), ("kto",), ("dpo", "kto")
 _LOSSES = {name: name for name in ("sigmoid", "hinge", "ipo", "orpo", "simpo", "kto_pair")}
 
 
@@ -30,6 +30,8 @@ def pref_rows() -> list[Row]:
         *implemented("dpo_label_smoothing", "stage.label_smoothing", _of(_PAIRS, _smoothing)),
         *implemented("simpo_gamma", "stage.gamma", _of(_PAIRS, _gamma), "with pref_loss simpo"),
         *implemented("ld_alpha", "stage.ld_alpha", _of(_PAIRS, _number("ld_alpha"))),
+        *implemented("kto_chosen_weight", "stage.desirable_weight", _of(_LABELED, _number("kto_chosen_weight"))),
+        *implemented("kto_rejected_weight", "stage.undesirable_weight", _of(_LABELED, _number("kto_rejected_weight"))),
         *implemented("pref_bco_weight", "", _of(_PAIRS, _no_bco), "above 0 it is refused"),
         *implemented("ref_model", "", _of(_COMPARING, _own_start("ref_model")), "the reference is the run's own start"),
         *implemented("ref_model_adapters", "", _of(_COMPARING, _own_start("ref_model_adapters")), "refused"),

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from duoka.data.feed.ahead import prefetched
+from duoka.data.feed.answers import PADDING, AnswerRows
 from duoka.data.feed.epoch_plan import EpochPlan, MicroPlan, share_batch, share_rows
-from duoka.data.feed.pairs import CHOSEN, PADDING, REJECTED, PairRows
+from duoka.data.feed.labeled import LabeledRows, MismatchedRows
 from duoka.data.feed.token_keys import PADDING_KEY, end_to_end, sample_keys, step_key
 from duoka.data.tokens.template import Sample
 from duoka.units import Amount
@@ -52,8 +53,9 @@ class Batch:
     num_samples: int
     token_keys: Tensor | None = None  # (rows, tokens) long, what dropout counts from (token_keys.py); training only
     target_places: Tensor | None = None  # (targets,) long, among all tokens, for devices that are slow to be asked
-    sides: Tensor | None = None  # (documents,) long, of pairs: CHOSEN, then REJECTED of the same; PADDING
+    sides: Tensor | None = None  # (documents,) long, of answers: CHOSEN or REJECTED (of a pair: in this order); PADDING
     reference: Tensor | None = None  # (documents,) double: log-probability of each where the run began
+    mismatched: Batch | None = None  # of labeled answers: the same prompts, each with an answer to another one
 
     def pinned(self) -> Batch:
         """The same in pinned memory, for a GPU, which is told where targets are."""
@@ -61,6 +63,8 @@ class Batch:
         tensors: dict[str, Any] = {
             name: value.pin_memory() for name, value in vars(known).items() if isinstance(value, Tensor)
         }
+        if self.mismatched is not None:
+            tensors["mismatched"] = self.mismatched.pinned()
         return replace(known, **tensors)
 
 
@@ -219,11 +223,20 @@ def eval_plans(
 
 def laid_lengths(store: Samples, packing: bool) -> np.ndarray:
     """What each sample takes of a micro-batch's tokens."""
-    return store.row_lengths if isinstance(store, PairRows) and not packing else store.lengths
+    if not isinstance(store, AnswerRows):
+        return store.lengths
+    return store.packed_lengths if packing else store.row_lengths
 
 
 def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int, key: int | None = None) -> Batch:
     """The tensors of one micro-batch; with the `key` of a training step, its tokens' keys."""
+    own = _build_batch(store, plan, packing, pad_id, key)
+    if not isinstance(store, LabeledRows):
+        return own
+    return replace(own, mismatched=_build_batch(store.mismatched, plan, packing, pad_id, None))
+
+
+def _build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int, key: int | None) -> Batch:
     sample_ids = plan.sample_ids
     parts = [store.segments(index) for index in sample_ids]
     if not parts:
@@ -233,7 +246,7 @@ def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int, key
         packed = pack_segments([segment for segments in parts for segment in segments], len(sample_ids))
         packed = with_sides(packed, store, sample_ids)
         return packed if key is None else with_keys(packed, end_to_end(key, zip(sample_ids, lengths, strict=True)))
-    if any(len(segments) > 1 for segments in parts) and not isinstance(store, PairRows):
+    if any(len(segments) > 1 for segments in parts) and not isinstance(store, AnswerRows):
         raise ValueError("rows that hold several documents need packing: padded rows have no boundaries")
     padded = replace(_padded([segment for segments in parts for segment in segments], pad_id), num_samples=len(parts))
     padded = with_sides(padded, store, sample_ids)
@@ -251,19 +264,26 @@ def build_batch(store: Samples, plan: MicroPlan, packing: bool, pad_id: int, key
 
 
 def with_sides(batch: Batch, store: Samples, sample_ids: Sequence[int | None]) -> Batch:
-    """A batch of pairs knows which document is whose answer; None stands for a document that fills a row."""
-    if not isinstance(store, PairRows):
+    """A batch of answers knows which document is whose; None stands for a document that fills a row."""
+    if not isinstance(store, (AnswerRows, MismatchedRows)):
         return batch
-    sides = [side for index in sample_ids for side in ([PADDING] if index is None else [CHOSEN, REJECTED])]
+    sides = [side for index in sample_ids for side in ([PADDING] if index is None else store.sides_of(index))]
     reference = None
     if store.reference is not None:
-        known = [store.reference[index] if index is not None else [0.0] for index in sample_ids]
+        known = [store.reference_of(index) if index is not None else np.zeros(1) for index in sample_ids]
         reference = torch.from_numpy(np.concatenate([np.zeros(0), *known]))
     return replace(batch, sides=torch.tensor(sides, dtype=torch.long), reference=reference)
 
 
 def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int, key: int | None = None) -> Batch:
     """Rows of exactly `shape[1]` tokens, end to end as one packed row; a short one ends in a document of padding."""
+    own = _build_rows(store, plan, shape, pad_id, key)
+    if not isinstance(store, LabeledRows):
+        return own
+    return replace(own, mismatched=_build_rows(store.mismatched, plan, shape, pad_id, None))
+
+
+def _build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int, key: int | None) -> Batch:
     num_rows, row_tokens = shape
     segments: list[Sample] = []
     owners: list[tuple[int | None, int]] = []

@@ -1,7 +1,7 @@
-"""Preference pairs: two sequences a sample, which never part, and their log-probabilities where the run begins.
+"""Preference pairs: two sequences a sample, which never part.
 
-`PairRows` stands where a TokenStore does: the epoch plan orders pairs, the loader lays both sequences of one into the
-same micro-batch. Stages read who is who, and the reference's numbers, from the batch (loader.py:Batch).
+The loader lays both sequences of one into the same micro-batch. Stages read who is who, and the reference's numbers,
+from the batch (loader.py:Batch).
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from functools import cached_property
 
 import numpy as np
 
+from duoka.data.feed.answers import CHOSEN, REJECTED, AnswerRows
 from duoka.data.tokens.template import Sample
 from duoka.data.tokens.token_store import TokenStore
 
-CHOSEN, REJECTED = 0, 1
-PADDING = -1  # of a document that only fills a row
 
-
-class PairRows:
+class PairRows(AnswerRows):
     """Sample i is pair i: the sequence with the better answer, then the one with the worse, each with its prompt."""
+
+    noun = "pairs"
 
     def __init__(self, store: TokenStore) -> None:
         self.store = store
         self.lengths = store.lengths
         self.num_targets = store.num_targets
-        # (pairs, 2): set once, before the first step, where the loss has a reference.
-        self.reference: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.store)
@@ -36,15 +34,21 @@ class PairRows:
 
     def segments(self, index: int) -> list[Sample]:
         """Chosen and rejected, end to end; neither sees the other."""
-        whole, cut = self.store.sample(index), int(self.store.marks[index])
-        return [
-            Sample(whole.input_ids[:cut], whole.is_target[:cut]),
-            Sample(whole.input_ids[cut:], whole.is_target[cut:]),
-        ]
+        return list(split_pair(self.store, index))
+
+    def sides_of(self, index: int) -> list[int]:
+        return [CHOSEN, REJECTED]
+
+    def reference_of(self, index: int) -> np.ndarray | None:
+        return None if self.reference is None else self.reference[index]
+
+    @property
+    def packed_lengths(self) -> np.ndarray:
+        return self.lengths
 
     @cached_property
     def row_lengths(self) -> np.ndarray:
-        """What a pair takes where each sequence has a row of its own: twice the longer one."""
+        """Twice the longer one."""
         longer: np.ndarray = np.maximum(self.store.marks, self.lengths - self.store.marks)
         return 2 * longer
 
@@ -52,3 +56,12 @@ class PairRows:
     def chosen_targets(self) -> np.ndarray:
         """(pairs,) target tokens of the better answers."""
         return np.array([self.segments(index)[CHOSEN].num_targets for index in range(len(self))], np.int64)
+
+
+def split_pair(store: TokenStore, index: int) -> tuple[Sample, Sample]:
+    """The sequences of a pair: chosen and rejected."""
+    whole, cut = store.sample(index), int(store.marks[index])
+    return (
+        Sample(whole.input_ids[:cut], whole.is_target[:cut]),
+        Sample(whole.input_ids[cut:], whole.is_target[cut:]),
+    )

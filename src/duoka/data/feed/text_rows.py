@@ -12,6 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from duoka.config.schema import RunConfig
+from duoka.data.feed.answers import AnswerRows
+from duoka.data.feed.labeled import LabeledRows
 from duoka.data.feed.pairs import PairRows
 from duoka.data.read.example import KIND_WORDS
 from duoka.data.read.registry import ResolvedSet
@@ -70,12 +73,18 @@ class TextRows:
         return parts
 
 
-def as_samples(store: TokenStore, sets: Sequence[ResolvedSet], row_tokens: int) -> TokenStore | TextRows | PairRows:
-    """The samples of training and evaluation: conversations as they are, plain text in rows, pairs together."""
+def as_samples(store: TokenStore, sets: Sequence[ResolvedSet], config: RunConfig) -> TokenStore | TextRows | AnswerRows:
+    """The samples of training and evaluation: conversations as they are, plain text in rows, answers as judged."""
     kinds = {found.form.kind for found in sets}
-    if not kinds & {"text", "preference"}:
+    takes_labels = "labeled" in config.stage.kind.records
+    if not kinds & {"text", "preference"} and not (takes_labels and "labeled" in kinds):
         return store
     if len(kinds) > 1:
         names = ", ".join(f"{found.name} ({KIND_WORDS[found.form.kind]})" for found in sets)
-        raise DataError("plain text, pairs and conversations cannot be mixed in one data set list", where=names)
-    return PairRows(store) if "preference" in kinds else TextRows(store, row_tokens)
+        what = "plain text, pairs, labeled answers and conversations cannot be mixed in one data set list"
+        raise DataError(what, where=names)
+    if kinds == {"text"}:
+        return TextRows(store, config.data.max_length)
+    if takes_labels:
+        return LabeledRows(store, config.data.max_length, of_pairs=kinds == {"preference"})
+    return PairRows(store)

@@ -13,10 +13,10 @@ import torch
 
 from duoka.comm.world import World
 from duoka.config.schema import RunConfig
+from duoka.data.feed.answers import CHOSEN, PADDING
 from duoka.data.feed.loader import Batch, GlobalBatch
-from duoka.data.feed.pairs import CHOSEN, PADDING, PairRows
+from duoka.data.feed.pairs import PairRows
 from duoka.data.prepare import PreparedData
-from duoka.errors import ConfigError
 from duoka.model.build import LossModel
 from duoka.model.dropout import stop_dropout
 from duoka.parallel.inputs import model_inputs
@@ -25,10 +25,7 @@ from duoka.parallel.objective import Sums
 from duoka.train.stages.documents import count_targets, document_sums, weights_beyond
 from duoka.train.stages.pair_losses import Answers, PairSettings, pair_loss, reward
 from duoka.train.stages.stage import Stage
-
-# Log-probabilities of a token that are the same but for rounding. Another model, another template or dropout is off by
-# more than a hundredth in fp32; in half precision a token's rounding alone is some hundredths.
-_SAME = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+from duoka.train.stages.start import check_start
 
 
 class Pairs(Stage):
@@ -122,16 +119,7 @@ class Pairs(Stage):
     def check_first(self, metrics: Mapping[str, float], precision: str) -> None:
         """At its first step the model is the reference: loss ln 2, margin 0. Else something is wrong that no curve of
         a loss would ever show."""
-        drift = metrics.get("drift", 0.0)
-        if drift <= _SAME[precision]:
-            return
-        raise ConfigError(
-            f"at its first step the model is not the reference: log-probabilities differ by {drift:.3g} a token, "
-            f"rewards by {metrics['margin']:.3g} (both must be 0 but for rounding)",
-            where="likely: dropout inside the model, code of its own that draws at random, or weights that were "
-            "changed in their folder while their old reference was kept",
-            fix="set the dropout in the model's config.json to 0; or delete the folder `reference` in duoka's cache",
-        )
+        check_start(metrics.get("drift", 0.0), precision, f"rewards by {metrics.get('margin', 0.0):.3g}")
 
     def measure(
         self,
