@@ -182,7 +182,7 @@ def build(folder, layout, world, *, lora=None, goal=None):
 
 def whole(tensor):
     tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
 
 
 def whole_model(engine, tensors):
