@@ -94,7 +94,9 @@ def test_a_dry_run_sees_what_a_real_step_allocates(config, recompute):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("name", ["fsdp8", "zero1x8", "zero2x8", "hsdp2x4", "fsdp4·sp2", "zero1x2·sp4"])
+@pytest.mark.parametrize(
+    "name", ["fsdp8", "zero1x8", "zero2x8", "hsdp2x4", "fsdp4·sp2", "zero1x2·sp4", "fsdp4·tp2", "zero1x2·tp2·sp2"]
+)
 def test_a_rank_of_a_world_that_is_not_there_sends_what_theory_says(name):
     layout = replace(parse_layout(name), packing=False)
     found = dry_run(PLAIN, FACTS, layout, [TOKENS])
@@ -123,7 +125,7 @@ def test_a_dry_run_walks_along_the_axes(name):
     """Real code on fake tensors, beside the plan's arithmetic of the same rank."""
     layout = replace(parse_layout(name), packing=False)
     work = Work(shape_from_config(FACTS), None, "cpu")
-    memory = estimate_memory(work, layout, TOKENS * layout.sp, 8)
+    memory = estimate_memory(work, layout, TOKENS * layout.sp, accumulation=8)
     found = dry_run(PLAIN, FACTS, layout, [memory.tokens, memory.later], 8)
     planned = memory.peak_bytes - memory.parts.get("framework", 0) - memory.parts.get("checkpoint copy", 0)
     assert found.peak_bytes == pytest.approx(planned, rel=0.25), (found.phases, memory.parts)
