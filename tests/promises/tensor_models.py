@@ -20,6 +20,7 @@ MODELS = {
     "tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 8, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {}),
+    "biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "phi3": ("Phi3Config", {}),
     "gemma2": ("Gemma2Config", {
         "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0,
