@@ -46,9 +46,9 @@ def find_parts(core: torch.nn.Module, num_ranks: int) -> dict[str, Part]:
     names = {id(module): name for name, module in core.named_modules()}
     ends: tuple[tuple[Any, Part], ...]
     ends = (core.get_output_embeddings(), "joined"), (core.get_input_embeddings(), "words")  # type: ignore[operator]
-    for end, part in ends:
+    for end, its_part in ends:
         if end is not None and not isinstance(end, Absent):  # of a pipeline, another rank has the one or the other
-            parts[names[id(end)]] = part
+            parts[names[id(end)]] = its_part
     _check_all_have_one(core, parts, num_ranks)
     for name, part in parts.items():
         _check_fits(name, core.get_submodule(name), part, num_ranks)

@@ -146,7 +146,8 @@ def parse_layout(text: str) -> Layout:
     if name.strategy is None:
         raise ValueError(f"{text!r} is no layout; write for example fsdp8, hsdp2x8, zero1x4 or ddp8.tp4.pp12")
     strategy, dp = cast(Strategy, name.strategy), name.dp or 1
-    return Layout(dp=dp, strategy=strategy, shard=name.shard or (dp if strategy in SHARDED else 1), **name.axes)
+    tp, pp, sp = (name.axes.get(axis, 1) for axis in AXES)
+    return Layout(dp=dp, strategy=strategy, shard=name.shard or (dp if strategy in SHARDED else 1), tp=tp, pp=pp, sp=sp)
 
 
 def complete_layout(text: str, world_size: int) -> Layout:
