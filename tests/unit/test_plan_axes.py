@@ -14,6 +14,7 @@ from duoka.explain.find import LANGUAGES, find_entry
 from duoka.plan.axes import check_axes, check_shape, key_value_heads, why_exchange
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import parse_layout
+from duoka.plan.picture import ranking_lines
 from duoka.plan.report import make_plan
 from duoka.plan.shape import demo_shape
 
@@ -139,6 +140,17 @@ def test_a_layout_in_one_word_is_the_keys_that_it_stands_for(tmp_path):
     for text in ("{layout: tp2.tp2}", "{layout: fsdp2x2}", "{layout: gp}", "{layout: tp0}"):
         with pytest.raises(Faults, match="must be a layout such as"):
             load(text)
+
+
+def test_a_table_with_a_faster_layout_says_how_to_take_it():
+    facts = {"model": "demo", "data": {"train": ["identity"]}}
+    plan = make_plan(RunConfig.model_validate(facts), demo_shape(), CPU, 4, is_ranked=True)
+    best = plan.ranking.trainable[0]
+    taken = replace(plan, speed=best.speed)
+    words = f"the fastest:   parallel.layout={best.layout.name.replace('·', '.')}"
+    slower = replace(plan, speed=replace(plan.speed, tokens_per_s=best.speed.tokens_per_s / 2))
+    assert any(words in line for line in ranking_lines(slower))
+    assert not any("the fastest:" in line for line in ranking_lines(taken))
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
