@@ -2,7 +2,8 @@
 
 `duoka plan --dry-run` calls it, to check the plan's arithmetic: peak bytes by phase, and what collectives carry, of
 rank 0 of any number of ranks, on a laptop. Few layers are run, and all quantities are straight lines in their number.
-DDP's reducer cannot be faked: its step is that of one process, whose gradients are views of its buckets.
+DDP's reducer cannot be faked: its step is that of one process, whose gradients are views of its buckets. Of a pipeline,
+the first and the last stage are run whole.
 """
 
 from __future__ import annotations
@@ -101,8 +102,14 @@ def dry_run(
         phases=phases,
         traffic=carried,
         seconds=time.perf_counter() - started,
-        note="DDP's exchange is not run: its buckets are the gradients" if layout.strategy == "ddp" else "",
+        note=_note(layout),
     )
+
+
+def _note(layout: Layout) -> str:
+    if layout.pp > 1:
+        return "messages between stages are not sent here: the plan above counts them"
+    return "DDP's exchange is not run: its buckets are the gradients" if layout.strategy == "ddp" else ""
 
 
 def _line(at: tuple[int, ...], values: list[int], where: int) -> int:
