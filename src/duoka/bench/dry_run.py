@@ -37,7 +37,6 @@ from duoka.parallel.pipeline import Pipeline
 from duoka.parallel.precision import compute_in
 from duoka.parallel.sequence import share_sequences
 from duoka.plan.layout import Layout
-from duoka.plan.pipeline import passes_of
 from duoka.torch_private import FakeTensorMode, TorchDispatchMode, fake_store, innermost, tree_map_only
 
 # With prefetching and recompute, 2 layers are not yet a steady state; from 4 on everything is a straight line.
@@ -70,7 +69,7 @@ def dry_run(
     """Two steps on rank 0, each of micro-batches of `sizes` tokens; one of 0 is none.
 
     `facts` is the model's config.json. What is exchanged is that of a step's last micro-batch. Of a pipeline, the first
-    and the last stage are run, with as many of `num_micro` micro-batches as are ever there at once, and all they send.
+    and the last stage are run, with as many of `num_micro` micro-batches as are ever there at once.
 
     Raises ValueError for layouts that no run takes, and for packed bases.
     """
@@ -222,15 +221,11 @@ def _step_of_stages(
 ) -> dict[str, int]:
     """The passes of this rank in the schedule's order; what other ranks would send arrives at once."""
     phases = dict.fromkeys(("forward", "backward"), 0)
-    stages, rank = engine.stages, engine.pipeline.rank
+    stages = engine.stages
     count = num_micro if layout.schedule == "gpipe" else min(num_micro, 2 * layout.pp * layout.virtual)
     ids = torch.zeros((1, sizes[0]), dtype=torch.long)
     shape = (*ids.shape, stages.width)
-    order = [
-        one
-        for one in passes_of(layout.schedule, layout.pp, layout.virtual, count, rank)
-        if one.kind == "forward" or stages.has_backward(one.stage)
-    ]
+    order = engine.passes(engine.pipeline.rank, count)
     last = max((at for at, one in enumerate(order) if one.kind == "backward"), default=-1)
     held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
     live.start_phase()

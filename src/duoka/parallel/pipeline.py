@@ -120,7 +120,7 @@ class Pipeline(Engine):
     ) -> RankSums:
         """All passes of a step in the schedule's order; a rank out of memory goes on with nothing but messages."""
         step = self._begin(batch, objective, observer, weigh)
-        order = self._passes(self.pipeline.rank, len(batch.micro_batches))
+        order = self.passes(self.pipeline.rank, len(batch.micro_batches))
         last_backward = max((at for at, one in enumerate(order) if one.kind == "backward"), default=-1)
         shortage: Shortage | None = None
         for at, one in enumerate(order):
@@ -162,7 +162,7 @@ class Pipeline(Engine):
         self._check_same_batch(batch)
         shapes = [(one.input_ids.shape[0], one.input_ids.shape[1]) for one in batch.micro_batches]
         wire = Wire(
-            self.stages, self.world, self.pipeline, self.edges, lambda rank: self._passes(rank, len(shapes)),
+            self.stages, self.world, self.pipeline, self.edges, lambda rank: self.passes(rank, len(shapes)),
             lambda micro: shapes[micro],
         )  # fmt: skip
         names = objective.denominators(batch), objective.metrics
@@ -171,7 +171,8 @@ class Pipeline(Engine):
         clock = GpuClock() if device.type == "cuda" else None
         return _Step(batch, objective, observer, weigh, wire, StepTimes(), (zeros[0], zeros[1]), clock)
 
-    def _passes(self, rank: int, num_micro: int) -> list[Pass]:
+    def passes(self, rank: int, num_micro: int) -> list[Pass]:
+        """What a rank of the pipeline computes in a step, in order; nothing goes back where nothing is trained."""
         layout = self.layout
         order = passes_of(layout.schedule, layout.pp, layout.virtual, num_micro, rank)
         return [one for one in order if one.kind == "forward" or self.stages.has_backward(one.stage)]
