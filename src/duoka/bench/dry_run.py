@@ -37,7 +37,14 @@ from duoka.parallel.pipeline import Pipeline
 from duoka.parallel.precision import compute_in
 from duoka.parallel.sequence import share_sequences
 from duoka.plan.layout import Layout
-from duoka.torch_private import FakeTensorMode, TorchDispatchMode, fake_store, innermost, tree_map_only
+from duoka.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    fake_store,
+    forget_shardings,
+    innermost,
+    tree_map_only,
+)
 
 # With prefetching and recompute, 2 layers are not yet a steady state; from 4 on everything is a straight line.
 PROBED_LAYERS = (4, 8)
@@ -291,6 +298,8 @@ def _fake_world(layout: Layout, place: int = 0) -> Iterator[World]:
         yield World(rank=rank, size=size, local_size=min(8, size), backend="fake")
     finally:
         dist.destroy_process_group()
+        # What torch keeps of tensors over a mesh names groups that are gone, and the next world's mesh looks the same.
+        forget_shardings()
 
 
 class StoragePeak(TorchDispatchMode):

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -80,11 +80,10 @@ def _write_final(
     with contextlib.ExitStack() as cleaning:
         told: ResultSources | None = None
         draft: _Draft | None = None
-        known = _known_tensors(lm, mesh)
         with _shared_fault(side, final):
             if side.is_main:
                 told = sources()
-                draft = _begin(lm, known, base_dtype(told.base), final.parent, f".{final.name}.", {})
+                draft = _begin(lm, mesh, base_dtype(told.base), final.parent, f".{final.name}.", {})
                 if draft is not None:
                     cleaning.callback(shutil.rmtree, draft.folder, ignore_errors=True)
         draft = side.agree(draft)
@@ -116,11 +115,10 @@ def write_weights(lm: torch.nn.Module, mesh: Mesh, folder: Path, options: Mappin
     try:
         with contextlib.ExitStack() as cleaning:
             draft: _Draft | None = None
-            known = _known_tensors(lm, mesh)
             with _shared_fault(side, folder, LOOP_GOES_ON):
                 if side.is_main:
                     folder.mkdir(parents=True, exist_ok=True)
-                    draft = _begin(lm, known, None, folder, ".draft.", options)
+                    draft = _begin(lm, mesh, None, folder, ".draft.", options)
                     if draft is not None:
                         cleaning.callback(shutil.rmtree, draft.folder, ignore_errors=True)
             draft = side.agree(draft)
@@ -165,45 +163,20 @@ def _shared_fault(side: World, final: Path, words: tuple[str, str] = RUN_GOES_ON
 # --- rank 0: what will lie where ---
 
 
-class _Known(NamedTuple):
-    """A tensor of the whole model; `first` is the first name of those that share it."""
-
-    first: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _known_tensors(lm: torch.nn.Module, mesh: Mesh) -> dict[str, _Known]:
-    """All tensors by name: ranks of a pipeline, which all call it, tell each other of their layers'."""
-    firsts: dict[int, str] = {}
-    own = {
-        name: _Known(firsts.setdefault(id(tensor), name), tuple(tensor.shape), tensor.dtype)
-        for name, tensor in lm.state_dict(keep_vars=True).items()
-    }
-    known: dict[str, _Known] = {}
-    for stage in mesh.pipeline.gather(own):
-        known = stage | known
-    return known
-
-
 def _begin(
-    lm: torch.nn.Module,
-    known: Mapping[str, _Known],
-    dtype: torch.dtype | None,
-    place: Path,
-    prefix: str,
-    options: Mapping[str, Any],
+    lm: torch.nn.Module, mesh: Mesh, dtype: torch.dtype | None, place: Path, prefix: str, options: Mapping[str, Any]
 ) -> _Draft | None:
     """A draft in `place` with everything but values in it; None when the files hold what the ranks do not have as it
     is. Without a `dtype` tensors keep their own."""
-    if hasattr(lm, "peft_config"):
+    # A rank of a pipeline knows neither the names nor the sizes of the others' layers.
+    if hasattr(lm, "peft_config") or mesh.pipeline.size > 1:
         return None
-    metas: dict[str, torch.Tensor] = {}
+    metas: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
-    for name, one in known.items():
-        kind = dtype if dtype is not None and one.dtype.is_floating_point else one.dtype
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         # Shared tensors stay shared, so that transformers finds tied heads and plans them once.
-        state[name] = metas.setdefault(one.first, torch.empty(one.shape, dtype=kind, device="meta"))
+        state[name] = metas.setdefault(id(tensor), torch.empty(tensor.shape, dtype=kind, device="meta"))
     # As transformers orders a model that it loaded itself: which tensors share a file depends on the order, and a model
     # that was built without its weights has another.
     state = {name: state[name] for name in sorted(state, key=_natural)}
@@ -294,8 +267,6 @@ def _write_own(lm: torch.nn.Module, draft: _Draft, mesh: Mesh, heart: Heart) -> 
     with contextlib.ExitStack() as open_files:
         files: dict[str, int] = {}
         for number, (name, slot) in enumerate(draft.slots.items()):
-            if name not in state:  # another stage has it
-                continue
             part = _own_part(state[name].detach(), number, mesh)
             if part is None:
                 continue
@@ -312,10 +283,8 @@ def _write_own(lm: torch.nn.Module, draft: _Draft, mesh: Mesh, heart: Heart) -> 
 def _own_part(tensor: torch.Tensor, number: int, mesh: Mesh) -> tuple[torch.Tensor, tuple[int, ...]] | None:
     """(values, where they begin in the whole tensor) of what this rank writes; None when that is nothing."""
     if not isinstance(tensor, DTensor):
-        # All ranks of a stage have it; those at the end of a pipeline may write once more what the first have too.
         world = mesh.everyone
-        size = world.size // mesh.sizes["pp"]
-        return (tensor, (0,) * tensor.dim()) if number % size == world.rank % size else None
+        return (tensor, (0,) * tensor.dim()) if number % world.size == world.rank else None
     grid = tensor.device_mesh
     place = grid.get_coordinate()
     assert place is not None
