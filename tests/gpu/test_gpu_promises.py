@@ -13,6 +13,7 @@ from test_collectives import KINDS, see_it_all
 from test_ddp_options import HALVES, compare_half_with_whole, exchange_thin
 from test_sequence import SOME, compare_all
 from test_sharded import STRATEGIES, look_at
+from test_together import PAIRS, run_cases
 from worlds import run_world, train_all
 
 from duoka.model.build import LossModel, load_model
@@ -77,6 +78,20 @@ def test_every_collective_of_nccl_is_right(two_gpus, tmp_path):
 def test_ranks_that_share_rows_on_nccl(two_gpus):
     layouts = [(f"{strategy}1·sp{two_gpus}", SOME) for strategy in ("ddp", "fsdp")]
     run_world(two_gpus, compare_all, layouts, TOLERANCE)
+
+
+def test_a_model_cut_over_gpus_learns_what_one_process_learns(two_gpus, tmp_path):
+    cut = [
+        ("qwen3", "single.tp2", "sgd", 3, ""),
+        ("tied", "single.pp2", "sgd", 3, ""),
+        ("llama", "ddp1.sp2", "sgd", 3, ""),
+    ]
+    run_cases(tmp_path, two_gpus, cut)
+
+
+@pytest.mark.skipif(num_gpus() < 4, reason="fewer than four GPUs")
+def test_two_axes_on_nccl_equal_one_process(gpu, tmp_path):
+    run_cases(tmp_path, 4, PAIRS)
 
 
 def test_thin_gradients_on_nccl(two_gpus):

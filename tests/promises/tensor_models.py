@@ -20,6 +20,7 @@ MODELS = {
     "tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 8, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {}),
+    "biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "phi3": ("Phi3Config", {}),
     "gemma2": ("Gemma2Config", {
         "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0,
@@ -30,12 +31,12 @@ MODELS = {
 }  # fmt: skip
 
 
-def write_model(name, folder):
+def write_model(name, folder, layers=2):
     """The model with nothing at its usual start: norms are not one, biases not zero."""
     import transformers
 
     kind, own = MODELS[name]
-    config = getattr(transformers, kind)(**{**SMALL, **own})
+    config = getattr(transformers, kind)(**{**SMALL, "num_hidden_layers": layers, **own})
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -182,7 +183,16 @@ def build(folder, layout, world, *, lora=None, goal=None):
 
 def whole(tensor):
     tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
+
+
+def whole_model(engine, tensors):
+    """Whole tensors by name, those of all stages; what two stages have is the same on both."""
+    found = {}
+    for part in engine.mesh.pipeline.gather({name: whole(one) for name, one in tensors.items()}):
+        for name, one in part.items():
+            assert torch.equal(found.setdefault(name, one), one), f"{name} differs on two stages"
+    return found
 
 
 def train_here(engine, optimizer, num_micro):
@@ -195,11 +205,11 @@ def train_here(engine, optimizer, num_micro):
         sums = engine.forward_backward(batch, Mean())
         own = float(sums.losses["tokens"]) if engine.mesh.counts_loss else 0.0
         seen["losses"].append(engine.world.sum([own])[0] / batch.global_targets)
-        seen["gradients"].append({name: whole(p.grad) for name, p in named.items()})
+        seen["gradients"].append(whole_model(engine, {name: p.grad for name, p in named.items()}))
         seen["norms"].append(float(engine.clip(stepper, CLIP)))
         engine.step(stepper)
         engine.zero_grad(stepper)
-    return seen | {"weights": {name: whole(p) for name, p in named.items()}}
+    return seen | {"weights": whole_model(engine, named)}
 
 
 def compare(found, wanted, tolerance, what, limit=CLIP):

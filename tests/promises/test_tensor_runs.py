@@ -62,8 +62,8 @@ def runs(case):
     return folder
 
 
-def weights_of(folder):
-    return load_file(folder / "final" / "model.safetensors")
+def weights_of(folder, file="model.safetensors"):
+    return load_file(folder / "final" / file)
 
 
 def told(folder, kind):
@@ -71,12 +71,12 @@ def told(folder, kind):
     return [line for line in map(json.loads, lines) if line["type"] == kind]
 
 
-def check_same(ours, theirs, after=0):
+def check_same(ours, theirs, after=0, file="model.safetensors"):
     found, wanted = read_run(ours), [line for line in read_run(theirs) if line["step"] > after]
     assert [line["step"] for line in found] == [line["step"] for line in wanted]
     for key in ("loss", "grad_norm", "lr"):
         assert relative([line[key] for line in found], [line[key] for line in wanted]) < 1e-4, key
-    off, name = worst(weights_of(ours), weights_of(theirs))
+    off, name = worst(weights_of(ours, file), weights_of(theirs, file))
     assert off < 1e-4, name
 
 

@@ -8,6 +8,7 @@ LAYOUT_CONTRADICTIONS = {
     "best-by-no-task": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort, keep_best: true}\n",
     "best-by-without-best": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort}\n"
     "train: {eval_tasks: [sort]}\n",
+    "layout-against-its-keys": HEAD + "parallel: {layout: fsdp2.tp2, tensor: 4}\n",
     "tensor-with-one-process": HEAD + "parallel: {tensor: 2, strategy: single}\n",
     "tensor-with-ddp": HEAD + "parallel: {tensor: 2, strategy: ddp}\n",
     "tensor-with-ddp-settings": HEAD + "parallel: {tensor: 2, bucket_mb: 5.0}\n",

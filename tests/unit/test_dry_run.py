@@ -14,6 +14,7 @@ from duoka.bench import dry_run as module
 from duoka.bench.dry_run import dry_run
 from duoka.config.schema import RunConfig
 from duoka.plan.layout import Layout, parse_layout
+from duoka.plan.memory import estimate_memory
 from duoka.plan.recipe import Work
 from duoka.plan.shape import shape_from_config
 from duoka.plan.traffic import traffic
@@ -93,7 +94,9 @@ def test_a_dry_run_sees_what_a_real_step_allocates(config, recompute):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("name", ["fsdp8", "zero1x8", "zero2x8", "hsdp2x4", "fsdp4·sp2", "zero1x2·sp4"])
+@pytest.mark.parametrize(
+    "name", ["fsdp8", "zero1x8", "zero2x8", "hsdp2x4", "fsdp4·sp2", "zero1x2·sp4", "fsdp4·tp2", "zero1x2·tp2·sp2"]
+)
 def test_a_rank_of_a_world_that_is_not_there_sends_what_theory_says(name):
     layout = replace(parse_layout(name), packing=False)
     found = dry_run(PLAIN, FACTS, layout, [TOKENS])
@@ -115,6 +118,33 @@ def test_layers_are_extrapolated_along_a_line(monkeypatch):
         assert line.phases[phase] == pytest.approx(whole.phases[phase], rel=1e-3), phase
 
 
+@pytest.mark.parametrize(
+    "name", ["single.tp2", "fsdp4.tp2", "single.pp2", "zero1x2.tp2.pp2", "ddp1.pp2.sp2", "zero1x1.tp2.sp2"]
+)
+def test_a_dry_run_walks_along_the_axes(name):
+    """Real code on fake tensors, beside the plan's arithmetic of the same rank."""
+    layout = replace(parse_layout(name), packing=False)
+    work = Work(shape_from_config(FACTS), None, "cpu")
+    memory = estimate_memory(work, layout, TOKENS * layout.sp, accumulation=8)
+    found = dry_run(PLAIN, FACTS, layout, [memory.tokens, memory.later], 8)
+    planned = memory.peak_bytes - memory.parts.get("framework", 0) - memory.parts.get("checkpoint copy", 0)
+    assert found.peak_bytes == pytest.approx(planned, rel=0.25), (found.phases, memory.parts)
+
+
 def test_what_is_only_planned_has_no_code_to_run():
     with pytest.raises(ValueError, match="planned only"):
-        dry_run(PLAIN, FACTS, parse_layout("fsdp4·tp2"), [TOKENS])
+        dry_run(PLAIN, FACTS, parse_layout("ddp4·tp2"), [TOKENS])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_the_layout_of_bloom_is_run_whole():
+    """384 ranks: 8 copies of 12 stages of 4 ranks; sizes are BLOOM's, layers those that stages of ours may have."""
+    facts = {
+        "model_type": "llama", "vocab_size": 250880, "hidden_size": 14336, "intermediate_size": 38400,
+        "num_hidden_layers": 70, "num_attention_heads": 112, "num_key_value_heads": 112, "tie_word_embeddings": True,
+    }  # fmt: skip
+    layout = replace(parse_layout("zero1x8.tp4.pp12"), precision="bf16", recompute="full")
+    found = dry_run(PLAIN, facts, layout, [2048, 2048], 32)
+    weights = 176e9 * 4 / 48  # fp32 masters of a rank's share; the ends have the words beside fewer layers
+    assert weights < found.peak_bytes < 4 * weights, found

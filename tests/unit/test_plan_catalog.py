@@ -116,7 +116,7 @@ def test_a_layout_comes_back_from_its_name(name):
 def test_blooms_384_gpus_are_8_data_ranks_of_48():
     layout = parse_layout("zero1x8.tp4.pp12")
     assert (layout.dp, layout.world_size) == (8, 384)
-    assert not layout.is_trainable
+    assert layout.is_trainable
 
 
 @pytest.mark.parametrize("text", ["fsdp", "magic8", "fsdp8·xp2", "hsdp16", "fsdp2x8", "fsdp8·tp2·tp2"])

@@ -2,13 +2,15 @@
 
 `duoka plan --dry-run` calls it, to check the plan's arithmetic: peak bytes by phase, and what collectives carry, of
 rank 0 of any number of ranks, on a laptop. Few layers are run, and all quantities are straight lines in their number.
-DDP's reducer cannot be faked: its step is that of one process, whose gradients are views of its buckets.
+DDP's reducer cannot be faked: its step is that of one process, whose gradients are views of its buckets. Of a pipeline,
+the first and the last stage are run whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +33,18 @@ from duoka.optim.clip import clip_gradients
 from duoka.parallel.apply import parallelize
 from duoka.parallel.engine import Engine
 from duoka.parallel.mesh import build_mesh
+from duoka.parallel.pipeline import Pipeline
 from duoka.parallel.precision import compute_in
 from duoka.parallel.sequence import share_sequences
 from duoka.plan.layout import Layout
-from duoka.torch_private import FakeTensorMode, TorchDispatchMode, fake_store, innermost, tree_map_only
+from duoka.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    fake_store,
+    forget_shardings,
+    innermost,
+    tree_map_only,
+)
 
 # With prefetching and recompute, 2 layers are not yet a steady state; from 4 on everything is a straight line.
 PROBED_LAYERS = (4, 8)
@@ -60,24 +70,33 @@ class DryRun:
         return {**vars(self), "probed": list(self.probed), "phases": dict(self.phases), "traffic": sent}
 
 
-def dry_run(config: RunConfig, facts: Mapping[str, Any], layout: Layout, sizes: Sequence[int]) -> DryRun:
+def dry_run(
+    config: RunConfig, facts: Mapping[str, Any], layout: Layout, sizes: Sequence[int], num_micro: int = 1
+) -> DryRun:
     """Two steps on rank 0, each of micro-batches of `sizes` tokens; one of 0 is none.
 
-    `facts` is the model's config.json. What is exchanged is that of a step's last micro-batch.
+    `facts` is the model's config.json. What is exchanged is that of a step's last micro-batch. Of a pipeline, the first
+    and the last stage are run, with as many of `num_micro` micro-batches as are ever there at once.
 
-    Raises ValueError for layouts with further axes, and for packed bases.
+    Raises ValueError for layouts that no run takes, and for packed bases.
     """
-    if layout.tp > 1 or layout.pp > 1 or layout.ep > 1:
-        raise ValueError(
-            f"{layout.name} is planned only: a dry run walks through data ranks, and not along its axes yet"
-        )
+    if not layout.is_trainable:
+        raise ValueError(f"{layout.name} is planned only: there is no code that would train with it")
+    if layout.ep > 1:
+        raise ValueError(f"{layout.name} is planned only: a dry run does not walk along the axis of experts yet")
     if config.model.quantization != "none":
         raise ValueError("packed bases are not run here; the plan above counts them")
     started = time.perf_counter()
     layers = int(_text(facts)["num_hidden_layers"])
     # One kind of layer only: windows and experts that alternate need a whole period, as 4 and 8 have of 2 and 4.
-    probed = PROBED_LAYERS if layers > PROBED_LAYERS[-1] else (layers,)
-    runs = [_probe(config, _cut(facts, number), layout, [size for size in sizes if size]) for number in probed]
+    sizes = [size for size in sizes if size]
+    if layout.pp > 1:  # a stage has few layers anyway
+        probed: tuple[int, ...] = (layers,)
+        ends = [_probe(config, dict(facts), layout, sizes, place, num_micro) for place in (0, layout.pp - 1)]
+        runs = [max(ends, key=lambda run: max(run.phases.values()))]
+    else:
+        probed = PROBED_LAYERS if layers > PROBED_LAYERS[-1] else (layers,)
+        runs = [_probe(config, _cut(facts, number), layout, sizes) for number in probed]
     phases = {name: _line(probed, [run.phases[name] for run in runs], layers) for name in PHASES}
     kinds = dict.fromkeys(kind for run in runs for kind in run.traffic)
     carried = {
@@ -91,8 +110,14 @@ def dry_run(config: RunConfig, facts: Mapping[str, Any], layout: Layout, sizes: 
         phases=phases,
         traffic=carried,
         seconds=time.perf_counter() - started,
-        note="DDP's exchange is not run: its buckets are the gradients" if layout.strategy == "ddp" else "",
+        note=_note(layout),
     )
+
+
+def _note(layout: Layout) -> str:
+    if layout.pp > 1:
+        return "messages between stages are not sent here: the plan above counts them"
+    return "DDP's exchange is not run: its buckets are the gradients" if layout.strategy == "ddp" else ""
 
 
 def _line(at: tuple[int, ...], values: list[int], where: int) -> int:
@@ -131,8 +156,11 @@ class _Probe:
     traffic: Mapping[str, Traffic]
 
 
-def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, sizes: Sequence[int]) -> _Probe:
-    with _fake_world(layout) as world:
+def _probe(
+    config: RunConfig, facts: dict[str, Any], layout: Layout, sizes: Sequence[int], place: int = 0, num_micro: int = 1
+) -> _Probe:
+    """Of the first rank at a `place` of the pipeline."""
+    with _fake_world(layout, place) as world:
         engine = _engine(config, facts, layout, world)
         with FakeTensorMode(allow_non_fake_inputs=True), StoragePeak() as live:
             engine.bare.to_empty(device="cpu")
@@ -140,8 +168,11 @@ def _probe(config: RunConfig, facts: dict[str, Any], layout: Layout, sizes: Sequ
             optimizer = build_optimizer(_trainable(engine), config.optim, on_host=layout.offload == "optimizer")
             live.hold(engine.bare)
             phases: dict[str, int] = {}
+            run = _step
+            if isinstance(engine, Pipeline):
+                run = functools.partial(_step_of_stages, num_micro=num_micro)
             for _ in range(2):  # the optimizer's state exists from the second step on
-                phases = _step(engine, optimizer, layout, sizes, config.optim.clip, live)
+                phases = run(engine, optimizer, layout, sizes, config.optim.clip, live)
             traffic = dict(LEDGER.traffic)
             LEDGER.traffic.clear()
     return _Probe(phases, traffic)
@@ -173,12 +204,56 @@ def _step(
             loss.backward()
             del loss
             phases["backward"] = max(live.start_phase(), phases.get("backward", 0))
+    return phases | _update(engine, optimizer, layout, clip, live)
+
+
+def _update(
+    engine: Engine, optimizer: torch.optim.Optimizer, layout: Layout, clip: float, live: StoragePeak
+) -> dict[str, int]:
     clip_gradients(_trainable(engine).values(), clip)
     optimizer.step()
-    phases["optimizer step"] = live.start_phase()
+    peak = live.start_phase()
     # DDP's gradients are its buckets, which stay from step to step.
-    optimizer.zero_grad(set_to_none=layout.strategy != "ddp")
-    return phases
+    optimizer.zero_grad(set_to_none=layout.strategy != "ddp" or layout.pp > 1)
+    return {"optimizer step": peak}
+
+
+def _step_of_stages(
+    engine: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    layout: Layout,
+    sizes: Sequence[int],
+    clip: float,
+    live: StoragePeak,
+    *,
+    num_micro: int,
+) -> dict[str, int]:
+    """The passes of this rank in the schedule's order; what other ranks would send arrives at once."""
+    phases = dict.fromkeys(("forward", "backward"), 0)
+    stages = engine.stages
+    count = num_micro if layout.schedule == "gpipe" else min(num_micro, 2 * layout.pp * layout.virtual)
+    ids = torch.zeros((1, sizes[0]), dtype=torch.long)
+    shape = (*ids.shape, stages.width)
+    order = engine.passes(engine.pipeline.rank, count)
+    last = max((at for at, one in enumerate(order) if one.kind == "backward"), default=-1)
+    held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+    live.start_phase()
+    for at, one in enumerate(order):
+        if one.kind == "forward":
+            entered = torch.empty(shape, dtype=stages.dtype) if one.stage else None
+            if entered is not None:
+                entered.requires_grad_(stages.has_backward(one.stage - 1))
+            with compute_in(layout.precision, torch.device("cpu")):
+                states, _ = engine.model(ids, ids, ids, hidden=entered, stage=one.stage)
+            if stages.has_backward(one.stage):
+                held[one.stage, one.micro] = entered, states
+        else:
+            entered, states = held.pop((one.stage, one.micro))
+            with engine.inner.exchange(at == last):
+                torch.autograd.backward(states, None if stages.is_last(one.stage) else torch.empty_like(states))
+        entered = states = None  # type: ignore[assignment]
+        phases[one.kind] = max(phases[one.kind], live.start_phase())
+    return phases | _update(engine, optimizer, layout, clip, live)
 
 
 def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: World) -> Engine:
@@ -196,7 +271,7 @@ def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: Wor
             apply_train_only(core, config.train_only)
         lm = apply_lora(core, config.lora) if config.lora else core
     bare = LossModel(lm.train())
-    if not layout.is_sharded:
+    if not layout.is_sharded and layout.tp * layout.pp == 1:
         # One process, whatever the number of copies; it stays on the meta device until the fake mode is entered.
         single = replace(layout, strategy="single", dp=1, shard=1, sp=1)
         if layout.sp > 1:
@@ -214,16 +289,19 @@ def _model_config(facts: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _fake_world(layout: Layout) -> Iterator[World]:
-    """Rank 0 of the layout's world; its collectives return at once and carry nothing."""
+def _fake_world(layout: Layout, place: int = 0) -> Iterator[World]:
+    """The first rank at a place of the pipeline; its collectives return at once and carry nothing."""
     if dist.is_initialized():
         raise RuntimeError("a dry run makes a process group of its own, and there is one already")
-    size = (layout.dp if layout.is_sharded else 1) * layout.sp
-    dist.init_process_group("fake", rank=0, world_size=size, store=fake_store())
+    size = (layout.dp if layout.is_sharded or layout.tp * layout.pp > 1 else 1) * layout.sp * layout.tp * layout.pp
+    rank = place * size // layout.pp
+    dist.init_process_group("fake", rank=rank, world_size=size, store=fake_store())
     try:
-        yield World(rank=0, size=size, local_size=min(8, size), backend="fake")
+        yield World(rank=rank, size=size, local_size=min(8, size), backend="fake")
     finally:
         dist.destroy_process_group()
+        # What torch keeps of tensors over a mesh names groups that are gone, and the next world's mesh looks the same.
+        forget_shardings()
 
 
 class StoragePeak(TorchDispatchMode):

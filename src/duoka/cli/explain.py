@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from duoka.explain.numbers import Own
 
 
-@click.command("explain")
+@click.command("explain", context_settings={"ignore_unknown_options": True})
 @click.argument("words", nargs=-1, metavar="TOPIC|CODE|KEY|LOG")
 @click.option("--config", type=click.Path(), help="Add the numbers of this config.")
 @click.option(
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def command(words: tuple[str, ...], config: str | None, nproc: int | None, lang: str | None) -> None:
     """Explain a topic (zero, lr-scaling, resume, ...), an exit code or error (5, WorkerFailed), or a key of the YAML.
 
-    Words of an error message, or a log file, are looked up too. Without a word, the topics are listed.
+    Words of an error message, a log file, and flags of other trainers are looked up too. Without a word, the topics
+    are listed.
     """
     from duoka.cli.language import language as of_environment
     from duoka.errors import ConfigError

@@ -254,7 +254,8 @@ def _dry_run(subject: _Subject, plan: Plan) -> DryRun:
     from duoka.errors import ConfigError
 
     try:
-        return dry_run(subject.config, subject.facts, plan.layout, (plan.memory.tokens, plan.memory.later))
+        tokens = plan.memory.tokens, plan.memory.later
+        return dry_run(subject.config, subject.facts, plan.layout, tokens, plan.batch.accumulation)
     except ValueError as error:
         raise ConfigError(f"--dry-run: {error}") from None
 
@@ -266,7 +267,8 @@ def _dry_run_lines(plan: Plan, found: DryRun) -> list[str]:
     parts = plan.memory.parts
     arithmetic = plan.memory.peak_bytes - parts.get("framework", 0) - parts.get("checkpoint copy", 0)
     off = arithmetic / found.peak_bytes - 1
-    layers = " and ".join(map(str, found.probed))
+    pp = plan.layout.pp
+    layers = " and ".join(map(str, found.probed)) if pp == 1 else f"the larger of the ends of {pp} stages of"
     out = [
         "",
         f"dry run  {format_bytes(found.peak_bytes)} at the peak of two steps of the real code on fake tensors "

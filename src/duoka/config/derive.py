@@ -1,4 +1,4 @@
-"""What follows from `model.depth`, `train.tokens` and `stage`: tables of rules, each giving way to what is written.
+"""What follows from `model.depth`, `train.tokens`, `stage` and `parallel.layout`; each gives way to what is written.
 
 `load.py` fills a config by it; banners ask which values still are the rules' own. The reasons are in docs/pretrain.md.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
+from duoka.config.layout_name import read_layout_name
 from duoka.config.schema import RunConfig
 from duoka.config.stages import StageName
 from duoka.units import parse_amount, parse_budget
@@ -160,6 +161,11 @@ _FROM_TOKENS = Derived("train.epochs", _always(None), origin="from train.tokens"
 def derive(config: RunConfig, written: Container[str]) -> tuple[RunConfig, dict[str, str]]:
     """The config with all that follows from it, and the origins of those keys; `written` keys stay as they are."""
     origins: dict[str, str] = {}
+    if config.parallel.layout is not None:
+        for key, meant in read_layout_name(config.parallel.layout).meant().items():
+            name = f"parallel.{key}"
+            if name not in written:
+                config, origins[name] = _with_value(config, name, meant), "from parallel.layout"
     rules = (*_FROM_STAGE.get(config.stage.name, ()), *(_FROM_DEPTH if config.model.depth else ()))
     for rule in rules:
         is_set = rule.key in origins or any(key in written for key in (rule.key, *rule.unless))

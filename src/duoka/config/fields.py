@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from duoka.config.layout_name import read_layout_name
 from duoka.units import parse_amount, parse_budget, parse_every, parse_seconds, parse_warmup
 
 
@@ -131,6 +132,12 @@ Patience = Annotated[
     WithJsonSchema(
         {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "examples": ["auto", "5min"]}]}
     ),
+]
+LayoutText = Annotated[
+    str,
+    _checked_by(read_layout_name),
+    Means("a layout such as fsdp2.tp2.pp2, or tp2.sp2"),
+    WithJsonSchema({"type": "string", "examples": ["fsdp2.tp2.pp2", "tp2"]}),
 ]
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from duoka.config.catalog import known_keys
 from duoka.config.dialects.all import dialects
 from duoka.config.dialects.rows import Row
+from duoka.config.foreign_axes import FLAGS
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,11 @@ _SPECIAL: dict[str, Foreign] = {
     **_same("model.name", "model_name", "model_path", "base_model", "model_id", "pretrained_model"),
     **_same("model.name", "model.path", "model.id", "model.folder", "model.repo"),  # these words in this block only
     **_same("data.train", "data.path", "data.file", "data.files", "data.dataset"),
-    **_same("parallel.pipeline", "pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size", "pp_degree"),
-    "num_layers_per_virtual_pipeline_stage": Foreign(
-        ("parallel.virtual_stages",),
-        "it counts stages of a rank, not layers of a stage, and goes with   schedule: interleaved",
-        write="2",
-    ),
+    **{flag.name: Foreign((flag.key,) if flag.key else (), flag.note, flag.write) for flag in FLAGS},
+    **_same("parallel.layout", "layout"),
+    **_same("parallel.tensor", "tensor_parallel_size", "tp_degree", "tp"),
+    **_same("parallel.pipeline", "pipeline_parallel_size", "pp_degree", "pp"),
+    **_same("parallel.sequence", "sequence_parallel_size", "cp_size", "cp_degree", "sp"),
     **_same("model.tokenizer", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
     **_same("model.template", "chat_template"),
     **_same("stage.name", "task", "method", "training_type"),

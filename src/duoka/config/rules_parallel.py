@@ -5,6 +5,7 @@ A part of the table in rules.py, which evaluates it; the planner asks `ddp_setti
 
 from __future__ import annotations
 
+from duoka.config.layout_name import read_layout_name
 from duoka.config.rule import Rule
 from duoka.config.schema import RunConfig
 from duoka.units import parse_seconds
@@ -19,7 +20,23 @@ def ddp_settings(c: RunConfig) -> list[str]:
     return found + (["parallel.compress"] if c.parallel.compress in ("fp16", "powersgd") else [])
 
 
+def _other_than_layout(c: RunConfig) -> bool:
+    """Keys beside `layout` that say something else than it does."""
+    if c.parallel.layout is None:
+        return False
+    meant = read_layout_name(c.parallel.layout).meant()
+    strategy = "fsdp" if c.parallel.strategy == "zero3" else c.parallel.strategy
+    return strategy != meant.pop("strategy") or any(getattr(c.parallel, key) != value for key, value in meant.items())
+
+
 PARALLEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "layout-against-its-keys",
+        ("parallel.layout", *(f"parallel.{key}" for key in read_layout_name("tp2").meant())),
+        _other_than_layout,
+        "parallel.layout is {c.parallel.layout}, and another key of parallel: says otherwise",
+        "keep the layout, or delete it and keep strategy, tensor, pipeline, sequence and shard_ranks",
+    ),
     Rule(
         "ddp-settings-without-ddp",
         ("parallel.strategy", *(f"parallel.{name}" for name in _DDP_DEFAULTS)),

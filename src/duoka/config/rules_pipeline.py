@@ -6,6 +6,8 @@ from duoka.config.rule import Rule
 from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import RunConfig
 
+_SHARE_STATE = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
+
 
 def _has_stages(c: RunConfig) -> bool:
     return c.parallel.pipeline > 1
@@ -21,27 +23,11 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         "write:   strategy: auto",
     ),
     Rule(
-        "pipeline-with-other-axes",
-        ("parallel.pipeline", "parallel.tensor", "parallel.sequence"),
-        lambda c: _has_stages(c) and c.parallel.tensor * c.parallel.sequence > 1,
-        "parallel.pipeline is {c.parallel.pipeline}, beside tensor {c.parallel.tensor} and sequence "
-        "{c.parallel.sequence}: stages whose layers are cut too are planned, and not trained yet",
-        "keep one of them; more processes share the work by   strategy: zero1",
-    ),
-    Rule(
         "pipeline-with-compile",
         ("train.compile", "parallel.pipeline"),
         lambda c: _has_stages(c) and c.train.compile,
         "train.compile is true, and compiled layers have not been tried in a pipeline",
         "write:   compile: false",
-    ),
-    Rule(
-        "pipeline-of-shards",
-        ("parallel.strategy", "parallel.pipeline"),
-        lambda c: _has_stages(c) and c.parallel.strategy in ("zero3", "fsdp", "hsdp"),
-        "parallel.strategy is {c.parallel.strategy} beside pipeline {c.parallel.pipeline}: a stage would gather its "
-        "weights again for each of its many micro-batches",
-        "write:   strategy: zero1   (weights stay on their stage), or   pipeline: 1",
     ),
     Rule(
         "pipeline-with-compress",
@@ -82,7 +68,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         "interleaved-with-zero",
         ("parallel.schedule", "parallel.strategy"),
-        lambda c: _has_stages(c) and c.parallel.schedule == "interleaved" and c.parallel.strategy in ("zero1", "zero2"),
+        lambda c: _has_stages(c) and c.parallel.schedule == "interleaved" and c.parallel.strategy in _SHARE_STATE,
         "parallel.schedule is interleaved and strategy is {c.parallel.strategy}: gradients would be exchanged when one "
         "of a rank's stages is done, and others are not",
         "write:   schedule: 1f1b   or   strategy: ddp",

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, create_model
 
 from duoka.config.fields import (
+    LayoutText,
     Number,
     Often,
     Patience,
@@ -44,6 +45,11 @@ _NO_SCHEDULES = {
 class ParallelConfig(Section):
     """How processes share the work. Changes speed and memory, never results."""
 
+    layout: LayoutText | None = Field(
+        None,
+        description="The layout in one word, in place of strategy, tensor, pipeline, sequence and shard_ranks; with a "
+        "number of data ranks it takes that many processes and no others.",
+    )
     strategy: Literal["auto", Strategy, "zero3"] = Field(
         "auto", description="How ranks share the work; fsdp is another name for zero3."
     )

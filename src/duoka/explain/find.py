@@ -12,6 +12,7 @@ import yaml
 
 from duoka.config.catalog import Key, is_execution_key, known_keys
 from duoka.config.dialects.all import dialects
+from duoka.config.foreign_axes import find_flag
 from duoka.config.yaml_text import yaml_text
 from duoka.explain.words import best_topic
 from duoka.registry import nearest
@@ -71,6 +72,8 @@ def _read(name: str) -> Any:
 def find_entry(word: str, language: Language) -> Entry | None:
     """The text for a word: a key of ours, a code, a topic, a key of another tool, or words of a message."""
     wanted = word.strip()
+    if wanted.startswith("--") and (entry := _explain_flag(wanted, language)):
+        return entry
     plain = _plain(wanted)
     if wanted in known_keys():
         entry, topic = _explain_key(known_keys()[wanted], language), topics().get(plain)
@@ -89,7 +92,7 @@ def find_entry(word: str, language: Language) -> Entry | None:
     inside = [key for key in known_keys() if key.rpartition(".")[2] == wanted]
     if len(inside) == 1:
         return _explain_key(known_keys()[inside[0]], language)
-    foreign = _explain_foreign(wanted, language)
+    foreign = _explain_flag(wanted, language) or _explain_foreign(wanted, language)
     if foreign is not None:
         return foreign
     if inside:
@@ -179,6 +182,21 @@ def _default(key: Key, zh: bool) -> str:
     if key.default is None:
         return "不写" if zh else "left out"
     return yaml_text(key.default)
+
+
+def _explain_flag(word: str, language: Language) -> Entry | None:
+    """A word of a trainer that cuts models, as its command line or its plugin has it."""
+    flag = find_flag(word)
+    if flag is None:
+        return None
+    ours = known_keys().get(flag.key)
+    last = flag.key.rpartition(".")[2]
+    lines = [f"{flag.tool}: {flag.key or ('没有这样的键' if language == 'zh' else 'there is no such key here')}"]
+    lines += [flag.note] if flag.note else []
+    if ours:
+        words = "例如" if language == "zh" else "example"
+        lines += [f"{flag.key}: {_description(ours, language)}", f"{words}   {last}: {flag.write or ours.example}"]
+    return Entry(flag.name, "\n".join(lines), key=flag.key)
 
 
 def _explain_foreign(word: str, language: Language) -> Entry | None:

@@ -261,9 +261,13 @@ class LossModel(torch.nn.Module):
 
         Under FSDP all ranks call it: weights are gathered for it.
         """
-        exchange: SequenceExchange | None = getattr(self, "sequence_exchange", None)
-        with contextlib.nullcontext() if exchange is None else exchange.paused():
+        with self.on_whole_rows():
             return self._next_token(input_ids, hidden)
+
+    def on_whole_rows(self) -> contextlib.AbstractContextManager[None]:
+        """Around passes whose rows are not cut over ranks, where those of training are."""
+        exchange: SequenceExchange | None = getattr(self, "sequence_exchange", None)
+        return contextlib.nullcontext() if exchange is None else exchange.paused()
 
     def _next_token(self, input_ids: torch.Tensor, hidden: torch.Tensor | None) -> int:
         core: Any = self.core

@@ -3,7 +3,8 @@
 The schedule is the plan's (plan/pipeline.py), what travels is pipeline_wire.py's; here are the passes, and what all
 stages must do alike. Every rank reads the same samples: labels, positions and documents' edges are each stage's own
 reading, only hidden states travel. The loss is divided by its global count before the backward pass, on the last stage.
-Data ranks share the work as zero1 and zero2 do (an engine of sharded.py inside), or add gradients once a step (ddp).
+Data ranks share the work as an engine of sharded.py inside does, or add gradients once a step (ddp). Ranks that cut a
+stage's matrices, or its rows, are stages of pipelines beside each other: each sends to its own place in the next stage.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from duoka.parallel.pipeline_wire import Wire, check_same, needed_before, sent_a
 from duoka.parallel.precision import compute_in
 from duoka.parallel.sharded import Sharded
 from duoka.parallel.single import Single
+from duoka.parallel.tensor import sum_parts
 from duoka.plan.pipeline import Pass, passes_of
 
 _ADDED_AT_ONCE = 25 * 2**20  # bytes of gradients
@@ -105,6 +107,7 @@ class Pipeline(Engine):
         if sums.shortage is None and self.adds_gradients:
             check_all_used(self.bare, "freeze it")
         if sums.shortage is None or sums.shortage.rejoined:
+            sum_parts(self._parts, self.mesh.tensor)
             self._add_gradients()
         return sums
 
@@ -117,7 +120,7 @@ class Pipeline(Engine):
     ) -> RankSums:
         """All passes of a step in the schedule's order; a rank out of memory goes on with nothing but messages."""
         step = self._begin(batch, objective, observer, weigh)
-        order = self._passes(self.pipeline.rank, len(batch.micro_batches))
+        order = self.passes(self.pipeline.rank, len(batch.micro_batches))
         last_backward = max((at for at, one in enumerate(order) if one.kind == "backward"), default=-1)
         shortage: Shortage | None = None
         for at, one in enumerate(order):
@@ -132,7 +135,7 @@ class Pipeline(Engine):
                 # Only here are the tensors of a pass that failed gone.
                 step.open.clear()
                 self._drop_gradients()
-                if self.layout.is_sharded and self.mesh.loss.size > 1:  # the other data ranks wait in its exchange
+                if self._is_awaited:
                     return self._nothing(step, shortage)
                 self._stand_in(step.wire, one)
         step.wire.finish()
@@ -142,6 +145,12 @@ class Pipeline(Engine):
             return self._nothing(step, replace(shortage, rejoined=True))
         return RankSums(step.totals[0], step.totals[1], step.times, clock=step.clock)
 
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether other ranks wait for this one inside of its passes: data ranks of one state, ranks of one layer."""
+        mesh = self.mesh
+        return (self.layout.is_sharded and mesh.loss.size > 1) or mesh.tensor.size * mesh.sequence.size > 1
+
     def _begin(
         self,
         batch: GlobalBatch,
@@ -149,10 +158,11 @@ class Pipeline(Engine):
         observer: PassObserver,
         weigh: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
     ) -> _Step:
+        batch = replace(batch, micro_batches=[self.part_of(micro) for micro in batch.micro_batches])
         self._check_same_batch(batch)
         shapes = [(one.input_ids.shape[0], one.input_ids.shape[1]) for one in batch.micro_batches]
         wire = Wire(
-            self.stages, self.world, self.pipeline, self.edges, lambda rank: self._passes(rank, len(shapes)),
+            self.stages, self.world, self.pipeline, self.edges, lambda rank: self.passes(rank, len(shapes)),
             lambda micro: shapes[micro],
         )  # fmt: skip
         names = objective.denominators(batch), objective.metrics
@@ -161,7 +171,8 @@ class Pipeline(Engine):
         clock = GpuClock() if device.type == "cuda" else None
         return _Step(batch, objective, observer, weigh, wire, StepTimes(), (zeros[0], zeros[1]), clock)
 
-    def _passes(self, rank: int, num_micro: int) -> list[Pass]:
+    def passes(self, rank: int, num_micro: int) -> list[Pass]:
+        """What a rank of the pipeline computes in a step, in order; nothing goes back where nothing is trained."""
         layout = self.layout
         order = passes_of(layout.schedule, layout.pp, layout.virtual, num_micro, rank)
         return [one for one in order if one.kind == "forward" or self.stages.has_backward(one.stage)]

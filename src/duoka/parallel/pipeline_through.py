@@ -49,7 +49,8 @@ class Through(torch.nn.Module):
             answer = self.bare(input_ids, input_ids, places, edges, hidden=entered, stage=stage)
             return answer
 
-        return int(self._tell(self._pass(input_ids, compute), 1)[0])
+        with self.bare.on_whole_rows():
+            return int(self._tell(self._pass(input_ids, compute), 1)[0])
 
     def _pass(self, input_ids: torch.Tensor, compute: Compute) -> tuple[torch.Tensor | None, ...]:
         """What the last stage computes; () on other ranks."""

@@ -19,7 +19,8 @@ def bring(spec: EngineSpec) -> None:
     """The whole model to this process's device: from files, where it is on the meta device still."""
     device = spec.mesh.everyone.device
     if spec.source is None:
-        spec.bare.to(device)
+        if not any(parameter.is_meta for parameter in spec.bare.parameters()):  # a dry run's has no values
+            spec.bare.to(device)
         return
     fill_weights(named_part(spec.bare), spec.source, device)
     for module in spec.bare.modules():

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from duoka.errors import ConfigError
-from duoka.model.layers import is_transformer
+from duoka.model.layers import Absent, is_transformer
 
 # columns: outputs are shared out. joined: and put together again. rows: inputs are shared out, outputs summed up.
 # own_rows: of whole inputs, each rank takes its part. partial: whole everywhere, and each rank has a part of its
@@ -44,10 +44,11 @@ def find_parts(core: torch.nn.Module, num_ranks: int) -> dict[str, Part]:
         if style is not None and any(True for _ in module.parameters()):
             parts[name] = _part_of(name, style, num_ranks)
     names = {id(module): name for name, module in core.named_modules()}
-    head = core.get_output_embeddings()  # type: ignore[operator]
-    if head is not None:
-        parts[names[id(head)]] = "joined"
-    parts[names[id(core.get_input_embeddings())]] = "words"  # type: ignore[operator]
+    ends: tuple[tuple[Any, Part], ...]
+    ends = (core.get_output_embeddings(), "joined"), (core.get_input_embeddings(), "words")  # type: ignore[operator]
+    for end, its_part in ends:
+        if end is not None and not isinstance(end, Absent):  # of a pipeline, another rank has the one or the other
+            parts[names[id(end)]] = its_part
     _check_all_have_one(core, parts, num_ranks)
     for name, part in parts.items():
         _check_fits(name, core.get_submodule(name), part, num_ranks)

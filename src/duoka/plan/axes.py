@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from duoka.config.layout_name import read_layout_name
 from duoka.config.schema import ParallelConfig, RunConfig
 from duoka.errors import Fault
 from duoka.plan.layout import AXES, TRAINABLE_AXES, Layout
@@ -70,18 +71,11 @@ def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:
                     fix=f"delete it; what it would give:   duoka plan CONFIG --layout {axis}{used[axis]}",
                 )
             ]
-    if "sp" in used and len(used) > 1:
-        others = " and ".join(KEYS[axis] for axis in used if axis != "sp")
-        return [
-            Fault(
-                f"parallel.sequence is {used['sp']} beside {others}: this version does not train with both",
-                key=KEYS["sp"],
-                fix=f"delete parallel.sequence, or delete {others} and write:   strategy: fsdp",
-            )
-        ]
+    if fault := _check_name(parallel, used, world_size):
+        return [fault]
     inner = math.prod(used.values())
     if world_size % inner == 0:
-        return _check_expert_ranks(parallel, world_size)
+        return _check_schedule(parallel, world_size) or _check_expert_ranks(parallel, world_size)
     words = " x ".join(f"{KEYS[axis]} {size}" for axis, size in used.items())
     how = f"{words} is {inner} processes" if len(used) > 1 else f"{words} takes {inner} processes"
     return [
@@ -106,6 +100,36 @@ def _check_expert_ranks(parallel: ParallelConfig, world_size: int) -> list[Fault
             f"parallel.expert is {parallel.expert}, and it shares experts among the {ranks} {what}: no multiple of it",
             key=KEYS["ep"],
             fix=f"write:   {_nearest_sizes('expert', parallel.expert, ranks)}",
+        )
+    ]
+
+
+def _check_name(parallel: ParallelConfig, used: dict[str, int], world_size: int) -> Fault | None:
+    """A layout that names its data ranks is of one number of processes."""
+    name = None if parallel.layout is None else read_layout_name(parallel.layout)
+    if name is None or name.dp is None or name.world_size == world_size:
+        return None
+    strategy = {"single": "zero1", "hsdp": "fsdp"}.get(name.strategy or "", name.strategy or "")
+    layouts = _nearest_layouts({"dp": name.dp, **used}, world_size, strategy)
+    return Fault(
+        f"parallel.layout {parallel.layout} is {name.world_size} processes, and {world_size} are asked for",
+        key="parallel.layout",
+        fix=f"start   --nproc {name.world_size}   , or write one of {world_size}:   {layouts}",
+    )
+
+
+def _check_schedule(parallel: ParallelConfig, world_size: int) -> list[Fault]:
+    """Ranks of several stages add gradients once a step (ddp), which takes no tensors that are cut."""
+    data, tensor = data_ranks(parallel, world_size), parallel.tensor
+    if stages_per_rank(parallel) == 1 or tensor == 1 or data * parallel.sequence == 1:
+        return []
+    return [
+        Fault(
+            f"parallel.schedule is interleaved, whose data ranks add gradients of whole tensors, and tensor {tensor} "
+            f"cuts them, beside {data * parallel.sequence} ranks that have gradients to add",
+            key="parallel.schedule",
+            fix=f"write:   schedule: 1f1b   (the state is shared: zero1), or start --nproc {tensor * parallel.pipeline}"
+            + (" without sequence:" if parallel.sequence > 1 else ""),
         )
     ]
 
@@ -150,9 +174,10 @@ def _check_tensor(parallel: ParallelConfig, shape: ModelShape, world_size: int) 
     common = math.gcd(*sizes.values())
     fitting = [size for size in range(1, common + 1) if common % size == 0]
     fitting.sort(key=lambda size: abs(math.log2(size / tensor)))
-    words = []
+    words, others = [], math.prod(axes_of(parallel).values()) // tensor
     for size in fitting[:3]:
-        nproc = "" if world_size % size == 0 else f" with --nproc {_nearest_multiples(world_size, size)}"
+        inner = size * others
+        nproc = "" if world_size % inner == 0 else f" with --nproc {_nearest_multiples(world_size, inner)}"
         words.append(f"tensor: {size}{nproc}")
     return [
         Fault(
@@ -195,18 +220,29 @@ def _nearest_multiples(world_size: int, inner: int) -> str:
     return " or ".join(str(size) for size in (below, above) if size)
 
 
-def _nearest_layouts(used: dict[str, int], world_size: int) -> str:
-    """Up to three ways to share this world whose axes are the nearest to those that were asked for."""
+def _nearest_layouts(used: dict[str, int], world_size: int, strategy: str = "") -> str:
+    """Up to three ways to share this world whose axes are the nearest to those that were asked for.
+
+    With a `strategy` they are names of layouts that use all of it; else keys, and data ranks are the rest.
+    """
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     found: list[tuple[float, dict[str, int]]] = [(0.0, {})]
     for axis, size in used.items():
         found = [
             (far + abs(math.log2(other / size)), {**sizes, axis: other}) for far, sizes in found for other in divisors
         ]
-    fitting = [(far, sizes) for far, sizes in found if world_size % math.prod(sizes.values()) == 0]
+    fitting = []
+    for far, sizes in found:
+        inner = math.prod(sizes.values())
+        if inner == world_size or (not strategy and world_size % inner == 0):
+            fitting.append((far, sizes))
     fitting.sort(key=lambda one: one[0])
-    names = [
-        ", ".join(f"{KEYS[axis].removeprefix('parallel.')}: {sizes[axis]}" for axis in AXES if axis in sizes)
-        for _, sizes in fitting[:3]
-    ]
-    return " / ".join(names)
+    return " / ".join(_words_of(sizes, strategy) for _, sizes in fitting[:3])
+
+
+def _words_of(sizes: dict[str, int], strategy: str) -> str:
+    axes = {axis: sizes[axis] for axis in AXES if axis in sizes}
+    if not strategy:
+        return ", ".join(f"{KEYS[axis].removeprefix('parallel.')}: {size}" for axis, size in axes.items())
+    first = f"{strategy}{'x' if strategy[-1].isdigit() else ''}{sizes['dp']}"
+    return ".".join([first, *(f"{axis}{size}" for axis, size in axes.items() if size > 1)])

@@ -208,6 +208,9 @@ def _with_strategy(
     if wishes := ddp_settings(config):
         reasons["parallel.strategy"] = f"ddp: {', '.join(wishes)} is for ddp only; without it the model would be shared"
         return layout
+    if layout.virtual > 1:
+        reasons["parallel.strategy"] = f"ddp: {adding} processes add the gradients of all their stages once a step"
+        return layout
     if layout.pp > 1:
         reasons["parallel.strategy"] = f"zero1: {size} data ranks share the optimizer's state of each stage"
         return replace(layout, strategy="zero1", shard=size)

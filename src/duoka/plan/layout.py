@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
+from duoka.config.layout_name import AXES as AXES
+from duoka.config.layout_name import read_layout_name
 from duoka.config.schema_running import Schedule
 from duoka.config.schema_running import Strategy as Strategy
 from duoka.units import Amount, parse_amount
@@ -21,8 +23,6 @@ Offload = Literal["none", "optimizer", "params"]
 
 # Axes beside data parallelism that `duoka train` runs. Others are ranked by the plan, marked, and never chosen.
 TRAINABLE_AXES: tuple[str, ...] = ("tp", "pp", "sp")
-AXES = ("tp", "pp", "sp")
-
 SHARDED: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp", "hsdp")
 
 
@@ -83,8 +83,9 @@ class Layout:
     @property
     def is_trainable(self) -> bool:
         """Whether this version can train with it; what it cannot, it can still plan."""
-        # One axis beside data ranks: how two of them go together has not been proven yet.
-        return len(self.axes) <= 1 and all(axis in TRAINABLE_AXES for axis in self.axes)
+        # ddp adds up gradients of whole tensors. Ranks of several stages would exchange when one of these is done.
+        is_refused = (self.strategy == "ddp" and self.tp > 1) or (self.virtual > 1 and self.is_sharded)
+        return not is_refused and all(axis in TRAINABLE_AXES for axis in self.axes)
 
     @property
     def is_sharded(self) -> bool:
@@ -145,32 +146,16 @@ class Layout:
         )
 
 
-_NAME = re.compile(
-    r"^(?P<strategy>single|ddp|zero1|zero2|zero3|fsdp|hsdp)(?:(?<=\d)x)?(?P<first>\d+)?(?:x(?P<second>\d+))?$"
-)
-
-
 def parse_layout(text: str) -> Layout:
     """The layout of a name: `fsdp8·tp2`, `hsdp2x8`, `zero1x4`, `ddp8.tp4.pp12`. Raises ValueError with the reason."""
-    first, *rest = [part for part in re.split(r"[·.,*\s]+", text.strip().lower()) if part]
-    found = _NAME.match(first)
-    if not found:
+    name = read_layout_name(text)
+    if name.strategy is None:
         raise ValueError(f"{text!r} is no layout; write for example fsdp8, hsdp2x8, zero1x4 or ddp8.tp4.pp12")
-    axes: dict[str, int] = {}
-    for part in rest:
-        axis = re.match(r"^(tp|pp|sp|ep)(\d+)$", part)
-        if not axis or axis.group(1) in axes:
-            raise ValueError(f"{part!r} of {text!r} is no axis; tp2, pp4, sp2 and ep2 are, each once")
-        axes[axis.group(1)] = int(axis.group(2))
-    strategy = "fsdp" if found["strategy"] == "zero3" else found["strategy"]
-    size, second = int(found["first"] or 1), found["second"]
-    if (strategy == "hsdp") != (second is not None):
-        raise ValueError(f"{text!r}: hsdp2x8 is 2 copies, each shared by 8 ranks; other strategies have one number")
-    dp = size * int(second) if second else size
-    shard = int(second) if second else dp if strategy in SHARDED else 1
-    tp, pp, sp, ep = (axes.get(axis, 1) for axis in (*AXES, "ep"))
-    layout = Layout(dp=dp, strategy=cast(Strategy, strategy), shard=shard, tp=tp, pp=pp, sp=sp, ep=ep)
-    if ep > 1 and (not layout.is_sharded or layout.state_ranks % ep or tp * pp > 1):
+    strategy, dp = cast(Strategy, name.strategy), name.dp or 1
+    tp, pp, sp = (name.axes.get(axis, 1) for axis in AXES)
+    shard = name.shard or (dp if strategy in SHARDED else 1)
+    layout = Layout(dp=dp, strategy=strategy, shard=shard, tp=tp, pp=pp, sp=sp, ep=name.ep)
+    if name.ep > 1 and (not layout.is_sharded or layout.state_ranks % name.ep or tp * pp > 1):
         raise ValueError(
             f"{text!r}: experts are shared by ranks that share state (fsdp4.ep2), beside a sequence axis and no other"
         )

@@ -171,6 +171,9 @@ def speed_lines(plan: Plan) -> list[str]:
     return [*out, f"cost     {costs.lines()[0]}", *(f"         {line}" for line in costs.lines()[1:])]
 
 
+_WORTH_IT = 1.02  # of a speed: less is within what an estimate is off
+
+
 def ranking_lines(plan: Plan) -> list[str]:
     """The best layouts beside this one, and why others are out."""
     if plan.ranking is None or plan.cluster.num_devices == 1:
@@ -181,6 +184,11 @@ def ranking_lines(plan: Plan) -> list[str]:
     best = next(iter(plan.ranking.trainable), None)
     if best is not None and best not in plan.ranking.candidates[:5]:
         out.append(f"     {_candidate(best)}")
+    if best is not None and best.speed.tokens_per_s > _WORTH_IT * plan.speed.tokens_per_s:
+        name = best.layout.name.replace("·", ".")
+        out.append(
+            f"     this plan is of {plan.layout.name}, as asked or by auto; the fastest:   parallel.layout={name}"
+        )
     if not plan.ranking.candidates:
         out.append("     none is left, each for its reason:")
     shown = {one.reason: one for one in reversed(plan.ranking.rejected)}

@@ -116,7 +116,7 @@ def traffic(
         times = passes * share.num_layers * accumulation
         found.append(Exchange("tensor parallel: activations", "all-reduce", hidden, times, group, "between"))
         if work.program is None:  # what the embedding gives, and the gradient of what the head reads
-            ends = 4 * work.shape.hidden_size * tokens * (share.has_head + 1)
+            ends = 4 * work.shape.hidden_size * -(-tokens // layout.sp) * (share.has_head + 1)
             found.append(Exchange("tensor parallel: ends", "all-reduce", ends, accumulation, group, "end"))
     if layout.sp > 1:
         found += _sequence_traffic(work, layout, share.num_layers * accumulation, size, tokens, per_node)
@@ -127,7 +127,9 @@ def traffic(
         group = place_group(2, stride, per_node)
         # Between any two stages once there and once back; the mean over ranks, of which those at the ends send less.
         sends = 2 * accumulation * (layout.pp * layout.virtual - 1) / layout.pp
-        found.append(Exchange("pipeline: between stages", "send", hidden / layout.tp, sends, group, "end"))
+        # Each tensor rank sends all of what it has whole; Megatron's send a part, and gather it again on arrival.
+        sent = hidden if work.program is None else hidden / layout.tp
+        found.append(Exchange("pipeline: between stages", "send", sent, sends, group, "end"))
     return tuple(found)
 
 
@@ -138,13 +140,14 @@ def _sequence_traffic(work: Work, layout: Layout, times: int, size: int, tokens:
     passes = 2 if layout.recompute == "none" else 3
     if deals_heads(shape.num_heads // layout.tp, layout.sp):
         held = 2 * held_kv_size(shape, layout)
-        asked, answered = size * stretch * (shape.q_size + held), size * stretch * shape.q_size
+        asked_for = shape.q_size // layout.tp  # heads are cut by tensor ranks first
+        asked, answered = size * stretch * (asked_for + held), size * stretch * asked_for
         name = "sequence parallel: queries, keys, values"
         return [
             Exchange(name, "all-to-all", asked, passes * times, group, "between"),
             Exchange("sequence parallel: outputs", "all-to-all", answered, passes * times, group, "between"),
         ]
-    whole = 2 * size * shape.kv_size * stretch * layout.sp
+    whole = 2 * size * shape.kv_size // layout.tp * stretch * layout.sp
     return [
         Exchange("sequence parallel: keys, values", "all-gather", whole, (passes - 1) * times, group, "between"),
         Exchange("sequence parallel: their gradients", "reduce-scatter", whole, times, group, "between"),

@@ -165,9 +165,11 @@ def _refused_training() -> list[Row]:
         *refused("the batch is what train.global_batch says", "auto_find_batch_size"),
         *reported("how FSDP wraps, gathers and saves is duoka's own; it changes no result", "fsdp_config",
                   "fsdp_min_num_params"),
-        *refused("parallelism over dimensions is not there yet", "parallelism_config", "tensor_model_parallel_size",
-                 "pipeline_model_parallel_size", "expert_model_parallel_size", "context_parallel_size",
+        *refused("axes of a model are written in duoka's own YAML, where a batch is of all ranks: duoka explain "
+                 "parallel.tensor, parallel.pipeline, parallel.sequence", "parallelism_config",
+                 "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
                  "hyper_parallel_cp_size", "virtual_pipeline_model_parallel_size", "sequence_parallel", off=(1,)),
+        *refused("an axis of experts is not there yet", "expert_model_parallel_size", off=(1,)),
     ]  # fmt: skip
 
 
