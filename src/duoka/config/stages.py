@@ -14,7 +14,7 @@ from pydantic import Field
 from duoka.config.fields import Number, Section, Share
 
 RecordKind = Literal["conversation", "text", "prompt", "preference", "labeled"]
-StageName = Literal["sft", "pretrain", "mid", "dpo"]
+StageName = Literal["sft", "pretrain", "mid", "dpo", "rl"]
 PairLossName = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "cpo", "orpo"]
 Positive = Annotated[Number, Field(gt=0)]
 Weight = Annotated[Number, Field(ge=0)]
@@ -26,7 +26,8 @@ class StageKind:
 
     `references`: frozen copies of the model that a rank holds while all weights are trained, for the plan. Under
     adapters there are none: a copy without them is the same model with its adapters off. `settings`: keys of the
-    block beside the name. `sequences`: how many a sample has, each of up to data.max_length tokens.
+    block beside the name. `sequences`: how many a sample has, each of up to data.max_length tokens. `draws`: data has
+    prompts alone, and what is learned from the model answers while it is trained.
     """
 
     stage: str
@@ -35,6 +36,7 @@ class StageKind:
     references: int = 0
     settings: tuple[str, ...] = ()
     sequences: int = 1
+    draws: bool = False
 
     @property
     def reads_text(self) -> bool:
@@ -56,6 +58,10 @@ STAGES: dict[StageName, StageKind] = {
     "dpo": StageKind(
         "duoka.train.stages.pairs:Pairs", "from preference pairs, the better answer before the worse", ("preference",),
         settings=_OF_PAIRS, sequences=2,
+    ),
+    "rl": StageKind(
+        "duoka.train.stages.policy:Policy", "from rewards of answers that the model draws", ("conversation", "prompt"),
+        draws=True,
     ),
 }  # fmt: skip
 

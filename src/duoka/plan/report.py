@@ -268,7 +268,7 @@ def _length_of_run(
     config: RunConfig, shape: ModelShape, lengths: Lengths | None
 ) -> tuple[Horizon | None, Steps | None]:
     horizon = find_horizon(config, shape)
-    return horizon, count_steps(config.train, lengths, horizon)
+    return horizon, count_steps(config.train, lengths, horizon, updates=config.updates)
 
 
 def _notes(
