@@ -116,7 +116,7 @@ def train(
     matrices, vectors = ([p for p in trained.values() if (p.ndim >= 2) is big] for big in (True, False))
     parts = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(
-        [part for part in parts if part["params"]], lr=lr, betas=(0.9, 0.999), eps=1e-5, foreach=False, fused=False
+        [part for part in parts if part["params"]], lr=lr, betas=(0.9, 0.999), eps=1e-4, foreach=False, fused=False
     )
     warm = math.ceil(warmup * num_steps)
     losses, norms, old = [], [], {}

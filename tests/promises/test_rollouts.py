@@ -19,7 +19,7 @@ model: {model}
 stage: rl
 data: {{train: [task:sort], max_length: 96}}
 rl: {{samples: 4, max_new_tokens: 12, replay: {replay}}}
-optim: {{lr: 2e-3, warmup: 0.2, clip: 0.5, weight_decay: 0.1, eps: 1.0e-5}}
+optim: {{lr: 2e-3, warmup: 0.2, clip: 0.5, weight_decay: 0.1, eps: 1.0e-4}}
 train: {{max_steps: 4, global_batch: 3, precision: fp32, seed: 7}}
 checkpoint: {{every: 100}}
 log: {{to: []}}
@@ -140,7 +140,8 @@ def compare(place, oracle, case, split):
     assert len(steps) == NUM_STEPS
     for key, want in (("loss", losses), ("grad_norm", norms)):
         # Advantages add up to 0, and with them the loss of a first update: only its gradient says something.
-        floor = 1e-2 if key == "loss" else 0.0
+        # And a narrow clip leaves none of it at the second.
+        floor = 1e-2 if key == "loss" else 1e-3
         pairs = zip([step[key] for step in steps], want, strict=True)
         error = max(abs(ours - theirs) / max(abs(theirs), floor) for ours, theirs in pairs)
         assert error < TOLERANCE, f"{key} of {case}, {split}, is off by {error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bad_layouts import LAYOUT_CONTRADICTIONS
+from bad_rollouts import ROLLOUT_CONTRADICTIONS
 
 HEAD = "model: demo\ndata: {train: [identity]}\n"  # lines 1 and 2 of most cases
 _PACKED = "data: {train: [identity]}\nstage: sft\nmodel: {name: demo, quantization: nf4}\n"
@@ -286,8 +287,6 @@ OVERRIDES = [
 
 DPO = "model: demo\nstage: dpo\n"
 TEXT = "model: demo\nstage: pretrain\n"
-RL = "model: demo\nstage: rl\n"
-ASKS = "data: {train: [task:sort]}\n"
 NEW = "data: {train: [a]}\n\nmodel: {depth: 4, tokenizer: t"
 CONTRADICTIONS = {
     "model-of-no-name": "data: {train: [a]}\n\nmodel: {template: chatml}\n",
@@ -313,20 +312,6 @@ CONTRADICTIONS = {
     "pairs-mark-the-last-answer": DPO + "data: {train: [a], targets: all}\n",
     "pairs-are-not-cut": DPO + "parallel: {sequence: 2}\ndata: {train: [a]}\n",
     "no-dropout-beside-a-reference": DPO + "lora: {dropout: 0.1}\ndata: {train: [a]}\n",
-    "rl-is-another-stage": "model: demo\ndata: {train: [a]}\nrl: {samples: 4}\n",
-    "rl-batch-of-prompts": RL + "train: {global_batch: 8k tokens}\n" + ASKS,
-    "rl-answer-has-no-room": RL + "rl: {max_new_tokens: 64}\ndata: {train: [task:sort], max_length: 64}\n",
-    "rl-data-are-prompts": RL + "data: {train: [task:sort], eval: 0.1}\n",
-    "rl-prompts-count-once": RL + "data: {train: [{name: task:sort, epochs: 2}]}\n",
-    "rl-reward-of-a-task": RL + "data: {train: [a]}\n",
-    "rl-reward-without-function": RL + "rl: {rewards: [length]}\n" + ASKS,
-    "rl-weight-for-each-reward": RL + "rl: {reward_weights: [1, 2]}\n" + ASKS,
-    "rl-clip-without-ratio": RL + "rl: {clip: [0.2, 0.2]}\n" + ASKS,
-    "rl-updates-without-ratio": RL + "rl: {updates: 2}\n" + ASKS,
-    "rl-layouts": RL + "parallel: {tensor: 2}\n" + ASKS,
-    "rl-compiles-nothing": RL + "train: {compile: true}\n" + ASKS,
-    "rl-drops-nothing": RL + "lora: {dropout: 0.1}\n" + ASKS,
-    "rl-has-its-own-loss": RL + "train: {label_smoothing: 0.1}\n" + ASKS,
     "pretrain-rows-are-packed": TEXT + "data: {train: [a], packing: false}\n",
     "pretrain-learns-every-token": TEXT + "data: {train: [a], on_long: drop}\n",
     "stream-of-text-only": "model: demo\ntrain: {max_steps: 5}\ndata: {train: [a], stream: true}\n",
@@ -385,6 +370,7 @@ CONTRADICTIONS = {
     "shares-of-more-than-all": "model: demo\n\ndata: {train: [a, {name: b, share: 0.5}, {name: c, share: 0.5}]}\n",
     "shares-of-nothing-else": "model: demo\n\ndata: {train: [{name: b, share: 0.5}]}\n",
     **LAYOUT_CONTRADICTIONS,
+    **ROLLOUT_CONTRADICTIONS,
     "compile-with-sequence": HEAD + "parallel: {sequence: 2}\ntrain: {compile: true}\n",
     "reshard-without-fsdp": HEAD + "parallel: {strategy: zero2, reshard: false}\n",
     "offload-params-of-whole-models": HEAD + "parallel: {strategy: ddp, offload: params}\n",

@@ -69,7 +69,7 @@ RL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "rl-reward-of-a-task",
-        ("rl.rewards", "stage"),
+        ("rl.rewards", "data.train", "stage"),
         lambda c: _draws(c) and TASK_REWARD in c.rl.rewards and any(n[:5] != "task:" for n in names_of(c.data.train)),
         "rl.rewards is task, the check of the task that asked, and data.train names sets that are no tasks",
         "write a function of yours:   rewards: [rewards.py:score]   or name tasks:   train: [task:arithmetic]",

@@ -77,7 +77,10 @@ def _check(functions: dict[str, Any], question: Mapping[str, Any], base: Path) -
 
 
 def load_function(name: str, base: Path) -> Reward:
-    """`file.py:function`, the file from here or from `base`. Raises what its import raises, or LookupError."""
+    """The function behind the colon, of the file before it: a path from here or from `base`.
+
+    Raises what the file's import raises, or LookupError.
+    """
     path, _, function = name.rpartition(":")
     place = next((one for one in (Path(path), base / path) if one.is_file()), None)
     if place is None:

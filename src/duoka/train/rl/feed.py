@@ -63,7 +63,7 @@ class Site:
 
 
 class RolloutFeed:
-    """The feed of stage rl. `plan` orders prompts; places count optimizer steps, `rl.updates` on each set of answers."""
+    """The feed of stage rl. `plan` orders prompts; places count optimizer steps, `rl.updates` to a step's answers."""
 
     def __init__(self, loader: Loader, site: Site) -> None:
         self.plan, self.site = loader.plan, site

@@ -93,4 +93,5 @@ def read_rollouts(folder: Path, number: int) -> RolloutStep | None:
 
 
 def _read(line: dict[str, Any]) -> Rollout:
-    return Rollout(**{name: tuple(value) if isinstance(value, list) else value for name, value in line.items()})
+    found: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in line.items()}
+    return Rollout(**found)
