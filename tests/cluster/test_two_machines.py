@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import run_duoka
 from namespaces import Network, machines, why_not
 from safetensors.torch import load_file
 from tiny import write_conversations
@@ -80,10 +81,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def train_alone(home: Path) -> RunFolder:
     """Two processes of this machine."""
-    done = subprocess.run(
-        [sys.executable, "-m", "duoka", "train", "run.yaml", "output=alone", "--nproc", "2"],
-        cwd=home, capture_output=True, text=True, timeout=WITHIN_S,
-    )  # fmt: skip
+    done = run_duoka("train", "run.yaml", "output=alone", "--nproc", "2", cwd=home, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr
     return RunFolder(home / "alone")
 

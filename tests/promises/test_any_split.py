@@ -79,8 +79,10 @@ SPLITS = {
 
 # Each of these is close to one above: `make nightly` runs them too.
 NIGHTLY = (
-    "1 process, fsdp, odd", "1 process, zero1, LoRA", "1 process, hsdp, offloading", "2 processes, zero2, odd",
-    "4 processes, zero1", "4 processes, fsdp, LoRA", "4 processes, hsdp",
+    "1 process, one sample at a time", "1 process, padded", "1 process, fsdp, odd", "1 process, zero1, LoRA",
+    "1 process, hsdp, offloading", "2 processes, padded", "2 processes, zero1", "2 processes, zero2, odd",
+    "2 processes, fsdp, padded, recomputing", "4 processes, zero1", "4 processes, zero2, padded",
+    "4 processes, fsdp, LoRA", "4 processes, hsdp",
 )  # fmt: skip
 DAILY = [name for name in SPLITS if name not in NIGHTLY]
 

@@ -5,6 +5,7 @@ import shutil
 
 import peft
 import pytest
+from commands import run_duoka
 from safetensors.torch import load_file, save_file
 from tiny import write_conversations
 
@@ -37,7 +38,7 @@ def runs(tmp_path_factory, tiny_model):
     (folder / "adapted.yaml").write_text(YAML.format(folder=folder, lora=ADAPTED))
     (folder / "full.yaml").write_text(YAML.format(folder=folder, lora=""))
     for name in ("adapted", "full"):
-        assert duoka(["train", str(folder / f"{name}.yaml"), f"output={folder / name}", "--nproc", "1"]) == 0
+        train(folder / f"{name}.yaml", folder / name)
     return folder
 
 
@@ -53,35 +54,37 @@ def other_base(runs):
     weights.write_bytes(before)
 
 
-def go_on(runs, name, capfd):
+def train(yaml, output, *settings, code=0):
+    done = run_duoka("train", yaml, f"output={output}", *settings, "--nproc", "1")
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def go_on(runs, name, code=0):
     """Train the run to its end again, from its first checkpoint."""
     target = runs / f"{name}-on"
     shutil.rmtree(target, ignore_errors=True)
     (target / "checkpoints").mkdir(parents=True)
     shutil.copytree(runs / name / "checkpoints/step-00000001", target / "checkpoints/step-00000001")
-    code = duoka(["train", str(runs / f"{name}.yaml"), f"output={target}", "--nproc", "1"])
-    said = capfd.readouterr()
-    return code, said.out + said.err
+    return train(runs / f"{name}.yaml", target, code=code)
 
 
-def test_a_run_goes_on_beside_its_own_base_only(runs, other_base, capfd):
-    code, output = go_on(runs, "adapted", capfd)
-    assert code == 2, output
+def test_a_run_goes_on_beside_its_own_base_only(runs, other_base):
+    output = go_on(runs, "adapted", code=2)
     assert "the base model is not what it was when step-00000001 was written" in output
     manifest = json.loads((runs / "adapted/checkpoints/step-00000001/manifest.json").read_text())
     assert manifest["base"]["weights"][:12] in output and "now: config" in output
 
 
-def test_a_run_whose_checkpoint_holds_every_weight_goes_on_and_says_so(runs, other_base, capfd):
-    code, output = go_on(runs, "full", capfd)
-    assert code == 0, output
+def test_a_run_whose_checkpoint_holds_every_weight_goes_on_and_says_so(runs, other_base):
+    output = go_on(runs, "full")
     assert "this run goes on with its own, all of them in step-00000001" in output
     wanted = load_file(runs / "full/final/model.safetensors")
     got = load_file(runs / "full-on/final/model.safetensors")
     assert all((got[name] == value).all() for name, value in wanted.items())
 
 
-def test_chat_eval_and_export_refuse_another_base(runs, other_base, capfd):
+def test_chat_eval_and_export_refuse_another_base(runs, other_base):
     for name, step in ((runs / "adapted", None), (runs / "adapted", 1), (runs / "adapted/final", None)):
         with pytest.raises(ConfigError, match="not the one that it was trained on") as caught:
             find_trained(str(name), step=step, say=quiet)
@@ -89,10 +92,10 @@ def test_chat_eval_and_export_refuse_another_base(runs, other_base, capfd):
     find_trained(str(runs / "full"), say=quiet)
 
 
-def test_the_base_itself_is_no_other_one(runs, capfd):
+def test_the_base_itself_is_no_other_one(runs):
     find_trained(str(runs / "adapted"), say=quiet)
     find_trained(str(runs / "adapted/final"), say=quiet)
-    assert go_on(runs, "adapted", capfd)[0] == 0
+    go_on(runs, "adapted")
     config = runs / "model/config.json"
     before = config.read_text()
     config.write_text(json.dumps(json.loads(before) | {"transformers_version": "99"}))
@@ -102,16 +105,15 @@ def test_the_base_itself_is_no_other_one(runs, capfd):
         config.write_text(before)
 
 
-def test_a_base_that_the_user_names_is_taken_with_a_word(runs, other_base, tmp_path, capfd):
+def test_a_base_that_the_user_names_is_taken_with_a_word(runs, other_base, tmp_path):
     said = []
     find_trained_on(str(runs / "model"), [str(runs / "adapted/final")], say=said.append)
     assert any("was trained on another model" in line for line in said)
     (tmp_path / "x.yaml").write_text(
         YAML.format(folder=runs, lora=f"lora: {{adapter: {runs / 'adapted/final'}, dropout: 0}}")
     )
-    command = ["train", str(tmp_path / "x.yaml"), f"output={tmp_path / 'out'}", "train.max_steps=1"]
-    assert duoka([*command, "--nproc", "1"]) == 0
-    assert "was trained on another model than model.name" in capfd.readouterr().out
+    output = train(tmp_path / "x.yaml", tmp_path / "out", "train.max_steps=1")
+    assert "was trained on another model than model.name" in output
     assert load_config(tmp_path / "x.yaml").config.lora.adapter
 
 

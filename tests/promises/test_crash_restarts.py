@@ -18,12 +18,19 @@ from duoka.cluster.fault_injection import living_ranks, strike, wait_for_ranks
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
 
-HANGS_AFTER = 20
+HANGS_AFTER = 12
+SHORT = 40  # steps of 8 epochs
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tiny_model):
-    return make_case(tmp_path_factory.mktemp("crash"), tiny_model)
+    return make_case(tmp_path_factory.mktemp("crash"), tiny_model, epochs=8)
+
+
+@pytest.fixture(scope="module")
+def long_case(tmp_path_factory, tiny_model):
+    """Of 70 steps, for many kills."""
+    return make_case(tmp_path_factory.mktemp("crash-long"), tiny_model)
 
 
 def strike_in_turn(run, dice, victims, done):
@@ -44,7 +51,7 @@ def strike_in_turn(run, dice, victims, done):
         done.append(ranks[1].step)
 
 
-def survive(case, name, dice, victims):
+def survive(case, name, dice, victims, num_steps):
     """Kill the launcher once, and then strike the ranks of the same command with restarts; returns what it said."""
     folder, yaml = case
     run = RunFolder(folder / name)
@@ -70,7 +77,7 @@ def survive(case, name, dice, victims):
     assert output.count("was killed by SIGKILL") == sum(victim not in ("stop", "hang") for victim in victims)
     assert f"restart {len(victims)} of {2 * len(victims)}" in output and "Traceback" not in output
     assert same_weights(run.path, folder / "whole"), f"struck after steps {done}"
-    assert [event["step"] for event in read_steps(run)] == list(range(1, STEPS + 1))
+    assert [event["step"] for event in read_steps(run)] == list(range(1, num_steps + 1))
     left = sorted(path.name for path in run.checkpoints.iterdir())
     assert len(left) == 2, f"two checkpoints are kept, and nothing half-written: {left}"
     return output
@@ -78,7 +85,7 @@ def survive(case, name, dice, victims):
 
 @pytest.mark.timeout(700)
 def test_struck_runs_end_in_the_weights_of_an_undisturbed_one(case):
-    output = survive(case, "struck", random.Random(7), ["hang", 1, "stop", 0])
+    output = survive(case, "struck", random.Random(7), ["hang", 1, "stop"], SHORT)
     assert "more than a day" in output, "a timeout of 5.7 years is accepted, and said"
     assert "rank 1 of 2 is stopped (SIGSTOP, a debugger, a frozen container) for" in output
     top = f"the run hangs after step {HANGS_AFTER}: rank 0 of 2 has not moved for"
@@ -92,9 +99,9 @@ def test_struck_runs_end_in_the_weights_of_an_undisturbed_one(case):
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_runs_end_in_the_same_weights_many_times(case, seed):
+def test_killed_runs_end_in_the_same_weights_many_times(long_case, seed):
     dice = random.Random(seed)
-    survive(case, f"killed-{seed}", dice, [dice.choice([0, 1, "all"]) for _ in range(4)])
+    survive(long_case, f"killed-{seed}", dice, [dice.choice([0, 1, "all"]) for _ in range(4)], STEPS)
 
 
 def rank_process(launcher, run, rank):
@@ -129,9 +136,9 @@ def kill_once(launcher, run, dice):
 @pytest.mark.nightly
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("seed", range(20))
-def test_twenty_of_twenty_killed_runs_restart_cleanly(case, seed):
+def test_twenty_of_twenty_killed_runs_restart_cleanly(long_case, seed):
     """One SIGKILL costs one restart, and nothing else can be told afterwards."""
-    folder, yaml = case
+    folder, yaml = long_case
     run = RunFolder(folder / f"once-{seed}")
     process = start_really(yaml, run.path, "--restarts", "3")
     struck = kill_once(process, run, random.Random(seed))
@@ -149,8 +156,8 @@ def test_twenty_of_twenty_killed_runs_restart_cleanly(case, seed):
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("victim", ["launcher", "all"])
-def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks(case, victim, seed):
-    folder, yaml = case
+def test_the_same_command_goes_on_after_25_kills_of_the_launcher_or_of_all_ranks(long_case, victim, seed):
+    folder, yaml = long_case
     run, dice = RunFolder(folder / f"again-{victim}-{seed}"), random.Random(seed)
     for number in range(5):
         process = start_really(yaml, run.path)

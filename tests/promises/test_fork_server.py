@@ -4,14 +4,17 @@ ends, children of the launcher; without that process, or against the user's wish
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
-from struck import finish, make_case, same_weights, start_really, wait_for_step
+from struck import WITHIN_S, finish, make_case, same_weights, start_really, wait_for_step
 
-from duoka.cluster.forks import SWITCH, ForkServer, imports_of_model
+from duoka.cluster.forks import SWITCH, ForkServer, imports_of, imports_of_model
 from duoka.cluster.ranks import adopt_orphans
+from duoka.config.schema import RunConfig
 from duoka.process.interpreter import python_module
 from duoka.runs.folder import RunFolder
 
@@ -51,11 +54,14 @@ def test_ranks_share_one_import_and_restart_without_it_when_it_is_gone(case):
 def test_each_rank_starts_by_itself_where_the_user_says_so(case):
     folder, yaml = case
     process = start_really(yaml, folder / "alone", **{SWITCH: "0"})
-    try:
-        beats = wait_for_step(RunFolder(folder / "alone"), 1)
+    try:  # to their first moments: what two of them import by themselves is what forking spares
+        deadline = time.monotonic() + WITHIN_S
+        while len(children := psutil.Process(process.pid).children()) < 2:
+            assert time.monotonic() < deadline and process.poll() is None, "no two ranks came"
+            time.sleep(0.02)
+        for rank in children:
+            assert "duoka.process.fork_server" not in rank.cmdline() and "RANK" in rank.environ()
         assert not servers_below(process.pid)
-        for beat in beats.values():
-            assert "duoka.process.fork_server" not in psutil.Process(beat.pid).cmdline()
     finally:
         process.kill()
         process.communicate()
@@ -93,6 +99,16 @@ def test_who_is_asked_to_stop_waits_for_no_import(server):
     began = time.monotonic()
     assert made.fork(python_module("this"), env, (1, 2)) is None
     assert made.pid == 0 and time.monotonic() - began < 60
+
+
+def test_what_ranks_are_forked_from_has_the_table_that_each_of_them_would_make():
+    """Half of the CPU of loading a small model; here, as whatever came before in this process may have made it."""
+    code = (
+        "import duoka.model.preload, sys; from transformers import conversion_mapping as made; "
+        "sys.exit(made._checkpoint_conversion_mapping_cache is None)"
+    )
+    assert "duoka.model.preload" in imports_of(RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}}))
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_models_own_code_is_named_by_its_config(tmp_path):

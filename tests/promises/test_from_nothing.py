@@ -22,7 +22,7 @@ from duoka.model.build import load_model
 from duoka.model.request import ModelRequest
 
 TOLERANCE = 1e-5
-STEPS = 16
+STEPS = 8
 LONG = 48  # to learn more than counting
 
 YAML = """

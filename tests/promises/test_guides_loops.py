@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run_duoka
 from worlds import free_port, run_world
 
 HERE = Path(__file__).parent
@@ -120,18 +120,12 @@ def test_the_nested_guide_trains_and_saves_one_adapter(seen):
     assert read[1]["nested"]["total"] >= 2 * read[2]["nested"]["total"] - 1
 
 
-def launch(home, *arguments):
-    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src")}
-    command = [sys.executable, "-m", "duoka", "launch", *arguments]
-    return subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=150)
-
-
 def test_raw_torch_scripts_run_under_launch_untouched(tmp_path):
-    done = launch(tmp_path, "--nproc", "2", str(HERE / "guides" / "ddp.py"), str(tmp_path))
+    done = run_duoka("launch", "--nproc", "2", HERE / "guides" / "ddp.py", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ep: 1, loss") == 1, done.stdout
     weights = [json.loads((tmp_path / f"ddp-{rank}.json").read_text()) for rank in (0, 1)]
     assert weights[0] == weights[1]
-    done = launch(tmp_path, str(HERE / "guides" / "spawn.py"), str(free_port()), str(tmp_path))
+    done = run_duoka("launch", HERE / "guides" / "spawn.py", free_port(), tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "spawn-0.txt").read_text() == (tmp_path / "spawn-1.txt").read_text()

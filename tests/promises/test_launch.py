@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import start_duoka
 
 END_WITHIN_S = 30.0
 MARK = "DUOKA_TEST_MARK"
@@ -301,20 +302,21 @@ def test_a_port_that_is_free_is_used(launched: Launched) -> None:
     assert code == 0 and out.split() == ["127.0.0.1", str(port), "1"], err
 
 
-def test_two_launches_on_one_machine_do_not_meet(launched: Launched, tmp_path: Path) -> None:
+def test_two_launches_on_one_machine_do_not_meet(tmp_path: Path) -> None:
     """A fixed 29500 would make the second one join the first, or fail."""
     script = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([1.0]); dist.all_reduce(total); print("sum", total.item()); dist.destroy_process_group()
 """
-    other = Launched(tmp_path / "other", launched.mark)
-    other.tmp_path.mkdir()
-    launched.start(script)
-    other.start(script)
-    for one in (launched, other):
-        code, out, err = one.wait()
-        assert code == 0 and "sum 2.0" in out, err
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    launches = [
+        start_duoka("launch", "--nproc", "2", "--output", tmp_path / name, "script.py", cwd=tmp_path)
+        for name in ("one", "other")
+    ]
+    for one in launches:
+        out, _ = one.communicate(100)
+        assert one.returncode == 0 and "sum 2.0" in out, out
 
 
 def test_the_log_keeps_what_an_earlier_start_wrote(launched: Launched) -> None:

@@ -20,12 +20,13 @@ YAML = """
 model: {model}
 data: {{train: [{data}], max_length: 256}}
 optim: {{lr: 2e-3}}
-train: {{epochs: 25, global_batch: 20, micro_batch: 1, precision: fp32}}
+train: {{epochs: 13, global_batch: 20, micro_batch: 1, precision: fp32}}
 parallel: {{strategy: ddp}}
 checkpoint: {{every: 5}}
 output: {output}
 """
-STEPS = 50
+STEPS = 26
+LONG = "train.epochs=25"  # 50 steps
 WITHIN_S = 200  # for a world to begin, on a machine that others use too
 
 
@@ -97,7 +98,7 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
     assert {event["num_samples"] for event in steps} == {20}, "the same global batch in every world"
     state = json.loads((sorted(run.checkpoints.iterdir())[-1] / "state.json").read_text())["progress"]
-    assert state["num_samples"] == 40 * 25, "each sample once an epoch, over the whole story"
+    assert state["num_samples"] == 40 * 13, "each sample once an epoch, over the whole story"
     whole = {event["step"]: event["loss"] for event in read_steps(RunFolder(tmp_path / "whole"))}
     assert max(abs(event["loss"] / whole[event["step"]] - 1) for event in steps) < 1e-4
     ours, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.path, tmp_path / "whole"))
@@ -111,9 +112,9 @@ def test_ranks_that_are_killed_while_their_machines_stay_cost_a_restart_each(tmp
     data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
     yaml = tmp_path / "run.yaml"
     yaml.write_text(YAML.format(model=tiny_model, data=data, output=tmp_path / "out"), encoding="utf-8")
-    train_all([(str(yaml), [], str(tmp_path / "whole"))], 2)
+    train_all([(str(yaml), [LONG], str(tmp_path / "whole"))], 2)
     dice, run, port, old = random.Random(seed), RunFolder(tmp_path / "elastic"), free_port(), []
-    machines = [start(yaml, run, port, "--nodes", "2", "--restarts", "4") for _ in range(2)]
+    machines = [start(yaml, run, port, LONG, "--nodes", "2", "--restarts", "4") for _ in range(2)]
     try:
         for step in (6, 20, 34):
             ranks = wait_for_ranks(
@@ -130,6 +131,6 @@ def test_ranks_that_are_killed_while_their_machines_stay_cost_a_restart_each(tmp
     said = "\n".join(machine.said() for machine in machines)
     assert codes == [0, 0] and "Traceback" not in said, said
     assert said.count("restart 3 of 4 in") == 2 and "restart 4" not in said, said
-    assert [event["step"] for event in read_steps(run)] == list(range(1, STEPS + 1))
+    assert [event["step"] for event in read_steps(run)] == list(range(1, 51))
     ours, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.path, tmp_path / "whole"))
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs), "the same layout: the same bits"

@@ -306,13 +306,13 @@ def run_cases(folder, size, cases):
     run_world(size, learn_in_stages, with_oracles, str(folder))
 
 
+TWO_STAGES = ("single·pp2", "single·pp2 interleaved")
+COPIES = ("zero1x2·pp2", "ddp2·pp2")
+
+
 def test_two_stages_equal_one_process(tmp_path):
-    cases = [
-        (model, layout, laid_out, optimizer, "all")
-        for model, layout, laid_out, optimizer in itertools.product(
-            MODELS, ("single·pp2", "single·pp2 interleaved"), ("one", "three"), ("sgd", "adamw")
-        )
-    ]
+    cases = [(model, layout, "three", "sgd", "all") for model, layout in itertools.product(MODELS, TWO_STAGES)]
+    cases += [("untied", layout, "one", "adamw", "all") for layout in TWO_STAGES]
     cases += [("tied", layout, "three", "sgd", "all") for layout in ("single·pp2 gpipe", "single·pp2 full")]
     layouts = ("single·pp2", "single·pp2 interleaved full")
     cases += [(model, layout, "three", "adamw", "lora") for model in ("tied", "biases") for layout in layouts]
@@ -322,10 +322,17 @@ def test_two_stages_equal_one_process(tmp_path):
 
 def test_stages_beside_data_ranks_equal_one_process(tmp_path):
     cases = [
-        (model, layout, "three", optimizer, "all")
-        for model, layout, optimizer in itertools.product(MODELS, ("zero1x2·pp2", "ddp2·pp2"), ("sgd", "adamw"))
+        (model, layout, "three", "adamw", "all") for model, layout in itertools.product(("untied", "tied"), COPIES)
     ]
     cases += [("tied", "zero2x2·pp2", "three", "sgd", "all"), ("tied", "zero1x2·pp2 full", "one", "adamw", "all")]
     cases += [("tied", "zero1x2·pp2", "three", "adamw", "lora"), ("untied", "zero1x2·pp2", "three", "sgd", "late")]
     cases += [("tied", "single·pp4", "three", "sgd", "all"), ("biases", "ddp2·pp2 interleaved", "three", "sgd", "all")]
     run_cases(tmp_path, 4, cases)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_every_model_under_every_schedule_and_optimizer_equals_one_process(tmp_path):
+    every = itertools.product(MODELS, TWO_STAGES, ("one", "three"), ("sgd", "adamw"), ("all",))
+    run_cases(tmp_path / "two", 2, list(every))
+    run_cases(tmp_path / "four", 4, list(itertools.product(MODELS, COPIES, ("three",), ("sgd", "adamw"), ("all",))))

@@ -1,13 +1,11 @@
 """Runs of `duoka train` with stages: as one process trains, through checkpoints of other layouts, stops and a death."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from safetensors.torch import load_file
+from struck import WITHIN_S, finish, start
 from tiny import write_conversations
 from worlds import train_all
 
@@ -29,7 +27,6 @@ PIPELINE = "parallel.pipeline=2"
 LORA = "lora={rank: 4}"
 MUON = ["optim.name=muon", "optim.lr=0.02", "optim.adamw_lr=2e-3", "train.epochs=1"]
 HALF = [LORA, "train.precision=bf16", "train.epochs=1"]  # hidden states travel in bf16, as the frozen base is
-DEADLINE_S = 150
 
 
 def write_run(folder, model, conversations=40):
@@ -88,32 +85,14 @@ def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path
     assert all(ours[step] == pytest.approx(theirs[step], rel=1e-2) for step in theirs)
 
 
-def start(yaml, *arguments):
-    """As a user types it, in a session of its own."""
-    command = [sys.executable, "-m", "duoka", "train", str(yaml), "--nproc", "2", PIPELINE, *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-
-
-def finish(process):
-    try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, output
-
-
 @pytest.mark.timeout(500)
 def test_a_typed_run_of_stages_stops_and_goes_on_and_names_a_dead_rank(tmp_path, deep_model):
     yaml = write_run(tmp_path, deep_model, 80)
     run = RunFolder(tmp_path / "run")
-    longer = ("train.epochs=10", f"output={run.path}")
-    process = start(yaml, *longer)
+    longer = (PIPELINE, "train.epochs=10")
+    process = start(yaml, run.path, *longer)
     try:
-        wait_for_ranks(run, 2, lambda beat: beat.step >= 3, within_s=DEADLINE_S)
+        wait_for_ranks(run, 2, lambda beat: beat.step >= 3, within_s=WITHIN_S)
         process.send_signal(signal.SIGTERM)
         code, output = finish(process)
     finally:
@@ -121,9 +100,9 @@ def test_a_typed_run_of_stages_stops_and_goes_on_and_names_a_dead_rank(tmp_path,
     assert code == 75 and "Traceback" not in output, output
     stopped_at = read_status(run).step
     assert "one model over 2 processes" in output and stopped_at >= 3
-    process = start(yaml, *longer, "--restarts", "0")
+    process = start(yaml, run.path, *longer, "--restarts", "0")
     try:
-        ranks = wait_for_ranks(run, 2, lambda beat: beat.step >= stopped_at + 3, within_s=DEADLINE_S)
+        ranks = wait_for_ranks(run, 2, lambda beat: beat.step >= stopped_at + 3, within_s=WITHIN_S)
         strike([ranks[1]], "SIGKILL")
         code, output = finish(process)
     finally:

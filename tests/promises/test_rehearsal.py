@@ -31,10 +31,13 @@ def yaml(tmp_path_factory):
     return folder / "run.yaml"
 
 
-def test_a_rehearsal_changes_no_loss_and_no_weight(yaml, tmp_path):
+@pytest.mark.parametrize(
+    "strategies", [("ddp", "fsdp"), pytest.param(("zero1",), marks=pytest.mark.nightly)], ids="-".join
+)
+def test_a_rehearsal_changes_no_loss_and_no_weight(yaml, tmp_path, strategies):
     jobs = [
         (str(yaml), [f"parallel.strategy={strategy}", f"train.rehearse={how}"], str(tmp_path / f"{strategy}-{how}"))
-        for strategy in ("ddp", "fsdp", "zero1")
+        for strategy in strategies
         for how in ("false", "true")
     ]
     train_all(jobs, 2)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import run_duoka
 from safetensors.torch import load_file
 from tiny import write_conversations, write_tiny_model
 
@@ -28,11 +29,6 @@ output: out
 """
 
 
-def duoka(*words, cwd):
-    command = [sys.executable, "-m", "duoka", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=500)
-
-
 def make(folder):
     folder.mkdir()
     write_tiny_model(folder / "model", tied=False, layers=2)
@@ -48,7 +44,7 @@ def stages_of(folder):
 
 def test_stages_run_once_and_are_kept_after(tmp_path):
     place = make(tmp_path / "a")
-    done = duoka("run", "p.yaml", cwd=place)
+    done = run_duoka("run", "p.yaml", cwd=place)
     assert done.returncode == 0, done.stderr
     stages = stages_of(place)
     assert {name: one["state"] for name, one in stages.items()} == {
@@ -60,7 +56,7 @@ def test_stages_run_once_and_are_kept_after(tmp_path):
     assert "| mid" in card and "| sort" in card and "(n 4)" in card and card.strip() in done.stdout
     before = {path: path.stat().st_mtime_ns for path in (place / "out").glob("*-*/**/*") if path.is_file()}
 
-    again = duoka("run", "p.yaml", cwd=place)
+    again = run_duoka("run", "p.yaml", cwd=place)
     assert again.returncode == 0 and again.stderr.count("kept (") == 4, again.stderr
     assert before == {path: path.stat().st_mtime_ns for path in (place / "out").glob("*-*/**/*") if path.is_file()}
 
@@ -68,14 +64,14 @@ def test_stages_run_once_and_are_kept_after(tmp_path):
 @pytest.mark.nightly
 def test_only_what_changed_is_run_again_and_a_stage_runs_alone(tmp_path):
     place = make(tmp_path / "a")
-    assert duoka("run", "p.yaml", "--until", "sft", cwd=place).returncode == 0
+    assert run_duoka("run", "p.yaml", "--until", "sft", cwd=place).returncode == 0
     stages = stages_of(place)
-    changed = duoka("run", "p.yaml", "--until", "sft", "sft.optim.lr=1e-3", cwd=place)
+    changed = run_duoka("run", "p.yaml", "--until", "sft", "sft.optim.lr=1e-3", cwd=place)
     assert changed.returncode == 0, changed.stderr
     assert "mid: kept" in changed.stderr and "sft: runs: changed: optim.lr 2.0e-05 -> 0.001" in changed.stderr
     assert (place / "out" / stages["sft"]["folder"] / "final").is_dir(), "what was there stays"
     alone = next((place / "out" / "stages").glob("mid-*.yaml"))
-    single = duoka("train", str(alone), f"output={place}/alone", cwd=place)
+    single = run_duoka("train", str(alone), f"output={place}/alone", cwd=place)
     assert single.returncode == 0, single.stderr
     theirs = load_file(place / "out" / stages["mid"]["folder"] / "final" / "model.safetensors")
     own = load_file(place / "alone" / "final" / "model.safetensors")
@@ -87,7 +83,7 @@ def test_only_what_changed_is_run_again_and_a_stage_runs_alone(tmp_path):
 def test_a_kill_in_any_stage_costs_nothing(tmp_path, moment):
     """SIGKILL of `duoka run` once the stage's folder is there; its command and ranks end with it."""
     whole, struck = make(tmp_path / "whole"), make(tmp_path / "struck")
-    assert duoka("run", "p.yaml", cwd=whole).returncode == 0
+    assert run_duoka("run", "p.yaml", cwd=whole).returncode == 0
     process = subprocess.Popen([sys.executable, "-m", "duoka", "run", "p.yaml"], cwd=struck, start_new_session=True)
     deadline = time.monotonic() + 200
     while not list((struck / "out").glob(f"{moment}*")) and time.monotonic() < deadline:
@@ -95,7 +91,7 @@ def test_a_kill_in_any_stage_costs_nothing(tmp_path, moment):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     time.sleep(8)  # its children hear of it
-    done = duoka("run", "p.yaml", cwd=struck)
+    done = run_duoka("run", "p.yaml", cwd=struck)
     assert done.returncode == 0, done.stderr
     for folder in {one["folder"] for name, one in stages_of(whole).items() if name in ("mid", "ship")}:
         files = [Path("out") / folder / part / "model.safetensors" for part in ("final", ".")]

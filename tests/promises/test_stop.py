@@ -21,11 +21,11 @@ YAML = """
 model: {model}
 data: {{train: [{data}], eval: 0.5, max_length: 256}}
 optim: {{lr: 2e-3}}
-train: {{epochs: 12, global_batch: 4, precision: fp32, eval_every: 5, micro_batch: "256 tokens"}}
+train: {{epochs: 6, global_batch: 4, precision: fp32, eval_every: 5, micro_batch: "256 tokens"}}
 checkpoint: {{every: 1000}}
 output: {output}
 """
-STEPS = 60
+STEPS = 30
 DEADLINE_S = 120
 
 

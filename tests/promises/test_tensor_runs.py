@@ -1,18 +1,18 @@
 """`duoka train` with a tensor axis: the numbers of one process, checkpoints of any layout, stopped and gone on."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
+from commands import run_duoka
 from safetensors.torch import load_file
+from struck import finish, start, wait_for_step
 from test_any_split import read_run, relative, worst
 from tiny import write_conversations
 from worlds import train_all
+
+from duoka.runs.folder import RunFolder
 
 YAML = """
 model: {model}
@@ -99,21 +99,13 @@ def test_each_layout_goes_on_from_the_one_before_as_if_never_stopped(runs, name,
 
 def test_the_command_stops_and_goes_on(case, runs):
     folder, yaml = case
-    command = [sys.executable, "-m", "duoka", "train", str(yaml), "--nproc", "2", TENSOR, f"output={folder / 'cli'}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    log = folder / "cli" / "events" / "run.jsonl"
-    deadline = time.monotonic() + 100
-    while process.poll() is None and time.monotonic() < deadline:
-        if log.is_file() and '"type": "step"' in log.read_text(encoding="utf-8").replace('":"', '": "'):
-            process.send_signal(signal.SIGTERM)
-            break
-        time.sleep(0.02)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "single" in done.stdout + done.stderr
+    process = start(yaml, folder / "cli", TENSOR)
+    wait_for_step(RunFolder(folder / "cli"), 1)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 75, output
+    code, output = finish(start(yaml, folder / "cli", TENSOR))
+    assert code == 0 and "single" in output, output
     check_same(folder / "cli", runs / "one")
-    refused = [*command[:-2], "parallel.tensor=4", command[-1]]
-    asked = subprocess.run(refused, capture_output=True, text=True, timeout=30)
-    assert asked.returncode == 2 and "parallel.tensor" in asked.stderr, asked.stderr
+    refused = run_duoka("train", yaml, f"output={folder / 'cli'}", "--nproc", "2", "parallel.tensor=4")
+    assert refused.returncode == 2 and "parallel.tensor" in refused.stderr, refused.stderr

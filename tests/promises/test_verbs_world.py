@@ -2,8 +2,6 @@
 
 import contextlib
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -210,11 +208,7 @@ def test_verbs_between_two_processes(tmp_path):
 def test_the_example_gives_the_same_losses_on_two_processes_and_goes_on(tmp_path, tiny_model):
     def run(*words):
         words = [*map(str, words), "--model", str(tiny_model)]
-        if words[0] == "-m":  # the launcher, as a user starts it; the script alone is forked
-            command = [sys.executable, *words]
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
-        else:
-            done = run_python(*words, cwd=tmp_path)
+        done = run_python(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return [line.split() for line in done.stdout.splitlines() if line.startswith("epoch")]
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,23 @@ def run(home: Path, *command: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def start_world(home: Path, *words: str) -> list[tuple[int, str, str]]:
+    """Two ranks with the variables that torchrun gives each, but forked; how each ended."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        start_duoka(*words, cwd=home, merged=False, env={**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+    ]
+    try:
+        outputs = [rank.communicate(timeout=150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
 def test_torchrun_and_our_own_launcher_train_the_same_and_print_once(home: Path) -> None:
-    ours = run(home, sys.executable, "-m", "duoka", "train", "sft.yaml", "output=runs/ours", "--nproc", "2")
+    done = run_duoka("train", "sft.yaml", "output=runs/ours", "--nproc", "2", cwd=home)
+    ours = done.returncode, done.stdout, done.stderr
     theirs = run(home, *TORCHRUN, "duoka", "train", "sft.yaml", "output=runs/theirs")
     losses = []
     for name, (code, out, err) in (("ours", ours), ("theirs", theirs)):
@@ -61,9 +77,10 @@ def test_torchrun_and_our_own_launcher_train_the_same_and_print_once(home: Path)
         assert len(list((folder.path / "tensorboard").glob("events.*"))) == 1, "rank 0 writes, and nobody else"
     assert losses[0] == losses[1] and len(losses[0]) > 3
 
-    code, out, err = run(home, *TORCHRUN, "duoka", "train", "sft.yaml", "output=runs/theirs", "train.seed=7")
-    assert code != 0
-    assert err.count("train.seed: 42 there, 7 now") == 1, f"refused with what differs, by one rank: {err}"
+    refused = start_world(home, "train", "sft.yaml", "output=runs/theirs", "train.seed=7")
+    assert all(code != 0 for code, _, _ in refused)
+    said = "".join(err for _, _, err in refused)
+    assert said.count("train.seed: 42 there, 7 now") == 1, f"refused with what differs, by one rank: {said}"
 
 
 def test_a_rank_of_a_training_run_that_is_killed_is_named_with_its_step(home: Path) -> None:
@@ -95,15 +112,13 @@ def test_two_starts_with_the_guides_environment_make_one_world(home: Path) -> No
     assert alone.returncode == 0, alone.stderr
     env = {"FORCE_TORCHRUN": "1", "NNODES": "2", "NPROC_PER_NODE": "2", "DUOKA_ALLOW_LOOPBACK": "1",
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
-    line = (sys.executable, "-m", "duoka", "llamafactory-cli", "train", "sft.yaml")
-    nodes = [start(home, *line, NODE_RANK=str(node), **env) for node in (1, 0)]
+    line, how = ("llamafactory-cli", "train", "sft.yaml"), {"cwd": home, "merged": False}
+    nodes = [start_duoka(*line, env={**env, "NODE_RANK": str(node)}, **how) for node in (1, 0)]
     try:
         outputs = [node.communicate(timeout=150) for node in nodes]
     finally:
         for node in nodes:
-            if node.poll() is None:
-                node.kill()
-                node.communicate()
+            node.kill()
     assert [node.returncode for node in nodes] == [0, 0], outputs
     said = "".join(out for out, _ in outputs)
     assert said.count("\nstep     1 ") == 1 and "4 ranks" in said, said
@@ -113,20 +128,28 @@ def test_two_starts_with_the_guides_environment_make_one_world(home: Path) -> No
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 3
 
 
-def test_the_older_launcher_of_torch_makes_a_world(home: Path) -> None:
+def accelerate_launch() -> list[str]:
+    plain = {"num_processes": 2, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
+    flags = ["--multi_gpu", *(f"--{name}={value}" for name, value in plain.items())]
+    return [sys.executable, "-m", "accelerate.commands.launch", *flags, "--main_process_port", str(free_port()), "-m"]
+
+
+def older_launcher() -> list[str]:
     """torch.distributed.launch, with the variables of torchrun and --local-rank behind them."""
-    line = ("--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "duoka", "comm", "test")
-    launch = (sys.executable, "-m", "torch.distributed.launch", *line, "--size", "4 KiB", "--rounds", "1", "--json")
-    code, out, err = run(home, *launch)
+    place = ("--nproc-per-node", "2", "--master-port", str(free_port()))
+    return [sys.executable, "-m", "torch.distributed.launch", *place, "-m"]
+
+
+@pytest.mark.parametrize("launcher", [accelerate_launch, older_launcher])
+def test_other_launchers_make_a_world(home: Path, launcher: Callable[[], list[str]]) -> None:
+    code, out, err = run(home, *launcher(), "duoka", "comm", "test", "--size", "4 KiB", "--rounds", "1", "--json")
     assert code == 0, err
     assert json.loads(out)["world_size"] == 2
 
 
+@pytest.mark.nightly
 def test_accelerate_launch_starts_duokas_module(home: Path) -> None:
-    plain = {"num_processes": 2, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
-    flags = ["--multi_gpu", *(f"--{name}={value}" for name, value in plain.items())]
-    launch = (sys.executable, "-m", "accelerate.commands.launch", *flags, "--main_process_port", str(free_port()))
-    code, out, err = run(home, *launch, "-m", "duoka", "train", "sft.yaml", "output=runs/accelerate")
+    code, out, err = run(home, *accelerate_launch(), "duoka", "train", "sft.yaml", "output=runs/accelerate")
     assert code == 0, err
     status = read_status(RunFolder(home / "runs/accelerate"))
     assert out.count("\nstep     1 ") == 1 and status is not None and status.world_size == 2

@@ -3,14 +3,13 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from commands import run_duoka
 from written_runs import event_line, loss_at, step_line, write_run
 
 from duoka.runs.folder import RunFolder, write_json_atomic
@@ -132,8 +131,7 @@ def test_a_run_whose_command_hangs_for_ever_trains_as_one_without(tmp_path, tiny
         "train: {epochs: 1, global_batch: 32, precision: fp32}\n"
         "log: {to: [], alert: {command: 'echo $$ > told; exec sleep 600'}}\n"
     )
-    command = [sys.executable, "-m", "duoka", "train", "sft.yaml", "--nproc", "1"]
-    done = subprocess.run(command, cwd=tmp_path, timeout=150, capture_output=True, text=True)
+    done = run_duoka("train", "sft.yaml", "--nproc", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told_at, run = tmp_path / "told", tmp_path / "runs" / "sft"
     deadline = time.monotonic() + 60

@@ -51,6 +51,7 @@ def test_packed_equals_separate(tiny_model):
     check_packed_equals_separate(tiny_model, 1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_packed_equals_separate_on_the_real_135m_model(demo_model):
     check_packed_equals_separate(demo_model, 1e-5)

@@ -1,12 +1,10 @@
 """`duoka bench run`: rows of measured runs, an efficiency that its own times give, and what did not run said."""
 
 import json
-import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+from commands import run_duoka
 from tiny import write_conversations
 
 from duoka.cli.bench_runs import Case, chart, find_problem, table, with_efficiency
@@ -51,9 +49,8 @@ def test_a_config_is_measured_on_processes_of_its_own(tmp_path, tiny_model):
     yaml = tmp_path / "run.yaml"
     sections = f"data: {{train: [{data}]}}\ntrain: {{global_batch: 4}}\n"
     yaml.write_text(f"model: {tiny_model}\n{sections}output: {tmp_path}/out\n")
-    command = [sys.executable, "-m", "duoka", "bench", "run", str(yaml), "--nproc", "2", "--strategies", "fsdp,hsdpp"]
-    command += ["--steps", "1", "--json", "--svg", str(tmp_path / "speeds.svg")]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+    chosen = ("--nproc", "2", "--strategies", "fsdp,hsdpp", "--steps", "1")
+    done = run_duoka("bench", "run", yaml, *chosen, "--json", "--svg", tmp_path / "speeds.svg", timeout=280)
     assert done.returncode == 0, done.stderr
     two, wrong = json.loads(done.stdout)
     assert two["layout"] == "fsdp2" and two["sent_bytes"] > 0 and two["peak_bytes"] > 0 < two["planned_bytes"]

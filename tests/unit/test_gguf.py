@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_duoka
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
@@ -109,7 +108,6 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
 
 def test_export_writes_one_beside_the_folder(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama")
-    command = [sys.executable, "-m", "duoka", "export", str(folder), "-o", str(tmp_path / "out"), "--gguf", "q8_0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = run_duoka("export", folder, "-o", tmp_path / "out", "--gguf", "q8_0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no matrix is off by more than" in done.stdout and (tmp_path / "out" / "out.q8_0.gguf").is_file()

@@ -14,6 +14,7 @@ from duoka.cli.typed import mend
 from duoka.cluster.meeting import Rules
 from duoka.cluster.nodes import Flags, NodeStart, read_node_start
 from duoka.config.load import Start, load_config
+from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, Faults
 
 
@@ -332,3 +333,19 @@ def test_a_switch_of_a_file_may_stand_as_a_flag_behind_llamafactory_cli() -> Non
     words = ["x.yaml", "--gradient_checkpointing", "--learning_rate", "1e-4", "--json"]
     wanted = ["x.yaml", "gradient_checkpointing=true", "learning_rate=1e-4", "--json"]
     assert settings_of_words(words, only=("gradient_checkpointing", "learning_rate")) == wanted
+
+
+def test_every_kind_of_trainer_that_guides_name_has_its_meaning(folder: Path) -> None:
+    def read(kind: str) -> RunConfig:
+        text = f"trainer: {{type: {kind}}}\nmodel: {{model_name_or_path: m}}\ndata: {{dataset: identity}}\n"
+        Path("nested.yaml").write_text(text, "utf-8")
+        return load_config("nested.yaml", start=Start(2, True)).config
+
+    for kind in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
+        assert read(kind).parallel.strategy == kind
+    assert read("dp").parallel.strategy == "auto"
+    assert (read("tp2").parallel.tensor, read("pp4").parallel.pipeline) == (2, 4)
+    for kind, advice in (("tp", "type: tp2"), ("pp", "type: pp2"), ("dpp", "known: ddp, single")):
+        with pytest.raises(Faults) as refused:
+            read(kind)
+        assert advice in str(refused.value)

@@ -32,6 +32,8 @@ FACTS: dict[str, Any] = {
     "files": {"/w/run.yaml": {"kind": "file", "size": 10, "digest": "d" * 64}},
     "memory": {"total": 64 * GIB, "available": 50 * GIB}, "disk": {"path": "/w", "can_write": True, "free": 900 * GIB},
     "shm": {"free": 30 * GIB, "total": 30 * GIB}, "cores": 32, "nofile": 65536, "gpus": "", "env": {},
+    "nics": {}, "ipv6": False, "infiniband": {}, "memlock": -1, "governor": "", "gpu_state": "", "gpu_apps": "",
+    "topology": "", "xid": [],
 }  # fmt: skip
 NOT_THERE = {"kind": "missing", "size": 0, "digest": "", "why": "No such file or directory"}
 

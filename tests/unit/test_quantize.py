@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from commands import run_duoka
 from tiny import write_conversations, write_tiny_model
 
 from duoka.cli import run as duoka
@@ -128,7 +129,8 @@ def run(request, tmp_path_factory):
         f"precision: {request.param}}}\n"
         f"parallel: {{strategy: single}}\ncheckpoint: {{every: 2}}\noutput: {folder}/run\n"
     )
-    assert duoka(["train", str(folder / "x.yaml")]) == 0
+    done = run_duoka("train", folder / "x.yaml")
+    assert done.returncode == 0, done.stderr
     return folder / "run"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -132,3 +135,81 @@ def test_a_job_is_submitted_and_followed_to_its_exit_code(
     assert "srun --kill-on-bad-exit=0" in (tmp_path / "out.sbatch").read_text()
     dry = CliRunner().invoke(cli, ["train", "run.yaml", "--slurm", "nodes=2", "--dry-run"], standalone_mode=False)
     assert dry.stdout.startswith("#!/bin/bash\n# Written by: duoka train run.yaml --slurm nodes=2\n")
+
+
+@pytest.fixture
+def queue(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with a config, and a Slurm that says what is in the file `queue`, and notes what is cancelled."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in (
+        ("sbatch", "echo 4711\n"), ("scontrol", 'cat "$FAKE/queue"\n'), ("scancel", 'echo "$@" >> "$FAKE/cancelled"\n'),
+    ):  # fmt: skip
+        (tools / name).write_text(f"#!/bin/sh\n{text}")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(f"model: {tiny_model}\ndata: {{train: [identity]}}\noutput: runs/sft\n")
+    return tmp_path
+
+
+def run_cli(*words: str) -> Any:
+    return CliRunner().invoke(cli, list(words), standalone_mode=False)
+
+
+def test_a_sweep_is_an_array_and_its_runs_stand_in_the_list(queue: Path) -> None:
+    done = run_cli(
+        "train", "run.yaml", "--slurm", "nodes=1", "--sweep", "optim.lr=[1e-4,3e-4]", "--sweep", "train.seed=[1,2]"
+    )
+    assert done.return_value == 0 and "4711 is submitted with 4 runs" in done.stderr, done.output
+    script = (queue / "runs/sft.sbatch").read_text()
+    assert "#SBATCH --array=0-3\n" in script and 'train run.yaml "${point[@]}" &' in script
+    assert "  2) point=(optim.lr=3e-4 train.seed=1 output=runs/sft-lr=3e-4,seed=1);;\n" in script
+    assert "-slurm-%A_%a.log" in script
+    for number, expected in (("2", "optim.lr=3e-4 train.seed=1 output=runs/sft-lr=3e-4,seed=1"), ("9", "exit 2")):
+        case = script[script.index("case ") : script.index("esac") + 4]
+        shell = ["bash", "-c", f'{case}\necho "${{point[@]}}"']
+        ran = subprocess.run(shell, env={**os.environ, "SLURM_ARRAY_TASK_ID": number}, capture_output=True, text=True)
+        assert (ran.stdout.strip() == expected) if number == "2" else ran.returncode == 2
+
+    (queue / "queue").write_text(
+        "JobId=4712 ArrayJobId=4711 ArrayTaskId=2-3 JobState=PENDING Reason=Priority ExitCode=0:0\n"
+        "JobId=4713 ArrayJobId=4711 ArrayTaskId=1 JobState=RUNNING Reason=None ExitCode=0:0\n"
+        "JobId=4714 ArrayJobId=4711 ArrayTaskId=0 JobState=COMPLETED Reason=None ExitCode=0:0\n"
+    )
+    rows = {row["name"]: row for row in json.loads(run_cli("runs", "--json").stdout)}
+    assert {name: (row["state"], row["cause"]) for name, row in rows.items()} == {
+        "sft-lr=1e-4,seed=2": ("running", "job 4711_1 is running"),
+        "sft-lr=3e-4,seed=1": ("queued", "job 4711_2 is pending (Priority)"),
+        "sft-lr=3e-4,seed=2": ("queued", "job 4711_3 is pending (Priority)"),
+    }
+    assert "job 4711_2 is pending (Priority)" in run_cli("runs").stdout
+    stopped = run_cli("runs", "stop", "sft-lr=3e-4,seed=1")
+    assert stopped.exception is None and "taken back: it had not begun" in stopped.stderr
+    assert "asked to save and leave" in run_cli("runs", "stop", "sft-lr=1e-4,seed=2").stderr
+    assert (queue / "cancelled").read_text() == "4711_2\n--signal=USR2 4711_1\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--sweep", "optim.lr=[1e-4]"], "--sweep is"), (["--sweep", "optim.lr=[1e-4,1e-4]"], "--sweep is"),
+        (["--sweep", "train.seed=[1,2]", "--sweep", "train.seed=[3,4]"], "twice"),
+        (["--sweep", f"train.seed=[{','.join(map(str, range(1001)))}]"], "1,001 runs"),
+        (["--sweep", "optim.lr=[1e-4,many]"], "optim.lr"),
+    ],
+)  # fmt: skip
+def test_a_sweep_that_cannot_run_is_refused_before_it_is_submitted(
+    words: list[str], expected: str, queue: Path
+) -> None:
+    done = run_cli("train", "run.yaml", "--slurm", "nodes=1", *words)
+    assert isinstance(done.exception, ConfigError) and expected in str(done.exception), done.output
+    assert not (queue / "runs").exists()
+
+
+def test_without_slurm_no_run_is_lost_from_the_list(queue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "4711" in run_cli("train", "run.yaml", "--slurm", "nodes=1", "--sweep", "train.seed=[1,2]").stderr
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert json.loads(run_cli("runs", "--json").stdout) == []
+    assert "--sweep makes a job array" in str(run_cli("train", "run.yaml", "--sweep", "train.seed=[1,2]").exception)

@@ -23,6 +23,8 @@ from duoka.registry import nearest
 
 # Name -> what it does. The commands' own modules are imported only when they are called, or asked for their help.
 COMMANDS = {
+    "demo": "Fine-tune a real small model here, and ask it before and after.",
+    "new": "Write a config for your own data by five questions, and plan it.",
     "init": "Write a first config, commented.",
     "train": "Train as a YAML says; the same command goes on after an end.",
     "run": "Run the stages of one YAML, each kept until something of it changes.",
@@ -38,7 +40,9 @@ COMMANDS = {
     "comm": "Test how processes talk to each other, and how fast.",
     "profile": "Say where the time of a training step goes.",
     "bench": "Measure this machine, so that plans stand on figures.",
+    "env": "Print what a bug report needs: versions, machine, settings; no secrets.",
     "doctor": "Check whether this machine is fit for training.",
+    "sync": "Bring code, small data and the list of packages to other machines.",
     "chaos": "Strike a short copy of a run, and print what it survives.",
     "runs": "List runs with state, step, loss and age; show or stop one.",
     "top": "Watch a run in the terminal while it trains.",
@@ -209,7 +213,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 BUG_LINES = (
     "this is a bug in duoka. Please report it with the lines above,",
-    "the command that you typed, and what `duoka doctor --json` prints.",
+    "the command that you typed, and what `duoka env` prints.",
 )
 _STORAGE = {
     errno.ENOSPC: "there is no space left on the device",

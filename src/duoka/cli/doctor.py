@@ -14,8 +14,8 @@ import click
 from duoka.cli.hosts import HostFlags, host_options, typed_hosts
 
 if TYPE_CHECKING:
-    from duoka.cluster.compare import NodeFinding
     from duoka.cluster.doctor import Finding
+    from duoka.cluster.findings import NodeFinding
     from duoka.cluster.survey import Question
     from duoka.config.hosts import Host
     from duoka.config.loaded import Loaded
@@ -28,15 +28,18 @@ _MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", 
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @host_options
 @click.option(
-    "--level", type=click.Choice(["quick", "net"]), default="quick", show_default=True,
-    help="net: connect all pairs of hosts, both ways.",
+    "--level", type=click.Choice(["quick", "net", "burn"]), default="quick", show_default=True,
+    help="net: connect all pairs of hosts, both ways; burn: each processor computes, and is compared.",
 )  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(1), default=10.0, show_default=True, help="How long burn computes.")
+@click.option("--fix", is_flag=True, help="Ask for each fix that is a safe command of your own whether to run it.")
 @click.option("--output", default="", help="The folder that runs will be written to; default: CONFIG's, or runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     config: str | None, overrides: tuple[str, ...], hosts: str, hostfile: str, include: str, exclude: str, level: str,
-    output: str, as_json: bool,
+    seconds: float, fix: bool, output: str, as_json: bool,
 ) -> int:  # fmt: skip
+    from duoka.cluster.burn import burn_here
     from duoka.cluster.doctor import examine
     from duoka.config.hosts import read_hosts
     from duoka.config.load import load_config
@@ -47,16 +50,51 @@ def command(
     if not found and loaded is not None and loaded.config.cluster.hosts:
         found = read_hosts(loaded.config.cluster.hosts)
     output = output or (loaded.config.output if loaded is not None else "runs")
+    if fix and as_json:
+        raise ConfigError("--fix asks questions, and --json is for programs", fix="keep one of them")
     if found:
-        return _examine_hosts(found, loaded, output, level, as_json)
-    if level != "quick":
+        findings = _examine_hosts(found, loaded, output, level, seconds)
+        code = _print_json(findings) if as_json else _show_hosts(findings)
+        return _offer_fixes([one.fix for one in findings if one.severity in ("warn", "fail")], code) if fix else code
+    if level == "net":
         raise ConfigError(f"--level {level} is about several machines", fix="name them:   --hosts a,b")
-    return _show_one(examine(Path(output)), as_json)
+    here = examine(Path(output)) + (_as_ours(burn_here(seconds)) if level == "burn" else [])
+    code = _print_json(here) if as_json else _show_one(here)
+    return _offer_fixes([one.fix for one in here if one.severity in ("warn", "fail")], code) if fix else code
 
 
-def _show_one(findings: Sequence[Finding], as_json: bool) -> int:
-    if as_json:
-        return _print_json(findings)
+def _offer_fixes(fixes: Sequence[str], code: int) -> int:
+    """Run what is safe to run, each after a yes. The exit code is that of the findings: look again."""
+    import shlex
+    import subprocess
+
+    from duoka.cluster.fixes import safe_command
+
+    commands = {shlex.join(words): words for words in map(safe_command, fixes) if words}
+    for text, words in commands.items():
+        click.echo()
+        if click.confirm(f"run:   {text}", default=False):
+            done = subprocess.run(words)
+            click.echo(f"exit code {done.returncode}")
+    if not commands:
+        click.echo("\nnone of these fixes is a command that is safe to run from here")
+    else:
+        click.echo("\nlook again:   duoka doctor")
+    return code
+
+
+def _as_ours(findings: Sequence[NodeFinding]) -> list[Finding]:
+    """Of processors of this machine, as one of its findings."""
+    from duoka.cluster.doctor import Finding
+
+    return [Finding(one.severity, one.check, _values_of(one), one.cause, one.fix) for one in findings]
+
+
+def _values_of(one: NodeFinding) -> str:
+    return "; ".join(f"{name}: {value}" if name != "all" else value for name, value in one.nodes.items())
+
+
+def _show_one(findings: Sequence[Finding]) -> int:
     width = max(len(one.check) for one in findings)
     for one in findings:
         _print_line(one.severity, one.check.ljust(width), one.seen)
@@ -102,33 +140,41 @@ def _print_sum(findings: Sequence[Finding] | Sequence[NodeFinding], consequence:
 # --- several machines ---
 
 
-def _examine_hosts(hosts: list[Host], loaded: Loaded | None, output: str, level: str, as_json: bool) -> int:
+def _examine_hosts(
+    hosts: list[Host], loaded: Loaded | None, output: str, level: str, seconds: float
+) -> list[NodeFinding]:
+    from duoka.cluster.burn import burn_nodes
     from duoka.cluster.survey import examine_nodes
 
     question = _question(loaded, output)
-    findings = examine_nodes(hosts, question, "net" if level == "net" else "quick")
-    if as_json:
-        return _print_json(findings)
+    findings = examine_nodes(hosts, question, "quick" if level == "quick" else "net")
+    return findings + (burn_nodes(hosts, question.folder, seconds) if level == "burn" else [])
+
+
+def _show_hosts(findings: Sequence[NodeFinding]) -> int:
     width = max(len(one.check) for one in findings)
     for one in findings:
-        values = [f"{name}: {value}" if name != "all" else value for name, value in one.nodes.items()]
+        values = _values_of(one)
         if one.check == "reach" and one.severity == "ok":
-            values = [f"{len(one.nodes)} machines answer: {', '.join(one.nodes)}"]
-        _print_line(one.severity, one.check.ljust(width), "; ".join(values))
+            values = f"{len(one.nodes)} machines answer: {', '.join(one.nodes)}"
+        _print_line(one.severity, one.check.ljust(width), values)
         if one.severity in ("warn", "fail"):
             _print_more(width, cause=one.cause, do=one.fix)
     return _print_sum(findings, "training over these machines would not work")
 
 
 def _question(loaded: Loaded | None, output: str) -> Question:
-    """The config, its data and its model: what must be the same everywhere."""
     from duoka.cluster.survey import Question
+
+    return Question(output=output) if loaded is None else Question(paths_of(loaded), output)
+
+
+def paths_of(loaded: Loaded) -> list[str]:
+    """The config, its data and its model: what must be the same everywhere."""
     from duoka.data.read.registry import find_sets
     from duoka.hub.models import find_model
 
-    if loaded is None:
-        return Question(output=output)
     files = [path for found in find_sets(loaded.config, loaded.base) for path in found.files]
     folder = find_model(loaded.config.model, loaded.base).folder
     paths = [loaded.path, *files, *((folder,) if folder else ())]
-    return Question(list(dict.fromkeys(os.path.abspath(path) for path in paths)), output)
+    return list(dict.fromkeys(os.path.abspath(path) for path in paths))

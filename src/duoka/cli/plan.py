@@ -77,6 +77,12 @@ def command(
     return DoesNotFit.exit_code if plan.verdict == "does not fit" else 0
 
 
+def plan_of(config: str, on: str | None) -> Plan:
+    """What the command says of a file, here or on other machines."""
+    place = _find_place(on, None)
+    return _make_plan(_find_subject(config, (), None, None, place), place, None, None)
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where to plan for: one node as a machine, how many ranks in all and per node, and all of it with speeds."""

@@ -55,7 +55,8 @@ def table(rows: list[RunRow]) -> list[str]:
         steps = f"{row.step:,}/{row.total_steps:,}" if row.total_steps else f"{row.step:,}"
         loss = "-" if row.loss is None else f"{row.loss:.4f}"
         speed = "-" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
-        note = f"pid {row.pid}" if row.is_alive else row.cause.partition("\n")[0] if row.state == "failed" else ""
+        has_cause = row.state in ("failed", "queued") or row.cause.startswith("job ")
+        note = f"pid {row.pid}" if row.is_alive else row.cause.partition("\n")[0] if has_cause else ""
         age = format_seconds(row.age_s)
         cells.append((row.name, row.state, steps, loss, speed, str(row.world_size), age, note))
     widths = [max(len(line[column]) for line in cells) for column in range(7)]
@@ -90,8 +91,12 @@ def report(name: str, folder: str, as_json: bool) -> None:
 @click.option("--now", is_flag=True, help="Do not wait for a save: end it at once.")
 def stop(name: str, folder: str, grace: float | None, now: bool) -> None:
     from duoka.cluster.listing import stop_run
+    from duoka.cluster.slurm_jobs import find_job, stop_job
     from duoka.runs.find import find_run
 
+    found = (find_job(path) for path in (Path(name), Path(folder) / name))
+    if job := next((one for one in found if one is not None), None):
+        return stop_job(job, lambda text: click.echo(text, err=True))
     run = find_run(name, Path(folder))
     stop_run(run, grace_s=grace, at_once=now, say=lambda text: click.echo(text, err=True))
     click.echo(f"stopped {run.path}")

@@ -36,10 +36,13 @@ if TYPE_CHECKING:
 @click.option("--wait", default="", metavar="TIME", help="How long to wait for machines; default: 30min.")
 @host_options
 @click.option("--slurm", default="", metavar="KEY=VALUE,...", help="As a batch job: partition=gpu,nodes=2,time=2h.")
+@click.option("--sweep", multiple=True, metavar="KEY=[A,B]", help="Of --slurm: a run for each value; all combinations.")
+@click.option("--k8s", default="", metavar="KEY=VALUE,...", help="As a manifest: image=...,nodes=2,volume=CLAIM:/data.")
+@click.option("-o", "--out", default="", metavar="FILE", help="Of --k8s: the file to write; default: print it.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, start nothing.")
 def command(
     config: str, overrides: tuple[str, ...], dry_run: bool, hosts: str = "", hostfile: str = "", include: str = "",
-    exclude: str = "", slurm: str = "", **flags: Any,
+    exclude: str = "", slurm: str = "", sweep: tuple[str, ...] = (), k8s: str = "", out: str = "", **flags: Any,
 ) -> int:  # fmt: skip
     """Train as CONFIG says, with values of it replaced: optim.lr=1e-4 data.max_length=1024.
 
@@ -48,28 +51,32 @@ def command(
     it (HOST is one of them), or with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in front.
     """
     from duoka.cli.hosts import HostFlags, find_hosts, train_on
+    from duoka.cli.kubernetes import write_manifest
     from duoka.cli.slurm import train_in_job
     from duoka.cluster.nodes import Flags
     from duoka.errors import ConfigError
     from duoka.process.environ import read_rank_environment
+    from duoka.process.kubernetes import adopt_pod_place, lonely_pod
     from duoka.process.lifeline import is_supervised
     from duoka.process.slurm import slurm_variables, unused_nodes
 
     os.environ.update(slurm_variables(os.environ))
+    adopt_pod_place(os.environ)
     place = read_rank_environment()
     typed = HostFlags(hosts, hostfile, include, exclude)
+    _refuse_contradictions(slurm, k8s, out, sweep, typed != HostFlags())
+    if place is None and k8s:
+        return write_manifest(k8s, out, config, overrides, Flags(**flags))
     if place is None and slurm:
-        if typed != HostFlags():
-            raise ConfigError("--slurm and --hosts are both given", fix="keep one of them")
-        return train_in_job(slurm, config, overrides, Flags(**flags), dry_run=dry_run)
+        return train_in_job(slurm, config, overrides, Flags(**flags), dry_run=dry_run, sweep=sweep)
     if place is None:
-        if note := unused_nodes(os.environ):
+        if note := unused_nodes(os.environ) or lonely_pod(os.environ):
             click.echo(f"note: {note}", err=True)
         found = find_hosts(config, overrides, typed, Flags(**flags))
         if found:
             return train_on(found, config, overrides, Flags(**flags), dry_run=dry_run)
         return start_here(config, overrides, Flags(**flags), dry_run=dry_run)
-    if any(flags.values()) or dry_run or slurm or typed != HostFlags():
+    if any(flags.values()) or dry_run or slurm or k8s or typed != HostFlags():
         raise ConfigError(
             "--nproc, --nodes, --hosts, --dry-run and the like start a world, and this process is part of one already",
             where="RANK and WORLD_SIZE are set in the environment",
@@ -80,6 +87,20 @@ def command(
     if is_supervised():
         return work_for_supervisor(config, place.rank)
     return join_world(config, overrides, place)
+
+
+def _refuse_contradictions(slurm: str, k8s: str, out: str, sweep: tuple[str, ...], hosts: bool) -> None:
+    from duoka.errors import ConfigError
+
+    given = [name for name, is_given in (("--slurm", slurm), ("--k8s", k8s), ("--hosts", hosts)) if is_given]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are both given", fix="keep one of them")
+    if out and not k8s:
+        raise ConfigError("-o is for what --k8s writes", fix="the run's own folder is a key:   output=runs/NAME")
+    if sweep and not slurm:
+        raise ConfigError(
+            "--sweep makes a job array of Slurm", fix="write --slurm too, or type a command for each value"
+        )
 
 
 # --- the process that a user starts ---

@@ -7,12 +7,12 @@ Every finding has the values of the nodes that differ, the cause, and what to ty
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from duoka.cluster.doctor import OLDEST_DRIVER, Severity
+from duoka.cluster.compare_devices import DEVICE_COMPARISONS
+from duoka.cluster.doctor import OLDEST_DRIVER
+from duoka.cluster.findings import MOST_SHOWN, Comparison, NodeFinding, Severity, Survey, both, odd_ones
 from duoka.cluster.node_probe import FILTERED, REFUSED, UNRESOLVED, UNROUTABLE
 from duoka.units import format_bytes
 
@@ -20,58 +20,6 @@ _GIB = 1 << 30
 # What a run's numbers and its checkpoints depend on; duoka itself is compared by its code.
 CRITICAL = ("torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pyarrow", "pydantic")
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 10.0
-_MOST_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class NodeFinding:
-    """One answer, with each node's own value."""
-
-    severity: Severity
-    check: str
-    nodes: Mapping[str, str] = field(default_factory=dict)
-    cause: str = ""
-    fix: str = ""
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What the nodes have told, by name."""
-
-    facts: Mapping[str, Mapping[str, Any]]
-    folder: str
-    asked_at: float  # by the leader's clock
-    answered_at: float
-    ssh: Mapping[str, str]  # how to get to a node
-
-    def values(self, *keys: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, facts in self.facts.items():
-            value: Any = facts
-            for key in keys:
-                value = value[key]
-            found[name] = value
-        return found
-
-
-Comparison = Callable[[Survey], Iterator[NodeFinding]]
-
-
-def odd_ones(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What most nodes have (the first of equals), and the nodes that have something else."""
-    counts = Counter(map(str, values.values()))
-    if not counts:
-        return "", {}
-    most = counts.most_common(1)[0][0]
-    usual = next(value for value in values.values() if str(value) == most)
-    return usual, {name: value for name, value in values.items() if str(value) != most}
-
-
-def _both(values: Mapping[str, Any], odd: Mapping[str, Any]) -> dict[str, str]:
-    """The odd ones, and one of the others for comparison."""
-    other = next((name for name in values if name not in odd), "")
-    shown = {**({other: values[other]} if other else {}), **odd}
-    return {name: str(value) or "none" for name, value in shown.items()}
 
 
 def compare_python(survey: Survey) -> Iterator[NodeFinding]:
@@ -86,7 +34,7 @@ def compare_python(survey: Survey) -> Iterator[NodeFinding]:
         return
     is_far = any(str(value).split(".")[:2] != str(usual).split(".")[:2] for value in odd.values())
     fix = f"install Python {usual} on {', '.join(odd)}, and the environment anew"
-    yield NodeFinding("fail" if is_far else "warn", "python", _both(values, odd), "different Pythons", fix)
+    yield NodeFinding("fail" if is_far else "warn", "python", both(values, odd), "different Pythons", fix)
 
 
 def compare_packages(survey: Survey) -> Iterator[NodeFinding]:
@@ -99,16 +47,16 @@ def compare_packages(survey: Survey) -> Iterator[NodeFinding]:
         usual, odd = odd_ones(values)
         if not odd:
             num_alike += 1
-        elif name in CRITICAL:
+        elif name in CRITICAL or name.startswith("nvidia-nccl"):
             node = next(iter(odd))
             verb = f"install '{name}=={usual}'" if usual else f"uninstall {name}"
             fix = f"{survey.ssh[node]} {survey.facts[node]['executable']} -m pip {verb}"
-            yield NodeFinding("fail", name, _both(values, odd), "versions differ: results and files may too", fix)
+            yield NodeFinding("fail", name, both(values, odd), "versions differ: results and files may too", fix)
         else:
-            minor[name] = _both(values, odd)
+            minor[name] = both(values, odd)
     if minor:
-        shown = list(minor)[:_MOST_SHOWN]
-        more = f" and {len(minor) - _MOST_SHOWN} more" if len(minor) > _MOST_SHOWN else ""
+        shown = list(minor)[:MOST_SHOWN]
+        more = f" and {len(minor) - MOST_SHOWN} more" if len(minor) > MOST_SHOWN else ""
         nodes: dict[str, list[str]] = {}
         for name in shown:
             for node, version in minor[name].items():
@@ -126,7 +74,7 @@ def compare_code(survey: Survey) -> Iterator[NodeFinding]:
     if not odd and usual != "not installed":
         yield NodeFinding("ok", "duoka", {"all": f"the same code ({usual})"})
         return
-    shown = _both(values, odd)
+    shown = both(values, odd)
     yield NodeFinding("fail", "duoka", shown, "other code, or none", "install the same version on all machines")
 
 
@@ -153,7 +101,7 @@ def compare_files(survey: Survey) -> Iterator[NodeFinding]:
             else "put it there, on all machines"
         )
         cause = "not there" if gone else "another content"
-        shown = _both(values, {name: values[name] for name in odd or gone})
+        shown = both(values, {name: values[name] for name in odd or gone})
         yield NodeFinding("fail", path, shown, cause, fix)
 
 
@@ -217,9 +165,7 @@ def compare_cores(survey: Survey) -> Iterator[NodeFinding]:
     values = survey.values("cores")
     usual, odd = odd_ones(values)
     if odd:
-        yield NodeFinding(
-            "warn", "cores", _both(values, odd), "the slowest machine sets the pace", "use machines alike"
-        )
+        yield NodeFinding("warn", "cores", both(values, odd), "the slowest machine sets the pace", "use machines alike")
     else:
         yield NodeFinding("ok", "cores", {"all": str(usual)})
 
@@ -244,19 +190,19 @@ def compare_gpus(survey: Survey) -> Iterator[NodeFinding]:
     _, odd = odd_ones(counts)
     if odd:
         fix = f"--nproc {min(counts.values())} takes as many on each" if min(counts.values()) else "leave those out"
-        yield NodeFinding("fail", "gpus", _both(counts, odd), "each machine must start as many processes", fix)
+        yield NodeFinding("fail", "gpus", both(counts, odd), "each machine must start as many processes", fix)
     kinds = {
         name: ", ".join(sorted({f"{one['name']} {one['memory']} MiB" for one in found})) for name, found in gpus.items()
     }
     usual, odd = odd_ones(kinds)
     if odd:
-        yield NodeFinding("warn", "gpu kinds", _both(kinds, odd), "the slowest sets the pace", "use machines alike")
+        yield NodeFinding("warn", "gpu kinds", both(kinds, odd), "the slowest sets the pace", "use machines alike")
     else:
         yield NodeFinding("ok", "gpus", {"all": f"{max(counts.values())} x {usual}"})
     drivers = {name: ", ".join(sorted({one["driver"] for one in found})) for name, found in gpus.items()}
     _, odd = odd_ones(drivers)
     if odd:
-        yield NodeFinding("warn", "driver", _both(drivers, odd), "different drivers", "install the same driver")
+        yield NodeFinding("warn", "driver", both(drivers, odd), "different drivers", "install the same driver")
     old = {}
     for name, cuda in survey.values("torch_cuda").items():
         oldest = OLDEST_DRIVER.get(cuda.split(".")[0])
@@ -296,8 +242,8 @@ def compare_environments(survey: Survey) -> Iterator[NodeFinding]:
         values = {node: one.get(variable, "") for node, one in found.items()}
         if odd_ones(values)[1]:
             differ.append((variable, values))
-    for variable, values in differ[:_MOST_SHOWN]:
-        shown = _both({node: value or "not set" for node, value in values.items()}, odd_ones(values)[1])
+    for variable, values in differ[:MOST_SHOWN]:
+        shown = both({node: value or "not set" for node, value in values.items()}, odd_ones(values)[1])
         cause = "what a login there sets; variables of this terminal go to all nodes of a run"
         yield NodeFinding("warn", variable, shown, cause, "set it alike in ~/.bashrc, or nowhere")
     if not differ:
@@ -334,8 +280,8 @@ def compare_links(reached: Mapping[str, Mapping[str, Any]], places: Mapping[str,
     findings = []
     for how, pairs in groups.items():
         cause, fix = _WORDS.get(how, ("unexpected", "see what answers there"))
-        more = f" ({len(pairs)} connections)" if len(pairs) > _MOST_SHOWN else ""
-        shown = dict(list(pairs.items())[:_MOST_SHOWN])
+        more = f" ({len(pairs)} connections)" if len(pairs) > MOST_SHOWN else ""
+        shown = dict(list(pairs.items())[:MOST_SHOWN])
         findings.append(NodeFinding("fail", "links", shown, f"{cause}{more}", fix))
     if not findings:
         words = f"{len(times)} connections, all pairs both ways, at most {max(times, default=0):.0f} ms"
@@ -345,5 +291,5 @@ def compare_links(reached: Mapping[str, Mapping[str, Any]], places: Mapping[str,
 
 COMPARISONS: Sequence[Comparison] = (
     compare_python, compare_packages, compare_code, compare_files, compare_clocks, compare_memory, compare_disks,
-    compare_cores, compare_gpus, compare_host_names, compare_environments,
+    compare_cores, compare_gpus, compare_host_names, compare_environments, *DEVICE_COMPARISONS,
 )  # fmt: skip

@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from duoka.cluster import node_probe
+from duoka.cluster.compare_devices import DEVICE_COMPARISONS
+from duoka.cluster.findings import Severity, Survey
 from duoka.cluster.launch import threads_per_process
 from duoka.cluster.probe import (
     count_usable_cores,
@@ -32,7 +34,6 @@ from duoka.process.environ import LOOPBACK
 from duoka.runs.cache import cache_folder
 from duoka.units import format_bytes
 
-Severity = Literal["ok", "warn", "fail", "skip"]
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pyarrow", "pydantic", "PyYAML")
 OPTIONAL = ("rich", "click", "psutil", "tensorboard", "jinja2")
 _GIB = 1 << 30
@@ -195,6 +196,18 @@ def check_driver(patient: Patient) -> Iterator[Finding]:
         yield Finding("ok", "driver", seen)
 
 
+def check_devices(patient: Patient) -> Iterator[Finding]:
+    """Cards, links and the GPUs' state: what several machines are compared by (compare_devices.py), of this one."""
+    facts = {**node_probe.devices(), "env": dict(os.environ)}
+    survey = Survey({"here": facts}, str(Path.cwd()), 0.0, 0.0, {"here": ""})
+    for comparison in DEVICE_COMPARISONS:
+        for found in comparison(survey):
+            if found.severity in ("warn", "fail") or (found.severity == "ok" and patient.machine.gpus):
+                yield Finding(
+                    found.severity, found.check, "; ".join(found.nodes.values()), found.cause, found.fix.strip()
+                )
+
+
 def check_communication(patient: Patient) -> Iterator[Finding]:
     """The communication backend: NCCL between GPUs, gloo between CPUs."""
     torch = read_versions(("torch",))["torch"]
@@ -333,7 +346,7 @@ def check_clock(patient: Patient) -> Iterator[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     check_python, check_packages, check_processor, check_heap, check_memory, check_gpu, check_driver,
-    check_communication,
+    check_devices, check_communication,
     check_output_folder, check_cache_folder, check_shared_memory, check_open_files, check_loopback, check_host_name,
     check_text, check_clock,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from duoka.cluster.connection import SECRET, Wire, is_proven, new_nonce, prove, read_secret, write_secret
-from duoka.cluster.launch import ALLOW_LOOPBACK
+from duoka.cluster.launch import ALLOW_LOOPBACK, wait_for_name
 from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Meeting, Rules
 from duoka.cluster.patience import StopPatience
@@ -70,6 +70,7 @@ class ComingAndGoing:
     def _take_part(self, spec: Spec, say: Say) -> Verdict:
         run, rules, request = spec.run, self.rules, Request()
         run.make()
+        wait_for_name(rules.host, say)
         with listen_to_signals(request, spec.forks), _hold_meeting(rules, spec) as meeting:
             hello = {
                 "name": f"{socket.gethostname()}-{os.getpid()}", "identity": _identity(rules, spec),

@@ -142,7 +142,7 @@ def open_fork_server(modules: Sequence[str], env: Mapping[str, str]) -> Iterator
 
 def imports_of(config: RunConfig) -> list[str]:
     """What all ranks of a run import, as far as its config tells."""
-    found = ["duoka.train.main"]
+    found = ["duoka.train.main", "duoka.model.preload"]
     if config.lora is not None:
         found.append("peft")
     if "tensorboard" in config.log.to:

@@ -12,10 +12,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from duoka.cluster.launcher import Spec
+from duoka.cluster.launcher import Say, Spec
 from duoka.errors import ConfigError
+from duoka.process.kubernetes import IN_POD
 from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
 
+POD_NAME_S = 600.0  # images of many GB are pulled meanwhile
+ASK_NAME_EVERY_S = 1.0
 ALLOW_LOOPBACK = "DUOKA_ALLOW_LOOPBACK"  # several nodes on one machine, to try it out
 
 
@@ -59,6 +62,21 @@ def hold_free_port() -> tuple[int, socket.socket]:
     if sys.platform != "linux":  # elsewhere rank 0 would be refused
         holder.close()
     return port, holder
+
+
+def wait_for_name(host: str, say: Say, within_s: float | None = None) -> None:
+    """In a pod: until the first pod's name is known, which it is when that pod has its address. Elsewhere: at once."""
+    limit_s = within_s if within_s is not None else POD_NAME_S if IN_POD in os.environ else 0.0
+    until, told = time.monotonic() + limit_s, False
+    while time.monotonic() < until:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if not told:
+                say(f"waiting for {host} to be known ({error.strerror})")
+                told = True
+        time.sleep(ASK_NAME_EVERY_S)
 
 
 def check_port(port: int) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ from duoka.runs.status import Status, is_alive, read_status, update_status
 
 if TYPE_CHECKING:
     import psutil
+
+    from duoka.cluster.slurm_jobs import QueuedJob
 
 _LEADER_S = 30.0  # beside the ranks' own limit: to reap them and write the status
 
@@ -46,8 +48,21 @@ class RunRow:
 
 def list_runs(folder: Path) -> list[RunRow]:
     """The run that `folder` is, or the runs in it; the freshest first."""
-    rows = [_read_row(run) for run in runs_in(folder)]
-    return sorted(rows, key=lambda row: (row.age_s, row.name))
+    from duoka.cluster.slurm_jobs import jobs_in
+
+    rows = {row.name: row for row in map(_read_row, runs_in(folder))}
+    for job in jobs_in(folder):
+        rows[job.run.name] = _with_job(rows.get(job.run.name), job)
+    return sorted(rows.values(), key=lambda row: (row.age_s, row.name))
+
+
+def _with_job(row: RunRow | None, job: QueuedJob) -> RunRow:
+    """A run that waits in Slurm's queue: for the first time, or again."""
+    why = f"job {job.number} is {job.state}{f' ({job.reason})' if job.reason not in ('', 'None') else ''}"
+    state = "queued" if job.is_waiting else "running"
+    if row is None:
+        return RunRow(job.run.name, str(job.run), state, False, 0, 0, None, None, 0, 0, "", 0.0, None, why)
+    return replace(row, state=state, cause=why)
 
 
 def _read_row(run: RunFolder) -> RunRow:

@@ -29,6 +29,10 @@ MOST_FILES = 2000  # of a folder
 ENV = re.compile(r"NCCL_|GLOO_|CUDA_|OMP_|TORCH_|PYTORCH_|PYTHONPATH$|LD_LIBRARY_PATH$|HF_HOME$|HF_HUB_OFFLINE$")
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH")
 GPU_FIELDS = "driver_version,name,memory.total,memory.used,persistence_mode"
+GPU_STATE = (
+    "index,mig.mode.current,compute_mode,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active,"
+    "pcie.link.width.current,pcie.link.width.max,power.limit,power.default_limit"
+)
 REFUSED, FILTERED, UNROUTABLE, UNRESOLVED = "refused", "filtered", "unroutable", "unresolved"
 HOW = {errno.ECONNREFUSED: REFUSED, errno.EHOSTUNREACH: UNROUTABLE, errno.ENETUNREACH: UNROUTABLE}
 
@@ -44,7 +48,8 @@ def look(paths: list[str], folder: str, output: str, python: str) -> dict[str, A
         "files": {path: fingerprint(os.path.join(folder, os.path.expanduser(path))) for path in paths},
         "folder": os.path.isdir(folder), "memory": memory(), "disk": disk(os.path.join(folder, output)),
         "shm": free("/dev/shm"), "cores": cores(), "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "gpus": gpus(), "env": {name: masked(name, value) for name, value in os.environ.items() if ENV.match(name)},
+        "gpus": gpus(), **devices(),
+        "env": {name: masked(name, value) for name, value in os.environ.items() if ENV.match(name)},
     }  # fmt: skip
 
 
@@ -172,11 +177,64 @@ def cores() -> int:
 
 def gpus() -> str:
     """nvidia-smi's own words; the leader reads them."""
-    command = ["nvidia-smi", "--query-gpu=" + GPU_FIELDS, "--format=csv,noheader,nounits"]
+    return said("nvidia-smi", "--query-gpu=" + GPU_FIELDS, "--format=csv,noheader,nounits")
+
+
+def devices() -> dict[str, Any]:
+    """Network cards, InfiniBand, limits, and the GPUs' state; texts of tools as they are."""
+    smi = "nvidia-smi"
+    return {
+        "nics": nics(), "ipv6": not only_ipv4(), "infiniband": infiniband(),
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "governor": text_of("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "gpu_state": said(smi, "--query-gpu=" + GPU_STATE, "--format=csv,noheader,nounits"),
+        "gpu_apps": said(smi, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"),
+        "topology": said(smi, "topo", "-m"), "xid": [line for line in kernel_log() if "NVRM: Xid" in line][-20:],
+    }  # fmt: skip
+
+
+def text_of(path: str) -> str:
     try:
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10).stdout.decode()
+        with open(path) as file:
+            return file.read().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def nics() -> dict[str, dict[str, str]]:
+    root = "/sys/class/net"
+    names = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    return {
+        name: {key: text_of(os.path.join(root, name, key)) for key in ("operstate", "mtu", "speed")} for name in names
+    }
+
+
+def infiniband() -> dict[str, dict[str, str]]:
+    """Ports of the cards: state and rate."""
+    root = "/sys/class/infiniband"
+    found = {}
+    for card in sorted(os.listdir(root)) if os.path.isdir(root) else []:
+        ports = os.path.join(root, card, "ports")
+        for port in sorted(os.listdir(ports)) if os.path.isdir(ports) else []:
+            place = os.path.join(ports, port)
+            found[card + ":" + port] = {key: text_of(os.path.join(place, key)) for key in ("state", "rate")}
+    return found
+
+
+def said(*command: str) -> str:
+    """Its stdout, whatever its exit code: one GPU that does not answer makes nvidia-smi fail for all."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
+    return done.stdout.decode(errors="replace")
+
+
+def kernel_log() -> list[str]:
+    """Of machines with an NVIDIA driver; where it may be read."""
+    if not os.path.isdir("/proc/driver/nvidia"):
+        return []
+    return (said("dmesg") or said("journalctl", "-k", "-q", "-n", "20000")).splitlines()
 
 
 def listen() -> int:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from duoka.cluster.blame import signal_name
-from duoka.cluster.launch import ALLOW_LOOPBACK, check_port
+from duoka.cluster.launch import ALLOW_LOOPBACK, check_port, wait_for_name
 from duoka.cluster.launcher import Say, Spec
 from duoka.cluster.meeting import Rules
 from duoka.cluster.patience import StopPatience
@@ -213,6 +213,7 @@ class FixedNodes:
         """This machine's ranks, until all have ended; the first failure ends the rest. Ranks print their own errors."""
         place = RankPlace(self.node, self.num_machines, spec.num_processes, self.master_addr, self.master_port)
         say(str(place))
+        wait_for_name(self.master_addr, say)
         request, patience = Request(), StopPatience(spec.run, spec.stop_within_s)
         with listen_to_signals(request, spec.forks):
             env = node_environment(spec.num_processes) | dict(spec.env)

@@ -6,7 +6,6 @@ Called by cli/slurm.py. In the job `srun` starts one `duoka train X` per node, w
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -15,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from duoka.cluster.asked import read_pairs
 from duoka.cluster.launcher import Say
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, Kind, Verdict, failed, stopped
 from duoka.errors import ConfigError, DoesNotFit, StoppedEarly, WorkerFailed
-from duoka.registry import nearest
 from duoka.units import parse_seconds
 
 SAVE_S = 90  # before the time limit: Slurm tells the script, and the run saves
@@ -30,7 +29,6 @@ KEYS = {
 }  # fmt: skip
 LOOK_EVERY_S = 2.0
 _GONE_S = 30.0  # without a word of the job from Slurm
-_VALUE = re.compile(r"[\w.:/@+\[\],-]+")
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class Job:
     command: Sequence[str]
     folder: str
     run: Path  # the run folder; script and log lie beside it
+    points: Sequence[Sequence[str]] = ()  # of a sweep: what each task of the array adds to the command
 
     @property
     def script(self) -> Path:
@@ -48,22 +47,12 @@ class Job:
 
     @property
     def log(self) -> str:
-        return str(self.run.with_name(f"{self.run.name}-slurm-%j.log"))
+        return str(self.run.with_name(f"{self.run.name}-slurm-{'%A_%a' if self.points else '%j'}.log"))
 
 
 def read_asked(text: str) -> dict[str, str]:
     """`key=value,key=value`. Raises ConfigError with the keys that there are."""
-    asked: dict[str, str] = {}
-    # A comma inside of [] belongs to a list of nodes.
-    for part in re.split(r",(?![^\[]*\])", text):
-        key, _, value = (word.strip() for word in part.partition("="))
-        if key not in KEYS:
-            near = nearest(key, list(KEYS))
-            hint = f"did you mean {near}?" if near else f"there are: {', '.join(KEYS)}"
-            raise ConfigError(f"--slurm: {key or part!r} is not known", fix=hint)
-        if not _VALUE.fullmatch(value):
-            raise ConfigError(f'--slurm: {key} is "{value}"', fix="write for example:   partition=gpu,nodes=2,time=2h")
-        asked[key] = value
+    asked = dict(read_pairs("--slurm", text, KEYS, "partition=gpu,nodes=2,time=2h"))
     if not asked.get("nodes", "1").isdecimal() or asked.get("nodes") == "0":
         raise ConfigError(f'--slurm: nodes is "{asked["nodes"]}"', fix="write a number:   nodes=2")
     if "time" in asked and ":" not in asked["time"]:
@@ -86,19 +75,21 @@ def render(job: Job, typed: str) -> str:
     flags += [
         "--ntasks-per-node=1", f"--output={job.log}", "--open-mode=append", "--requeue", f"--signal=B:USR2@{SAVE_S}",
     ]  # fmt: skip
+    if job.points:
+        flags.append(f"--array=0-{len(job.points) - 1}")
     header = "\n".join(f"#SBATCH {flag}" for flag in flags)
     return f"""#!/bin/bash
 # Written by: {typed}
 {header}
 
 cd {shlex.quote(job.folder)} || exit 2
-
+{_cases(job.points)}
 # {SAVE_S} s before the time limit Slurm sends USR2 to this script, which passes it on: the run saves, and ends with 75.
 asked=no
 trap 'asked=yes; scancel --signal=USR2 "$SLURM_JOB_ID"' USR2
 
 # One launcher on each node. It finds its place by Slurm's variables, and starts a process for each of its GPUs.
-srun --kill-on-bad-exit=0 {shlex.join(job.command)} &
+srun --kill-on-bad-exit=0 {shlex.join(job.command)}{' "${point[@]}"' if job.points else ""} &
 step=$!
 wait "$step"
 code=$?
@@ -113,6 +104,14 @@ if [ "$code" -eq 75 ] && [ "$asked" = yes ]; then
 fi
 exit "$code"
 """
+
+
+def _cases(points: Sequence[Sequence[str]]) -> str:
+    """Which point of a sweep a task of the array is."""
+    if not points:
+        return ""
+    lines = [f"  {number}) point=({shlex.join(point)});;" for number, point in enumerate(points)]
+    return "\n".join(["", 'case "$SLURM_ARRAY_TASK_ID" in', *lines, "  *) exit 2;;", "esac", ""])
 
 
 def submit(job: Job, typed: str) -> str:
@@ -143,7 +142,8 @@ def follow(job: Job, number: str, say: Say) -> Verdict:
     log, shown, seen, gone_at = Path(job.folder, job.log.replace("%j", number)), 0, "", 0.0
     try:
         while True:
-            state, code, reason = job_state(number)
+            now = job_state(number)
+            state, code, reason = now.state, now.code, now.reason
             if state != seen and state:
                 seen = state
                 say(f"job {number}: {state.lower()}{f' ({reason})' if reason not in ('', 'None') else ''}")
@@ -172,13 +172,31 @@ def _show_more(log: Path, shown: int) -> int:
     return shown + len(data)
 
 
-def job_state(number: str) -> tuple[str, int, str]:
-    """(state, exit code, reason) as Slurm says; an empty state when it does not know."""
+@dataclass(frozen=True)
+class JobState:
+    """A line of `scontrol show job`: of an array there are several."""
+
+    state: str  # empty: Slurm does not know it
+    code: int = 0
+    reason: str = ""
+    task: str = ""  # of an array: 3, or 0-3 while all of them wait
+
+
+def job_state(number: str) -> JobState:
+    return next(iter(job_states(number)), JobState(""))
+
+
+def job_states(number: str) -> list[JobState]:
+    """As Slurm says. Raises ConfigError where there is no Slurm."""
     done = _slurm("scontrol", "show", "job", number, "--oneliner")
-    found = {name: value for name, _, value in (word.partition("=") for word in done.stdout.split())}
-    code, _, killed_by = found.get("ExitCode", "0:0").partition(":")
-    whole = int(code) or (128 + int(killed_by) if int(killed_by or 0) else 0)
-    return found.get("JobState", ""), whole, found.get("Reason", "")
+    found = []
+    for line in done.stdout.splitlines():
+        words = {name: value for name, _, value in (word.partition("=") for word in line.split())}
+        if "JobState" in words:
+            code, _, killed_by = words.get("ExitCode", "0:0").partition(":")
+            whole = int(code) or (128 + int(killed_by) if int(killed_by or 0) else 0)
+            found.append(JobState(words["JobState"], whole, words.get("Reason", ""), words.get("ArrayTaskId", "")))
+    return found
 
 
 GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING",

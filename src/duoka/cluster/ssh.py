@@ -12,6 +12,7 @@ import os
 import selectors
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
@@ -44,6 +45,16 @@ def in_folder(folder: str, command: Sequence[str]) -> str:
     """A script that runs `command` in `folder`, and says by its exit code which of the two is not there."""
     checks = f"cd -- {shlex.quote(folder)} || exit {NO_FOLDER}; test -x {shlex.quote(command[0])} || exit {NO_PYTHON}"
     return f"{checks}; exec {shlex.join(command)}"
+
+
+def run_sent_python(size: int) -> str:
+    """A script that runs the program of `size` bytes that stdin begins with.
+
+    By this Python's path there, or by any Python: a node without our environment is to be told from one out of reach.
+    """
+    code = f'import sys; exec(compile(sys.stdin.buffer.read({size}), "sent", "exec"), {{"__name__": "duoka_probe"}})'
+    python = shlex.quote(sys.executable)
+    return f"p={python}; test -x $p || p=python3; exec $p -c {shlex.quote(code)}"
 
 
 class Connection:
@@ -93,6 +104,11 @@ class Connection:
             return
         except OSError:  # the client has ended: its exit code says more
             self._waiting = b""
+
+    @property
+    def is_behind(self) -> bool:
+        """The far side has not taken all that was sent."""
+        return bool(self._waiting)
 
     def look(self) -> bool:
         """Whether the client still runs."""

@@ -7,7 +7,6 @@ installed, changed or left on a node.
 from __future__ import annotations
 
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from duoka.cluster import node_probe
-from duoka.cluster.compare import COMPARISONS, NodeFinding, Survey, compare_links
-from duoka.cluster.ssh import CONNECT_S, Connection, Reader, ask, silent, why_lost
+from duoka.cluster.compare import COMPARISONS, compare_links
+from duoka.cluster.findings import NodeFinding, Survey
+from duoka.cluster.ssh import CONNECT_S, Connection, Reader, ask, run_sent_python, silent, why_lost
 from duoka.config.hosts import Host
 from duoka.process.interface import address_towards
 
@@ -40,7 +40,7 @@ def examine_nodes(hosts: Sequence[Host], question: Question, level: Level = "qui
     """All findings; the first is about nodes that cannot be asked."""
     reader = Reader()
     source = Path(node_probe.__file__).read_bytes()
-    nodes = [Connection(host, _script(len(source))) for host in hosts]
+    nodes = [Connection(host, run_sent_python(len(source))) for host in hosts]
     try:
         for node in nodes:
             reader.add(node)
@@ -52,13 +52,6 @@ def examine_nodes(hosts: Sequence[Host], question: Question, level: Level = "qui
         for node in nodes:
             node.close(2)
         reader.close()
-
-
-def _script(size: int) -> str:
-    """This Python's path there, or any Python: a node without our environment is to be told from one out of reach."""
-    code = f'import sys; exec(compile(sys.stdin.buffer.read({size}), "probe", "exec"), {{"__name__": "duoka_probe"}})'
-    python = shlex.quote(sys.executable)
-    return f"p={python}; test -x $p || p=python3; exec $p -c {shlex.quote(code)}"
 
 
 def _examine(nodes: list[Connection], reader: Reader, question: Question, level: Level) -> list[NodeFinding]:

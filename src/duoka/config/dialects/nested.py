@@ -15,6 +15,7 @@ from duoka.config.dialects.rows import (
     Answer,
     Asked,
     Dialect,
+    Refusal,
     implemented,
     is_none,
     reported,
@@ -31,9 +32,19 @@ _STRATEGIES = {
 }  # fmt: skip
 
 
+_AXES = {"tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequence"}
+
+
 def _strategy(value: Any, asked: Asked) -> Any:
-    if str(value).lower() == "dp":
+    word = str(value).strip().lower()
+    if word == "dp":
         return Answer({"parallel.strategy": "auto"}, "one process for all GPUs is slower everywhere: DDP is used")
+    axis, ranks = word[:2], word[2:]
+    if axis in _AXES and not ranks:
+        what = f"trainer.type {word} does not say how many ranks share one model"
+        raise Refusal(what, f"write the number behind it, for example:   type: {word}2", "trainer.type")
+    if axis in _AXES and ranks.isdecimal() and 0 < len(ranks) < 6:
+        return Answer({_AXES[axis]: int(ranks)})
     strategy = words("trainer.type", _STRATEGIES)(value, asked)
     if strategy == "ddp" and not is_none(asked.get("deepspeed")):
         return Answer(note="one process per GPU; how they share the work is said by the DeepSpeed file")

@@ -11,7 +11,13 @@ from pathlib import Path
 WORLD_TIMEOUT_S = 570  # the last resort: pytest's own limit ends most tests before
 WORLD_HANGS_S = 165  # each rank says where it is, before pytest's own limit ends the test
 # Imported once by the fork server: each process of a world starts in a blink instead of ten seconds.
-PRELOADED = ["duoka.train.main", "transformers.models.llama.modeling_llama", "peft", "torch.utils.tensorboard"]
+PRELOADED = [
+    "duoka.train.main",
+    "duoka.model.preload",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "torch.utils.tensorboard",
+]
 
 
 def free_port():

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from functools import partial
 from multiprocessing import resource_tracker
 from types import SimpleNamespace
@@ -98,7 +99,9 @@ def _read(file):
 
 def _be_command(words, cwd, env, out, err):
     """In the new process."""
+    import duoka.cli.bench_runs
     import duoka.cluster.forks
+    import duoka.cluster.pipeline.execute
     import duoka.cluster.ranks
 
     _take_streams(os.open(os.devnull, os.O_RDONLY), *(os.open(path, os.O_WRONLY | os.O_APPEND) for path in (out, err)))
@@ -107,13 +110,20 @@ def _be_command(words, cwd, env, out, err):
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     for module in (duoka.cluster.forks, duoka.cluster.ranks):
         module.subprocess = SimpleNamespace(Popen=_fork_instead, DEVNULL=subprocess.DEVNULL)
+    if words[:3] == ["-m", "duoka", "run"]:
+        duoka.cluster.pipeline.execute.subprocess = SimpleNamespace(Popen=_Stage, PIPE=subprocess.PIPE)
+    if words[:3] == ["-m", "duoka", "bench"]:
+        duoka.cli.bench_runs.subprocess = SimpleNamespace(run=_run_forked, DEVNULL=subprocess.DEVNULL)
     _leave_after(partial(_be_python, words))
 
 
 def _be_python(words):
     """`python WORDS`, in a process that is nothing yet."""
     words = [word for word in words if word != "-P"]
-    if words[0] == "-m":
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], {"__name__": "__main__"})
+    elif words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
@@ -132,17 +142,56 @@ def _fork_instead(command, *, stdin, stdout, stderr, env, start_new_session):
         return ForkedRank(pid)
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
-    _take_streams(*(null if one == subprocess.DEVNULL else one for one in (stdin, stdout, stderr)))
-    # What the launcher holds open, the lock of a run's folder among it, is not for others to hold.
+    _start_anew(*(null if one == subprocess.DEVNULL else one for one in (stdin, stdout, stderr)), env)
+    name, *arguments = command[command.index("-m") + 1 :]
+    _leave_after(partial({"duoka.process.fork_server": _be_server, "duoka.process.rank": _be_rank}[name], arguments))
+
+
+class _Stage:
+    """In `duoka run`: the command of a stage, as far as subprocess.Popen's face is used."""
+
+    def __init__(self, command, stdout=None, text=True, encoding="utf-8"):
+        assert command[0] == sys.executable and text
+        reader, writer = os.pipe() if stdout == subprocess.PIPE else (None, 1)
+        self.pid = os.fork()
+        if not self.pid:
+            _start_anew(os.open(os.devnull, os.O_RDONLY), writer, 2, dict(os.environ))
+            _leave_after(partial(_be_python, command[1:]))
+        if reader is not None:
+            os.close(writer)
+            self.stdout = os.fdopen(reader, encoding=encoding)
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def wait(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def _run_forked(command, *, env, stdin, capture_output, text):
+    """In `duoka bench`: what subprocess.run gives back."""
+    assert command[0] == sys.executable and stdin == subprocess.DEVNULL and capture_output and text
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
+        pid = os.fork()
+        if not pid:
+            _start_anew(os.open(os.devnull, os.O_RDONLY), out.fileno(), err.fileno(), env)
+            _leave_after(partial(_be_python, command[1:]))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return subprocess.CompletedProcess(command, code, _read(out), _read(err))
+
+
+def _start_anew(stdin, stdout, stderr, env):
+    """In a process that was forked from a command: nothing is left of that one's own."""
+    _take_streams(stdin, stdout, stderr)
+    # What it holds open, the lock of a run's folder among it, is not for others to hold.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     tracker = resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None  # the one of the process that all are forked from: closed here
+    weakref.finalize._registry.clear()  # its temporary folders are its own to remove
     for number in SIGNALS:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     _take_environment(env)
-    name, *arguments = command[command.index("-m") + 1 :]
-    _leave_after(partial({"duoka.process.fork_server": _be_server, "duoka.process.rank": _be_rank}[name], arguments))
 
 
 def _be_server(modules):
