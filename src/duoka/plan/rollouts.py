@@ -24,6 +24,6 @@ def rollout_notes(config: RunConfig, shape: ModelShape, layout: Layout) -> tuple
     return (
         f"each set of answers is drawn first: {prompts:,} prompts x {rl.samples} answers of up to "
         f"{rl.max_new_tokens:,} tokens, a pass a token, which the time of a step does not count; up to {rl.rows} rows "
-        f"at once hold {format_bytes(cache_bytes(config, shape, layout))} of keys and values, given back before anything "
-        "is learned",
+        f"at once hold {format_bytes(cache_bytes(config, shape, layout))} of keys and values, given back before "
+        "anything is learned",
     )
