@@ -101,9 +101,10 @@ class _Worker:
             line, why = None, f"its process ended ({error.strerror or type(error).__name__})"
         else:
             why = f"no answer within {self._deadline_s:g} s"
-            if line is None and process.poll() is not None:
-                why = f"its process ended ({process.returncode})"
-        if line is None:
+            if line == b"":  # it has closed its end: it is gone, or about to be
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    why = f"its process ended ({process.wait(self._deadline_s)})"
+        if not line:
             self.end()
             return Rewarded((None,) * len(self._names), (f"{' + '.join(self._names)}: {why}",))
         self._allowed_s = self._deadline_s
@@ -125,13 +126,15 @@ class _Worker:
         return self._process
 
     def _line(self, process: subprocess.Popen[bytes], ends: float) -> bytes | None:
-        """The next line; None when it does not come in time, or never."""
+        """The next line; None when it does not come in time, empty when none will come."""
         assert process.stdout is not None
         while b"\n" not in self._read:
             ready, _, _ = select.select([process.stdout], [], [], max(0.0, ends - time.monotonic()))
-            some = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
-            if not some:
+            if not ready:
                 return None
+            some = os.read(process.stdout.fileno(), 1 << 16)
+            if not some:
+                return b""
             self._read += some
         line, _, self._read = self._read.partition(b"\n")
         return line
