@@ -143,7 +143,7 @@ def test_an_interrupted_task_goes_on_and_a_finished_one_is_kept(scored, monkeypa
     trained = find_trained("model", say=lambda text: None)
     asked = Asked(("sort", "mmlu:mmlu"), LIMIT, 4, max_new_tokens=12)
     counts = []
-    plain = module.answer_greedily
+    plain = module.answer_rows
 
     def counted(lm, prompts, *rest):
         counts.append(len(prompts))
@@ -151,7 +151,7 @@ def test_an_interrupted_task_goes_on_and_a_finished_one_is_kept(scored, monkeypa
             raise KeyboardInterrupt
         return plain(lm, prompts, *rest)
 
-    monkeypatch.setattr(module, "answer_greedily", counted)
+    monkeypatch.setattr(module, "answer_rows", counted)
     with pytest.raises(KeyboardInterrupt):
         score_tasks(trained, asked, tmp_path / "out", say=lambda text: None)
     (part,) = (tmp_path / "out").glob("*/part.jsonl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bad_layouts import LAYOUT_CONTRADICTIONS
+from bad_rollouts import ROLLOUT_CONTRADICTIONS
 
 HEAD = "model: demo\ndata: {train: [identity]}\n"  # lines 1 and 2 of most cases
 _PACKED = "data: {train: [identity]}\nstage: sft\nmodel: {name: demo, quantization: nf4}\n"
@@ -370,6 +371,7 @@ CONTRADICTIONS = {
     "shares-of-more-than-all": "model: demo\n\ndata: {train: [a, {name: b, share: 0.5}, {name: c, share: 0.5}]}\n",
     "shares-of-nothing-else": "model: demo\n\ndata: {train: [{name: b, share: 0.5}]}\n",
     **LAYOUT_CONTRADICTIONS,
+    **ROLLOUT_CONTRADICTIONS,
     "compile-with-sequence": HEAD + "parallel: {sequence: 2}\ntrain: {compile: true}\n",
     "reshard-without-fsdp": HEAD + "parallel: {strategy: zero2, reshard: false}\n",
     "offload-params-of-whole-models": HEAD + "parallel: {strategy: ddp, offload: params}\n",

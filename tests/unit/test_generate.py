@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError
 from duoka.model.answer import end_of_turn, stop_tokens
+from duoka.model.sampling import Sampling, choose_token
 from duoka.serve.chat import Chat, answer_lines, talk
 from duoka.serve.generate import CharacterStream, generate
-from duoka.serve.sampling import Sampling, choose_token
 
 MIXED = "多卡 👩‍🚀 trains, ça va? 🦆🇨🇳\n好。"
 

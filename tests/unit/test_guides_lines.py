@@ -309,6 +309,7 @@ def test_the_local_rank_of_the_older_launcher_is_passed_over(
         ("-m torch.distributed.launch --nproc_per_node=2 train.py", "duoka torchrun --nproc_per_node=2 train.py"),
         ("-m scripts.base_train --depth=12", "duoka pretrain --depth=12"),
         ("-m scripts.mid_train", "duoka mid"),
+        ("-m scripts.chat_rl --num_samples=16", "duoka rl --num_samples=16"),
         ("-m duoka train x.yaml", "duoka train x.yaml"),
     ],
 )

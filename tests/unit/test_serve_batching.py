@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from duoka.errors import ConfigError
 from duoka.model.build import load_model
 from duoka.model.request import ModelRequest
+from duoka.model.sampling import Sampling
 from duoka.serve.batching.cache import register_slot_attention
 from duoka.serve.batching.model import CHUNK, SlotModel
 from duoka.serve.batching.scheduler import Done, Failed, IsFull, Job, Scheduler, Scored, TooLarge
-from duoka.serve.sampling import Sampling
 
 BIG = 1 << 30
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from duoka.data.tokens.tokenizer import load_tokenizer
+from duoka.model.sampling import Sampling, choose_token, uniform
 from duoka.serve.api.text import Answer
 from duoka.serve.api.tools import split_calls
 from duoka.serve.batching.scheduler import Scored
-from duoka.serve.sampling import Sampling, choose_token, uniform
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from duoka.config.foreign_task import AskedFile
-    from duoka.serve.sampling import Sampling
+    from duoka.model.sampling import Sampling
 
 
 @click.command("chat")
@@ -92,7 +92,7 @@ def choose_sampling(
 ) -> Sampling:
     """Flags before the file, the file before what is usual here."""
     from duoka.errors import ConfigError
-    from duoka.serve.sampling import Sampling
+    from duoka.model.sampling import Sampling
 
     def pick(flag: float | None, of_file: float | None, usual: float) -> float:
         return usual if flag is None and of_file is None else of_file if flag is None else flag  # type: ignore[return-value]

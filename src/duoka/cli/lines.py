@@ -75,9 +75,9 @@ _OF_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage
 PRETRAIN_MODULES = ("scripts.base_train", "duoka.pretrain")
 _FROM = "with   model: runs/NAME/final   (the result of the stage before)"
 MID_MODULE = "scripts.mid_train"
+RL_MODULE = "scripts.chat_rl"
 LATER_MODULES = {
     "scripts.chat_sft": f"write a YAML with   stage: sft   and {_FROM}:   duoka train sft.yaml",
-    "scripts.chat_rl": "stage rl is not there yet",
 }
 THEIR_DEPTH = 20  # what scripts.base_train takes where --depth is not given
 # Modules that a guide starts with `python -m`, and the command that stands for it here.
@@ -87,6 +87,7 @@ PYTHON_MODULES = {
     "accelerate.commands.launch": "accelerate launch",
     **dict.fromkeys(PRETRAIN_MODULES, "pretrain"),
     MID_MODULE: "mid",
+    RL_MODULE: "rl",
     "duoka": "",
 }
 _RDZV = ("rdzv_backend", "rdzv_id", "rdzv_conf")
@@ -304,7 +305,7 @@ def _meaning(
     if nodes != "1" and not is_elastic:
         several = {"NNODES": nodes, "NODE_RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": port}
         env = {name: value for name, value in several.items() if value}
-    if line.is_module and line.program in (*PRETRAIN_MODULES, MID_MODULE) and not is_theirs:
+    if line.is_module and line.program in (*PRETRAIN_MODULES, MID_MODULE, RL_MODULE) and not is_theirs:
         if is_elastic:
             raise ConfigError(
                 f"{line.program} by flags needs a fixed number of machines, each with its place",

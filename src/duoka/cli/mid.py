@@ -58,7 +58,7 @@ def command(
     if source not in (None, "base"):
         raise ConfigError(f"--source is {source}; this stage begins from base", fix="write:   --from RUN")
     asked, notes = settings_of({name: value for name, value in flags.items() if value is not None}, FLAGS)
-    run = _find_run(before or (f"runs/{model_tag}" if model_tag else None), notes)
+    run = find_run(before or (f"runs/{model_tag}" if model_tag else None), notes)
     written = {word.partition("=")[0] for word in settings} | set(asked)
     if not data and "data.train" not in written:
         raise ConfigError(
@@ -68,15 +68,15 @@ def command(
     own = {"stage": "mid", "model": absolute_folder(str(run / "final")), "optim.state": absolute_folder(str(run))}
     own |= {"data.train": yaml_text([absolute_folder(name) for name in data])} if data else {}
     own |= {} if "output" in written else {"output": "runs/mid"}
-    own |= _slower(run, init_lr_frac, written) if init_lr_frac != 1.0 else {}
+    own |= slower_rates(run, init_lr_frac, written) if init_lr_frac != 1.0 else {}
     return start_training(
         str(empty_config("mid")), {**own, **asked}, settings, notes,
         nproc=nproc, port=port, restarts=restarts, dry_run=dry_run,
     )  # fmt: skip
 
 
-def _find_run(name: str | None, notes: list[str]) -> Path:
-    """The finished run before; without a name the only one that there is under runs/."""
+def find_run(name: str | None, notes: list[str], stage: str = "pretrain") -> Path:
+    """The finished run before; without a name the only one of that stage under runs/."""
     from duoka.errors import ConfigError
 
     if name is not None:
@@ -85,14 +85,14 @@ def _find_run(name: str | None, notes: list[str]) -> Path:
             raise ConfigError(f"there is no finished run in {run}", fix="write:   --from runs/NAME   (duoka runs)")
         return run
     found = sorted(path.parent.parent for path in Path("runs").glob("*/final/config.json"))
-    found = [run for run in found if _stage_of(run) == "pretrain"]
+    found = [run for run in found if _stage_of(run) == stage]
     if len(found) != 1:
         names = ", ".join(map(str, found)) or "none"
         raise ConfigError(
-            f"nothing says which run to go on from; finished ones of stage pretrain under runs/: {names}",
+            f"nothing says which run to go on from; finished ones of stage {stage} under runs/: {names}",
             fix="write:   --from runs/NAME",
         )
-    notes.append(f"begins from {found[0]}, the only run of stage pretrain here")
+    notes.append(f"begins from {found[0]}, the only run of stage {stage} here")
     return found[0]
 
 
@@ -103,7 +103,8 @@ def _stage_of(run: Path) -> str:
     return str(stage.get("name", "")) if isinstance(stage, dict) else str(stage)
 
 
-def _slower(run: Path, factor: float, written: set[str]) -> dict[str, str]:
+def slower_rates(run: Path, factor: float, written: set[str]) -> dict[str, str]:
+    """The rates of a run times a factor, but those that are written."""
     from duoka.config.handover import read_run
 
     optim = read_run(str(run), Path()).get("optim") or {}

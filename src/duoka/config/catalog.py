@@ -31,6 +31,9 @@ EXECUTION_KEYS: tuple[str, ...] = (
     "data.packing",
     "data.fixed_rows",
     "data.workers",
+    "rl.reward_deadline",
+    "rl.reward_workers",
+    "rl.max_failed",
     "parallel.*",
     "checkpoint.*",
     "faults.*",
@@ -82,6 +85,14 @@ _EXAMPLES: dict[str, str] = {
     "train_only": "{layers: 2}",
     "train_only.modules": "[mlp]",
     "train_only.extra": "[embed_tokens]",
+    "rl": "{algorithm: grpo}",
+    "rl.rewards": "[task]",
+    "rl.reward_weights": "[1, 0.2]",
+    "rl.advantage": "center",
+    "rl.normalize": "tokens",
+    "rl.clip": "[0.2, 0.28]",
+    "rl.drop_equal": "true",
+    "rl.replay": "runs/first/rollouts",
     "optim.state": "runs/base",
     "optim.adamw_lr": "3e-4",
     "optim.embedding_lr": "2e-3",
@@ -237,6 +248,8 @@ def _list_words(inner: tuple[Any, ...]) -> str:
     word, metadata = next(iter(_parts(inner[0])))
     if len(inner) == 2 and inner[1] is not Ellipsis:
         return f"a list of two numbers{_bounds(metadata, each=', each')}"
+    if word in (int, float):
+        return "a list of numbers"
     if get_origin(word) is Literal:
         return "a list of " + ", ".join(str(choice) for choice in get_args(word))
     return "a list of names"

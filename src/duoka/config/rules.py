@@ -15,6 +15,7 @@ from duoka.config.rules_model import MODEL_RULES
 from duoka.config.rules_optim import OPTIM_RULES
 from duoka.config.rules_parallel import PARALLEL_RULES
 from duoka.config.rules_pipeline import PIPELINE_RULES
+from duoka.config.rules_rl import RL_RULES
 from duoka.config.rules_stages import STAGE_RULES
 from duoka.config.rules_tensor import TENSOR_RULES
 from duoka.config.rules_text import TEXT_RULES
@@ -222,4 +223,5 @@ RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     *TEXT_RULES,
     *STAGE_RULES,
+    *RL_RULES,
 )

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from duoka.config.fields import Section, number_of
+from duoka.config.rl import RlConfig
 from duoka.config.schema_learning import (
     DataConfig,
     DataSource,
@@ -35,6 +36,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "RlConfig",
     "RunConfig",
     "Section",
     "StageConfig",
@@ -52,6 +54,7 @@ class RunConfig(Section):
     data: DataConfig
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters; left out: full fine-tuning.")
     train_only: TrainOnlyConfig | None = Field(None, description="Train some layers only; left out: all weights.")
+    rl: RlConfig = RlConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -65,6 +68,11 @@ class RunConfig(Section):
     def sample_tokens(self) -> int:
         """The longest sample: a pair has two sequences."""
         return self.data.max_length * self.stage.kind.sequences
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps on each global batch of data."""
+        return self.rl.updates if self.stage.kind.draws else 1
 
     @model_validator(mode="before")
     @classmethod

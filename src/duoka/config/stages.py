@@ -14,7 +14,7 @@ from pydantic import Field
 from duoka.config.fields import Number, Section, Share
 
 RecordKind = Literal["conversation", "text", "prompt", "preference", "labeled"]
-StageName = Literal["sft", "pretrain", "mid", "dpo", "kto", "reward"]
+StageName = Literal["sft", "pretrain", "mid", "dpo", "kto", "reward", "rl"]
 PairLossName = Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "cpo", "orpo"]
 Positive = Annotated[Number, Field(gt=0)]
 Weight = Annotated[Number, Field(ge=0)]
@@ -29,7 +29,8 @@ class StageKind:
     block beside the name. `sequences`: how many a sample has, each of up to data.max_length tokens. `has_reference`:
     its loss looks at how far answers have moved since the run began. `looks`: passes without gradients, each over
     about as many tokens as the step has, that come before a step's loss. `scores`: the model answers a sequence with
-    one number, by a head of its own in place of the vocabulary's.
+    one number, by a head of its own in place of the vocabulary's. `draws`: data has prompts alone, and what is
+    learned from the model answers while it is trained.
     """
 
     stage: str
@@ -41,6 +42,7 @@ class StageKind:
     has_reference: bool = False
     looks: int = 0
     scores: bool = False
+    draws: bool = False
 
     @property
     def reads_text(self) -> bool:
@@ -75,6 +77,10 @@ STAGES: dict[StageName, StageKind] = {
     "reward": StageKind(
         "duoka.train.stages.rewards:Rewards", "to score answers, from preference pairs", ("preference",),
         settings=("centering",), sequences=2, scores=True,
+    ),
+    "rl": StageKind(
+        "duoka.train.stages.policy:Policy", "from rewards of answers that the model draws", ("conversation", "prompt"),
+        draws=True,
     ),
 }  # fmt: skip
 

@@ -132,7 +132,9 @@ def _advice(word: str, value: Tree, name: str, shown: str) -> tuple[str, str]:
     here = [key for key in keys.values() if _parent(key.name) == name]
     if low != word and any(key.name == f"{name}{low}" for key in here):
         return f"; did you mean {low}?", _fix(keys[f"{name}{low}"], value, name)
-    elsewhere = [key for key in keys.values() if _last(key.name) == low and key.name.count(".") <= 1]
+    is_block = isinstance(value.value, dict)
+    same = [key for key in keys.values() if _last(key.name) == low and key.name.count(".") <= 1]
+    elsewhere = [key for key in same if is_block or key.section is None or key.name in NAMED_BLOCKS]
     if len(elsewhere) == 1 or (elsewhere and not name):
         homes = " or ".join(_parent(key.name).rstrip(".") or "the top of the file" for key in elsewhere)
         return f"; it belongs to {homes}", _fix(elsewhere[0], value, name)

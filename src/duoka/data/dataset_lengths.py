@@ -30,6 +30,7 @@ from duoka.runs.folder import read_json, write_json_atomic
 from duoka.units import Amount, parse_amount
 
 if TYPE_CHECKING:
+    from duoka.data.feed.prompts import PromptRows
     from duoka.data.prepare import PreparedData
 
 KNOWN_VERSION = 1  # raise it when the same data would give other figures
@@ -48,17 +49,29 @@ _TOKENS_PER_MESSAGE = 5
 def lengths_of(prepared: PreparedData, config: RunConfig) -> Lengths:
     """Of tokenized data: exact, and the fullest of the batches that this run will see."""
     from duoka.data.feed.loader import laid_lengths
+    from duoka.data.feed.prompts import PromptRows
     from duoka.data.feed.stream_source import StreamSource
 
     train = prepared.train
     if isinstance(train, StreamSource):
         row_tokens = train.packing.row_tokens
         return Lengths("tokenized", None, float(row_tokens), row_tokens)
+    if isinstance(train, PromptRows):
+        return _lengths_of_answers(train, config)
     some = slice(None, None, max(1, len(train) // _MOST_SAMPLES))
     plan = plan_epochs(train, config.train, some)
     laid = laid_lengths(train, config.data.packs)
     batch = sorted(laid[some][_fullest(plan, config.train)].tolist(), reverse=True)
     return Lengths("tokenized", len(train), float(train.lengths.mean()), int(laid.max()), tuple(batch))
+
+
+def _lengths_of_answers(prompts: PromptRows, config: RunConfig) -> Lengths:
+    """Of prompts that the model will answer: each answer as long as it may be."""
+    plan, room = plan_epochs(prompts, config.train), config.rl.max_new_tokens
+    longest = prompts.lengths.astype(np.int64) + room
+    batch = np.repeat(longest[_fullest(plan, config.train)], config.rl.samples)
+    mean = float(longest.mean())
+    return Lengths("tokenized", len(prompts), mean, int(longest.max()), tuple(sorted(batch.tolist(), reverse=True)))
 
 
 def _fullest(plan: EpochPlan, train: TrainConfig) -> np.ndarray:
@@ -103,6 +116,7 @@ def _key_of(config: RunConfig, base: Path) -> str:
         "model": [str(base), config.model.model_dump(mode="json")],
         "data": config.data.model_dump(mode="json", exclude={"workers", "packing", "fixed_rows"}),
         "stage": config.stage.model_dump(mode="json"),
+        "answers": [config.rl.samples, config.rl.max_new_tokens] if config.stage.kind.draws else [],
         "train": [getattr(config.train, name) for name in ("global_batch", "seed", "epochs", "max_steps")],
     }
     text = json.dumps(facts, sort_keys=True, default=str)
@@ -136,6 +150,8 @@ def guess_lengths(config: RunConfig, sets: list[ResolvedSet]) -> Lengths | None:
     if config.stage.kind.reads_text or any(found.form.kind == "text" for found in sets):
         rows = None if total is None else max(1, round(total * mean / longest))
         return Lengths("sampled", rows, float(longest), longest)
+    if config.stage.kind.draws:  # each prompt is answered at whatever length; no more than this is known
+        return Lengths("sampled", None if total is None else max(1, round(total)), float(longest), longest)
     cut = [min(longest, length) for length in guessed]
     batch = _guess_batch(cut, parse_amount(config.train.global_batch), sum(cut) / len(cut))
     return Lengths("sampled", None if total is None else max(1, round(total)), sum(cut) / len(cut), max(cut), batch)

@@ -23,9 +23,11 @@ from duoka.data.feed.answers import AnswerRows
 from duoka.data.feed.epoch_plan import EpochPlan
 from duoka.data.feed.labeled import LabeledRows
 from duoka.data.feed.pairs import PairRows
+from duoka.data.feed.prompts import PromptRows
 from duoka.data.feed.stream_source import StreamSource, build_source
 from duoka.data.feed.text_rows import TextRows, as_samples
 from duoka.data.mixture import Mixture, mix_parts
+from duoka.data.prompts import prepare_prompts
 from duoka.data.read.records import FilePiece, find_pieces, read_piece
 from duoka.data.read.registry import MOST_FAULTS, ResolvedSet, find_sets, max_record_bytes
 from duoka.data.report import DataReport, SetReport, count_lengths, label_notes, measure_padding
@@ -49,9 +51,9 @@ _PADDING_SAMPLES = 10_000
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What training reads: samples, rows of plain text, or a stream read while training."""
+    """What training reads: samples, rows of plain text, prompts, or a stream read while training."""
 
-    train: TokenStore | TextRows | AnswerRows | StreamSource
+    train: TokenStore | TextRows | AnswerRows | PromptRows | StreamSource
     eval: TokenStore | TextRows | AnswerRows | None
     report: DataReport
     pad_id: int
@@ -87,6 +89,10 @@ def prepare_data(
     config: RunConfig, base: Path, model_folder: Path, *, say: Callable[[str], None] = lambda text: None
 ) -> PreparedData:
     """Token stores for a config. Raises Faults (wrong records), DataError (nothing left), StorageError."""
+    if config.stage.kind.draws:
+        tokenizer = read_tokenizer(config.model, base, model_folder)
+        prompts, said = prepare_prompts(config, base, tokenizer)
+        return PreparedData(prompts, None, said, tokenizer.pad_id)
     sets = find_sets(config, base)
     tokenizer = read_tokenizer(config.model, base, model_folder)
     streamed = [found for found in sets if config.data.stream and found.split == "train"]

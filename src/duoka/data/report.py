@@ -80,6 +80,7 @@ class DataReport:
     longest: int = 0
     has_pairs: bool = False  # a sample is two sequences
     num_good: int | None = None  # of labeled answers
+    has_prompts: bool = False  # a sample is a prompt, which the model answers while it is trained
     template: str = ""  # nothing for plain text
     num_rows: int = 0  # that plain text was cut into
     row_tokens: int = 0
@@ -120,6 +121,8 @@ class DataReport:
         if self.stream:
             return f"train: {self.stream}; eval: {self.num_eval:,} rows"
         sizes = f"(mean {self.mean_length:.0f}, longest {self.longest:,})"
+        if self.has_prompts:
+            return f"train: {self.num_train:,} prompts, {format_count(self.train_tokens)} tokens {sizes}"
         counts = f"{format_count(self.train_tokens)} tokens {sizes}, {format_count(self.train_targets)} targets"
         if self.row_tokens:
             rows = f"in {self.num_rows:,} rows of {self.row_tokens:,} tokens"
@@ -143,6 +146,8 @@ class DataReport:
         if self.row_tokens:
             rows = f"in {self.num_rows:,} rows of {self.row_tokens:,}"
             return f"{self.num_train:,} documents, {self.train_tokens:,} tokens, {rows}{held_out}"
+        if self.has_prompts:
+            return f"{self.num_train:,} prompts, {self.train_tokens:,} tokens"
         counts = f"{self.train_tokens:,} tokens, {self.train_targets:,} of them targets"
         return f"{self.num_train:,} {self.noun or 'conversations'}{self._labels()}, {counts}{held_out}"
 

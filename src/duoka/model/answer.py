@@ -1,15 +1,15 @@
-"""Greedy answers to several prompts of one length at once, and what ends an answer.
+"""Answers to several prompts of one length at once, and what ends an answer.
 
 No row is padded: whatever stands in a batch beside it, a prompt is computed from its own tokens alone, in every
-architecture. `serve/generate.py` streams one answer; this is for tasks, where hundreds are asked for.
+architecture. `serve/generate.py` streams one answer; this is for tasks and rollouts, where hundreds are asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -22,35 +22,71 @@ from duoka.model.build import LossModel
 
 @dataclass(frozen=True)
 class Answered:
-    """The tokens of an answer; `ended`: by a stop token, which is not among them."""
+    """The tokens of an answer; `ended`: by a stop token, which is not among them but is `stop`.
+
+    `logps`: of each token and the stop token, where whoever chose them said so.
+    """
 
     ids: list[int]
     ended: bool
+    stop: int | None = None
+    logps: list[float] = field(default_factory=list)
+
+
+class Choose(Protocol):
+    """Chooses a token for each row: (tokens (rows,), their log-probabilities or None)."""
+
+    def __call__(self, logits: torch.Tensor, position: int, /) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+
+def likeliest(logits: torch.Tensor, position: int) -> tuple[torch.Tensor, None]:
+    return logits.float().argmax(-1), None
+
+
+def alone(is_going: bool) -> bool:
+    """Of a rank that computes its rows by itself."""
+    return is_going
 
 
 @torch.no_grad()
-def answer_greedily(
-    model: LossModel, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int
+def answer_rows(
+    model: LossModel,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: frozenset[int],
+    max_new_tokens: int,
+    choose: Choose = likeliest,
+    is_any_going: Callable[[bool], bool] = alone,
 ) -> list[Answered]:
-    """The likeliest token again and again, for prompts of one length; ends where all have ended."""
+    """A token for each prompt again and again, for prompts of one length; ends where all have ended.
+
+    `is_any_going` is asked before every pass: where ranks gather weights for it together, all make as many as the one
+    that has most to say. A rank without prompts of its own gives one, and no new tokens.
+    """
     device = next(model.parameters()).device
     window = window_of(model.core)
     room = max_new_tokens if window is None else min(max_new_tokens, window - len(prompts[0]))
-    ids = torch.tensor([list(prompt) for prompt in prompts], device=device)  # (rows, tokens)
-    found: list[list[int]] = [[] for _ in prompts]
-    ended = [False] * len(prompts)
-    cache: Any = None
-    for _ in range(max(0, room)):
+    begin = torch.tensor([list(prompt) for prompt in prompts], device=device)  # (rows, tokens)
+    ids, cache = begin, None
+    found = [Answered([], False) for _ in prompts]
+    position = 0
+    while is_any_going(going := position < room and not all(one.ended for one in found)):
+        if not going:
+            model.continue_from(begin[:1, :1], None)
+            continue
         logits, cache = model.continue_from(ids, cache)
-        chosen = logits.float().argmax(-1)  # (rows,)
-        for row, token in enumerate(chosen.tolist()):
-            ended[row] = ended[row] or token in stop_ids
-            if not ended[row]:
-                found[row].append(token)
-        if all(ended):
-            break
+        chosen, logps = choose(logits, position)
+        for row, (token, one) in enumerate(zip(chosen.tolist(), found, strict=True)):
+            if one.ended:
+                continue
+            if logps is not None:
+                one.logps.append(float(logps[row]))
+            if token in stop_ids:
+                found[row] = replace(one, ended=True, stop=token)
+            else:
+                one.ids.append(token)
         ids = chosen[:, None]
-    return [Answered(own, end) for own, end in zip(found, ended, strict=True)]
+        position += 1
+    return found
 
 
 def window_of(lm: torch.nn.Module) -> int | None:

@@ -192,13 +192,15 @@ class LossModel(torch.nn.Module):
         answer: Answer = "loss",
         hidden: torch.Tensor | None = None,  # (rows, tokens, dim), as the stage before this one left them
         stage: int | None = None,
+        temperature: float = 1.0,  # of log-probabilities
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`loss`: (summed loss, correct target tokens); the second is counted in eval mode only.
 
         `logps`, `entropy`: (log p of each target, None or the entropy there), shaped as the labels, 0 elsewhere.
         Of a `stage` before the last: (hidden states, None).
         """
-        inputs = (input_ids if hidden is None else hidden, labels, position_ids, boundaries, places, answer)
+        entry = input_ids if hidden is None else hidden
+        inputs = (entry, labels, position_ids, boundaries, places, answer, temperature)
 
         def compute() -> tuple[torch.Tensor, torch.Tensor | None]:
             if self.stages is None or stage is None:
@@ -231,6 +233,7 @@ class LossModel(torch.nn.Module):
         boundaries: torch.Tensor | Documents | None,
         places: Places | None,
         answer: Answer,
+        temperature: float = 1.0,
         hands_on: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`entry`: token ids, or hidden states."""
@@ -246,14 +249,15 @@ class LossModel(torch.nn.Module):
         if not self.has_plain_head:
             logits = core(**options).logits
             if answer != "loss":
-                return logps_from_logits(logits, labels, places, answer == "entropy")
+                return logps_from_logits(logits / temperature, labels, places, answer == "entropy")
             return loss_from_logits(logits, labels, places, self.goal, self.training)
         hidden = core.get_decoder()(**options).last_hidden_state  # (rows, tokens, dim)
         head = core.get_output_embeddings()
         # A head that is sharded by itself has a form of these that gathers its weight around the call.
         use: Any = getattr(head, GATHERED_HEAD, None) or functools.partial(use_head, head)
         if answer != "loss":
-            return use(apply_head_to_logps, hidden, labels, places, self.bend, answer == "entropy")  # type: ignore[no-any-return]
+            bend = self.bend.over(temperature)
+            return use(apply_head_to_logps, hidden, labels, places, bend, answer == "entropy")  # type: ignore[no-any-return]
         return use(apply_head, hidden, labels, places, self.bend, self.goal)  # type: ignore[no-any-return]
 
     def next_token(self, input_ids: torch.Tensor, hidden: torch.Tensor | None = None) -> int:

@@ -30,6 +30,12 @@ class Bend:
     scale: float = 1.0
     softcap: float | None = None
 
+    def over(self, temperature: float) -> Bend:
+        """The same, divided by a temperature at last."""
+        if temperature == 1.0:
+            return self
+        return Bend(self.scale / temperature, None if self.softcap is None else self.softcap / temperature)
+
 
 STRAIGHT = Bend()
 

@@ -27,6 +27,7 @@ class ScoreModel(LossModel):
         boundaries: torch.Tensor | Documents | None,
         places: Places | None,
         answer: Answer,
+        temperature: float = 1.0,
         hands_on: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         core: Any = self.core

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from duoka.comm.world import World
-from duoka.model.answer import answer_greedily, with_cache
+from duoka.model.answer import answer_rows, with_cache
 from duoka.model.build import LossModel
 from duoka.parallel.precision import compute_in
 from duoka.parallel.task_rows import Prompts, Row
@@ -69,7 +69,7 @@ def _compute(
             # A greedy measure compares all tokens that are wanted: a stop token is one of them.
             stops = stop_ids if prompts.task.kind == "generate" else frozenset[int]()
             with with_cache(model.core):
-                answers = answer_greedily(model, [row.prompt for row in rows], stops, prompts.num_new(rows[0]))
+                answers = answer_rows(model, [row.prompt for row in rows], stops, prompts.num_new(rows[0]))
             found = [{"ids": one.ids, "ended": one.ended} for one in answers]
     return dict(zip(group, found, strict=True))
 

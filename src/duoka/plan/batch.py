@@ -108,8 +108,13 @@ class Steps:
         return f"{about}{self.total:,} optimizer steps ({epochs:,.4g} epochs of {about}{self.per_epoch:,})"
 
 
-def count_steps(train: TrainConfig, lengths: Lengths | None, horizon: Horizon | None = None) -> Steps | None:
-    """Optimizer steps, or None while the data is unknown. The short last batch of an epoch is a step of its own."""
+def count_steps(
+    train: TrainConfig, lengths: Lengths | None, horizon: Horizon | None = None, *, updates: int = 1
+) -> Steps | None:
+    """Optimizer steps, or None while the data is unknown. The short last batch of an epoch is a step of its own.
+
+    `updates`: steps on each global batch.
+    """
     step = parse_amount(train.global_batch)
     if lengths is None or lengths.num_samples is None:
         return None
@@ -117,6 +122,7 @@ def count_steps(train: TrainConfig, lengths: Lengths | None, horizon: Horizon | 
         per_epoch = math.ceil(lengths.num_samples / step.count)
     else:  # windows of about as many tokens, as the epoch plan cuts them
         per_epoch = min(lengths.num_samples, max(1, round(lengths.num_samples * lengths.mean / step.count)))
+    per_epoch *= updates
     ends = [steps for steps in (train.max_steps, horizon.steps if horizon else None) if steps is not None]
     if train.epochs is not None:
         ends.append(max(1, round(train.epochs * per_epoch)))

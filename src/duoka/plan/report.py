@@ -25,6 +25,7 @@ from duoka.plan.layout import Layout, Strategy
 from duoka.plan.lengths import Lengths
 from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.recipe import StaticMemory, Work, static_table
+from duoka.plan.rollouts import rollout_notes
 from duoka.plan.search import Ranking, search, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, estimate_speed
@@ -277,14 +278,15 @@ def _length_of_run(
     config: RunConfig, shape: ModelShape, lengths: Lengths | None
 ) -> tuple[Horizon | None, Steps | None]:
     horizon = find_horizon(config, shape)
-    return horizon, count_steps(config.train, lengths, horizon)
+    return horizon, count_steps(config.train, lengths, horizon, updates=config.updates)
 
 
 def _notes(
     config: RunConfig, lengths: Lengths | None, speed: Speed, layout: Layout, cluster: Cluster, accumulation: int,
     work: Work,
 ) -> tuple[str, ...]:  # fmt: skip
-    return (*_reference_notes(config, lengths, speed), *advice(work, layout, cluster, speed.exchanges, accumulation))
+    beside = (*_reference_notes(config, lengths, speed), *rollout_notes(config, work.shape, layout))
+    return (*beside, *advice(work, layout, cluster, speed.exchanges, accumulation))
 
 
 def _reference_notes(config: RunConfig, lengths: Lengths | None, speed: Speed) -> tuple[str, ...]:

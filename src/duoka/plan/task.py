@@ -63,6 +63,8 @@ class Task:
 
 def task_of(config: RunConfig, work: Work, lengths: Lengths | None) -> Task:
     step, aside = parse_amount(config.train.global_batch), config.data.eval
+    if config.stage.kind.draws:  # a step's samples are answers, several to each prompt
+        step = Amount(step.count * config.rl.samples, step.unit)
     # The reference's pass is over all data, and takes what an evaluation takes.
     share = 1.0 if config.stage.has_reference else aside if isinstance(aside, float) else 1.0
     return Task(work, step, config.sample_tokens, lengths, config.data.fixed_rows, share, config.stage.kind.sequences)

@@ -17,8 +17,8 @@ from duoka.data.tokens.template import encode_prompt
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.data.tokens.typed_control import break_up, without_marks
 from duoka.errors import ConfigError
+from duoka.model.sampling import Sampling
 from duoka.serve.generate import stream_answer
-from duoka.serve.sampling import Sampling
 
 Write = Callable[[str], None]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
+from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig, StageConfig
 from duoka.errors import ConfigError
 from duoka.serve.load_run import Say, Trained, load_trained
 
@@ -83,12 +83,15 @@ def read_eval_data(
     from duoka.data.dataset_lengths import lengths_of
     from duoka.data.feed.answers import AnswerRows
     from duoka.data.feed.pairs import PairRows
+    from duoka.data.feed.prompts import PromptRows
     from duoka.data.feed.stream_source import StreamSource
     from duoka.data.prepare import prepare_data, read_tokenizer
 
     sources = asked.train if asked else tuple(DataSource(name=name) for name in names or ("?",))
     model = ModelConfig(name=trained.name, template=trained.template, trust_remote_code=trained.trust_remote_code)
     config = trained.config or RunConfig(model=model, data=asked or DataConfig(train=sources))
+    if config.stage.kind.draws:  # data that is named has answers, and their likelihood is measured
+        config = config.model_copy(update={"stage": StageConfig()})
     only = {"train": sources, "eval": 0.0, "stream": False, "streams": None}
     if asked is not None:
         # Masks and templates are the run's; where records lie and where they are cut is the file's.
@@ -116,7 +119,7 @@ def read_eval_data(
     pad_id = read_tokenizer(config.model, trained.config_base, trained.base).pad_id
     lengths = lengths_of(prepared, config)
     if names:
-        assert not isinstance(prepared.train, StreamSource), "names are tokenized ahead"
+        assert not isinstance(prepared.train, StreamSource | PromptRows), "names are tokenized ahead"
         return EvalData(config, ", ".join(names), prepared.train, pad_id, lengths, prepared.text_bytes)
     if prepared.eval is None:
         raise ConfigError(f"{trained.name} has no evaluation data left", fix="name what to measure on: --data NAME")

@@ -15,7 +15,7 @@ import torch
 from duoka.data.tokens.encode import REPLACEMENT
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.answer import stop_tokens
-from duoka.serve.sampling import Sampling, choose_token
+from duoka.model.sampling import Sampling, choose_token
 
 
 def generate(lm: torch.nn.Module, prompt: Sequence[int], stop_ids: frozenset[int], sampling: Sampling) -> Iterator[int]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from duoka.comm.world import World
     from duoka.config.schema import RunConfig
     from duoka.data.tokens.tokenizer import ChatTokenizer
-    from duoka.serve.sampling import Sampling
+    from duoka.model.sampling import Sampling
 
 ANSWERS, SCORES = "generated_predictions.jsonl", "predict_results.json"
 _PIECE_BYTES = 16 * 2**20

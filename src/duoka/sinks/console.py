@@ -37,7 +37,8 @@ class Console(Sink):
             self._bar.update(self._task, completed=now.step, text=f"loss {now.numbers['loss']:.4f}  {speed}  {eta}")
         if now.step % self._log_every == 0 or now.step in (1, self._total_steps):
             share = "" if now.recent_mfu is None else f"MFU {now.recent_mfu:.1%}  "
-            margin = f"margin {now.metrics['margin']:.3g}  " if "margin" in now.metrics else ""
+            names = [name for name in ("margin", "reward") if name in now.metrics]
+            margin = "".join(f"{name} {now.metrics[name]:.3g}  " for name in names)
             self.say(
                 f"step {now.step:>5}  epoch {now.numbers['epoch']:.2f}  loss {now.numbers['loss']:.4f}  {margin}"
                 f"norm {now.numbers['grad_norm']:.3f}  lr {now.numbers['lr']:.2e}  {speed}  {share}{eta}"

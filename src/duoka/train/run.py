@@ -68,7 +68,7 @@ from duoka.train.replicas import ReplicaCheck
 from duoka.train.samples import Sampler, read_prompts
 from duoka.train.setup import RunSettings, build_settings, keep_choices
 from duoka.train.shortage import MemoryGuard, read_shortage
-from duoka.train.stages.stage import Stage, build_stage
+from duoka.train.stages.stage import Around, Stage, build_stage
 from duoka.train.task_scores import TaskScorer, read_tasks
 
 
@@ -144,6 +144,7 @@ class Run:
             ReplicaCheck(contents, self.world, self.settings.check_every),
             Sampler(engine, plan.layout, record, prompts),
             TaskScorer(engine, plan.layout, record, self.saver, tasks),
+            *self.stage.concerns(record),
             GarbageCollection(),
         ))  # fmt: skip
         if is_asked(config.train, self.world):
@@ -163,9 +164,15 @@ def build_run(inputs: Inputs, world: World) -> Run:
     objective_of = build_objective(config, engine, stage)
     notes += note_attention(find_core(engine.bare), plan.layout, world.device)
     reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
+    stage.take_start(engine)
     contents = build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
+    model = model_fingerprint(inputs.folder)
+    around = Around(
+        inputs.loaded.base, inputs.run, model, inputs.prepared.pad_id, inputs.tokenizer, engine, plan.layout
+    )
+    feed = stage.feed(feed, around)
     store = _open_store(inputs, plan, world)
     try:
         _go_on(inputs, found, store, contents, notes)  # or begin with an earlier stage's averages

@@ -23,6 +23,7 @@ from duoka.plan.shortfall import Correction, Shortfall, correct_plan, plan_with_
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
 from duoka.store.state import read_random_state, set_random_state
 from duoka.train.record import Recorder
+from duoka.train.rl.feed import RolloutFeed
 from duoka.train.step import StepResult
 from duoka.units import Amount, format_bytes
 
@@ -56,7 +57,8 @@ class MemoryGuard:
         self.world = record.world
         self.feed = feed
         # A stream has read on: its batch cannot be laid out again.
-        self.may_shrink = config.train.micro_batch == "auto" and isinstance(feed, Loader) and not feed.rows_per_micro
+        can_lay_out = isinstance(feed, Loader | RolloutFeed) and not feed.rows_per_micro
+        self.may_shrink = config.train.micro_batch == "auto" and can_lay_out
 
     def until_it_fits(
         self,
@@ -78,7 +80,7 @@ class MemoryGuard:
             sizes = [one for one in self.world.gather(_size(result.shortage)) if one is not None]
             self._shrink(sizes, result.shortage)
             set_random_state(random, self.world.device)
-            assert isinstance(self.feed, Loader)
+            assert isinstance(self.feed, Loader | RolloutFeed)
             batch = lay_out_again() if lay_out_again else self.feed.global_batch(batch.epoch, batch.index)
 
     def _shrink(self, sizes: list[tuple[int, int, str]], shortage: Shortage | None) -> None:
@@ -88,7 +90,7 @@ class MemoryGuard:
             raise self._refusal(tokens, num_samples, text)
         ran_out_at = min(size for _, size, _ in sizes)
         less = self._less_than(ran_out_at)
-        assert isinstance(self.feed, Loader)
+        assert isinstance(self.feed, Loader | RolloutFeed)
         self.feed.micro = Amount(less.tokens, "tokens")
         self.plan = plan_with_less(self.plan, less.tokens, ran_out_at)
         if self.world.is_main:

@@ -124,7 +124,7 @@ def _sum_over_ranks(
         loss=sum(total / denominators[name] for name, total in losses.items() if denominators[name]),
         norm=math.nan if num_broken and math.isfinite(own_norm) else own_norm,
         losses=losses,
-        metrics=metrics,
+        metrics={**metrics, **batch.facts},
         flag_counts=flag_counts,
         times=sums.times,
         is_short=num_short > 0,

@@ -25,6 +25,7 @@ from duoka.errors import ConfigError, Fault, Faults
 from duoka.hub.base import model_fingerprint
 from duoka.hub.models import find_model, local_tokenizer
 from duoka.runs.cache import cache_folder, make_folder
+from duoka.tasks.check import reward_files
 from duoka.tasks.find import find_tasks
 
 RESULTS_VERSION = 1  # raise it when the same config would give other results: all stages run again then
@@ -92,6 +93,8 @@ class Nodes:
         facts = {key: self._shown(value) for key, value in result_leaves(loaded.config).items()}
         digests = [file_digest(path, _memory()) for one in find_sets(loaded.config, loaded.base) for path in one.files]
         facts["contents of the data"] = _digest(digests)
+        if rewards := [file for file in reward_files(loaded.config, loaded.base).values() if file is not None]:
+            facts["contents of the rewards"] = _digest([file.read_text(encoding="utf-8") for file in rewards])
         facts |= self._outside(spec, loaded)
         return self._node(spec, facts, loaded)
 

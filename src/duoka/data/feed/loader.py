@@ -7,7 +7,7 @@ once: position t holds the id of token t + 1 of the same sample, so that no loss
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -90,6 +90,7 @@ class GlobalBatch:
     sample_ids: np.ndarray
     after: Place = field(default_factory=Place)  # where the next one is
     epochs_done: float = 0.0  # with this one
+    facts: Mapping[str, float] = field(default_factory=dict)  # of all of it, logged beside what the step measures
 
 
 class Loader:

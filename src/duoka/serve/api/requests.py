@@ -13,9 +13,9 @@ from jinja2 import TemplateError
 from duoka.data.read.example import BadRecord, Message
 from duoka.data.tokens.template import encode_prompt, render_prompt
 from duoka.data.tokens.tokenizer import ChatTokenizer
+from duoka.model.sampling import Sampling
 from duoka.serve.api.fields import BadRequest, Fields, several
 from duoka.serve.batching.scheduler import Job, Mailbox
-from duoka.serve.sampling import Sampling
 
 MOST_ANSWERS = 128
 MOST_TOP = 20

@@ -15,9 +15,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from duoka.errors import DuokaError
+from duoka.model.sampling import Sampling, choose_token
 from duoka.serve.batching.cache import SequenceCache
 from duoka.serve.batching.model import CHUNK, Next, SlotModel
-from duoka.serve.sampling import Sampling, choose_token
 
 _BREAKS = (RuntimeError, ValueError, TypeError, LookupError, OSError, DuokaError)
 

@@ -9,16 +9,38 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from duoka.comm.world import World
 from duoka.config.schema import RunConfig
+from duoka.data.build_feed import Feed
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.data.prepare import PreparedData
+from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.build import LossModel
+from duoka.parallel.engine import Engine
 from duoka.parallel.measure import Measured, measure_loss
 from duoka.parallel.objective import Sums
+from duoka.plan.layout import Layout
+from duoka.runs.folder import RunFolder
+from duoka.train.moments import Concern
+from duoka.train.record import Recorder
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a stage may need of a run beside its config, when its feed is made."""
+
+    base: Path  # of the YAML's relative paths
+    run: RunFolder
+    model: str  # what tells this base model from others
+    pad_id: int
+    tokenizer: Callable[[], ChatTokenizer]
+    engine: Engine
+    layout: Layout
 
 
 class Stage(ABC):
@@ -41,6 +63,18 @@ class Stage(ABC):
     def take_data(self, prepared: PreparedData) -> None:
         """Learn of the data what denominators need; by default, nothing."""
         return
+
+    def take_start(self, engine: Engine) -> None:
+        """Learn of the weights that the run begins with, before a checkpoint is read; by default, nothing."""
+        return
+
+    def feed(self, feed: Feed, around: Around) -> Feed:
+        """What the loop asks for batches: the data's own feed, or one that makes something of it."""
+        return feed
+
+    def concerns(self, record: Recorder) -> tuple[Concern, ...]:
+        """What the stage sees to between steps."""
+        return ()
 
     def wrap(self, lm: torch.nn.Module, *, own_logits: bool = False) -> LossModel:
         """The model that is trained, before its layout is laid on it; `own_logits` is LossModel's."""

@@ -2,12 +2,13 @@
 
 No generator is kept, so a request's draws are the same alone, in a batch, and begun again; of each position one
 uniform number is taken, and the token at which the kept probabilities, in the order of the vocabulary, pass it.
+Serving chooses a token at a time; training, for its rollouts, one for each of many rows.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,10 +38,15 @@ class Sampling:
     def changes_logits(self) -> bool:
         return bool(self.bias or self.presence or self.frequency)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Every token may be drawn."""
+        return not self.top_k and self.top_p >= 1 and self.min_p <= 0
 
-def uniform(seed: int, sample: int, position: int) -> float:
-    """In [0, 1), the same on every machine."""
-    digest = hashlib.blake2b(f"{seed}/{sample}/{position}".encode(), digest_size=8).digest()
+
+def uniform(*counts: int) -> float:
+    """In [0, 1), the same on every machine, of (seed, sample, position) or whatever else a draw is counted by."""
+    digest = hashlib.blake2b("/".join(map(str, counts)).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
@@ -53,9 +59,32 @@ def choose_token(
     if sampling.temperature <= 0:
         return int(logits.argmax())
     tokens, chances = _kept(logits.double() / sampling.temperature, sampling)
+    return _draw(tokens, chances, uniform(sampling.seed, sample, position))
+
+
+def _draw(tokens: torch.Tensor, chances: torch.Tensor, number: float) -> int:
     passed = chances.cumsum(0)
-    place = int(torch.searchsorted(passed, uniform(sampling.seed, sample, position) * passed[-1], right=True))
+    place = int(torch.searchsorted(passed, number * passed[-1], right=True))
     return int(tokens[min(place, len(tokens) - 1)])
+
+
+def draw_rows(logits: torch.Tensor, sampling: Sampling, numbers: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token for each row of (rows, vocab), drawn by its number in [0, 1), and its log-probability among all tokens.
+
+    As `choose_token` at a temperature above 0, for many rows in one pass over them.
+    """
+    logps = (logits.double() / sampling.temperature).log_softmax(dim=-1)  # (rows, vocab)
+    if sampling.keeps_all:
+        passed = logps.exp().cumsum(dim=-1)
+        wanted = torch.tensor(numbers, dtype=passed.dtype, device=passed.device)[:, None] * passed[:, -1:]
+        tokens = torch.searchsorted(passed, wanted, right=True).clamp_(max=passed.shape[1] - 1)
+    else:
+        drawn = [
+            _draw(*_kept(row / sampling.temperature, sampling), number)
+            for row, number in zip(logits.double(), numbers, strict=True)
+        ]
+        tokens = torch.tensor(drawn, device=logits.device)[:, None]
+    return tokens.squeeze(1), logps.gather(1, tokens).squeeze(1)
 
 
 def _changed(logits: torch.Tensor, sampling: Sampling, counts: Mapping[int, int]) -> torch.Tensor:
@@ -71,7 +100,7 @@ def _kept(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch
     """The tokens that may be drawn, in the order of the vocabulary, and their probabilities before others were left."""
     chances = scores.softmax(dim=-1)
     everything = torch.arange(len(chances), device=chances.device)
-    if not sampling.top_k and sampling.top_p >= 1 and sampling.min_p <= 0:
+    if sampling.keeps_all:
         return everything, chances
     number = min(_LIKELIEST, len(chances))
     ranked, order = chances.topk(number)

@@ -1,0 +1,129 @@
+"""Stage rl, as types and one table: what an answer's reward does to its tokens, for each algorithm's name.
+
+An algorithm is a row of `ALGORITHMS`: how rewards become advantages, what the ratio to the policy that drew the answer
+is of, where it is clipped, what sums are divided by. Each column is a key, so that a row can be changed in one place.
+docs/rl.md has the formulas with their sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from duoka.config.fields import Number, Seconds, Section, Whole
+
+AlgorithmName = Literal["reinforce", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+Advantage = Literal["center", "group_std", "leave_one_out", "batch_std"]
+Normalizer = Literal["tokens", "answers", "sequences", "length"]
+Ratio = Literal["none", "token", "sequence", "weight"]
+Positive = Annotated[Number, Field(gt=0)]
+Weight = Annotated[Number, Field(ge=0)]
+TASK_REWARD = "task"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """`ratio`: of what the ratio to the policy that drew is taken; `weight`: a token's, as a factor without gradient.
+
+    `clip`: how far it may fall and rise.
+    """
+
+    advantage: Advantage
+    normalize: Normalizer
+    ratio: Ratio = "none"
+    clip: tuple[float, float] | None = None
+    drop_equal: bool = False
+
+
+ALGORITHMS: dict[AlgorithmName, Algorithm] = {
+    "reinforce": Algorithm("center", "tokens"),
+    "rloo": Algorithm("leave_one_out", "sequences"),
+    "grpo": Algorithm("group_std", "answers", "token", (0.2, 0.2)),
+    "dr_grpo": Algorithm("center", "length", "token", (0.2, 0.2)),
+    "dapo": Algorithm("group_std", "tokens", "token", (0.2, 0.28), drop_equal=True),
+    "gspo": Algorithm("group_std", "answers", "sequence", (3e-4, 4e-4)),
+    "cispo": Algorithm("group_std", "tokens", "weight", (1.0, 0.28)),
+}
+
+
+class RlConfig(Section):
+    """Stage rl: how answers are drawn, what they are worth, and what is learned from that."""
+
+    algorithm: AlgorithmName = Field(
+        "reinforce", description="A row of settings (docs/rl.md), any of which may be written beside it."
+    )
+    rewards: tuple[str, ...] = Field(
+        (TASK_REWARD,), min_length=1,
+        description="What an answer is worth, summed: task is the check of the task that asked; or functions of yours, "
+        "such as [rewards.py:length].",
+    )  # fmt: skip
+    reward_weights: tuple[Number, ...] = Field((), description="How much each of them counts; left out: 1.")
+    samples: Annotated[Whole, Field(ge=2)] = Field(8, description="Answers to each prompt; train.global_batch counts "
+                                                   "prompts.")  # fmt: skip
+    max_new_tokens: Annotated[Whole, Field(ge=1)] = Field(256, description="Longest answer.")
+    temperature: Positive = Field(1.0, description="Logits are divided by it, in drawing and in learning.")
+    top_k: Annotated[Whole, Field(ge=0)] = Field(
+        0, description="Draw from the k likeliest tokens only; 0: from all. Learning counts all."
+    )
+    top_p: Annotated[Number, Field(gt=0, le=1)] = Field(
+        1.0, description="Draw from the likeliest tokens that sum to it; 1: from all. Learning counts all."
+    )
+    updates: Annotated[Whole, Field(ge=1)] = Field(1, description="Optimizer steps on each step's answers.")
+    advantage: Advantage | None = Field(
+        None, description="center: reward less its prompt's mean; group_std, batch_std: that over their deviation; "
+        "leave_one_out: less the mean of the others. Left out: the algorithm's."
+    )  # fmt: skip
+    normalize: Normalizer | None = Field(
+        None, description="What sums over tokens are divided by: all tokens; tokens of the answer, then answers; "
+        "sequences: answers; length: answers x max_new_tokens. Left out: the algorithm's."
+    )  # fmt: skip
+    clip: tuple[Weight, Weight] | None = Field(
+        None, description="How far the ratio to the policy that drew may fall and rise; left out: the algorithm's."
+    )
+    kl: Weight = Field(0.0, description="How much the distance from the run's start counts (k3); 0: no reference.")
+    drop_equal: bool | None = Field(
+        None, description="Leave out prompts all of whose answers got one reward; left out: the algorithm's."
+    )
+    truncated: Literal["learn", "mask"] = Field(
+        "learn", description="Answers that max_new_tokens cut: learned by their reward, or masked (they count in "
+        "their prompt's mean alone)."
+    )  # fmt: skip
+    reward_deadline: Seconds = Field("10s", description="A reward that takes longer is a failure.")
+    reward_workers: Annotated[Whole, Field(ge=1)] = Field(1, description="Processes of each rank that compute rewards.")
+    max_failed: Annotated[Number, Field(ge=0, le=1)] = Field(
+        0.5, description="End the run when more of a step's answers than this share have no reward."
+    )
+    rows: Annotated[Whole, Field(ge=1)] = Field(64, description="Answers that a rank draws at once, at most.")
+    replay: str | None = Field(
+        None, description="A folder of recorded answers (RUN/rollouts): learn from these, draw none."
+    )
+
+    @property
+    def row(self) -> Algorithm:
+        """The algorithm's settings, with what is written in place of some."""
+        base = ALGORITHMS[self.algorithm]
+        return Algorithm(
+            self.advantage or base.advantage,
+            self.normalize or base.normalize,
+            base.ratio,
+            base.clip if self.clip is None else self.clip,
+            base.drop_equal if self.drop_equal is None else self.drop_equal,
+        )
+
+    def sentence(self) -> str:
+        """For a banner: all that decides the loss."""
+        row = self.row
+        words = {
+            "tokens": "all tokens",
+            "answers": "each answer's tokens, then answers",
+            "sequences": "answers",
+            "length": f"answers x {self.max_new_tokens} tokens",
+        }
+        parts = [self.algorithm, f"advantage {row.advantage}", f"sums over {words[row.normalize]}"]
+        parts += [f"ratio of {row.ratio}, clipped at {row.clip[0]:g} and {row.clip[1]:g}"] if row.clip else []
+        parts += [f"KL {self.kl:g}"] if self.kl else []
+        parts += ["prompts without a signal left out"] if row.drop_equal else []
+        parts += ["cut answers masked"] if self.truncated == "mask" else []
+        return ", ".join(parts)

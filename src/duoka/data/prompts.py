@@ -1,0 +1,111 @@
+"""Data of stage rl to prompts: a task's items, or conversations, whose last answer is what rewards may compare with.
+
+Read by every rank at its start, in a second for thousands: nothing of it is kept between runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from duoka.config.schema import RunConfig
+from duoka.data.feed.prompts import PromptRows, Question
+from duoka.data.read.example import BadRecord, Example, Message, Prompt
+from duoka.data.read.record_kinds import read_record
+from duoka.data.read.records import find_pieces, read_piece
+from duoka.data.read.registry import ResolvedSet, find_sets, max_record_bytes
+from duoka.data.report import DataReport, SetReport, count_lengths
+from duoka.data.tokens.template import mark_tokens, render_prompt
+from duoka.data.tokens.tokenize import Counts
+from duoka.data.tokens.tokenizer import ChatTokenizer
+from duoka.errors import DataError, Fault, Faults
+from duoka.tasks.find import find_tasks, is_task
+
+_PIECE_BYTES = 4 << 20
+
+
+def prepare_prompts(config: RunConfig, base: Path, tokenizer: ChatTokenizer) -> tuple[PromptRows, DataReport]:
+    """Raises Faults (wrong records) and DataError (no prompt is left)."""
+    reports: list[SetReport] = []
+    questions: list[Question] = []
+    ids: list[Sequence[int]] = []
+    room = config.data.max_length - config.rl.max_new_tokens
+    for found in find_sets(config, base):
+        counts, bad = Counts(), list[Fault]()
+        asked = list(_questions(found, base, config, bad))
+        if bad and config.data.on_bad == "error":
+            raise Faults(bad[:10], title="data error")
+        for question, own in zip(asked, _encode(asked, tokenizer), strict=True):
+            if len(own) > room:
+                counts.num_dropped_long += 1
+                continue
+            questions.append(question)
+            ids.append(own)
+            counts.num_kept += 1
+            counts.num_tokens += len(own)
+        counts.num_bad, counts.num_records = len(bad), len(asked) + len(bad)
+        files = tuple(map(str, found.files))
+        reports.append(SetReport(found.name, found.split, files, found.form.name, counts, False, tuple(bad[:3])))
+    if not questions:
+        raise DataError(
+            f"no prompt is left: none leaves room for rl.max_new_tokens ({config.rl.max_new_tokens}) in "
+            f"data.max_length ({config.data.max_length})",
+            fix="write a larger data.max_length, or a smaller rl.max_new_tokens",
+        )
+    rows = PromptRows(questions, ids)
+    report = DataReport(
+        sets=tuple(reports), num_train=len(rows), train_tokens=int(rows.lengths.sum()),
+        longest=int(rows.lengths.max()), histogram=count_lengths(rows.lengths), has_prompts=True,
+        template="the model's own" if tokenizer.template_name == "model" else tokenizer.template_name,
+        notes=tokenizer.notes,
+    )  # fmt: skip
+    return rows, report
+
+
+def _questions(found: ResolvedSet, base: Path, config: RunConfig, bad: list[Fault]) -> Iterator[Question]:
+    if is_task(found.name):
+        items = [(task, item) for task in find_tasks(found.name, base) for item in task.items("train")]
+        for task, item in items[: found.max_samples]:
+            if item.question:
+                yield Question(found.name, f"{task.name}/{item.id}", item.question, item.answer, dict(item.facts))
+        return
+    number, most_bytes = 0, max_record_bytes(config.data.max_length)
+    for path in found.files:
+        for piece in find_pieces(path, _PIECE_BYTES):
+            records = [piece] if isinstance(piece, Fault) else read_piece(piece, most_bytes)
+            for record in records:
+                if found.max_samples is not None and number >= found.max_samples:
+                    return
+                number += 1
+                if isinstance(record, Fault):
+                    bad.append(record)
+                    continue
+                try:
+                    example = read_record(record.value, found.form)
+                except BadRecord as error:
+                    bad.append(Fault(error.rule, file=record.file, line=record.line, fix=error.fix))
+                    continue
+                assert isinstance(example, Example | Prompt), "check_data refused other kinds"
+                facts = record.value if isinstance(record.value, dict) else {}
+                yield _question(found.name, f"{path.name}:{record.line or number}", example, facts)
+
+
+def _question(source: str, name: str, example: Example | Prompt, facts: dict[str, object]) -> Question:
+    messages = example.messages
+    answer = messages[-1].content if isinstance(example, Example) else ""
+    asked = messages[:-1] if isinstance(example, Example) else messages
+    return Question(source, name, tuple((turn.role, turn.content) for turn in asked), answer, facts)
+
+
+def _encode(questions: Sequence[Question], tokenizer: ChatTokenizer) -> list[list[int]]:
+    texts = []
+    for question in questions:
+        try:
+            texts.append(render_prompt(tuple(Message(role, said) for role, said in question.messages), None, tokenizer))
+        except BadRecord as error:
+            raise DataError(f"{question.id} cannot be asked: {error.rule}", fix=error.fix or None) from None
+    tokens = tokenizer.encode_many([text for text, _ in texts])
+    return [
+        mark_tokens(text, [], own, tokenizer, cuts).input_ids.tolist()
+        for (text, cuts), own in zip(texts, tokens, strict=True)
+    ]

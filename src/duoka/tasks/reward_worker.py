@@ -1,0 +1,106 @@
+"""A process that computes rewards: a question a line on its input, a number, null or an error a line on its output.
+
+Started by rewards.py, which kills it with all that it started when an answer takes too long. What a reward function
+prints goes to the error stream; it ends with whoever started it, also in the middle of a function that hangs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Reward = Callable[[list[dict[str, str]], str, dict[str, Any]], Any]
+
+
+def main() -> None:
+    """Reads its first line (the functions' names, and where paths begin), then questions until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what functions print, and what they start, must not be read as answers
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(asked,), daemon=True).start()
+    names, base = json.loads(asked.get())
+    functions: dict[str, Any] = {}
+    while True:
+        question = json.loads(asked.get())
+        found = [_score(functions, name, question, Path(base)) for name in names]
+        print(json.dumps(found), file=answers, flush=True)
+
+
+def _listen(asked: queue.SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        asked.put(line)
+    # Whoever asked is gone: nobody waits for what is being computed, nor for what that has started.
+    os.killpg(0, signal.SIGKILL)
+
+
+def _score(functions: dict[str, Any], name: str, question: dict[str, Any], base: Path) -> dict[str, Any]:
+    """{"value": a number or null}, or {"error": why there is none}."""
+    try:
+        if name == "task":
+            value = _check(functions, question, base)
+        else:
+            if name not in functions:
+                functions[name] = load_function(name, base)
+            messages = [{"role": role, "content": text} for role, text in question["messages"]]
+            facts = {**question["facts"], "id": question["id"], "answer": question["answer"],
+                     "is_cut": question["is_cut"]}  # fmt: skip
+            value = functions[name](messages, question["completion"], facts)
+        if value is None:
+            return {"value": None}
+        number = float(value)
+        if number != number or number in (float("inf"), float("-inf")):
+            return {"error": f"it gave {number}"}
+        return {"value": number}
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may raise anything
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _check(functions: dict[str, Any], question: Mapping[str, Any], base: Path) -> float:
+    from duoka.tasks.find import find_tasks
+    from duoka.tasks.task import Item
+
+    source, (name, _, number) = question["source"], question["id"].rpartition("/")
+    if (key := f"{source} {name}") not in functions:
+        functions[key] = next(task for task in find_tasks(source, base) if task.name == name)
+    turns = tuple((role, text) for role, text in question["messages"])
+    item = Item(number, turns, question["answer"], facts=question["facts"])
+    return float(functions[key].check(item, question["completion"]))
+
+
+def load_function(name: str, base: Path) -> Reward:
+    """The function behind the colon, of the file before it: a path from here or from `base`.
+
+    Raises what the file's import raises, or LookupError.
+    """
+    path, _, function = name.rpartition(":")
+    place = next((one for one in (Path(path), base / path) if one.is_file()), None)
+    if place is None:
+        raise LookupError(f"there is no file {path!r}")
+    module = _load(place.resolve())
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise LookupError(f"{path} has no function {function!r}")
+    reward: Reward = found
+    return reward
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"duoka_rewards_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # what it imports from beside it
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Rewards of answers, computed in processes of their own that are killed at a deadline with all that they started.
+
+A function that raises, hangs, or gives no number has failed: its answer has no reward (None), which is counted, and is
+never a zero that training would learn from. A signal could not do that: it interrupts Python alone, on one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from duoka.process.lifeline import WORLD_TOKEN, leaves_the_world
+
+_START_S = 60.0  # for its first answer a process imports what the functions need
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """What each function gave for one answer, in order; None: it has no opinion, or failed, which `faults` tells."""
+
+    values: tuple[float | None, ...]
+    faults: tuple[str, ...] = ()
+
+    def total(self, weights: Sequence[float]) -> float | None:
+        """The sum that is learned; None where a part of it is missing."""
+        if any(value is None for value in self.values):
+            return None
+        return sum(weight * value for weight, value in zip(weights, self.values, strict=True) if value is not None)
+
+
+class RewardPool:
+    """`num_workers` processes; each is begun when it is needed, and begun again after one had to be killed."""
+
+    def __init__(self, names: Sequence[str], base: Path, *, deadline_s: float, num_workers: int = 1) -> None:
+        self.names = tuple(names)
+        self._workers = [_Worker(self.names, base, deadline_s) for _ in range(num_workers)]
+
+    def score(self, questions: Sequence[dict[str, Any]], alive: Callable[[], None] = lambda: None) -> list[Rewarded]:
+        """Rewards of all, in order; `alive` is called as they come."""
+        found: list[Rewarded | None] = [None] * len(questions)
+        todo = iter(range(len(questions)))
+        lock = threading.Lock()
+
+        def work(worker: _Worker) -> None:
+            while True:
+                with lock:
+                    place = next(todo, None)
+                if place is None:
+                    return
+                found[place] = worker.ask(questions[place])
+
+        threads = [threading.Thread(target=work, args=(one,), name="duoka-rewards") for one in self._workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(1.0)
+                alive()
+        return [one if one is not None else self._nothing("its process could not be started") for one in found]
+
+    def _nothing(self, why: str) -> Rewarded:
+        return Rewarded((None,) * len(self.names), (why,))
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+
+
+def _environment() -> dict[str, str]:
+    """No rank's, but with the sign by which a launcher finds what it has to end."""
+    token = {WORLD_TOKEN: os.environ[WORLD_TOKEN]} if WORLD_TOKEN in os.environ else {}
+    return {**leaves_the_world(os.environ), **token}
+
+
+class _Worker:
+    def __init__(self, names: tuple[str, ...], base: Path, deadline_s: float) -> None:
+        self._names, self._base, self._deadline_s = names, base, deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read = b""
+        self._allowed_s = deadline_s
+
+    def ask(self, question: dict[str, Any]) -> Rewarded:
+        try:
+            process = self._started()
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+            line = self._line(process, time.monotonic() + self._allowed_s)
+        except OSError as error:
+            line, why = None, f"its process ended ({error.strerror or type(error).__name__})"
+        else:
+            why = f"no answer within {self._deadline_s:g} s"
+            if line == b"":  # it has closed its end: it is gone, or about to be
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    why = f"its process ended ({process.wait(self._deadline_s)})"
+        if not line:
+            self.end()
+            return Rewarded((None,) * len(self._names), (f"{' + '.join(self._names)}: {why}",))
+        self._allowed_s = self._deadline_s
+        parts = json.loads(line)
+        faults = tuple(
+            f"{name}: {one['error']}" for name, one in zip(self._names, parts, strict=True) if "error" in one
+        )
+        return Rewarded(tuple(one.get("value") for one in parts), faults)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "duoka.tasks.reward_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env=_environment(), start_new_session=True,
+            )  # fmt: skip
+            self._read, self._allowed_s = b"", max(self._deadline_s, _START_S)
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps([self._names, str(self._base)]).encode() + b"\n")
+        return self._process
+
+    def _line(self, process: subprocess.Popen[bytes], ends: float) -> bytes | None:
+        """The next line; None when it does not come in time, empty when none will come."""
+        assert process.stdout is not None
+        while b"\n" not in self._read:
+            ready, _, _ = select.select([process.stdout], [], [], max(0.0, ends - time.monotonic()))
+            if not ready:
+                return None
+            some = os.read(process.stdout.fileno(), 1 << 16)
+            if not some:
+                return b""
+            self._read += some
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+    def end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()

@@ -1,0 +1,272 @@
+"""What stage rl learns from, step by step: prompts of the epoch plan, answers to them, their rewards, a global batch.
+
+Stands where the loader stands; the loop asks it for the next batch, on all ranks together. A step whose answers lie in
+the run's folder, drawn by the same weights, is not drawn again; with `rl.replay` none is drawn at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from duoka.comm.checksum import checksum
+from duoka.config.paths import given_path
+from duoka.config.schema import RunConfig
+from duoka.data.feed.epoch_plan import share_batch
+from duoka.data.feed.loader import GlobalBatch, Loader, Place
+from duoka.data.feed.prompts import PromptRows
+from duoka.data.feed.token_keys import step_key
+from duoka.errors import ConfigError, DataError
+from duoka.parallel.engine import Engine
+from duoka.plan.layout import Layout
+from duoka.tasks.rewards import Rewarded, RewardPool
+from duoka.train.rl.advantages import advantages, deviation, has_signal
+from duoka.train.rl.batch import AnswerRows, Learned, build_answers
+from duoka.train.rl.draw import Drawer
+from duoka.train.rl.rollouts import Rollout, RolloutStep, read_rollouts, rollout_file, write_rollouts
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where answers are drawn, rewarded and kept; the same on every rank but for the rank's own place."""
+
+    config: RunConfig
+    base: Path  # of the YAML's relative paths
+    folder: Path  # RUN/rollouts
+    model: str  # what tells the frozen weights from others
+    engine: Engine
+    layout: Layout
+    prompts: PromptRows
+    drawer: Drawer
+    pool: RewardPool
+    add_start: Callable[[Sequence[Rollout]], Sequence[Rollout]]  # log-probabilities where the run began
+
+    def fingerprint(self, prompts: Sequence[int]) -> str:
+        """Of all that decides a step's answers: weights, prompts, settings."""
+        world, rl = self.engine.mesh.everyone, self.config.rl
+        parts: list[str] = world.gather(checksum(self.engine.named_trainable()))
+        parts = parts if self.layout.is_sharded else parts[:1]
+        facts = [
+            parts, self.model, self.prompts.fingerprint, list(prompts), self.config.train.seed,
+            rl.samples, rl.max_new_tokens, rl.temperature, rl.top_k, rl.top_p, rl.rows, self.config.data.max_length,
+            self.layout.precision, rl.rewards, rl.reward_weights, rl.kl > 0,
+        ]  # fmt: skip
+        return hashlib.blake2b(json.dumps(facts, default=str).encode(), digest_size=16).hexdigest()
+
+
+class RolloutFeed:
+    """The feed of stage rl. `plan` orders prompts; places count optimizer steps, `rl.updates` to a step's answers."""
+
+    def __init__(self, loader: Loader, site: Site) -> None:
+        self.plan, self.site = loader.plan, site
+        self.micro, self.rows_per_micro = loader.micro, 0
+        self._loader = loader
+        self._now: RolloutStep | None = None
+        self.facts: dict[str, float] = {}  # of the newest answers
+        self.is_first_of_several = False  # updates on the same answers, the first of which was laid out last
+        self.faults: Counter[str] = Counter()  # of rewards, since the start
+
+    # --- as every feed ---
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.plan.num_batches() * self.site.config.rl.updates
+
+    def num_steps(self, num_epochs: float) -> int:
+        return max(1, round(self.steps_per_epoch * num_epochs))
+
+    def num_samples_between(self, start: int, end: int) -> int:
+        updates, samples = self.site.config.rl.updates, self.site.config.rl.samples
+        return self.plan.num_samples_between(start // updates, math.ceil(end / updates)) * samples
+
+    def summary(self) -> str:
+        return f"{sum(self.faults.values()):,} answers without a reward" if self.faults else ""
+
+    def batches(self, place: Place, num_epochs: float) -> Generator[GlobalBatch]:
+        """Drawn when they are asked for: each by the weights that the step before left."""
+        per_epoch = self.steps_per_epoch
+        for step in range(place.epoch * per_epoch + place.index, self.num_steps(num_epochs)):
+            yield self.global_batch(*divmod(step, per_epoch))
+
+    def close(self) -> None:
+        self.site.pool.close()
+
+    # --- one batch ---
+
+    def global_batch(self, epoch: int, index: int) -> GlobalBatch:
+        """This rank's part of one; a second call for the same place draws nothing."""
+        per_epoch, updates = self.steps_per_epoch, self.site.config.rl.updates
+        step = epoch * per_epoch + index
+        number, update = divmod(step, updates)
+        if self._now is None or self._now.number != number:
+            self._now = self._step_of(number, is_begun=update > 0)
+        now = self._now if update else self._now.with_old({})
+        self.facts, self.is_first_of_several = self._facts(now), updates > 1 and update == 0
+        rows = AnswerRows(self._learned(now))
+        own = self._share(rows)
+        key = step_key(self.plan.seed, step)
+        layout, pad_id = self.site.layout, self._loader.pad_id
+        micros = [build_answers(rows, micro, layout.packing, pad_id, key) for micro in own]
+        return GlobalBatch(
+            micro_batches=[micro.pinned() for micro in micros] if self._loader.pin_memory else micros,
+            global_targets=rows.num_targets,
+            num_samples=len(rows),
+            num_tokens=int(rows.lengths.sum()),
+            epoch=epoch,
+            index=index,
+            sample_ids=np.arange(len(rows)),
+            after=Place(*divmod(step + 1, per_epoch)),
+            epochs_done=(step + 1) / per_epoch,
+            facts=self.facts,
+        )
+
+    def _share(self, rows: AnswerRows) -> list[Any]:
+        layout, mesh = self.site.layout, self.site.engine.mesh
+        shares = share_batch(
+            np.arange(len(rows)), rows.lengths, mesh.data.size, self.micro, packing=layout.packing,
+            max_length=self.site.config.data.max_length,
+        )  # fmt: skip
+        return shares[mesh.data.rank]
+
+    def _groups(self, now: RolloutStep) -> list[list[Rollout]]:
+        groups: dict[int, list[Rollout]] = {}
+        for one in now.rollouts:
+            groups.setdefault(one.prompt, []).append(one)
+        return list(groups.values())
+
+    def _learned(self, now: RolloutStep) -> list[Learned]:
+        """Answers with a reward, and of these what the settings leave in."""
+        rl, groups = self.site.config.rl, self._groups(now)
+        values = advantages([[one.reward for one in group] for group in groups], rl.row.advantage)
+        place = {id(one): at for at, one in enumerate(now.rollouts)}
+        found = []
+        for group, worth in zip(groups, values, strict=True):
+            if rl.row.drop_equal and not has_signal([one.reward for one in group]):
+                continue
+            for one, value in zip(group, worth, strict=True):
+                if value is not None and (one.ended or rl.truncated == "learn"):
+                    found.append(Learned(place[id(one)], one, value))
+        return sorted(found, key=lambda one: one.place)
+
+    def _facts(self, now: RolloutStep) -> dict[str, float]:
+        """What is logged of a step's answers."""
+        groups = [[one.reward for one in group] for group in self._groups(now)]
+        rewards = [value for group in groups for value in group if value is not None]
+        silent = [group for group in groups if not has_signal(group)]
+        lengths = [len(one.ids) for one in now.rollouts]
+        return {
+            "reward": math.fsum(rewards) / max(1, len(rewards)),
+            "reward_sd": deviation(rewards),
+            "groups_equal": len(silent) / len(groups),
+            "answer_tokens": sum(lengths) / len(lengths),
+            "longest_answer": float(max(lengths)),
+            "truncated": sum(not one.ended for one in now.rollouts) / len(lengths),
+            "unrewarded": sum(one.reward is None for one in now.rollouts) / len(lengths),
+        }
+
+    # --- where answers come from ---
+
+    def _step_of(self, number: int, *, is_begun: bool) -> RolloutStep:
+        """A step's answers with rewards; `is_begun`: it was learned from already, by weights that are gone."""
+        site, world = self.site, self.site.engine.mesh.everyone
+        if site.config.rl.replay is not None and not is_begun:
+            return self._replayed(number, site.config.rl.replay)
+        prompts = self.plan.batch(*divmod(number, self.plan.num_batches())).tolist()
+        fingerprint = "" if is_begun else site.fingerprint(prompts)
+        kept: RolloutStep | None = world.agree(read_rollouts(site.folder, number) if world.is_main else None)
+        if is_begun:
+            if kept is None or not kept.is_scored:
+                raise DataError(
+                    f"step {number} was learned from once, and its answers are gone", where=str(site.folder),
+                    fix=f"put {rollout_file(site.folder, number).name} back, or go on from an earlier checkpoint",
+                )  # fmt: skip
+            return kept
+        if kept is None or kept.fingerprint != fingerprint:
+            drawn = site.add_start(site.drawer.draw(number, prompts))
+            kept = RolloutStep(number, fingerprint, tuple(drawn))
+            self._write(kept)
+        if not kept.is_scored:
+            kept = replace(kept, rollouts=tuple(self._score(kept.rollouts)))
+            self._write(kept)
+        return kept
+
+    def _replayed(self, number: int, name: str) -> RolloutStep:
+        base, world = self.site.base, self.site.engine.mesh.everyone
+        folder = next((one for one in (given_path(name), base / given_path(name)) if one.is_dir()), None)
+        found: RolloutStep | None = world.agree(
+            read_rollouts(folder, number) if folder is not None and world.is_main else None
+        )
+        if found is None or not found.is_scored:
+            raise ConfigError(
+                f"rl.replay is {name}, and no scored answers of step {number} are there",
+                fix="name the folder rollouts of a run that came so far, or write a smaller train.max_steps",
+            )
+        if self.site.config.rl.kl and any(one.start is None for one in found.rollouts):
+            found = replace(found, rollouts=tuple(self.site.add_start(found.rollouts)))
+        found = replace(found, rollouts=tuple(replace(one, old=None) for one in found.rollouts))
+        self._write(found)
+        return found
+
+    def _write(self, step: RolloutStep) -> None:
+        world = self.site.engine.mesh.everyone
+        if world.is_main:
+            write_rollouts(self.site.folder, step)
+        world.barrier()  # what is on the disk for one is there for all
+
+    def _score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Rewards of all answers, each computed by one rank."""
+        site, world, rl = self.site, self.site.engine.mesh.everyone, self.site.config.rl
+        own = range(world.rank, len(rollouts), world.size)
+        questions = []
+        for place in own:
+            one = rollouts[place]
+            asked = site.prompts.questions[one.prompt].to_json()
+            questions.append({**asked, "completion": one.text, "is_cut": not one.ended})
+        scored = site.pool.score(questions, alive=lambda: world.heart.tell("rewards"))
+        found: dict[int, Rewarded] = {}
+        for part in world.gather(dict(zip(own, scored, strict=True))):
+            found |= part
+        weights = rl.reward_weights or (1.0,) * len(rl.rewards)
+        out = []
+        for place, one in enumerate(rollouts):
+            rewarded = found[place]
+            self.faults.update(rewarded.faults)
+            total = rewarded.total(weights)
+            out.append(replace(one, rewards=rewarded.values, reward=total, faults=rewarded.faults))
+        self._check_failures(out)
+        return out
+
+    def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
+        failed = [one for one in rollouts if one.faults]
+        if len(failed) <= self.site.config.rl.max_failed * len(rollouts):
+            return
+        counted = Counter(fault for one in failed for fault in one.faults)
+        (most, count), *_ = counted.most_common(1)
+        raise DataError(
+            f"rewards of {len(failed)} of {len(rollouts)} answers failed, more than rl.max_failed "
+            f"({self.site.config.rl.max_failed:g}) allows",
+            where=f"{count} times: {most}",
+            fix="mend the function; rl.reward_deadline says how long it may take. The answers are kept and not drawn "
+            "again",
+        )
+
+    # --- several updates on the same answers ---
+
+    def keep_first(self, logps: dict[int, Any]) -> None:
+        """The log-probabilities that the first update saw, of this rank's answers: beside the answers, for the next."""
+        assert self._now is not None
+        self.is_first_of_several = False
+        own = {place: values.tolist() for place, values in logps.items()}
+        found: dict[int, list[float]] = {}
+        for part in self.site.engine.mesh.everyone.gather(own):
+            found |= part
+        self._now = self._now.with_old(found)
+        self._write(self._now)

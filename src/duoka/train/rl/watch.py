@@ -1,0 +1,73 @@
+"""What a run of stage rl does between steps: keep what later updates need, and say why nothing is learned, if so."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from duoka.train.moments import Concern, StepEnd
+from duoka.train.record import Recorder
+from duoka.train.rl.feed import RolloutFeed
+
+WINDOW = 20  # steps
+_SILENT = 0.8  # of the prompts
+_AGAIN_AFTER = 100
+
+
+class RolloutWatch(Concern):
+    """Also ends the processes that compute rewards."""
+
+    def __init__(self, feed: RolloutFeed, record: Recorder, take_first_logps: Callable[[], dict[int, Any]]) -> None:
+        self._feed, self._record, self._take_first_logps = feed, record, take_first_logps
+        self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._said_at = -_AGAIN_AFTER
+        self._faults = 0
+
+    def after_step(self, end: StepEnd) -> None:
+        if self._feed.is_first_of_several:
+            self._feed.keep_first(self._take_first_logps())
+        facts = self._feed.facts
+        if not facts:
+            return
+        self._recent.append(facts)
+        self._tell_faults(end.step)
+        if len(self._recent) == WINDOW and end.step - self._said_at >= _AGAIN_AFTER:
+            said = why_silent(list(self._recent))
+            if said:
+                self._said_at = end.step
+                self._warn(end.step, said)
+
+    def _tell_faults(self, step: int) -> None:
+        faults = self._feed.faults
+        count = sum(faults.values())
+        if count > self._faults:
+            most, _ = faults.most_common(1)[0]
+            self._warn(step, f"{count - self._faults} answers of this step have no reward, as {most}")
+        self._faults = count
+
+    def _warn(self, step: int, text: str) -> None:
+        self._record.event("warning", step=step, text=text)
+        self._record.say(f"note: {text}")
+
+    def end(self) -> None:
+        self._feed.close()
+
+
+def why_silent(recent: list[dict[str, float]]) -> str:
+    """In plain words, why so little is learned from these steps; "" where enough is."""
+    share = sum(one["groups_equal"] for one in recent) / len(recent)
+    if share < _SILENT:
+        return ""
+    reward = sum(one["reward"] for one in recent) / len(recent)
+    truncated = sum(one["truncated"] for one in recent) / len(recent)
+    what = (
+        f"in the last {len(recent)} steps {share:.0%} of the prompts got answers that all have one reward (mean "
+        f"{reward:.3g}), and nothing is learned from these"
+    )
+    if truncated > 0.5:
+        return f"{what}; {truncated:.0%} of the answers are cut: write a larger rl.max_new_tokens"
+    advice = (
+        "easier prompts, more rl.samples, or more of stage sft before; if nearly all are right, the task is learned"
+    )
+    return f"{what}: {advice}"

@@ -1,0 +1,183 @@
+"""Stage rl: answers that the model drew, each of whose tokens is made likelier or less likely by the answer's reward.
+
+Which answers there are, and their advantages, is train/rl's; here is the loss of one micro-batch of them, and what it
+is divided by, for every row of config/rl.py:ALGORITHMS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from duoka.config.schema import RunConfig
+from duoka.data.build_feed import Feed
+from duoka.data.feed.loader import Batch, GlobalBatch, Loader
+from duoka.data.feed.prompts import PromptRows
+from duoka.errors import ConfigError
+from duoka.model.build import LossModel
+from duoka.model.dropout import stop_dropout
+from duoka.parallel.engine import Engine
+from duoka.parallel.inputs import model_inputs
+from duoka.parallel.objective import Sums
+from duoka.tasks.rewards import RewardPool
+from duoka.train.moments import Concern
+from duoka.train.record import Recorder
+from duoka.train.rl.batch import AnswerBatch
+from duoka.train.rl.draw import Drawer
+from duoka.train.rl.feed import RolloutFeed, Site
+from duoka.train.rl.rollouts import FOLDER, Rollout
+from duoka.train.rl.start import StartWeights
+from duoka.train.rl.watch import RolloutWatch
+from duoka.train.stages.documents import count_targets, document_sums
+from duoka.train.stages.stage import Around, Stage
+from duoka.units import parse_seconds
+
+# Log-probabilities of a token, drawn with a cache and learned without one, that are the same but for rounding.
+_SAME = {"fp32": 1e-3, "bf16": 1e-1, "fp16": 1e-1}
+
+
+class Policy(Stage):
+    """Minus the sum of advantages times what the algorithm takes of the policy, over its denominator."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.rl, self.row = config.rl, config.rl.row
+        names = ["entropy", "logp_gap"]
+        names += ["ratio", "clip_low", "clip_high"] if self.row.ratio != "none" else []
+        self.metrics = dict.fromkeys([*names, *(["kl"] if self.rl.kl else [])], "tokens")
+        self._first_logps: dict[int, torch.Tensor] = {}  # by place among the rollouts, from their first update
+        self._start: StartWeights | None = None
+        self._feed: RolloutFeed | None = None
+
+    def wrap(self, lm: torch.nn.Module, *, own_logits: bool = False) -> LossModel:
+        stop_dropout(lm)  # what is dropped at random would be no part of the policy that drew
+        return LossModel(lm, own_logits=own_logits)
+
+    def describe(self) -> str:
+        return self.rl.sentence()
+
+    def take_start(self, engine: Engine) -> None:
+        if self.rl.kl:
+            self._start = StartWeights.of(engine)
+
+    def feed(self, feed: Feed, around: Around) -> Feed:
+        assert isinstance(feed, Loader) and isinstance(feed.store, PromptRows)
+        rl, config, engine, layout = self.rl, self.config, around.engine, around.layout
+        if self._start is not None and layout.is_sharded:
+            raise ConfigError(
+                f"rl.kl is {rl.kl:g}, and under {layout.strategy} no rank has the whole model to compare with",
+                fix="write   kl: 0   or   parallel: {strategy: ddp}",
+            )
+        longest = config.data.max_length
+
+        def add_start(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+            if self._start is None:
+                return rollouts
+            return self._start.add(
+                rollouts, engine, layout, max_length=longest, pad_id=around.pad_id, temperature=rl.temperature
+            )
+
+        drawer = Drawer(engine, layout, rl, config.train.seed, longest, feed.store, around.tokenizer())
+        pool = RewardPool(
+            rl.rewards, around.base, deadline_s=parse_seconds(rl.reward_deadline), num_workers=rl.reward_workers
+        )
+        site = Site(
+            config, around.base, around.run.path / FOLDER, around.model, engine, layout, feed.store, drawer, pool,
+            add_start,
+        )  # fmt: skip
+        self._feed = RolloutFeed(feed, site)
+        return self._feed
+
+    def concerns(self, record: Recorder) -> tuple[Concern, ...]:
+        assert self._feed is not None
+        return (RolloutWatch(self._feed, record, self._take_first_logps),)
+
+    def _take_first_logps(self) -> dict[int, torch.Tensor]:
+        found, self._first_logps = self._first_logps, {}
+        return found
+
+    def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:
+        answers, tokens = max(1.0, float(batch.num_samples)), max(1.0, float(batch.global_targets))
+        return {"tokens": tokens, "answers": answers, "length": answers * self.rl.max_new_tokens}
+
+    @property
+    def _divided_by(self) -> str:
+        return {"tokens": "tokens", "length": "length"}.get(self.row.normalize, "answers")
+
+    def sums(self, model: torch.nn.Module, micro: Batch, device: torch.device) -> Sums:
+        logps, entropy = model(**model_inputs(micro, device), answer="entropy", temperature=self.rl.temperature)
+        if not isinstance(micro, AnswerBatch):  # a rank without answers, or a rehearsal
+            return Sums({self._divided_by: -logps.sum()})
+        assert micro.advantages is not None and micro.drawn is not None
+        logps = logps.double()
+        if micro.old is None and self.rl.updates > 1:
+            self._keep(logps.detach(), micro)
+        old = logps.detach() if micro.old is None else micro.old.to(device)
+        counts = count_targets(micro).to(device)
+        is_target = micro.labels.to(device) >= 0
+        advantages, shares = (_on_tokens(values.to(device), micro) for values in (micro.advantages, 1 / counts))
+        share = shares if self.row.normalize == "answers" else torch.ones_like(shares)
+        gain, metrics = self._gain(logps, old, advantages, micro, counts, is_target)
+        loss = -(gain * share * is_target).sum()
+        if micro.start is not None:
+            apart = micro.start.to(device) - logps
+            k3 = (torch.expm1(apart) - apart) * is_target
+            loss = loss + self.rl.kl * (k3 * share).sum()
+            metrics["kl"] = k3.detach().sum()
+        assert entropy is not None
+        metrics["entropy"] = entropy.detach().double().sum()
+        metrics["logp_gap"] = ((logps.detach() - micro.drawn.to(device)).abs() * is_target).sum()
+        return Sums({self._divided_by: loss}, metrics)
+
+    def _gain(
+        self,
+        logps: torch.Tensor,
+        old: torch.Tensor,
+        advantages: torch.Tensor,
+        micro: AnswerBatch,
+        counts: torch.Tensor,
+        is_target: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(rows, tokens): what each token adds to what is maximized, and what is logged of it."""
+        if self.row.ratio == "none":
+            return advantages * logps, {}
+        assert self.row.clip is not None
+        low, high = 1 - self.row.clip[0], 1 + self.row.clip[1]
+        moved = (logps - old) * is_target
+        if self.row.ratio == "sequence":
+            # One ratio an answer; each token carries its share, so that any normalizer holds.
+            moved = _on_tokens(document_sums(moved, micro) / counts, micro)
+        ratio = moved.exp()
+        metrics = {
+            "ratio": (ratio.detach() * is_target).sum(),
+            "clip_low": ((ratio.detach() < low) & (advantages < 0) & is_target).double().sum(),
+            "clip_high": ((ratio.detach() > high) & (advantages > 0) & is_target).double().sum(),
+        }
+        if self.row.ratio == "weight":
+            return ratio.detach().clamp(max=high).clamp(min=low) * advantages * logps, metrics
+        return torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages), metrics
+
+    def _keep(self, logps: torch.Tensor, micro: AnswerBatch) -> None:
+        """What later updates on the same answers take for the policy that drew them."""
+        at_targets = logps[(micro.labels >= 0).to(logps.device)].cpu()
+        sizes = [int(count) for count in count_targets(micro).tolist()]
+        self._first_logps |= dict(zip(micro.places, at_targets.split(sizes), strict=True))
+
+    def check_first(self, metrics: Mapping[str, float], precision: str) -> None:
+        """At its first step the model is the policy that drew: else its ratios, and what is learned, mean nothing."""
+        if self.rl.replay is not None or metrics["logp_gap"] <= _SAME[precision]:
+            return
+        raise ConfigError(
+            f"the model that learns is not the one that drew: log-probabilities differ by {metrics['logp_gap']:.3g} a "
+            "token at the first step",
+            where="likely: an architecture whose key-value cache changes its answers, or code that draws at random",
+            fix="write   train: {precision: fp32}   to tell rounding from a fault",
+        )
+
+
+def _on_tokens(values: torch.Tensor, micro: Batch) -> torch.Tensor:
+    """(documents,) as (rows, tokens): each token has its document's."""
+    if micro.boundaries is None:
+        return values[:, None].expand(micro.labels.shape)
+    return values.repeat_interleave(micro.boundaries.diff().to(values.device).long())[None]

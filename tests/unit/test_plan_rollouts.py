@@ -1,0 +1,33 @@
+"""What a plan says of stage rl: steps on each set of answers, the cache of keys and values as formula and as held."""
+
+from pathlib import Path
+
+import torch
+from tiny import write_tiny_model
+
+from duoka.config.load import load_config
+from duoka.plan.batch import count_steps
+from duoka.plan.layout import Layout
+from duoka.plan.lengths import Lengths
+from duoka.plan.rollouts import cache_bytes, rollout_notes
+from duoka.plan.shape import read_shape
+
+
+def test_the_cache_is_what_a_model_holds_while_it_answers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = write_tiny_model(tmp_path / "model", layers=3)
+    yaml = Path(tmp_path / "run.yaml")
+    text = f"model: {folder}\nstage: rl\ndata: {{train: [task:sort], max_length: 40}}\n"
+    yaml.write_text(text + "rl: {samples: 4, max_new_tokens: 8, rows: 5}\ntrain: {global_batch: 3}\n", encoding="utf-8")
+    config, layout = load_config(yaml).config, Layout(precision="fp32")
+    found = AutoModelForCausalLM.from_pretrained(folder)(torch.ones(5, 40, dtype=torch.long), use_cache=True)
+    held = sum(
+        t.numel() * t.element_size() for layer in found.past_key_values.layers for t in (layer.keys, layer.values)
+    )
+    assert cache_bytes(config, read_shape(folder), layout) == held
+    (said,) = rollout_notes(config, read_shape(folder), layout)
+    assert "3 prompts x 4 answers of up to 8 tokens" in said
+    two = load_config(yaml, ["rl.algorithm=grpo", "rl.updates=2", "train.epochs=1"]).config
+    steps = count_steps(two.train, Lengths("tokenized", 30, 20.0, 20), updates=two.updates)
+    assert steps is not None and steps.total == 20

@@ -1,0 +1,124 @@
+"""Rewards: computed in processes that may hang, crash or print what they like, and never a silent zero."""
+
+import os
+import time
+
+import pytest
+
+from duoka.config.rl import ALGORITHMS
+from duoka.tasks.rewards import RewardPool
+from duoka.train.rl.advantages import advantages, has_signal
+
+FUNCTIONS = """
+import os, subprocess, sys, time
+def length(messages, completion, example):
+    print("functions may print")
+    return len(completion) + len(messages) + len(example["answer"])
+def none(messages, completion, example):
+    return None
+def broken(messages, completion, example):
+    return {}["nothing"]
+def endless(messages, completion, example):
+    if completion == "hang":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "of-a-reward"])
+        time.sleep(600)
+    if completion == "die":
+        os._exit(3)
+    return float("nan") if completion == "nan" else 1
+"""
+
+
+@pytest.fixture
+def pool(tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTIONS, encoding="utf-8")
+    pools = []
+
+    def make(*names, deadline_s=1.0, num_workers=1):
+        pools.append(RewardPool(names, tmp_path, deadline_s=deadline_s, num_workers=num_workers))
+        return pools[-1]
+
+    yield make
+    for one in pools:
+        one.close()
+
+
+def question(completion, **more):
+    facts = {"source": "task:sort", "id": "sort/train-0", "messages": [["user", "Sort"]], "answer": "1 2", "facts": {}}
+    return {**facts, "completion": completion, "is_cut": False, **more}
+
+
+def test_functions_and_checks_of_tasks_are_summed_by_their_weights(pool):
+    one, two = pool("task", "mine.py:length").score([question("1 2"), question("2 1 ")])
+    assert one.values == (1.0, 7.0) and two.values == (0.0, 8.0) and not one.faults
+    assert one.total((1.0, 0.5)) == 4.5 and two.total((0.0, 1.0)) == 8.0
+
+
+def test_no_failure_is_a_zero_and_each_is_told(pool):
+    found = pool("mine.py:endless", num_workers=2).score([question(word) for word in ("hang", "fine", "die", "nan")])
+    assert [one.total((1.0,)) for one in found] == [None, 1.0, None, None]
+    assert "no answer within 1 s" in found[0].faults[0] and "ended (3)" in found[2].faults[0]
+    assert "nan" in found[3].faults[0] and not found[1].faults
+
+
+def test_what_a_hanging_function_started_is_gone_with_it(pool):
+    import psutil
+
+    pool("mine.py:endless").score([question("hang"), question("fine")])
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        mine = [p for p in psutil.process_iter(["cmdline"]) if "of-a-reward" in (p.info["cmdline"] or ())]
+        if not mine:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"left behind: {mine}")
+
+
+def test_an_exception_and_no_opinion_differ(pool):
+    broken, none, missing, other = (
+        pool(name).score([question("x")])[0] for name in ("mine.py:broken", "mine.py:none", "mine.py:no", "not.py:x")
+    )
+    assert broken.total((1,)) is None and "KeyError" in broken.faults[0]
+    assert none.total((1,)) is None and not none.faults
+    assert "no function 'no'" in missing.faults[0] and "no file 'not.py'" in other.faults[0]
+
+
+def test_nobody_is_left_when_the_asking_process_dies(tmp_path):
+    import subprocess
+    import sys
+
+    import psutil
+
+    (tmp_path / "mine.py").write_text(FUNCTIONS, encoding="utf-8")
+    code = (
+        "import os, sys\nfrom duoka.tasks.rewards import RewardPool\n"
+        f"pool = RewardPool(['mine.py:length'], {str(tmp_path)!r}, deadline_s=30)\n"
+        f"pool.score([{question('x')!r}])\n"
+        "import psutil\nprint(psutil.Process().children()[0].pid, flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid) and done.returncode == -9 and os.getpid() != pid
+
+
+def test_an_answer_without_a_reward_leaves_its_group():
+    groups = [[1.0, 0.0, None, 1.0], [0.5, None, None, None], [0.3, 0.3, 0.3, None]]
+    centered = advantages(groups, "center")
+    assert centered[0] == [pytest.approx(1 / 3), pytest.approx(-2 / 3), None, pytest.approx(1 / 3)]
+    assert centered[1] == [0.0, None, None, None] and centered[2] == [0.0, 0.0, 0.0, None]
+    assert [has_signal(group) for group in groups] == [True, False, False]
+    assert advantages(groups, "leave_one_out")[0] == [pytest.approx(0.5), pytest.approx(-1.0), None, pytest.approx(0.5)]
+    assert advantages(groups, "group_std")[2] == [0.0, 0.0, 0.0, None]
+
+
+def test_every_algorithm_is_a_row_and_a_key_beside_it_wins():
+    from duoka.config.rl import RlConfig
+
+    for name, row in ALGORITHMS.items():
+        assert RlConfig(algorithm=name).row == row
+        assert name in RlConfig(algorithm=name).sentence()
+    changed = RlConfig(algorithm="dapo", advantage="center", normalize="length", clip=(0.1, 0.5), drop_equal=False).row
+    assert (changed.advantage, changed.normalize, changed.clip) == ("center", "length", (0.1, 0.5))
+    assert not changed.drop_equal
