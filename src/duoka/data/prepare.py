@@ -176,15 +176,14 @@ def _build_report(
         notes.append(f"no answer ends with {named}, so a chat may not know when to stop")
     if isinstance(train, LabeledRows):
         notes += label_notes(train, config.stage)
+    # A pair is two rows: how many tokens padding takes is not a matter of one length.
+    padding = None if isinstance(train, AnswerRows) else measure_padding(_any_plan(store, config), config.sample_tokens)
     return DataReport(
         **common,
         has_pairs=isinstance(train, PairRows),
         num_good=int(train.is_good.sum()) if isinstance(train, LabeledRows) else None,
         template="the model's own" if tokenizer.template_name == "model" else tokenizer.template_name,
-        # A pair is two rows: how many tokens padding takes is not a matter of one length.
-        padding=None
-        if isinstance(train, AnswerRows)
-        else measure_padding(_any_plan(store, config), config.sample_tokens),
+        padding=padding,
         ends_with_eos=ends,
         notes=tuple(notes),
     )
