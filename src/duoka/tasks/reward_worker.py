@@ -6,6 +6,7 @@ prints goes to the error stream; it ends with whoever started it, also in the mi
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -28,7 +29,8 @@ def main() -> None:
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
     names, base = json.loads(asked.get())
-    functions: dict[str, Any] = {}
+    functions = _load_all(names, Path(base))
+    print(json.dumps("ready"), file=answers, flush=True)
     while True:
         question = json.loads(asked.get())
         found = [_score(functions, name, question, Path(base)) for name in names]
@@ -40,6 +42,16 @@ def _listen(asked: queue.SimpleQueue[str]) -> None:
         asked.put(line)
     # Whoever asked is gone: nobody waits for what is being computed, nor for what that has started.
     os.killpg(0, signal.SIGKILL)
+
+
+def _load_all(names: list[str], base: Path) -> dict[str, Any]:
+    """Before the first question, so that imports are not part of its time; what cannot be loaded says so there."""
+    functions: dict[str, Any] = {}
+    for name in names:
+        with contextlib.suppress(Exception, SystemExit):
+            if name != "task":
+                functions[name] = load_function(name, base)
+    return functions
 
 
 def _score(functions: dict[str, Any], name: str, question: dict[str, Any], base: Path) -> dict[str, Any]:

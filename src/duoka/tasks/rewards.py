@@ -22,7 +22,7 @@ from typing import Any
 
 from duoka.process.lifeline import WORLD_TOKEN, leaves_the_world
 
-_START_S = 60.0  # for its first answer a process imports what the functions need
+_START_S = 60.0  # a process imports what the functions need before it is asked
 
 
 @dataclass(frozen=True)
@@ -87,27 +87,28 @@ class _Worker:
     def __init__(self, names: tuple[str, ...], base: Path, deadline_s: float) -> None:
         self._names, self._base, self._deadline_s = names, base, deadline_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._read = b""
-        self._allowed_s = deadline_s
+        self._read, self._is_new = b"", True
 
     def ask(self, question: dict[str, Any]) -> Rewarded:
         try:
             process = self._started()
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-            line = self._line(process, time.monotonic() + self._allowed_s)
+            line = self._line(process, time.monotonic() + _START_S) if self._is_new else b"ready"
+            if line:
+                self._is_new = False
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(question).encode() + b"\n")
+                process.stdin.flush()
+                line = self._line(process, time.monotonic() + self._deadline_s)
         except OSError as error:
             line, why = None, f"its process ended ({error.strerror or type(error).__name__})"
         else:
-            why = f"no answer within {self._deadline_s:g} s"
+            why = f"not ready within {_START_S:g} s" if self._is_new else f"no answer within {self._deadline_s:g} s"
             if line == b"":  # it has closed its end: it is gone, or about to be
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     why = f"its process ended ({process.wait(self._deadline_s)})"
         if not line:
             self.end()
             return Rewarded((None,) * len(self._names), (f"{' + '.join(self._names)}: {why}",))
-        self._allowed_s = self._deadline_s
         parts = json.loads(line)
         faults = tuple(
             f"{name}: {one['error']}" for name, one in zip(self._names, parts, strict=True) if "error" in one
@@ -120,9 +121,10 @@ class _Worker:
                 [sys.executable, "-m", "duoka.tasks.reward_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 env=_environment(), start_new_session=True,
             )  # fmt: skip
-            self._read, self._allowed_s = b"", max(self._deadline_s, _START_S)
+            self._read, self._is_new = b"", True
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps([self._names, str(self._base)]).encode() + b"\n")
+            self._process.stdin.flush()
         return self._process
 
     def _line(self, process: subprocess.Popen[bytes], ends: float) -> bytes | None:
