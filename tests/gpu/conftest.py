@@ -17,7 +17,7 @@ from gpus import num_gpus  # noqa: E402
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One loud line without a GPU; with one, a table of what was found."""
     reports = [one for kind in ("passed", "failed", "error", "skipped") for one in terminalreporter.getreports(kind)]
-    rows = [(one.nodeid, one.outcome, one.duration) for one in reports if "tests/gpu/" in one.nodeid]
+    rows = [(one.nodeid, one.outcome, getattr(one, "duration", 0.0)) for one in reports if "tests/gpu/" in one.nodeid]
     if not rows:
         return
     if not num_gpus():

@@ -12,7 +12,7 @@ from test_any_split import EVEN, SPLITS, batches, case, compare_held_with_plan, 
 from test_collectives import KINDS, see_it_all
 from test_ddp_options import HALVES, compare_half_with_whole, exchange_thin
 from test_sequence import SOME, compare_all
-from test_sharded import STRATEGIES, look_at
+from test_sharded import look_at
 from test_together import PAIRS, run_cases
 from worlds import run_world, train_all
 
@@ -24,6 +24,7 @@ from duoka.plan.layout import SHARDED
 __all__ = ["batches", "case", "oracles"]  # fixtures
 # Sums of another order and another kernel: fp32 without TF32, over eight optimizer steps.
 TOLERANCE = 1e-4
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 POSSIBLE = [name for name, (_, size, _) in SPLITS.items() if size <= num_gpus()]
 
 
@@ -100,8 +101,8 @@ def test_thin_gradients_on_nccl(two_gpus):
 
 def test_strategies_exchange_what_they_should_on_nccl(two_gpus, case, tmp_path):
     """Counted by the ledger; the trace of NCCL's kernels has other names."""
-    run_world(two_gpus, look_at, str(case[1]["tied"]), STRATEGIES[:-1], str(tmp_path))
-    for strategy in STRATEGIES[:-1]:
+    run_world(two_gpus, look_at, str(case[1]["tied"]), STRATEGIES, str(tmp_path))
+    for strategy in STRATEGIES:
         facts = json.loads((tmp_path / f"{strategy}-0.json").read_text())
         kinds = {"ddp": {"all-reduce"}}.get(strategy, {"all-gather", "reduce-scatter"})
         assert set(facts["ledger"]) == kinds, strategy

@@ -208,7 +208,8 @@ def test_one_process_per_gpu_unless_told_otherwise(asked: int | None, gpus: int,
 
 def test_ranks_of_several_machines_use_the_network_that_leads_to_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lan0": [SimpleNamespace(address="127.0.0.1")]})
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
     choose_interface(RankEnvironment(0, 0, 2, 2, 0, "127.0.0.1", 1))
     assert not os.environ["GLOO_SOCKET_IFNAME"], "one machine: as its launcher says"
     choose_interface(RankEnvironment(0, 0, 2, 1, 0, "127.0.0.1", 1))
