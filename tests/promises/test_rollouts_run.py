@@ -44,6 +44,7 @@ def sometimes(messages, completion, example):
 def never(messages, completion, example):
     raise RuntimeError("the judge is gone")
 """
+FEW = ["train.global_batch=2", "rl.samples=2"]  # where there is nothing to learn
 # Fewer, larger steps on the same prompts, to see what is learned.
 LEARNING = ["rl.algorithm=reinforce", "rl.updates=1", "train.max_steps=16", "train.global_batch=8", "rl.samples=8",
             "optim.lr=1e-2", "checkpoint.every=100", "optim.schedule=constant"]  # fmt: skip
@@ -84,7 +85,7 @@ def case(tmp_path_factory):
             job("some fail", f"rl.rewards=[{mine}sometimes]", "train.max_steps=2"),
             job("up", *LEARNING),
             job("down", *LEARNING, f"rl.rewards=[{mine}less]"),
-            job("flat", *LEARNING, f"rl.rewards=[{mine}same]", "train.max_steps=24", "optim.weight_decay=0"),
+            job("flat", *LEARNING, f"rl.rewards=[{mine}same]", "train.max_steps=24", "optim.weight_decay=0", *FEW),
         ],
         1,
     )
