@@ -20,10 +20,10 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends libtcmalloc-minimal4 \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 10001 duoka \
- && install -d -o duoka -g duoka /home/duoka/work /home/duoka/work/runs /home/duoka/.cache
+ && install -d -o duoka -g duoka /home/duoka/jobs /home/duoka/jobs/runs /home/duoka/.cache
 COPY --from=build /opt/duoka /opt/duoka
 ENV PATH=/opt/duoka/bin:$PATH PYTHONUNBUFFERED=1
 USER duoka
-WORKDIR /home/duoka/work
+WORKDIR /home/duoka/jobs
 ENTRYPOINT ["duoka"]
 CMD ["--help"]

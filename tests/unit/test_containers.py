@@ -51,7 +51,7 @@ def test_both_nodes_of_the_compose_file_type_what_duoka_takes() -> None:
         assert word == "train" and (ROOT / context.params["config"]).is_file()
         assert context.params["meet"] == "node1:29500" and service["hostname"] == name
         folders = [volume.split(":")[1] for volume in service["volumes"]]
-        assert "/home/duoka/work/runs" in folders, "nodes need one disk for their checkpoints"
+        assert "/home/duoka/jobs/runs" in folders, "nodes need one disk for their checkpoints"
 
 
 def test_the_public_workflow_does_what_ci_does() -> None:
