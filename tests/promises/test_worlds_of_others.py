@@ -128,6 +128,38 @@ def test_two_starts_with_the_guides_environment_make_one_world(home: Path) -> No
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 3
 
 
+OWN_SCRIPT = """import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([2.0 ** dist.get_rank()])
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():g} {sys.argv[1]}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("form", ["places", "meeting"])
+def test_an_own_script_runs_on_several_machines_by_the_lines_of_torchrun(tmp_path: Path, form: str) -> None:
+    (tmp_path / "own.py").write_text(OWN_SCRIPT, encoding="utf-8")
+    port = free_port()
+    line = ["torchrun", "--nnodes=2", "--nproc_per_node=1"]
+    if form == "meeting":
+        line += ["--rdzv_id=456", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}"]
+    nodes = []
+    for node in range(2):
+        place = [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        typed = [*line, *(place if form == "places" else []), "own.py", "word"]
+        nodes.append(start_duoka(*typed, env={"DUOKA_ALLOW_LOOPBACK": "1"}, cwd=tmp_path, merged=False))
+    try:
+        outputs = [node.communicate(timeout=100) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    logs = [path.read_text(encoding="utf-8") for path in tmp_path.glob("runs/own-456/logs/*")]
+    said = "".join((*(out for out, _ in outputs), *logs))
+    assert "rank 0 of 2: 3 word" in said and "rank 1 of 2: 3 word" in said, outputs
+
+
 def accelerate_launch() -> list[str]:
     plain = {"num_processes": 2, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
     flags = ["--multi_gpu", *(f"--{name}={value}" for name, value in plain.items())]

@@ -67,13 +67,24 @@ def test_nodes_without_fixed_places_meet(nodes: str, more: list[str]) -> None:
     assert "a rendezvous of their own, at 10.0.0.1:1234" in meaning.notes[0]
 
 
+def test_a_script_of_ones_own_is_launched_on_several_nodes(folder: Path) -> None:
+    (folder / "ddp.py").write_text("", encoding="utf-8")
+    fixed = "--nnodes=2 --node_rank=1 --nproc_per_node=2 --master_addr=10.0.0.1 --master_port=1234 ddp.py --lr 1"
+    meaning = meaning_of_torchrun(fixed.split())
+    assert meaning.words == ("launch", "--nproc", "2", "ddp.py", "--lr", "1")
+    assert meaning.env == {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    meets = "--nnodes=2 --nproc_per_node=4 --rdzv_id=456 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 ddp.py"
+    meaning = meaning_of_torchrun(meets.split())
+    meeting = ("--nodes", "2", "--meet", "10.0.0.1:1234", "--output", "runs/ddp-456")
+    assert meaning.words == ("launch", "--nproc", "4", *meeting, "ddp.py") and not meaning.env
+    assert "a disk that all machines see" in meaning.notes[-1]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("--nproc_per_nod=2 ddp.py", "did you mean --nproc_per_node"),
         ("--nproc_per_node=2", "names no program"),
-        ("--nnodes=1:4 ddp.py", "started by torchrun itself"),
-        ("--nnodes=2 ddp.py", "started by torchrun itself"),
         ("--nproc_per_node=2 no.py", "there is no script no.py"),
     ],
 )

@@ -1,68 +1,100 @@
-"""`duoka launch`: a user's own script on N processes, with the same supervision that training has."""
+"""`duoka launch`: a user's own script on N processes of one or several machines, supervised as training is."""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from duoka.cluster.launcher import Launcher, Spec
+    from duoka.cluster.verdict import Verdict
+    from duoka.runs.folder import RunFolder
 
 
 @click.command(
     "launch",
     help="Run SCRIPT on N processes of this machine, with RANK, WORLD_SIZE, MASTER_ADDR, ... set for "
-    "torch.distributed. What follows SCRIPT is the script's own.",
+    "torch.distributed. What follows SCRIPT is the script's own. Several machines: type it on each, with --nodes 2 "
+    "--meet HOST:PORT and one --output on a disk that they share, or with NNODES, NODE_RANK, MASTER_ADDR and "
+    "MASTER_PORT in front.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("--nproc", type=int, help="Processes; default: one per GPU, on a CPU one.")
+@click.option("--nproc", type=int, help="Processes on each machine; default: one per GPU, on a CPU one.")
 @click.option("--port", type=int, default=None, help="Port of the rendezvous; default: a free one.")
 @click.option("--restarts", type=click.IntRange(0), default=0, help="Start again up to N times after a crash.")
-@click.option("--output", help="Folder for logs and status; default: runs/SCRIPT-DATE-TIME.")
+@click.option("--nodes", default="", metavar="MIN:MAX", help="Machines, which may leave and come back.")
+@click.option("--meet", default="", metavar="HOST:PORT", help="The rendezvous: the address of the machine that stays.")
+@click.option("--wait", default="", metavar="TIME", help="How long to wait for machines; default: 30min.")
+@click.option("--output", default="", help="Folder for logs and status; default: runs/SCRIPT-DATE-TIME.")
 @click.option("--grace", type=float, default=60.0, show_default=True, help="Seconds from a request to stop to an end.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
-def command(
-    nproc: int | None,
-    port: int | None,
-    restarts: int,
-    output: str | None,
-    grace: float,
-    module: bool,
-    script: str,
-    arguments: tuple[str, ...],
-) -> int:
+def command(output: str, grace: float, module: bool, script: str, arguments: tuple[str, ...], **flags: Any) -> int:
     from duoka.cli.outcome import print_verdict
-    from duoka.cluster.launch import check_port, count_processes
+    from duoka.cluster.choose import choose_launcher
+    from duoka.cluster.launch import count_processes
     from duoka.cluster.launcher import Spec
-    from duoka.cluster.restart import LocalLauncher
-    from duoka.cluster.run_lock import hold_run
+    from duoka.cluster.nodes import Flags
     from duoka.errors import ConfigError
     from duoka.plan.hardware import read_machine
-    from duoka.runs.folder import RunFolder
 
     path = Path(script)
     if not module and not path.is_file():
         raise ConfigError(f"there is no script {script}", fix="write for example: duoka launch --nproc 2 train.py")
-    num_processes = count_processes(nproc, len(read_machine().gpus))
-    if port is not None:
-        check_port(port)
-    run = RunFolder(
-        Path(output or f"runs/{script.rpartition('.')[2] if module else path.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    )
-    if run.exists():
-        raise ConfigError(f"{run.path} holds a training run", fix="write another --output for the script's logs")
+    launcher, restarts = choose_launcher(Flags(**flags))
+    for note in launcher.notes:
+        click.echo(f"note: {note}", err=True)
+    num_processes = count_processes(launcher.num_processes, len(read_machine().gpus))
+    launcher.check()
     program = ("-m", script) if module else (script,)
     spec = Spec(
         (sys.executable, *program, *arguments),
         num_processes,
-        run,
+        _logs_folder(output, script.rpartition(".")[2] if module else path.stem, launcher),
         restarts=restarts,
         resumes=False,
         stop_within_s=grace,
+        identity={"script": " ".join((*program, *arguments)), "its content": "" if module else _digest(path)},
     )
-    with hold_run(run):
-        verdict = LocalLauncher(port or 0).start(spec, lambda text: click.echo(text, err=True))
+    verdict = _start(launcher, spec)
     print_verdict(verdict)
     return verdict.exit_code
+
+
+def _start(launcher: Launcher, spec: Spec) -> Verdict:
+    from duoka.cluster.run_lock import hold_run
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    if not launcher.prepares:  # the folder is shared by the launchers of all machines
+        return launcher.start(spec, say)
+    with hold_run(spec.run):
+        return launcher.start(spec, say)
+
+
+def _logs_folder(output: str, name: str, launcher: Launcher) -> RunFolder:
+    from duoka.cluster.elastic import ComingAndGoing
+    from duoka.errors import ConfigError
+    from duoka.runs.folder import RunFolder
+
+    if isinstance(launcher, ComingAndGoing) and not output:
+        raise ConfigError(
+            "machines that find each other need one folder, on a disk that all of them see",
+            where="the secret by which they know each other lies in it",
+            fix=f"write on all of them, for example:   --output runs/{name}",
+        )
+    run = RunFolder(Path(output or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    if run.exists():
+        raise ConfigError(f"{run.path} holds a training run", fix="write another --output for the script's logs")
+    return run
+
+
+def _digest(script: Path) -> str:
+    return hashlib.sha256(script.read_bytes()).hexdigest()

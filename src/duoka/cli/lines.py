@@ -327,11 +327,6 @@ def _meaning(
             f"there is no script {line.program}, and no YAML behind it that duoka could train",
             fix="write for example:   duoka train x.yaml --nproc 2",
         )
-    if nodes != "1" and config is None:
-        raise ConfigError(
-            "a script of your own on several machines is started by torchrun itself",
-            fix="leave duoka out of the line; duoka.Accelerator finds its place there too",
-        )
     if nodes != "1" and not is_elastic:
         port = ""
     words = ["train", *config] if config is not None else ["launch"]
@@ -341,8 +336,19 @@ def _meaning(
     words += ["--restarts", restarts] if restarts not in ("", "0") else []
     if config is not None:
         return Meaning((*words, *settings), env, tuple(notes))
+    if is_elastic:
+        folder = _shared_folder(line)
+        words += ["--output", folder]
+        notes = [*notes, f"{folder} must be on a disk that all machines see: the secret of the rendezvous lies there"]
     words += ["--module"] if line.is_module else []
     return Meaning((*words, line.program, *line.arguments), env, tuple(notes))
+
+
+def _shared_folder(line: Line) -> str:
+    """One name on all machines, for the logs of a script of one's own."""
+    name = line.program.rpartition(".")[2] if line.is_module else Path(line.program).stem
+    asked = line.flags.get("rdzv_id", "").strip("./")
+    return line.flags.get("log_dir") or f"runs/{name}{'-' if asked else ''}{asked.replace('/', '-')}"
 
 
 def _config_of(line: Line) -> list[str] | None:

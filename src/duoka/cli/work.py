@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 _RANK_0_SPEAKS_S = 3.0
 
 
-# --- the processes that train ---
-
-
-# --- the processes that train ---
-
-
 def work_for_supervisor(config: str, rank: int) -> int:
     """A rank of a world that duoka started: the config is resolved, the folder is ready, errors go to the parent."""
     from duoka.config.load import load_config

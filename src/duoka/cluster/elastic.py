@@ -25,6 +25,7 @@ from duoka.cluster.ranks import RankPlace, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals, write_end
 from duoka.cluster.verdict import INTERRUPTED, LEFT_AT_ONCE, Kind, Verdict, stopped, verdict_of
 from duoka.errors import ConfigError, DuokaError, StorageError, WorkerFailed
+from duoka.process.interface import interface_environment
 from duoka.process.lifeline import JOINS, QUIET
 from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
 from duoka.units import format_seconds
@@ -311,6 +312,7 @@ class Machine:
         env = node_environment(self.spec.num_processes) | dict(self.spec.env) | {
             LOGS_FOLDER: str(self.spec.run.logs.resolve()), NUM_RESTARTS: str(self.world - 1), JOINS: QUIET,
         }  # fmt: skip
+        env |= interface_environment(self.rules.host, env)
         patience = StopPatience(self.spec.run, self.spec.stop_within_s)
         if self.spec.forks is not None:
             self.spec.forks.is_hurried = self._waits_for_imports

@@ -23,7 +23,7 @@ from duoka.cluster.supervise import Request, listen_to_signals
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
 from duoka.errors import ConfigError, Fault, Faults
 from duoka.process.exits import RankExit
-from duoka.process.interface import is_own_address
+from duoka.process.interface import interface_environment, is_own_address
 from duoka.runs.stop_request import write_stop_request
 from duoka.units import parse_seconds
 
@@ -224,6 +224,7 @@ class FixedNodes:
         request, patience = Request(), StopPatience(spec.run, spec.stop_within_s)
         with listen_to_signals(request, spec.forks):
             env = node_environment(spec.num_processes) | dict(spec.env)
+            env |= interface_environment(self.master_addr, env)
             ranks = Ranks(place, spec.command, env, patience=patience, forks=spec.forks)
             try:
                 while ranks.look() and not request.leave_now:
@@ -235,21 +236,25 @@ class FixedNodes:
                 ranks.close()
         if request.leave_now:
             return stopped(LEFT_AT_ONCE, INTERRUPTED)
-        return judge_node(place, ranks.watch.first_failure, request.stop_by)
+        return judge_node(place, ranks.watch.first_failure, request.stop_by, resumes=spec.resumes)
 
 
-def judge_node(place: RankPlace, end: RankExit | None, stopped_by: str) -> Verdict:
+def judge_node(place: RankPlace, end: RankExit | None, stopped_by: str, *, resumes: bool = True) -> Verdict:
     if end is None:
         return Verdict(Kind.DONE)
-    if stopped_by and end.code == -signal.SIGTERM:  # while it loaded: it could not answer yet
+    if stopped_by and end.code == -signal.SIGTERM:
+        if not resumes:
+            return stopped(f"stopped by {stopped_by}", 128 + getattr(signal, stopped_by))
+        # While it loaded: it could not answer yet.
         return stopped(f"stopped by {stopped_by} before anything could be saved; the same command starts again")
     if end.code < 0:
         name = signal_name(-end.code)
-        fix = "  the same command on every node goes on from the newest checkpoint"
+        fixes = ["  the same command on every node goes on from the newest checkpoint"] if resumes else []
         who = f"rank {end.rank} of {place.size}"
         if stopped_by and end.by_us:
-            text = f"{who} did not stop within the time of faults.stop_within after {stopped_by}, and was killed"
-            return failed(Kind.NOT_STOPPING, text, fix, rank=end.rank, cause=name)
-        return failed(Kind.WORKER_DIED, f"{who} was killed by {name}", fix, rank=end.rank, cause=name)
+            limit = "the time of faults.stop_within" if resumes else "--grace seconds"
+            text = f"{who} did not stop within {limit} after {stopped_by}, and was killed"
+            return failed(Kind.NOT_STOPPING, text, *fixes, rank=end.rank, cause=name)
+        return failed(Kind.WORKER_DIED, f"{who} was killed by {name}", *fixes, rank=end.rank, cause=name)
     kind = KIND_OF_CODE.get(end.code, Kind.WORKER_DIED)
     return Verdict(kind, end.code, rank=end.rank, cause=f"exit code {end.code}")

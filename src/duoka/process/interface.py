@@ -1,4 +1,6 @@
-"""By which network gloo's ranks of several machines find each other. Called by world.py before the process group.
+"""By which network gloo's ranks of several machines find each other.
+
+Called by world.py before the process group, and by launchers, whose ranks may be scripts that know nothing of duoka.
 
 Gloo asks what this host's name means, which on many machines (Debian's default) is 127.0.1.1: no other machine gets
 there. The network that leads to MASTER_ADDR is one that all machines have in common. Who has chosen is left alone.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 
 from duoka.process.environ import RankEnvironment
 
@@ -18,12 +21,15 @@ _ANY_PORT = 9  # nothing is sent
 
 def choose_interface(place: RankEnvironment) -> None:
     """For worlds of several machines, GPU ones too: beside NCCL, saves talk over gloo."""
-    if place.size == place.local_size or all(os.environ.get(one) for one in _CHOSEN):
-        return
-    name = interface_towards(place.master_addr)
-    for one in _CHOSEN:
-        if name and not os.environ.get(one):
-            os.environ[one] = name
+    if place.size > place.local_size:
+        os.environ.update(interface_environment(place.master_addr, os.environ))
+
+
+def interface_environment(host: str, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that name the interface towards `host`, where nobody has set them."""
+    missing = [one for one in _CHOSEN if not env.get(one)]
+    name = interface_towards(host) if missing else ""
+    return dict.fromkeys(missing, name) if name else {}
 
 
 def interface_towards(host: str) -> str:
