@@ -69,6 +69,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"CLUSTER TESTS WERE SKIPPED: {reason}", red=True)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """After a command that took all cores in this process: two threads that wait for each other on busy cores spin."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def duoka_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Tokenized data and converted models of tests go to a folder of their own."""

@@ -24,7 +24,7 @@ model: {model}
 data: {{train: [{data}], max_length: 512}}
 lora: {{rank: 3, alpha: 6, dropout: 0}}
 optim: {{lr: 5e-3, warmup: 0.5, clip: 0.5, weight_decay: 0.1}}
-train: {{max_steps: 2, global_batch: 8, precision: fp32, seed: 7, micro_batch: 200 tokens}}
+train: {{max_steps: 2, global_batch: 8, precision: fp32, seed: 7, micro_batch: 300 tokens}}
 checkpoint: {{every: 1}}
 log: {{to: []}}
 output: {output}

@@ -26,8 +26,8 @@ log: {{to: []}}
 output: {output}
 """
 
-WHOLE, CUT = "train.micro_batch=100000 tokens", "train.micro_batch=200 tokens"
-# Two packed samples need not fit a micro-batch of 200 tokens: accumulation differs from step to step.
+WHOLE, CUT = "train.micro_batch=100000 tokens", "train.micro_batch=300 tokens"
+# Three packed samples need not fit a micro-batch of 300 tokens: accumulation differs from step to step.
 PADDED = ("data.packing=false", "train.micro_batch=2")
 LORA = "lora={rank: 3, dropout: 0}"
 PAIRS = "parallel.shard_ranks=2"

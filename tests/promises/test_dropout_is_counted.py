@@ -18,7 +18,7 @@ SEED, P = 7, 0.2
 WEIGHTS_OF_ORACLE = 5e-5
 RECIPE = {"lr": 5e-3, "warmup": 0.2, "clip": 0.5, "weight_decay": 0.1}
 LORA = f"lora={{rank: 3, dropout: {P}}}"
-CUT = "train.micro_batch=200 tokens"
+CUT = "train.micro_batch=300 tokens"
 PADDED = ("data.packing=false", "train.micro_batch=2")
 
 SPLITS = {

@@ -17,7 +17,7 @@ from duoka.runs.status import read_status
 
 pytestmark = pytest.mark.timeout(400)
 
-CUT = "train.micro_batch=200 tokens"
+CUT = "train.micro_batch=300 tokens"
 PADDED = ("data.packing=false", "train.micro_batch=2")
 SHARED = "parallel.sequence=2"
 LORA = "lora={rank: 3, dropout: 0.2}"

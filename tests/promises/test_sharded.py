@@ -315,7 +315,7 @@ def start_from(source, step, target):
 def test_a_run_goes_on_under_another_strategy(case):
     """ddp on 2 -> fsdp on 4 -> zero1 on 2 -> one process: the numbers and weights of the run that never changed."""
     folder, yaml, _, _ = case
-    settings = ["checkpoint.every=2", "checkpoint.keep=10", "train.micro_batch=200 tokens"]
+    settings = ["checkpoint.every=2", "checkpoint.keep=10", "train.micro_batch=300 tokens"]
 
     def job(name, strategy):
         return (str(yaml), [*settings, f"parallel.strategy={strategy}"], str(folder / name))

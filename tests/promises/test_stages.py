@@ -57,7 +57,7 @@ def learn_toy(yaml, strategies, folder):
     world = None
     for name in strategies:
         settings = [] if name == "single" else [f"parallel.strategy={name}"]
-        settings += ["data.packing=true", "train.micro_batch=200 tokens"]
+        settings += ["data.packing=true", "train.micro_batch=300 tokens"]
         inputs, world, _, contents, feed = build(yaml, settings, f"{folder}/{name}", world)
         engine, toy = contents.engine, build_toy(inputs.config)
         batch = next(feed.from_cursor(0, 0, 1.0))

@@ -14,6 +14,9 @@ from duoka.data.prepare import prepare_data
 from duoka.units import parse_amount
 
 TOLERANCE = 1e-5
+# Of a tensor after four steps of AdamW, which makes whole steps of gradients that are little but rounding: 1.1e-5 where
+# the CPU multiplies in another order than ours did (AVX-512), and 5.8e-5 of an oracle in float64.
+TENSOR_TOLERANCE = 3e-5
 YAML = """
 model: {model}
 data: {{train: [{data}], max_length: 512}}
@@ -68,6 +71,6 @@ def test_some_layers_learn_as_in_a_plain_loop_and_the_rest_stays_to_the_bit(case
     for key, value in after.items():
         if key in weights:
             error = float((value - weights[key]).norm() / weights[key].norm())
-            assert error < TOLERANCE and not value.equal(before[key]), f"{key} of {name} is off by {error}"
+            assert error < TENSOR_TOLERANCE and not value.equal(before[key]), f"{key} of {name} is off by {error}"
         else:
             assert value.equal(before[key]), f"{key} of {name} was frozen, and moved"

@@ -12,8 +12,8 @@ from worlds import leave_garbage, run_world
 
 # name -> settings of the run; 26 conversations in batches of 8: short last windows, micro-batches that differ.
 RUNS = {
-    "ddp": ["parallel.strategy=ddp", "train.micro_batch=200 tokens"],
-    "fsdp": ["parallel.strategy=fsdp", "train.micro_batch=200 tokens"],
+    "ddp": ["parallel.strategy=ddp", "train.micro_batch=300 tokens"],
+    "fsdp": ["parallel.strategy=fsdp", "train.micro_batch=300 tokens"],
     "zero1": ["parallel.strategy=zero1", "data.packing=false", "train.micro_batch=2"],
     "adapters": ["parallel.strategy=ddp", "lora={rank: 3, dropout: 0.2}"],
 }
