@@ -140,16 +140,19 @@ def _all_reduce(num_processes: int, size: str, say: Callable[[str], None]) -> di
     metavar="NAME,...",
     help="With several processes, such as ddp,fsdp.",
 )
+@click.option("--batches", default="", metavar="N,N,...", help="Samples a step; default: what CONFIG says.")
 @click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Steps to measure, of each.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Write the speeds as a picture, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def run(
-    config: str, overrides: tuple[str, ...], nproc: str, strategies: str, steps: int, svg: str | None, as_json: bool
-) -> int:
-    """Speed, memory and bytes of CONFIG's steps at several numbers of processes and strategies, beside the plan.
+    config: str, overrides: tuple[str, ...], nproc: str, strategies: str, batches: str, steps: int, svg: str | None,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Speed, memory and bytes of CONFIG's steps at several numbers of processes, strategies, batches, beside the plan.
 
-    Efficiency is the speed divided by that of one process of the same run, times as many processes. Nothing of a run is
-    written. Let nothing else run beside it.
+    Efficiency is the speed divided by that of one process at the same batch, times as many processes; below 85% a line
+    says why. A case that does not run or does not fit is a row too. Nothing of a run is written. Let nothing else run
+    beside it.
     """
     from dataclasses import asdict
 
@@ -159,7 +162,9 @@ def run(
 
     machine = read_machine()
     names = [name.strip() for name in strategies.split(",") if name.strip()]
-    cases = measure(config, overrides, _counts(nproc), names or ["auto"], steps)
+    cases = measure(
+        config, overrides, _counts("--nproc", nproc), names or ["auto"], steps, _counts("--batches", batches)
+    )
     if svg is not None:
         write_text_atomic(Path(svg), chart(cases))
     rows = [asdict(case) for case in cases]
@@ -168,8 +173,8 @@ def run(
     return 0 if any(case.step_s for case in cases) else cases[0].exit_code
 
 
-def _counts(text: str) -> list[int]:
+def _counts(flag: str, text: str) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdigit() and int(word) > 0 for word in words):
-        raise click.UsageError(f"--nproc is {text!r}: write numbers of processes, such as   --nproc 1,2,4")
+    if (flag == "--nproc" and not words) or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise click.UsageError(f"{flag} is {text!r}: write whole numbers, such as   {flag} 1,2,4")
     return [int(word) for word in words]

@@ -1,4 +1,4 @@
-"""`duoka bench run`: one config at several numbers of processes and strategies, measured one after another.
+"""`duoka bench run`: one config at several numbers of processes, strategies and batches, measured one after another.
 
 Each case is a `duoka profile` of its own, so that no case lives in the memory of another; what is compared is the speed
 of its plain steps, with what the plan said beside it.
@@ -11,14 +11,17 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from duoka.errors import ConfigError, DataError, DoesNotFit, StorageError, WorkerFailed
 from duoka.units import format_bytes
 
+LOW = 0.85  # an efficiency below it gets a reason
+_WAITS = 0.1  # the share of a step that counts as one
 _TITLES = tuple(f"{kind.title}:" for kind in (ConfigError, DataError, DoesNotFit, StorageError, WorkerFailed))
 
 
@@ -28,6 +31,7 @@ class Case:
 
     num_ranks: int
     strategy: str
+    batch: int = 0  # samples a step; 0: what the config says
     layout: str = ""
     step_s: float | None = None
     tokens_per_s: float = 0.0
@@ -35,48 +39,63 @@ class Case:
     peak_bytes: int = 0
     planned_bytes: int = 0
     sent_bytes: float = 0.0
+    wait_share: float = 0.0  # of a step of rank 0: for what others send
     planned_step_s: float | None = None
     problem: str = ""
     exit_code: int = 0
 
 
 def measure(
-    config: str, overrides: Sequence[str], sizes: Sequence[int], strategies: Sequence[str], steps: int
+    config: str,
+    overrides: Sequence[str],
+    sizes: Sequence[int],
+    strategies: Sequence[str],
+    steps: int,
+    batches: Sequence[int] = (),
 ) -> list[Case]:
-    """Every strategy at every number of processes; one process has no strategy to choose."""
-    asked = [(size, strategy) for size in sizes for strategy in (strategies if size > 1 else ["auto"])]
+    """Every strategy at every number of processes and batch; one process has no strategy to choose but dp."""
+    alone = ["auto", *(one for one in strategies if one == "dp")]
+    asked = [
+        Case(size, strategy, batch)
+        for batch in batches or [0]
+        for size in sizes
+        for strategy in (strategies if size > 1 else alone)
+        if size == 1 or strategy != "dp"
+    ]
     cases = []
-    for size, strategy in asked:
-        click.echo(f"measuring {size} x {strategy}", err=True)
-        cases.append(_measure_one(config, overrides, size, strategy, steps))
+    for case in asked:
+        at = f", {case.batch} samples a step" if case.batch else ""
+        click.echo(f"measuring {case.num_ranks} x {case.strategy}{at}", err=True)
+        cases.append(_measure_one(config, overrides, case, steps))
     return with_efficiency(cases)
 
 
 def with_efficiency(cases: Sequence[Case]) -> list[Case]:
-    """Against one process of the same run, where that was measured; nothing is computed from a plan."""
-    alone = next((case.tokens_per_s for case in cases if case.num_ranks == 1 and case.step_s), 0.0)
+    """Against one process at the same batch, where that was measured; nothing is computed from a plan."""
+    alone = {case.batch: case.tokens_per_s for case in reversed(cases) if case.num_ranks == 1 and case.step_s}
     return [
-        Case(**{**asdict(case), "efficiency": case.tokens_per_s / (alone * case.num_ranks)})
-        if alone and case.step_s
+        replace(case, efficiency=case.tokens_per_s / (alone[case.batch] * case.num_ranks))
+        if case.batch in alone and case.step_s
         else case
         for case in cases
     ]
 
 
-def _measure_one(config: str, overrides: Sequence[str], size: int, strategy: str, steps: int) -> Case:
+def _measure_one(config: str, overrides: Sequence[str], case: Case, steps: int) -> Case:
     from duoka.process.interpreter import python_module
 
-    chosen = [f"parallel.strategy={strategy}"] if strategy != "auto" else []
+    chosen = [f"parallel.strategy={case.strategy}"] if case.strategy != "auto" else []
+    chosen += [f"train.global_batch={case.batch}"] if case.batch else []
     with tempfile.TemporaryDirectory(prefix="duoka-bench-") as folder:
         command = [
             *python_module("duoka", "profile", config, *overrides, *chosen),
-            f"--nproc={size}", f"--steps={steps}", f"--out={folder}", "--json",
+            f"--nproc={case.num_ranks}", f"--steps={steps}", f"--out={folder}", "--json",
         ]  # fmt: skip
         done = subprocess.run(command, env=dict(os.environ), stdin=subprocess.DEVNULL, capture_output=True, text=True)
         page = Path(folder) / "profile.json"
         if done.returncode or not page.is_file():
-            return Case(size, strategy, problem=find_problem(done.stderr, done.returncode), exit_code=done.returncode)
-        return read_case(size, strategy, json.loads(page.read_text(encoding="utf-8")))
+            return replace(case, problem=find_problem(done.stderr, done.returncode), exit_code=done.returncode)
+        return read_case(case, json.loads(page.read_text(encoding="utf-8")))
 
 
 def find_problem(said: str, code: int) -> str:
@@ -86,28 +105,42 @@ def find_problem(said: str, code: int) -> str:
     return next(faults, lines[-1] if lines else f"exit code {code}")
 
 
-def read_case(size: int, strategy: str, facts: Mapping[str, float | str | None]) -> Case:
+def read_case(case: Case, facts: Mapping[str, Any]) -> Case:
     names = ("layout", "step_s", "peak_bytes", "planned_bytes", "sent_bytes", "planned_step_s")
-    known = {name: facts[name] for name in names}
-    return Case(size, strategy, tokens_per_s=float(facts["num_tokens"]) / float(facts["step_s"]), **known)  # type: ignore[arg-type]
+    phases = facts["phases"]
+    return replace(
+        case,
+        tokens_per_s=facts["num_tokens"] / facts["step_s"],
+        wait_share=phases.get("wait", 0.0) / (sum(phases.values()) or 1.0),
+        **{name: facts[name] for name in names},
+    )
 
 
 def table(cases: Sequence[Case], num_cores: int, num_gpus: int) -> list[str]:
-    """A line a case; then what to know of the machine."""
-    title = f"{'processes':>9}  {'strategy':<10}{'layout':<10}{'s a step':>9}{'tokens/s':>10}{'efficiency':>12}"
+    """A line a case; then what to know of the machine, and why a row is far from as many times as fast."""
+    has_batches = any(case.batch for case in cases)
+    title = f"{'processes':>9}{'  batch' if has_batches else ''}  {'strategy':<10}{'layout':<10}{'s a step':>9}"
+    title += f"{'tokens/s':>10}{'speed-up':>10}{'efficiency':>12}{'waits':>7}"
     lines = [f"{title}{'peak a rank':>13}{'planned':>11}{'sent a step':>13}{'planned s':>11}"]
     for case in cases:
-        head = f"{case.num_ranks:>9}  {case.strategy:<10}"
+        batch = f"{case.batch or '-':>7}" if has_batches else ""
+        head = f"{case.num_ranks:>9}{batch}  {case.strategy:<10}"
         if case.step_s is None:
             lines.append(f"{head}{case.problem}")
             continue
         efficiency = "-" if case.efficiency is None else f"{case.efficiency:.0%}"
+        speed_up = "-" if case.efficiency is None else f"{case.efficiency * case.num_ranks:.2f}x"
         planned = "-" if case.planned_step_s is None else f"{case.planned_step_s:.3g}"
         lines.append(
-            f"{head}{case.layout:<10}{case.step_s:>9.3g}{case.tokens_per_s:>10,.0f}{efficiency:>12}"
-            f"{format_bytes(case.peak_bytes):>13}{format_bytes(case.planned_bytes):>11}"
+            f"{head}{case.layout:<10}{case.step_s:>9.3g}{case.tokens_per_s:>10,.0f}{speed_up:>10}{efficiency:>12}"
+            f"{case.wait_share:>7.0%}{format_bytes(case.peak_bytes):>13}{format_bytes(case.planned_bytes):>11}"
             f"{format_bytes(int(case.sent_bytes)):>13}{planned:>11}"
         )
+    return [*lines, *notes(cases, num_cores, num_gpus)]
+
+
+def notes(cases: Sequence[Case], num_cores: int, num_gpus: int) -> list[str]:
+    lines = []
     most = max(case.num_ranks for case in cases)
     if not num_gpus and most > num_cores:
         lines.append(
@@ -115,7 +148,27 @@ def table(cases: Sequence[Case], num_cores: int, num_gpus: int) -> list[str]:
         )
     if all(case.num_ranks > 1 for case in cases):
         lines.append("note: no efficiency without one process to compare with:   --nproc 1,2")
+    for case in cases:
+        if case.efficiency is not None and case.efficiency < LOW and (num_gpus or case.num_ranks <= num_cores):
+            lines.append(f"note: {case.num_ranks} x {case.strategy} {_why_slow(case)}")
     return lines
+
+
+def _why_slow(case: Case) -> str:
+    at = f"at {case.batch} samples a step " if case.batch else ""
+    reached = f"{at}reaches {case.efficiency:.0%} of {case.num_ranks} times one process"
+    if case.wait_share > _WAITS:
+        sent = format_bytes(int(case.sent_bytes))
+        return (
+            f"{reached}: {case.wait_share:.0%} of a step waits for what ranks exchange ({sent} each); a larger "
+            "train.global_batch, or a strategy that sends less (duoka plan ranks them)"
+        )
+    if case.num_ranks == 1:
+        return f"{reached}: it divides a batch and gathers on one device; ddp on several processes does not"
+    return (
+        f"{reached}, and waits in {case.wait_share:.0%} of a step only: each computes slower beside the others "
+        "(shared cores, memory or power), or has too little to do:   duoka profile"
+    )
 
 
 def chart(cases: Sequence[Case]) -> str:
@@ -132,9 +185,10 @@ def chart(cases: Sequence[Case]) -> str:
     ]
     for place, case in enumerate(ran):
         top, length = 32 + row * place, max(1.0, wide * case.tokens_per_s / most)
+        name = f"{case.num_ranks} x {escape(case.strategy)}" + (f", {case.batch}" if case.batch else "")
         share = "" if case.efficiency is None else f" ({case.efficiency:.0%})"
         out += [
-            f'<text x="{left - 8}" y="{top + 15}" text-anchor="end">{case.num_ranks} x {escape(case.strategy)}</text>',
+            f'<text x="{left - 8}" y="{top + 15}" text-anchor="end">{name}</text>',
             f'<rect x="{left}" y="{top}" width="{length:.1f}" height="{row - 6}" fill="#3b6ea8"/>',
             f'<text x="{left + length + 6:.1f}" y="{top + 15}">{case.tokens_per_s:,.0f}{share}</text>',
         ]
