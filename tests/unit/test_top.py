@@ -51,7 +51,9 @@ def test_the_slow_rank_is_the_one_that_waits_least_and_only_where_others_wait_fo
     assert standing_of(write_run(tmp_path / "b", 20, ranks=8))[1].slowest is None
     assert standing_of(write_run(tmp_path / "c", 20, ranks=1, slow_rank=0))[1].slowest is None
     _, now = standing_of(write_run(tmp_path / "d", 20, ranks=8, slow_rank=3))
-    assert "     3" in as_text(ranks_view(now, Frame(80, 30)), Frame(80, 30))[3], "the slow one comes first"
+    first = as_text(ranks_view(now, Frame(80, 30)), Frame(80, 30))[3]
+    assert "     3" in first, "the slow one comes first"
+    assert first.split()[6] == "80%", "0.4 of 0.5 s on a core"
     assert as_text(nodes_view(now, Frame(80, 30)), Frame(80, 30))[3].split()[1] == "0-7"
 
 

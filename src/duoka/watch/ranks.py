@@ -35,6 +35,12 @@ class RankTail:
     step_s: float
     num_steps: int = 1
     step: int = 0  # the last one
+    cpu_s: float = 0.0  # of all its threads, over these steps; 0: its log does not say
+
+    @property
+    def cpu_share(self) -> float | None:
+        """Of one core, over its steps: 2 is two cores busy all the time."""
+        return self.cpu_s / self.step_s if self.cpu_s and self.step_s else None
 
     @property
     def wait_s(self) -> float:
@@ -49,7 +55,7 @@ class RankTail:
     def to_json(self) -> dict[str, Any]:
         step_s, times = self.step_s / self.num_steps, {k: v / self.num_steps for k, v in self.times.items()}
         return {"rank": self.rank, "step": self.step, "step_s": step_s, "wait_s": self.wait_s, "own_s": self.own_s,
-                "times": times, "memory_bytes": self.memory_bytes}  # fmt: skip
+                "times": times, "memory_bytes": self.memory_bytes, "cpu_share": self.cpu_share}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,9 @@ def _rank_tail(path: Path, tail_bytes: int) -> RankTail | None:
     times = {name: sum(number(event.get(f"{name}_s")) or 0.0 for event in events) for name in PARTS}
     memory = max((number(event.get("memory_bytes")) or 0.0 for event in events), default=0.0)
     step_s = sum(number(event.get("step_s")) or 0.0 for event in events)
+    cpu_s = sum(number(event.get("cpu_s")) or 0.0 for event in events)
     last = whole(events[-1].get("step")) or 0
-    return RankTail(rank, memory or None, {k: v for k, v in times.items() if v > 0}, step_s, len(events), last)
+    return RankTail(rank, memory or None, {k: v for k, v in times.items() if v > 0}, step_s, len(events), last, cpu_s)
 
 
 def tail_events(path: Path, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def overview(now: Standing, steps: StepColumns, frame: Frame) -> list[Line]:
 
 def ranks_view(now: Standing, frame: Frame) -> list[Line]:
     """One line a rank, the one that waits least first."""
-    head = f"{'rank':>6} {'step':>9} {'step s':>9} {'own s':>9} {'wait s':>9} {'wait':>5}  {'memory':>10}"
+    head = f"{'rank':>6} {'step':>9} {'step s':>9} {'own s':>9} {'wait s':>9} {'wait':>5} {'CPU':>6}  {'memory':>10}"
     lines: list[Line] = [_head(now, frame), [], [(head, "dim")]]
     for tail in sorted(now.ranks, key=lambda one: one.wait_s)[: max(1, frame.height - 6)]:
         is_slow = now.slowest is not None and tail.rank == now.slowest.rank
@@ -80,9 +80,9 @@ def _rank_row(tail: RankTail) -> str:
     step_s = tail.step_s / tail.num_steps
     memory = format_bytes(tail.memory_bytes) if tail.memory_bytes else "-"
     share = percent(tail.wait_s, step_s)
-    return (
-        f"{tail.rank:>6} {tail.step:>9,} {step_s:>9.4f} {tail.own_s:>9.4f} {tail.wait_s:>9.4f} {share:>5}  {memory:>10}"
-    )
+    cpu = "-" if tail.cpu_share is None else f"{tail.cpu_share:.0%}"
+    times = f"{step_s:>9.4f} {tail.own_s:>9.4f} {tail.wait_s:>9.4f} {share:>5}"
+    return f"{tail.rank:>6} {tail.step:>9,} {times} {cpu:>6}  {memory:>10}"
 
 
 def nodes_view(now: Standing, frame: Frame) -> list[Line]:
