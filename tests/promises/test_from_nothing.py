@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import build_tiny_tokenizer, write_conversations
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from worlds import run_world, train_all
 
 from duoka.cli import run
@@ -57,6 +57,15 @@ SPLITS = {
 }
 
 
+SCRATCH = {
+    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+             "attn_pdrop": 0.0},
+    "qwen3_moe": {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1,
+                  "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+SHARED = {"alone": (1, []), "fsdp": (2, ["parallel.strategy=fsdp"]), "ddp": (2, ["parallel.strategy=ddp", CUT])}
+
+
 def write_text(path, first, last):
     """Files of Python's own library as text."""
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -93,6 +102,41 @@ def runs(tmp_path_factory):
             jobs += [(twin, [], folder / "twin"), (yaml, [f"train.max_steps={LONG}"], folder / "long")]
         train_all(jobs, size)
     return folder
+
+
+@pytest.fixture(scope="module")
+def scratch(runs):
+    """Other architectures, from their config.json alone."""
+    for family, sizes in SCRATCH.items():
+        (runs / family).mkdir()
+        AutoConfig.for_model(family, **sizes).save_pretrained(runs / family)
+        model = f"model: {{name: {family}, from_scratch: true, tokenizer: tokenizer}}\nstage: pretrain\n"
+        text = (runs / "new.yaml").read_text(encoding="utf-8")
+        rest = text[text.index("data:") :].replace(
+            "lr: 0.01, adamw_lr: 0.02, embedding_lr: 0.1, head_lr: 0.02", "lr: 1e-3"
+        )
+        (runs / f"{family}.yaml").write_text(model + rest, encoding="utf-8")
+    for size in (1, 2):
+        train_all(
+            [
+                (runs / f"{family}.yaml", ["train.max_steps=4", *more], runs / f"{family} {name}")
+                for family in SCRATCH
+                for name, (number, more) in SHARED.items()
+                if number == size
+            ],
+            size,
+        )
+    return runs
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp"])
+@pytest.mark.parametrize("family", SCRATCH)
+def test_from_scratch_any_architecture_begins_the_same_on_any_split(scratch, family, name):
+    ours, one = events(scratch / f"{family} {name}", "step"), events(scratch / f"{family} alone", "step")
+    assert len(ours) == len(one) == 4 and abs(one[0]["loss"] / math.log(256) - 1) < 0.3
+    for key in ("loss", "grad_norm"):
+        error = max(abs(a[key] / b[key] - 1) for a, b in zip(ours, one, strict=True))
+        assert error < TOLERANCE, f"{key} is off by {error}"
 
 
 def events(folder, kind):

@@ -7,19 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from duoka.config.derive import derive, rules_kept
 from duoka.config.load import load_config, resolved_yaml
-from duoka.config.schema import ModelConfig
+from duoka.config.schema import ModelConfig, RunConfig
 from duoka.errors import ConfigError, Faults
-from duoka.hub.models import model_folder
+from duoka.hub.models import check_model, model_folder
 from duoka.hub.new_model import MARK, is_new, new_model_folder
 from duoka.model.box import Box
 from duoka.model.build import load_model
-from duoka.model.random_init import DrawnWeights
+from duoka.model.random_init import DrawnWeights, InitializedWeights
 from duoka.model.request import ModelRequest
 from duoka.plan.horizon import find_horizon
-from duoka.plan.shape import shape_from_depth
+from duoka.plan.shape import shape_from_config, shape_from_depth
 from duoka.runs.folder import RunFolder
 from duoka.serve.load_run import find_trained, load_trained
 from duoka.train.samples import text_tokens
@@ -197,3 +198,59 @@ def test_where_one_token_begins_and_ends_texts_the_beginning_is_cut_first():
     assert (
         text_tokens([0, 5, 6, 0, 7], both) == [5, 6] == text_tokens([1, 5, 6, 0, 7], apart) == text_tokens([5, 6], both)
     )
+
+
+SCRATCH = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 64},
+    "gemma2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+               "head_dim": 16, "intermediate_size": 48, "vocab_size": 128},
+    "qwen3_moe": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+                  "head_dim": 16, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4,
+                  "num_experts_per_tok": 2, "vocab_size": 128},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SCRATCH)
+def test_from_scratch_begins_as_transformers_begins_and_alike_in_every_part(family):
+    config = AutoConfig.for_model(family, **SCRATCH[family])
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    drawn, again, other = (InitializedWeights(config, seed) for seed in (3, 3, 4))
+    names = dict(theirs.named_parameters(remove_duplicate=False))
+    for name in reversed(names):  # in another order than they lie
+        again.read(name, names[name].shape)
+    for name, parameter in names.items():
+        assert drawn.knows(name, parameter.shape) and not drawn.knows(name, torch.Size((1, *parameter.shape)))
+        whole = drawn.read(name, parameter.shape)
+        assert torch.equal(whole, again.read(name, parameter.shape))
+        box = Box((1, *(0 for _ in parameter.shape[1:])), (2, *parameter.shape[1:]))
+        assert torch.equal(again.read(name, parameter.shape, box), whole[1:3])
+        spread = float(parameter.detach().std())
+        if spread == 0:
+            assert torch.equal(whole, parameter), name
+        else:
+            assert not torch.equal(whole, other.read(name, parameter.shape))
+            assert float(whole.std()) == pytest.approx(spread, rel=0.25), name
+    assert torch.equal(drawn.read("lm_head.weight", names["lm_head.weight"].shape), drawn.read(
+        next(iter(names)), next(iter(names.values())).shape)) == bool(config.tie_word_embeddings)  # fmt: skip
+
+
+def test_a_scratch_folder_takes_another_tokenizers_vocabulary(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "gpt2").mkdir()
+    facts = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(facts))
+    assert round(shape_from_config(facts, where="gpt2").num_parameters / 1e6, 1) == 124.4
+    config = RunConfig.model_validate({
+        "model": {"name": str(tmp_path / "gpt2"), "from_scratch": True, "tokenizer": str(tiny_model)},
+        "data": {"train": ["x"]}, "stage": "pretrain",
+    })  # fmt: skip
+    assert check_model(config, tmp_path) == []
+    folder = model_folder(config.model, tmp_path)
+    made = json.loads((folder / "config.json").read_text())
+    assert is_new(folder) and made["vocab_size"] % 64 == 0 and made["vocab_size"] < 1000 and made["n_layer"] == 12
+    assert (folder / "tokenizer.json").is_file() and not list(folder.glob("*.safetensors"))
+    alone = config.model.model_copy(update={"tokenizer": None})
+    faults = check_model(config.model_copy(update={"model": alone}), tmp_path)
+    assert "which has no tokenizer" in faults[0].what
+    named = config.model_copy(update={"model": config.model.model_copy(update={"from_scratch": False})})
+    assert "from_scratch: true" in check_model(named, tmp_path)[0].fix

@@ -54,6 +54,7 @@ _EXAMPLES: dict[str, str] = {
     "model.kv_heads": "2",
     "model.mlp_width": "2304",
     "model.context": "2048",
+    "model.from_scratch": "true",
     "model.revision": "main",
     "model.tokenizer": "path/to/tokenizer",
     "stage": "sft",

@@ -16,10 +16,11 @@ SAMPLE_KEYS = ("data.", "model.", "train.seed")
 # What a run is: which weights are trained, from which base, by which optimizer. Its checkpoints hold these tensors and
 # no others, so that no allowance can change them; a new run may begin with what this one has made.
 FIXED_KEYS = (
-    "model.name", "model.depth", "model.width", "model.head_dim", "model.kv_heads", "model.mlp_width", "model.revision",
-    "model.quantization", "model.double_quantization", "stage.name", "data.stream", "data.streams", "lora", "lora.rank",
-    "lora.targets", "lora.init", "lora.pissa_iterations", "lora.adapter", "lora.merge", "train_only",
-    "train_only.layers", "train_only.spread", "train_only.modules", "train_only.extra", "optim.name", "optim.state",
+    "model.name", "model.depth", "model.from_scratch", "model.width", "model.head_dim", "model.kv_heads",
+    "model.mlp_width", "model.revision", "model.quantization", "model.double_quantization", "stage.name",
+    "data.stream", "data.streams", "lora", "lora.rank", "lora.targets", "lora.init", "lora.pissa_iterations",
+    "lora.adapter", "lora.merge", "train_only", "train_only.layers", "train_only.spread", "train_only.modules",
+    "train_only.extra", "optim.name", "optim.state",
 )  # fmt: skip
 # The frozen base is computed from these too: what PiSSA takes out of it, or its random weights.
 _KEYS_OF_PISSA = ("lora.alpha", "train.seed")

@@ -123,10 +123,10 @@ NEW_MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "adapters-on-noise",
-        ("lora", "train_only", "model.quantization", "model.depth"),
-        lambda c: c.model.depth is not None and bool(c.lora or c.train_only or c.model.quantization != "none"),
-        "model.depth begins from random weights, and lora, train_only or quantization would leave most of them as they "
-        "are",
+        ("lora", "train_only", "model.quantization", "model.depth", "model.from_scratch"),
+        lambda c: c.model.is_new and bool(c.lora or c.train_only or c.model.quantization != "none"),
+        "the model begins from random weights ({c.model.how_new}), and lora, train_only or quantization would leave "
+        "most of them as they are",
         "delete lora, train_only and quantization",
     ),
     Rule(
@@ -135,6 +135,28 @@ NEW_MODEL_RULES: tuple[Rule, ...] = (
         lambda c: c.model.depth is not None and not c.stage.kind.reads_text,
         "stage is {c.stage.name}, but model.depth begins from random weights, which know no language yet",
         "write:   stage: pretrain   and afterwards begin from its result:   model: runs/NAME/final",
+    ),
+    Rule(
+        "scratch-of-no-name",
+        ("model.from_scratch", "model.depth"),
+        lambda c: c.model.from_scratch and c.model.depth is not None,
+        "model.from_scratch draws weights for the model that model.name names, and model.depth is a new model already",
+        "delete one of the two",
+    ),
+    Rule(
+        "code-of-a-model-from-scratch",
+        ("model.from_scratch", "model.trust_remote_code"),
+        lambda c: c.model.from_scratch and c.model.trust_remote_code,
+        "model.from_scratch draws weights as transformers' own classes do, and model.trust_remote_code runs others",
+        "delete one of the two",
+    ),
+    Rule(
+        "answers-before-language",
+        ("stage", "model.from_scratch"),
+        lambda c: c.model.from_scratch and not c.stage.kind.reads_text,
+        "stage is {c.stage.name}, and model.from_scratch begins from random weights, which know no language yet",
+        "stage: pretrain teaches one first; its result begins the next run:   model: runs/NAME/final",
+        is_note=True,
     ),
     Rule(
         "depth-beyond-what-was-tried",

@@ -47,6 +47,11 @@ class ModelConfig(Section):
     context: Annotated[Whole, Field(ge=8)] | None = Field(
         None, description="With depth: the longest text that the model says it reads; left out: data.max_length."
     )
+    from_scratch: bool = Field(
+        False,
+        description="Of the model of that name only the architecture and sizes (config.json) and the tokenizer: its "
+        "weights are drawn at random, as its own library draws them.",
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub id.")
     tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer, when it is not the model's.")
     template: str = Field("auto", description="Chat template: auto (the model's own), or a name such as chatml.")
@@ -56,6 +61,16 @@ class ModelConfig(Section):
     )
     double_quantization: bool = Field(True, description="The packed weights' scales are packed too.")
     trust_remote_code: bool = Field(False, description="Run Python code that the model's repository ships.")
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it begins from random weights."""
+        return self.depth is not None or self.from_scratch
+
+    @property
+    def how_new(self) -> str:
+        """The key that says so."""
+        return "model.from_scratch" if self.from_scratch else "model.depth"
 
     @property
     def title(self) -> str:

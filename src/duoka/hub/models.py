@@ -22,7 +22,7 @@ from duoka.config.schema import ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError, Fault
 from duoka.hub.adapter_files import check_fit
 from duoka.hub.demo_model import INSTALL, convert_demo_model, missing_packages
-from duoka.hub.new_model import TOKENIZER_FILES, new_model_folder
+from duoka.hub.new_model import TOKENIZER_FILES, new_model_folder, scratch_folder
 from duoka.runs.cache import cache_folder
 
 DEMO = "demo"
@@ -82,7 +82,7 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
         return _check_hub("model.name", source.hub_id, _WRITE) or check_adapters(config, base)
     if source.folder is None:
         return []
-    faults = _check_folder(source.folder) or _check_dp(config.parallel, source.folder)
+    faults = _check_folder(source.folder, config.model) or _check_dp(config.parallel, source.folder)
     return faults or check_fit(config.lora, base, source.folder)
 
 
@@ -152,7 +152,7 @@ def _check_hub(key: str, hub_id: str | None, fix: str) -> list[Fault]:
     return [Fault(f"{key} is {hub_id!r}: no folder of that name, and {reason}", key=key, fix=fix)]
 
 
-def _check_folder(folder: Path) -> list[Fault]:
+def _check_folder(folder: Path, model: ModelConfig) -> list[Fault]:
     def fault(what: str, fix: str) -> list[Fault]:
         return [Fault(f"model.name is {str(folder)!r}, {what}", key="model.name", fix=fix)]
 
@@ -167,14 +167,23 @@ def _check_folder(folder: Path) -> list[Fault]:
         return fault(f"whose config.json cannot be read ({error})", "copy the model again")
     if not isinstance(facts, dict) or "model_type" not in facts:
         return fault("whose config.json names no model_type", "write the folder of a transformers model")
-    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+    has_weights = any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
+    if not has_weights and not model.from_scratch:
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
             return fault(
                 "which has its weights as pickles only (*.bin); duoka never opens pickles",
                 "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors",
             )
-        return fault("which has no weights (*.safetensors)", "copy the model again, with its weights")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return fault(
+            "which has no weights (*.safetensors)",
+            "copy the model again, with its weights; or let them be drawn:   from_scratch: true",
+        )
+    has_tokenizer = any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    )
+    if model.from_scratch and model.tokenizer:
+        return []
+    if not has_tokenizer:
         return fault("which has no tokenizer", "copy tokenizer.json and tokenizer_config.json beside the weights")
     return []
 
@@ -182,12 +191,19 @@ def _check_folder(folder: Path) -> list[Fault]:
 def model_folder(model: ModelConfig, base: Path, say: Callable[[str], None] = lambda text: None) -> Path:
     """A local folder with the model's config, weights and tokenizer; made or fetched once, then reused."""
     source = find_model(model, base)
+    if source.is_new:
+        return new_model_folder(model, _named_tokenizer(model, base, say), say)
+    folder = _named_model(source, model, say)
+    if not model.from_scratch:
+        return folder
+    return scratch_folder(folder, None if model.tokenizer is None else _named_tokenizer(model, base, say), say)
+
+
+def _named_model(source: ModelSource, model: ModelConfig, say: Callable[[str], None]) -> Path:
     if source.folder is not None:
         return source.folder
     if source.is_demo:
         return _demo_folder(say)
-    if source.is_new:
-        return new_model_folder(model, _named_tokenizer(model, base, say), say)
     assert source.hub_id is not None
     cached = _cached_hub_folder(source.hub_id, model.revision, _is_whole)
     return cached or _fetch_hub_folder("model.name", source.hub_id, model, say)
@@ -197,7 +213,7 @@ def resolve_tokenizer(
     model: ModelConfig, base: Path, model_folder: Path, say: Callable[[str], None] = lambda text: None
 ) -> Path:
     """The local folder of a run's tokenizer: its model's, unless the config names another; fetched once."""
-    if model.tokenizer is None or model.depth is not None:
+    if model.tokenizer is None or model.is_new:
         return model_folder  # a new model's folder begins with its tokenizer
     return _named_tokenizer(model, base, say)
 

@@ -32,6 +32,11 @@ def is_new(folder: Path) -> bool:
     return (folder / MARK).is_file()
 
 
+def is_of_depth(folder: Path) -> bool:
+    """Whether they are drawn as `model.depth` has them; else as the architecture's own library does."""
+    return "depth" in (read_json(folder / MARK) or {})
+
+
 def new_model_folder(model: ModelConfig, tokenizer: Path, say: Callable[[str], None]) -> Path:
     """The folder of a new model of those sizes with that tokenizer; made once, then reused."""
     tokens = _read_tokenizer(tokenizer)
@@ -42,19 +47,41 @@ def new_model_folder(model: ModelConfig, tokenizer: Path, say: Callable[[str], N
         "max_position_embeddings": model.context, "bos_token_id": named.get("bos_token"),
         "eos_token_id": named.get("eos_token"), "pad_token_id": named.get("pad_token"),
     }  # fmt: skip
+    return _make_folder(f"new-depth-{model.depth}", facts, tokenizer, {"depth": model.depth}, say)
+
+
+def scratch_folder(named: Path, tokenizer: Path | None, say: Callable[[str], None]) -> Path:
+    """The folder of a model of `named`'s architecture and sizes, without its weights; made once, then reused.
+
+    With another tokenizer its vocabulary is as large as that needs.
+    """
+    facts: dict[str, Any] = json.loads((named / "config.json").read_text(encoding="utf-8"))
+    if tokenizer is not None:
+        tokens = _read_tokenizer(tokenizer)
+        sizes = facts if "vocab_size" in facts or "text_config" not in facts else facts["text_config"]
+        sizes["vocab_size"] = padded_vocabulary(tokens.get_vocab(with_added_tokens=True).values())
+        ids = _special_ids(tokenizer, tokens)
+        sizes |= {f"{name}_id": ids.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    return _make_folder(f"scratch-{facts.get('model_type')}", facts, tokenizer or named, {"model": "from scratch"}, say)
+
+
+def _make_folder(
+    name: str, facts: dict[str, Any], tokenizer: Path, mark: dict[str, Any], say: Callable[[str], None]
+) -> Path:
+    """A folder of config, tokenizer and mark in the cache, by what is in them."""
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8)
-    files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
+    files = [tokenizer / file for file in TOKENIZER_FILES if (tokenizer / file).is_file()]
     for path in files:
         digest.update(path.name.encode() + path.read_bytes())
-    folder = cache_folder() / "models" / f"new-depth-{model.depth}-{digest.hexdigest()}"
+    folder = cache_folder() / "models" / f"{name}-{digest.hexdigest()}"
     if is_new(folder):
         return folder
-    say(f"a new model of depth {model.depth}: its config is in {folder}")
+    say(f"a new model with random weights: its config is in {folder}")
     draft = Path(tempfile.mkdtemp(dir=make_folder(folder.parent), prefix=f".{folder.name}."))
     for path in files:
         shutil.copyfile(path, draft / path.name)
     (draft / "config.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    (draft / MARK).write_text(json.dumps({"depth": model.depth}) + "\n", encoding="utf-8")
+    (draft / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     apply_umask(draft)
     try:
         draft.rename(folder)

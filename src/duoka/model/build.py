@@ -39,7 +39,7 @@ from duoka.model.lora import apply_lora, keep_earlier, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
 from duoka.model.pipeline_stages import PipelineStages
 from duoka.model.quantize import compute_in
-from duoka.model.random_init import DrawnWeights
+from duoka.model.random_init import random_weights
 from duoka.model.request import ModelRequest
 from duoka.model.score_head import read_scorer
 
@@ -119,7 +119,7 @@ def _draw_model(request: ModelRequest) -> torch.nn.Module:
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             config, dtype=request.dtype, attn_implementation=request.attention
         )
-    drawn = DrawnWeights(request.seed)
+    drawn = random_weights(request.folder, config, request.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(drawn.read(name, parameter.shape))

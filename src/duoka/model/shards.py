@@ -25,7 +25,7 @@ from duoka.model.experts import use_own_experts
 from duoka.model.freeze import apply_train_only
 from duoka.model.lora import adapted_modules, apply_lora, begin_adapter, is_adapter, keep_starts
 from duoka.model.pissa import PissaStarts, check_untied
-from duoka.model.random_init import DrawnWeights
+from duoka.model.random_init import RandomWeights, random_weights
 from duoka.model.request import ModelRequest
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -118,7 +118,7 @@ class WeightSource:
         self._open.clear()
 
 
-Weights: TypeAlias = WeightSource | DrawnWeights
+Weights: TypeAlias = WeightSource | RandomWeights
 
 
 def stored_name(name: str) -> str:
@@ -134,8 +134,9 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
         return None  # a head that no file has
     folder, dtype, lora, seed, earlier = request.folder, request.dtype, request.lora, request.seed, request.earlier
     trust_remote_code, train_only = request.trust_remote_code, request.train_only
-    source: Weights | None = DrawnWeights(seed) if is_new(folder) else WeightSource.of(folder, seed)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    source: Weights | None
+    source = random_weights(folder, config, seed) if is_new(folder) else WeightSource.of(folder, seed)
     is_packed = request.packing is not None or getattr(config, "quantization_config", None) is not None
     if source is None or is_packed:
         return None
@@ -193,7 +194,7 @@ def _read_buffers(core: torch.nn.Module, source: Weights) -> bool:
     for name, buffer in core.named_buffers():
         if name not in saved:
             continue
-        if isinstance(source, DrawnWeights) or not source.knows(name, buffer.shape):
+        if not isinstance(source, WeightSource) or not source.knows(name, buffer.shape):
             return False
         buffer.copy_(source.read(name, buffer.shape))
     return True

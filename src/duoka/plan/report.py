@@ -309,7 +309,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
         frozen_bits=0 if config.model.quantization == "none" else 4,
-        saves_beside=config.checkpoint.is_async, is_new=config.model.depth is not None,
+        saves_beside=config.checkpoint.is_async, is_new=config.model.is_new,
         thin_gradients=config.parallel.compress == "powersgd",
         references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
     )  # fmt: skip

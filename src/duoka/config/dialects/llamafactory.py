@@ -43,6 +43,7 @@ def _rows_of_model_and_data() -> list[Row]:
         *implemented("model_name_or_path", "model.name"),
         *implemented("model_revision", "model.revision", to.revision),
         *switch("trust_remote_code", "model.trust_remote_code"),
+        *switch("train_from_scratch", "model.from_scratch"),
         *implemented("template", "model.template", to.template, "chatml by name; others: what the model ships"),
         *implemented("stage", "stage.name", words("stage", _STAGES), "what has no stage here yet is refused"),
         *implemented("finetuning_type", "lora", to.kind, "lora, full or freeze; oft is refused"),

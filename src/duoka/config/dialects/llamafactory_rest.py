@@ -137,7 +137,7 @@ def _refused_methods() -> list[Row]:
                  "neftune_noise_alpha", off=(0, 0.0)),
         *refused("models are not written, and not trained, in fewer bits", "export_quantization_bit", "fp8"),
         *refused("the model's architecture is taken as it is", "mixture_of_depths", "rope_scaling", "shift_attn",
-                 "upcast_layernorm", "upcast_lmhead_output", "train_from_scratch", "freeze_language_model",
+                 "upcast_layernorm", "upcast_lmhead_output", "freeze_language_model",
                  "include_mtp"),
         *refused("the vocabulary is taken as it is", "resize_vocab", "add_tokens", "add_special_tokens",
                  "new_special_tokens_config", "split_special_tokens"),
