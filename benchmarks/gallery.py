@@ -17,19 +17,23 @@ from duoka.errors import DuokaError, Fault
 from duoka.plan.catalog import parse_cluster
 from duoka.plan.choose import check_machine
 from duoka.plan.report import Plan, make_plan
-from duoka.plan.shape import facts_of_new, shape_from_config
+from duoka.plan.shape import facts_of_new, read_facts, shape_from_config
 from duoka.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
 MACHINES = ("1xRTX4090", "8xA100-80G", "2x8xH100")
 # In the order of a first reading.
 EXAMPLES = (
-    "own_data", "lora", "qlora", "full", "preferences", "pretrain", "two_processes", "two_machines", "slurm", "resume",
-    "tensor", "pipeline", "sequence", "serve", "export",
+    "own_data", "lora", "qlora", "full", "preferences", "pretrain", "gpt2_small", "two_processes", "two_machines",
+    "slurm", "resume", "tensor", "pipeline", "sequence", "serve", "export",
 )  # fmt: skip
 # Llama 2 7B's sizes, in place of the demo model; all samples as long as this.
 LARGE = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}  # fmt: skip
+OWN_MODELS = {
+    "pretrain": lambda model: facts_of_new(model, 49152),
+    "gpt2_small": lambda model: {**read_facts(ROOT / "examples" / model.name), "vocab_size": 49152},
+}
 SAMPLES = ("data.max_length=2048",)
 # The demo model's three heads of keys and values take an axis of 3 and no other; the large one's 32 take one of 2.
 INSTEAD = {"tensor": ("parallel.tensor=2",)}
@@ -43,9 +47,9 @@ model and data.
 The table asks `duoka plan` what the same file needs with **a model of Llama 2 7B's sizes in place of the small one**
 and samples of 2,048 tokens: the layout that `auto` takes, memory per GPU at its highest, and tokens per second of all
 GPUs together. Where there is room, `auto` computes more at once, so a figure below the card's memory is no least
-need. `tensor.yaml` is asked with `parallel.tensor=2`, `pretrain.yaml` with its own model. These are predictions; how
-far off they are on published runs, and what was never measured: [plan.md](plan.md). This page is written by `python
-benchmarks/gallery.py`.
+need. `tensor.yaml` is asked with `parallel.tensor=2`, `pretrain.yaml` and `gpt2_small.yaml` with their own models.
+These are predictions; how far off they are on published runs, and what was never measured: [plan.md](plan.md). This
+page is written by `python benchmarks/gallery.py`.
 
 | file | for what | 1x RTX 4090 (24 GB) | 8x A100 80 GB | 2 nodes of 8x H100 80 GB |
 |---|---|---|---|---|
@@ -67,10 +71,10 @@ def plan(name: str, machines: str) -> Plan | str:
         return check_machine(config, node, cluster.num_devices, cluster.per_node)
 
     path = ROOT / "examples" / f"{name}.yaml"
-    overrides = () if name == "pretrain" else (*SAMPLES, *INSTEAD.get(name, ()))
+    overrides = () if name in OWN_MODELS else (*SAMPLES, *INSTEAD.get(name, ()))
     try:
         loaded = load_config(path, overrides, checks=(check,), start=Start(cluster.num_devices, True))
-        facts = facts_of_new(loaded.config.model, 49152) if name == "pretrain" else LARGE
+        facts = OWN_MODELS[name](loaded.config.model) if name in OWN_MODELS else LARGE
         shape, ranks = shape_from_config(facts), cluster.num_devices
         return make_plan(loaded.config, shape, node, ranks, local_size=cluster.per_node, cluster=cluster)
     except DuokaError as error:

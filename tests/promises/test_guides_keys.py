@@ -187,6 +187,7 @@ SHOWN_ELSEWHERE = {
     "resume_from_checkpoint": "promises/test_guides_corpus.py::resume_from_checkpoint",
     "torch_compile": "promises/test_ddp_options.py::train.compile",
     "trust_remote_code": "unit/test_foreign_task.py::trust_remote_code",
+    "train_from_scratch": "promises/test_from_nothing.py::from_scratch",
     "pref_loss": "promises/test_pairs_run.py::pref_loss", "pref_beta": "promises/test_pairs_run.py::pref_beta",
     "pref_ftx": "promises/test_pairs.py::sft_weight", "simpo_gamma": "promises/test_pairs.py::gamma",
     "dpo_label_smoothing": "promises/test_pairs.py::label_smoothing", "ld_alpha": "promises/test_pairs.py::ld_alpha",

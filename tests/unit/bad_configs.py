@@ -237,11 +237,7 @@ VALUES = [
     bad("lora: true", HEAD + "lora: true\n", (3, "lora must be a block of keys, got true", "lora: {rank: 8}")),
     bad("lora: no", HEAD + "lora: no\n", (3, "lora must be a block of keys", "lora: null")),
     bad("eval: no", "model: demo\ndata: {train: [identity], eval: no}\n", (2, "data.eval must be", "write:   eval: 0")),
-    bad(
-        "eval too much",
-        "model: demo\ndata: {train: [identity], eval: 1.5}\n",
-        (2, "below 1, or a list of data sets", "0.1"),
-    ),
+    bad("eval too much", "model: demo\ndata: {train: [identity], eval: 1.5}\n", (2, "below 1, or a list of", "0.1")),
     bad(
         "resume as a switch",
         HEAD,
@@ -301,7 +297,7 @@ CONTRADICTIONS = {
     "adapters-on-noise": "model: {depth: 4, tokenizer: t}\ndata: {train: [a]}\nlora: {}\n",
     "new-model-learns-text-first": "model: {depth: 4, tokenizer: t}\ndata: {train: [a]}\nstage: sft\n",
     "scratch-of-no-name": NEW + ", from_scratch: true}\n",
-    "code-of-a-model-from-scratch": "data: {train: [a]}\n\n"
+    "code-of-a-model-from-scratch": "data: {train: [a]}\nstage: pretrain\n"
     "model: {name: m, from_scratch: true, trust_remote_code: true}\n",
     "answers-before-language": "data: {train: [a]}\n\nmodel: {name: demo, from_scratch: true}\nstage: sft\n",
     "tokens-of-no-text": HEAD + "train: {tokens: 20x}\n",

@@ -74,6 +74,7 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("model_name_or_path", "other/model", {}, "model.name", "other/model"),
     ("model_revision", "v2", {}, "model.revision", "v2"),
     ("trust_remote_code", True, {}, "model.trust_remote_code", True),
+    ("train_from_scratch", True, {"stage": "pt", "finetuning_type": "full"}, "model.from_scratch", True),
     ("template", "chatml", {}, "model.template", "chatml"),
     ("finetuning_type", "full", {}, "lora", None),
     ("freeze_trainable_layers", -3, {"finetuning_type": "freeze"}, "train_only.layers", -3),

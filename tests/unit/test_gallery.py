@@ -32,7 +32,7 @@ def test_an_example_is_whole_and_says_why(path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_gallery_has_a_row_for_every_example() -> None:
-    rows = re.findall(r"^\| \[([a-z_]+)\.yaml\]", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    rows = re.findall(r"^\| \[([a-z0-9_]+)\.yaml\]", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert sorted(rows) == [path.stem for path in EXAMPLES]
 
 

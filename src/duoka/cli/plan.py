@@ -244,9 +244,18 @@ def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
         folder = local_tokenizer(model, base)
         return facts_of_new(model, _DEPTH_VOCABULARY if folder is None else read_vocabulary(folder))
     if source.folder is not None:
-        return read_facts(source.folder)
+        return _with_vocabulary(read_facts(source.folder), model, base)
     assert source.hub_id is not None
     return read_facts(fetch_config(source.hub_id, model.revision))
+
+
+def _with_vocabulary(facts: dict[str, Any], model: ModelConfig, base: Path) -> dict[str, Any]:
+    """From scratch, a model has as many tokens as the tokenizer that is named beside it."""
+    from duoka.hub.models import local_tokenizer
+    from duoka.hub.new_model import read_vocabulary
+
+    folder = local_tokenizer(model, base) if model.from_scratch and model.tokenizer else None
+    return facts if folder is None else {**facts, "vocab_size": read_vocabulary(folder)}
 
 
 def _dry_run(subject: _Subject, plan: Plan) -> DryRun:
