@@ -11,7 +11,7 @@ from duoka.model.sampling import Sampling, choose_token, draw_rows, uniform
 from duoka.train.rl.advantages import advantages
 from duoka.train.rl.batch import AnswerRows, Learned, build_answers
 from duoka.train.rl.draw import make_units, share_units
-from duoka.train.rl.rollouts import Rollout
+from duoka.train.rl.rollouts import Rollout, RolloutStep, read_rollouts, write_rollouts
 from duoka.train.stages.stage import build_stage
 
 
@@ -43,6 +43,16 @@ def test_units_are_of_one_length_and_no_number_of_ranks_changes_them():
         shares = share_units(units, ranks)
         assert sorted(unit for share in shares for unit in share) == sorted(units)
     assert make_units([5, 0, 2], lengths, 4, 6) == make_units([0, 2, 5], lengths, 4, 6)
+
+
+@pytest.mark.parametrize(
+    "text", ["a\u2028b", "a\x85b", "a\x0b\x0c\x1c\x1d\x1eb\r\n", "\u2029", '"\\', "多卡 😀", "\ufffd"]
+)
+def test_recorded_answers_come_back_whatever_stands_in_them(tmp_path, text):
+    one = Rollout(0, 0, text, (3,), (4, 2), True, text, (-1.5, -0.25), (None, 1.0), None, (text,), (-1.0, 0.0), None)
+    step = RolloutStep(7, "of these", (one, one))
+    write_rollouts(tmp_path, step)
+    assert read_rollouts(tmp_path, 7) == step
 
 
 # --- a toy whose answers can all be counted ---
