@@ -59,7 +59,9 @@ class RlConfig(Section):
         description="What an answer is worth, summed: task is the check of the task that asked; or functions of yours, "
         "such as [rewards.py:length].",
     )  # fmt: skip
-    reward_weights: tuple[Number, ...] = Field((), description="How much each of them counts; left out: 1.")
+    reward_weights: tuple[Annotated[Number, Field(ge=-1e6, le=1e6)], ...] = Field(
+        (), description="How much each of them counts; left out: 1."
+    )
     samples: Annotated[Whole, Field(ge=2)] = Field(8, description="Answers to each prompt; train.global_batch counts "
                                                    "prompts.")  # fmt: skip
     max_new_tokens: Annotated[Whole, Field(ge=1)] = Field(256, description="Longest answer.")
@@ -93,7 +95,7 @@ class RlConfig(Section):
     reward_deadline: Seconds = Field("10s", description="A reward that takes longer is a failure.")
     reward_workers: Annotated[Whole, Field(ge=1)] = Field(1, description="Processes of each rank that compute rewards.")
     max_failed: Annotated[Number, Field(ge=0, le=1)] = Field(
-        0.5, description="End the run when more of a step's answers than this share have no reward."
+        0.5, description="End the run when the rewards of more of a step's answers than this share failed."
     )
     rows: Annotated[Whole, Field(ge=1)] = Field(64, description="Answers that a rank draws at once, at most.")
     replay: str | None = Field(

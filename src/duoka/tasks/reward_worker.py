@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 Reward = Callable[[list[dict[str, str]], str, dict[str, Any]], Any]
+_MOST = 1e30  # squares of it, and sums of these, are finite
 
 
 def main() -> None:
@@ -31,9 +32,12 @@ def main() -> None:
     names, base = json.loads(asked.get())
     functions = _load_all(names, Path(base))
     print(json.dumps("ready"), file=answers, flush=True)
+    own = os.getpid()
     while True:
         question = json.loads(asked.get())
         found = [_score(functions, name, question, Path(base)) for name in names]
+        if os.getpid() != own:  # a function forked, and nobody ended its child: one question has one answer
+            os._exit(0)
         print(json.dumps(found), file=answers, flush=True)
 
 
@@ -68,12 +72,19 @@ def _score(functions: dict[str, Any], name: str, question: dict[str, Any], base:
             value = functions[name](messages, question["completion"], facts)
         if value is None:
             return {"value": None}
+        if isinstance(value, str | bytes):
+            return {"error": _told(f"it gave the text {value!r}, and a reward is a number")}
         number = float(value)
-        if number != number or number in (float("inf"), float("-inf")):
-            return {"error": f"it gave {number}"}
+        if not abs(number) <= _MOST:
+            return {"error": f"it gave {number:g}, and a reward lies between -{_MOST:g} and {_MOST:g}"}
         return {"value": number}
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may raise anything
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
+        return {"error": _told(f"{type(error).__name__}: {error}")}
+
+
+def _told(text: str) -> str:
+    """On one line, which any file takes: what a function raises may hold half characters."""
+    return " ".join(text.split())[:500].encode("utf-8", "backslashreplace").decode()
 
 
 def _check(functions: dict[str, Any], question: Mapping[str, Any], base: Path) -> float:

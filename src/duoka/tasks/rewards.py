@@ -96,7 +96,8 @@ class _Worker:
             if line:
                 self._is_new = False
                 assert process.stdin is not None
-                process.stdin.write(json.dumps(question).encode() + b"\n")
+                # Columns of a table may hold what JSON has no word for, such as times.
+                process.stdin.write(json.dumps(question, default=str).encode() + b"\n")
                 process.stdin.flush()
                 line = self._line(process, time.monotonic() + self._deadline_s)
         except OSError as error:
