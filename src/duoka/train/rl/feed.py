@@ -72,7 +72,8 @@ class RolloutFeed:
         self._now: RolloutStep | None = None
         self.facts: dict[str, float] = {}  # of the newest answers
         self.is_first_of_several = False  # updates on the same answers, the first of which was laid out last
-        self.faults: Counter[str] = Counter()  # of rewards, since the start
+        self.num_failed = 0  # answers whose rewards failed, since the start
+        self.faults: Counter[str] = Counter()  # of those that were scored last
 
     # --- as every feed ---
 
@@ -88,7 +89,7 @@ class RolloutFeed:
         return self.plan.num_samples_between(start // updates, math.ceil(end / updates)) * samples
 
     def summary(self) -> str:
-        return f"{sum(self.faults.values()):,} answers without a reward" if self.faults else ""
+        return f"{self.num_failed:,} answers whose reward failed" if self.num_failed else ""
 
     def batches(self, place: Place, num_epochs: float) -> Generator[GlobalBatch]:
         """Drawn when they are asked for: each by the weights that the step before left."""
@@ -238,7 +239,6 @@ class RolloutFeed:
         out = []
         for place, one in enumerate(rollouts):
             rewarded = found[place]
-            self.faults.update(rewarded.faults)
             total = rewarded.total(weights)
             out.append(replace(one, rewards=rewarded.values, reward=total, faults=rewarded.faults))
         self._check_failures(out)
@@ -246,10 +246,11 @@ class RolloutFeed:
 
     def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
         failed = [one for one in rollouts if one.faults]
+        self.num_failed += len(failed)
+        self.faults = Counter(fault for one in failed for fault in one.faults)
         if len(failed) <= self.site.config.rl.max_failed * len(rollouts):
             return
-        counted = Counter(fault for one in failed for fault in one.faults)
-        (most, count), *_ = counted.most_common(1)
+        (most, count), *_ = self.faults.most_common(1)
         raise DataError(
             f"rewards of {len(failed)} of {len(rollouts)} answers failed, more than rl.max_failed "
             f"({self.site.config.rl.max_failed:g}) allows",
