@@ -7,7 +7,6 @@ Writes to runs/demo (or demo-2, ... when an earlier demo is there); nothing is o
 from __future__ import annotations
 
 import json
-import json
 import shlex
 import subprocess
 import sys
