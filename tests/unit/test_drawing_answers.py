@@ -55,6 +55,33 @@ def test_recorded_answers_come_back_whatever_stands_in_them(tmp_path, text):
     assert read_rollouts(tmp_path, 7) == step
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_models_whose_attention_torch_s_own_lacks_answer_too(tmp_path, family):
+    """Soft caps and sinks: trained by an attention of their own, and read from files by it."""
+    from families import write_family
+
+    from duoka.model.answer import answer_rows, with_cache
+    from duoka.model.build import LossModel, load_model
+    from duoka.model.request import ModelRequest
+
+    folder = write_family(tmp_path / family, family)
+    request = ModelRequest(folder, dtype=torch.float32, attention="sdpa")
+    model = LossModel(load_model(request)).eval()
+    prompt = [5, 9, 11, 7]
+    (want,) = answer_rows(model, [prompt], frozenset(), 6)
+    alone = prompt[:]
+    for _ in range(6):
+        with torch.no_grad():
+            alone.append(int(model.core(input_ids=torch.tensor([alone])).logits[0, -1].argmax()))
+    assert want.ids == alone[4:]
+    if family != "gpt_oss":  # which is not trained
+        trained = LossModel(load_model(ModelRequest(folder, dtype=torch.float32))).eval()
+        before = trained.core.config._attn_implementation
+        with with_cache(trained.core):
+            assert answer_rows(trained, [prompt], frozenset(), 6)[0].ids == want.ids
+        assert trained.core.config._attn_implementation == before
+
+
 # --- a toy whose answers can all be counted ---
 
 WORDS, STOP, LENGTH, SAMPLES, TRIALS = 5, 0, 2, 4, 1500
