@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -46,19 +47,29 @@ class RewardPool:
         self.names = tuple(names)
         self._workers = [_Worker(self.names, base, deadline_s) for _ in range(num_workers)]
 
-    def score(self, questions: Sequence[dict[str, Any]], alive: Callable[[], None] = lambda: None) -> list[Rewarded]:
-        """Rewards of all, in order; `alive` is called as they come."""
-        found: list[Rewarded | None] = [None] * len(questions)
-        todo = iter(range(len(questions)))
+    def score(
+        self,
+        questions: Sequence[dict[str, Any]],
+        alive: Callable[[], None] = lambda: None,
+        for_s: float = math.inf,
+    ) -> list[Rewarded]:
+        """Rewards of all, in order; `alive` is called as they come. Only of the first ones where all of them would take
+        longer than `for_s`."""
+        found: dict[int, Rewarded] = {}
+        broken: list[BaseException] = []
+        todo, ends = iter(range(len(questions))), time.monotonic() + for_s
         lock = threading.Lock()
 
         def work(worker: _Worker) -> None:
-            while True:
-                with lock:
-                    place = next(todo, None)
-                if place is None:
-                    return
-                found[place] = worker.ask(questions[place])
+            try:
+                while True:
+                    with lock:
+                        place = next(todo, None) if time.monotonic() < ends or not found else None
+                    if place is None:
+                        return
+                    found[place] = worker.ask(questions[place])
+            except BaseException as error:  # noqa: BLE001  a thread's own end would be taken for failed rewards
+                broken.append(error)
 
         threads = [threading.Thread(target=work, args=(one,), name="duoka-rewards") for one in self._workers]
         for thread in threads:
@@ -67,10 +78,9 @@ class RewardPool:
             while thread.is_alive():
                 thread.join(1.0)
                 alive()
-        return [one if one is not None else self._nothing("its process could not be started") for one in found]
-
-    def _nothing(self, why: str) -> Rewarded:
-        return Rewarded((None,) * len(self.names), (why,))
+        if broken:
+            raise broken[0]
+        return [found[place] for place in range(len(found))]
 
     def close(self) -> None:
         for worker in self._workers:

@@ -58,6 +58,12 @@ def why_silent(recent: list[dict[str, float]]) -> str:
     share = sum(one["groups_equal"] for one in recent) / len(recent)
     if share < _SILENT:
         return ""
+    unrewarded = sum(one["unrewarded"] for one in recent) / len(recent)
+    if unrewarded > _SILENT:
+        return (
+            f"in the last {len(recent)} steps {unrewarded:.0%} of the answers got no reward, and nothing is learned "
+            "from these: look at what rl.rewards give (None is no reward)"
+        )
     reward = sum(one["reward"] for one in recent) / len(recent)
     truncated = sum(one["truncated"] for one in recent) / len(recent)
     what = (
