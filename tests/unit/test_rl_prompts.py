@@ -85,5 +85,6 @@ def test_the_first_of_a_set_are_taken_and_tasks_ask_what_is_for_training(tmp_pat
     rows, _ = ask(tmp_path, tokenizer, records, source={"max_samples": 4})
     assert [one.messages[0][1] for one in rows.questions] == ["0", "1", "2", "3"]
     rows, _ = ask(tmp_path, tokenizer, "task:sort", source={"max_samples": 5}, max_length=300)
+    assert rows.questions[2].messages[-1][1] in text_of(rows, 2, tokenizer)
     assert len(rows) == 5 and all(one.id.startswith("sort/train") and one.answer for one in rows.questions)
     assert json.dumps(rows.questions[0].to_json())
