@@ -82,6 +82,10 @@ class RewardPool:
             raise broken[0]
         return [found[place] for place in range(len(found))]
 
+    def faults(self) -> list[str]:
+        """Why functions cannot be loaded: said before answers are drawn that nobody could reward."""
+        return self._workers[0].faults()
+
     def close(self) -> None:
         for worker in self._workers:
             worker.end()
@@ -98,6 +102,16 @@ class _Worker:
         self._names, self._base, self._deadline_s = names, base, deadline_s
         self._process: subprocess.Popen[bytes] | None = None
         self._read, self._is_new = b"", True
+
+    def faults(self) -> list[str]:
+        line: bytes | None = b""
+        with contextlib.suppress(OSError):
+            line = self._line(self._started(), time.monotonic() + _START_S)
+        if not line:
+            self.end()
+            return [f"{' + '.join(self._names)}: {'not ready within 60 s' if line is None else 'the process ended'}"]
+        self._is_new = False
+        return list(json.loads(line))
 
     def ask(self, question: dict[str, Any]) -> Rewarded:
         try:
@@ -142,8 +156,10 @@ class _Worker:
         """The next line; None when it does not come in time, empty when none will come."""
         assert process.stdout is not None
         while b"\n" not in self._read:
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, ends - time.monotonic()))
-            if not ready:
+            # Not select.select, which knows no file beyond the 1,024th that a process opens.
+            poll = select.poll()
+            poll.register(process.stdout, select.POLLIN)
+            if not poll.poll(1000 * min(max(0.0, ends - time.monotonic()), 86400.0)):
                 return None
             some = os.read(process.stdout.fileno(), 1 << 16)
             if not some:

@@ -72,6 +72,7 @@ class RolloutFeed:
         self.micro, self.rows_per_micro = loader.micro, 0
         self._loader = loader
         self._now: RolloutStep | None = None
+        self._is_checked = False
         self.facts: dict[str, float] = {}  # of the newest answers
         self.is_first_of_several = False  # updates on the same answers, the first of which was laid out last
         self.num_failed = 0  # answers whose rewards failed, since the start
@@ -192,6 +193,7 @@ class RolloutFeed:
                 raise self._gone(number, "was learned from once, and its answers are gone")
             return kept
         if kept is None or kept.fingerprint != fingerprint:
+            self._check_rewards()
             drawn = site.add_start(site.drawer.draw(number, prompts))
             kept = RolloutStep(number, fingerprint, tuple(drawn))
             self._write(kept)
@@ -268,6 +270,18 @@ class RolloutFeed:
             out.append(replace(one, rewards=rewarded.values, reward=total, faults=rewarded.faults))
         self._check_failures(out)
         return out
+
+    def _check_rewards(self) -> None:
+        """Before the first answers are drawn: what cannot be loaded rewards none of them."""
+        if self._is_checked:
+            return
+        for rank, faults in enumerate(self.site.engine.mesh.everyone.gather(self.site.pool.faults())):
+            if faults:
+                raise ConfigError(
+                    f"rl.rewards cannot be loaded: {faults[0]}", where=f"in a process of rank {rank}",
+                    fix="mend the file, or install what it imports",
+                )  # fmt: skip
+        self._is_checked = True
 
     @property
     def _turn_s(self) -> float:
