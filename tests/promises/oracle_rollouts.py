@@ -49,10 +49,12 @@ def read_step(folder, number):
 
 
 def answer_logps(model, answer, temperature):
+    """Of each of its tokens, and the entropy there."""
     ids = torch.tensor([*answer["prompt_ids"], *answer["ids"]])
     logps = (model(input_ids=ids[None]).logits[0] / temperature).log_softmax(-1)
     start = len(answer["prompt_ids"])
-    return torch.stack([logps[at - 1, ids[at]] for at in range(start, len(ids))])
+    entropy = -(logps.exp() * logps).sum(-1)[start - 1 : -1]
+    return torch.stack([logps[at - 1, ids[at]] for at in range(start, len(ids))]), float(entropy.detach().sum())
 
 
 def advantages_of(answers, kind):
@@ -106,7 +108,7 @@ def train(
     folder, replay, num_steps, algorithm, *, lr, warmup, clip, weight_decay, max_new_tokens, updates=1, kl=0.0,
     temperature=1.0, mask=False, advantage=None, normalize=None, ratio_clip=None, adapt=None,
 ):  # fmt: skip
-    """Losses, norms and final weights."""
+    """Losses, norms, final weights, and of each step the means over its tokens that are logged."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model = (adapt(model) if adapt else model).double()
     start = copy.deepcopy(model)
@@ -119,7 +121,7 @@ def train(
         [part for part in parts if part["params"]], lr=lr, betas=(0.9, 0.999), eps=1e-4, foreach=False, fused=False
     )
     warm = math.ceil(warmup * num_steps)
-    losses, norms, old = [], [], {}
+    losses, norms, old, logged = [], [], {}, []
     for step in range(1, num_steps + 1):
         answers = read_step(replay, (step - 1) // updates)
         values = advantages_of(answers, kind)
@@ -134,17 +136,25 @@ def train(
         cosine = 0.5 * (1 + math.cos(math.pi * (step - 1 - warm) / (num_steps - warm)))
         for group in optimizer.param_groups:
             group["lr"] = lr * (step / warm if step <= warm else cosine)
-        total = 0.0
+        total, seen = 0.0, dict.fromkeys(("entropy", "ratio", "clip_low", "clip_high", "kl"), 0.0)
         for at, value in values.items():
-            logps = answer_logps(model, answers[at], temperature)
+            logps, entropy = answer_logps(model, answers[at], temperature)
+            seen["entropy"] += entropy / tokens
             if (step - 1) % updates == 0:
                 old[at] = logps.detach()
             gains = token_gains(form, bounds, logps, old[at], value)
+            if bounds:
+                far = (logps.detach() - old[at]).tolist()
+                far = [sum(far) / len(far)] * len(far) if form == "sequence" else far
+                seen["ratio"] += sum(map(math.exp, far)) / tokens
+                seen["clip_low"] += sum(math.exp(one) < 1 - bounds[0] and value < 0 for one in far) / tokens
+                seen["clip_high"] += sum(math.exp(one) > 1 + bounds[1] and value > 0 for one in far) / tokens
             if kl:
                 with torch.no_grad():
-                    apart = answer_logps(start, answers[at], temperature)
+                    apart, _ = answer_logps(start, answers[at], temperature)
                 apart = apart - logps
                 gains = gains - kl * (apart.exp() - apart - 1)
+                seen["kl"] += float((apart.exp() - apart - 1).detach().sum()) / tokens
             divisor = {
                 "tokens": tokens, "answers": count * len(logps), "sequences": count, "length": count * max_new_tokens
             }[over]  # fmt: skip
@@ -155,4 +165,5 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return losses, norms, {name: p.detach().float() for name, p in trained.items()}
+        logged.append(seen)
+    return losses, norms, {name: p.detach().float() for name, p in trained.items()}, logged

@@ -125,3 +125,24 @@ def test_each_run_had_the_layout_that_it_asked_for(case):
     folder, *_ = case
     names = {one: json.loads((folder / one / "plan.json").read_text())["layout"]["name"] for one in RUNS}
     assert names["shared"] == "fsdp2·ep2" and names["zero1, shared"] == "zero1x2·ep2", names
+
+
+ANSWERS = """
+model: {model}
+stage: rl
+data: {{train: [task:sort], max_length: 64}}
+rl: {{algorithm: dapo, samples: 2, max_new_tokens: 6, rewards: [{folder}/rewards.py:same]}}
+train: {{max_steps: 2, global_batch: 2, precision: fp32, router_aux_loss: 0.1}}
+log: {{to: []}}
+output: {folder}/out
+"""
+
+
+def test_a_step_in_which_no_answer_says_anything_balances_nothing(case):
+    folder, _, models, _ = case
+    (folder / "rewards.py").write_text("def same(messages, completion, example):\n    return 1\n", encoding="utf-8")
+    yaml = folder / "answers.yaml"
+    yaml.write_text(ANSWERS.format(model=models["qwen3_moe"], folder=folder), encoding="utf-8")
+    train_all([(str(yaml), [], str(folder / "answers"))], 1)
+    steps = events_of(folder / "answers", "step")
+    assert [(one["num_samples"], one["loss"], one["grad_norm"]) for one in steps] == [(0, 0, 0)] * 2

@@ -218,3 +218,36 @@ def test_nothing_drops_beside_a_reference():
         stop_dropout(model)
         drops.append(float((model(ids).logits - model(ids).logits).detach().abs().max()))
         assert drops[0] > 1e-4 and drops[1] == 0.0, type(model).__name__
+
+
+def test_two_runs_may_keep_the_same_reference_at_once(tmp_path, monkeypatch):
+    from duoka.train.reference import keep_reference, read_reference
+
+    file, plain, others = tmp_path / "reference" / "abc.npy", np.save, []
+
+    def save(out, values, **how):
+        plain(out, values[: len(values) // 2], **how)  # half of it is there when the other run comes
+        if not others:
+            others.append(1)
+            keep_reference(file, values)
+            assert read_reference(file, len(values)) is not None
+        out.seek(0)
+        plain(out, values, **how)
+
+    monkeypatch.setattr(np, "save", save)
+    values = np.arange(10.0).reshape(5, 2)
+    keep_reference(file, values)
+    assert (read_reference(file, 5) == values).all() and [one.name for one in file.parent.iterdir()] == ["abc.npy"]
+
+
+def test_half_precision_of_sharded_layers_has_a_reference_of_its_own(case):
+    folder = case
+    cache = {"DUOKA_CACHE": str(folder / "rounded")}
+    settings = ["lora=null", "train.precision=bf16", "train.max_steps=1", "data.eval=0", "optim.warmup=0"]
+    yaml = str(folder / "run.yaml")
+    train_all([(yaml, settings, str(folder / "half"), cache)], 1)
+    train_all([(yaml, [*settings, "parallel.strategy=fsdp"], str(folder / "half, fsdp"), cache)], 2)
+    for name in ("half", "half, fsdp"):
+        (step,) = read_run(folder / name)
+        assert step["drift"] < 1e-5 and abs(step["margin"]) < 1e-5, name
+    assert len(list((folder / "rounded" / "reference").glob("*.npy"))) == 2

@@ -135,7 +135,7 @@ def oracle(place):
 def compare(place, oracle, case, split):
     folder = place[0] / f"{case}; {split}"
     has_lora = LORA in SPLITS[split][1]
-    losses, norms, weights = oracle(case, has_lora)
+    losses, norms, weights, logged = oracle(case, has_lora)
     steps = read_run(folder)
     assert len(steps) == NUM_STEPS
     for key, want in (("loss", losses), ("grad_norm", norms)):
@@ -145,6 +145,11 @@ def compare(place, oracle, case, split):
         pairs = zip([step[key] for step in steps], want, strict=True)
         error = max(abs(ours - theirs) / max(abs(theirs), floor) for ours, theirs in pairs)
         assert error < TOLERANCE, f"{key} of {case}, {split}, is off by {error}"
+    for step, want in zip(steps, logged, strict=True):
+        for key in want.keys() & step.keys():
+            assert abs(step[key] - want[key]) < 1e-5 * max(1.0, abs(want[key])), f"{key} of {case}, {split}"
+    if case == "gspo":
+        assert {key for one in logged for key in ("clip_low", "clip_high") if one[key]} == {"clip_low", "clip_high"}
     if "ratio" in steps[0]:
         updates = CASES[case][0].get("updates", 1)
         firsts = [step["ratio"] for step in steps[::updates]]

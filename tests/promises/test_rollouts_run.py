@@ -229,6 +229,33 @@ def refuse(yaml, overrides, folder):
         Path(folder, "said.txt").write_text(str(error), encoding="utf-8")
 
 
+def test_answers_of_another_model_or_longer_ones_are_not_replayed(case):
+    from worlds import run_world
+
+    lines = lines_of(case / "whole", 0)
+    for name, ids, said in (("foreign", [9, 4000], "token 4000"), ("long", [9] * 100, "data.max_length (96)")):
+        lines[1] = {**lines[1], "ids": ids, "drawn": [0.0] * len(ids)}
+        (case / f"{name} answers").mkdir()
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (case / f"{name} answers" / "step-00000000.jsonl").write_text(text, encoding="utf-8")
+        run_world(1, refuse, str(case / "run.yaml"), [f"rl.replay={case / f'{name} answers'}"], str(case / name))
+        assert said in (case / name / "said.txt").read_text(encoding="utf-8")
+
+
+def test_a_step_that_lost_what_its_first_update_saw_does_not_go_on(case):
+    from worlds import run_world
+
+    for name in ("checkpoints", "rollouts"):
+        shutil.copytree(case / "whole" / name, case / "lost" / name)
+    for number in (4, 5, 6):
+        shutil.rmtree(case / "lost" / "checkpoints" / f"step-{number:08d}")  # the next one is the second of two
+    file = case / "lost" / "rollouts" / "step-00000001.jsonl"
+    lines = [{key: value for key, value in line.items() if key != "old"} for line in lines_of(case / "lost", 1)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    run_world(1, refuse, str(case / "run.yaml"), [], str(case / "lost"))
+    assert "without the log-probabilities" in (case / "lost" / "said.txt").read_text(encoding="utf-8")
+
+
 def test_rewards_that_all_fail_end_the_run_and_keep_the_answers(case):
     from worlds import run_world
 

@@ -52,6 +52,18 @@ def test_one_wrong_record_in_10_000_is_found_by_one_process_and_by_two(
     assert (outcomes[0] if on_bad == "error" else outcomes[0][0]) == expected
 
 
+def test_a_wrong_record_is_listed_whatever_stands_in_it(tmp_path: Path, tiny_tokenizer_folder: Path) -> None:
+    path = write_jsonl(tmp_path / "a\u2028\x85.jsonl", simple_records(3))
+    with path.open("a", encoding="utf-8") as file:
+        file.write(
+            '{"messages": [{"role": "user", "content": "a\u2028b\x85c"}, {"role": "wrong\u2028", "content": "c"}]}\n'
+        )
+    report = prepare_data(config_for(path, on_bad="skip"), tmp_path, tiny_tokenizer_folder).report
+    write_data_report(report, tmp_path)
+    (wrong,) = (json.loads(line) for line in (tmp_path / "bad.jsonl").read_text(encoding="utf-8").split("\n") if line)
+    assert wrong["file"] == str(path) and wrong["line"] == 4
+
+
 def test_a_mended_set_leaves_no_list_of_wrong_records(tmp_path: Path, tiny_tokenizer_folder: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", simple_records(3))
     report = prepare_data(config_for(path), tmp_path, tiny_tokenizer_folder).report

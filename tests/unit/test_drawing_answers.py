@@ -11,7 +11,7 @@ from duoka.model.sampling import Sampling, choose_token, draw_rows, uniform
 from duoka.train.rl.advantages import advantages
 from duoka.train.rl.batch import AnswerRows, Learned, build_answers
 from duoka.train.rl.draw import make_units, share_units
-from duoka.train.rl.rollouts import Rollout
+from duoka.train.rl.rollouts import Rollout, RolloutStep, read_rollouts, write_rollouts
 from duoka.train.stages.stage import build_stage
 
 
@@ -43,6 +43,43 @@ def test_units_are_of_one_length_and_no_number_of_ranks_changes_them():
         shares = share_units(units, ranks)
         assert sorted(unit for share in shares for unit in share) == sorted(units)
     assert make_units([5, 0, 2], lengths, 4, 6) == make_units([0, 2, 5], lengths, 4, 6)
+
+
+@pytest.mark.parametrize(
+    "text", ["a\u2028b", "a\x85b", "a\x0b\x0c\x1c\x1d\x1eb\r\n", "\u2029", '"\\', "多卡 😀", "\ufffd"]
+)
+def test_recorded_answers_come_back_whatever_stands_in_them(tmp_path, text):
+    one = Rollout(0, 0, text, (3,), (4, 2), True, text, (-1.5, -0.25), (None, 1.0), None, (text,), (-1.0, 0.0), None)
+    step = RolloutStep(7, "of these", (one, one))
+    write_rollouts(tmp_path, step)
+    assert read_rollouts(tmp_path, 7) == step
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_models_whose_attention_torch_s_own_lacks_answer_too(tmp_path, family):
+    """Soft caps and sinks: trained by an attention of their own, and read from files by it."""
+    from families import write_family
+
+    from duoka.model.answer import answer_rows, with_cache
+    from duoka.model.build import LossModel, load_model
+    from duoka.model.request import ModelRequest
+
+    folder = write_family(tmp_path / family, family)
+    request = ModelRequest(folder, dtype=torch.float32, attention="sdpa")
+    model = LossModel(load_model(request)).eval()
+    prompt = [5, 9, 11, 7]
+    (want,) = answer_rows(model, [prompt], frozenset(), 6)
+    alone = prompt[:]
+    for _ in range(6):
+        with torch.no_grad():
+            alone.append(int(model.core(input_ids=torch.tensor([alone])).logits[0, -1].argmax()))
+    assert want.ids == alone[4:]
+    if family != "gpt_oss":  # which is not trained
+        trained = LossModel(load_model(ModelRequest(folder, dtype=torch.float32))).eval()
+        before = trained.core.config._attn_implementation
+        with with_cache(trained.core):
+            assert answer_rows(trained, [prompt], frozenset(), 6)[0].ids == want.ids
+        assert trained.core.config._attn_implementation == before
 
 
 # --- a toy whose answers can all be counted ---

@@ -12,6 +12,7 @@ from data_kit import config_for, messages_record, simple_records, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from duoka.config.schema import StageConfig
 from duoka.data.prepare import PreparedData, prepare_data, read_tokenizer
 from duoka.data.read.detect import detect_format
 from duoka.data.read.example import BadRecord, Labeled, Message, Preference, Prompt, SetFormat, Text
@@ -94,6 +95,22 @@ def test_dataset_info_says_the_kind(tmp_path: Path) -> None:
     faults = check_data(config, tmp_path)
     assert len(faults) == 4, "stage sft learns from none of them"
     assert "preference pairs (ranking), and stage sft learns the answers of conversations" in faults[0].what
+
+
+@pytest.mark.parametrize("label", ["yes", 1, None])
+def test_labels_of_another_kind_are_named(tmp_path: Path, label: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "completion": "a", "label": label}] * 2)
+    config = config_for(path).model_copy(update={"stage": StageConfig(name="kto")})
+    (fault,) = check_data(config, tmp_path)
+    assert fault.fix.startswith(f"its column label holds {json.dumps(label)}: write true")
+
+
+def test_a_file_without_a_record_and_one_of_another_encoding_say_so(tmp_path: Path) -> None:
+    (tmp_path / "blank.jsonl").write_text("\n \n", encoding="utf-8")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "caf\xe9"}\n'.encode("latin-1"))
+    blank, latin = check_sets(config_for(tmp_path / "blank.jsonl", tmp_path / "latin.jsonl"), tmp_path)
+    assert blank.what == "blank.jsonl has no record, only blank lines"
+    assert "not UTF-8" in latin.what and latin.fix == "write the file as UTF-8"
 
 
 @pytest.fixture

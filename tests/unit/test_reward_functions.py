@@ -9,7 +9,7 @@ from duoka.config.rl import ALGORITHMS
 from duoka.tasks.rewards import RewardPool
 from duoka.train.rl.advantages import advantages, has_signal
 
-FUNCTIONS = """
+FUNCTIONS = r"""
 import os, subprocess, sys, time
 def length(messages, completion, example):
     print("functions may print")
@@ -25,6 +25,20 @@ def endless(messages, completion, example):
     if completion == "die":
         os._exit(3)
     return float("nan") if completion == "nan" else 1
+def forking(messages, completion, example):
+    os.fork()  # and nobody ends the child: it would answer too
+    return len(completion)
+def words(messages, completion, example):
+    raise ValueError(b"caf\xe9".decode("utf-8", "surrogateescape") + "\n" + "x" * 9000)
+def column(messages, completion, example):
+    return len(example["when"])
+def large(messages, completion, example):
+    return -1e200 if completion == "small" else 10 ** 400 if completion == "no float" else 1e200
+def text(messages, completion, example):
+    return "1"
+def slow(messages, completion, example):
+    time.sleep(0.3)
+    return int(completion)
 """
 
 
@@ -109,6 +123,88 @@ def test_nobody_is_left_when_the_asking_process_dies(tmp_path):
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(pid) and done.returncode == -9 and os.getpid() != pid
+
+
+def test_what_cannot_be_loaded_says_so_before_anything_is_asked(pool, tmp_path):
+    (tmp_path / "imports.py").write_text("import nothing_like_this\ndef good(m, c, e): return 1\n", encoding="utf-8")
+    (tmp_path / "leaves.py").write_text("import os\nos._exit(4)\n", encoding="utf-8")
+    (told,) = pool("mine.py:length", "imports.py:good", "task").faults()
+    assert told.startswith("imports.py:good: ModuleNotFoundError: No module named 'nothing_like_this'")
+    assert pool("leaves.py:good").faults() == ["leaves.py:good: the process ended"]
+    fine = pool("mine.py:length")
+    assert fine.faults() == [] and fine.score([question("x")])[0].values == (5.0,)
+
+
+SHAPES = """
+def two(messages, completion): return 1
+def named(messages, completion, example, *, judge): return 1
+def four(messages, completion, example, more): return 1
+def fine(messages, completion, example, more=1, **rest): return 1
+def any(*given): return 1
+later = fine
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing.py:x", "there is no file 'nothing.py'"), ("shapes.py:x", "has no function 'x'"),
+        ("shapes.py:two", "two takes (messages, completion)"), ("shapes.py:named", "judge"),
+        ("shapes.py:four", "more), and rewards are called with three"), ("wrong.py:f", "wrong.py is no Python: "),
+        ("shapes.py:fine", ""), ("shapes.py:any", ""), ("shapes.py:later", ""),
+    ],
+)  # fmt: skip
+def test_functions_are_looked_up_before_anything_starts(tmp_path, name, said):
+    from duoka.config.schema import RunConfig
+    from duoka.tasks.check import check_tasks
+
+    (tmp_path / "shapes.py").write_text(SHAPES, encoding="utf-8")
+    (tmp_path / "wrong.py").write_text("x = 1\ndef f(m, c, e)\n    return 1\n", encoding="utf-8")
+    settings = {"model": "demo", "stage": "rl", "data": {"train": ["task:sort"]}, "rl": {"rewards": [name]}}
+    faults = check_tasks(RunConfig.model_validate(settings), tmp_path)
+    assert len(faults) == bool(said) and all(said in fault.what for fault in faults)
+    if name == "wrong.py:f":
+        assert faults[0].line == 2 and faults[0].source == "def f(m, c, e)"
+    assert all(fault.fix or fault.line for fault in faults)
+
+
+def test_only_so_many_are_computed_as_there_is_time_for(pool):
+    found = pool("mine.py:slow", num_workers=2).score([question(str(n)) for n in range(9)], for_s=0.5)
+    assert 2 <= len(found) < 9 and [one.values for one in found] == [(float(n),) for n in range(len(found))]
+
+
+def test_a_path_with_a_tilde_is_found(pool, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert pool("~/mine.py:length").score([question("xy")])[0].values == (6.0,)
+
+
+def test_a_function_that_forks_answers_each_question_once(pool):
+    found = pool("mine.py:forking").score([question("x" * size) for size in range(6)])
+    assert [one.values for one in found] == [(float(size),) for size in range(6)]
+
+
+def test_what_a_function_says_can_be_written_to_a_file(pool):
+    (one,) = pool("mine.py:words").score([question("x")])
+    assert one.values == (None,) and "caf" in one.faults[0] and len(one.faults[0]) < 600
+    assert "\n" not in one.faults[0] and one.faults[0].encode("utf-8")
+
+
+def test_columns_that_json_does_not_know_reach_functions_as_words(pool):
+    import datetime
+
+    when = {"when": datetime.datetime(2024, 5, 6)}
+    (one,) = pool("mine.py:column").score([question("x", facts=when)])
+    assert one.values == (19.0,) and not one.faults
+
+
+def test_rewards_beyond_what_numbers_bear_are_failures_and_others_give_finite_advantages(pool):
+    found = pool("mine.py:large").score([question(word) for word in ("small", "large", "no float")])
+    assert [one.values for one in found] == [(None,)] * 3
+    assert all("mine.py:large" in one.faults[0] for one in found) and "1e+200" in found[1].faults[0]
+    assert pool("mine.py:text").score([question("x")])[0].faults, "words are no number"
+    for kind in ("center", "group_std", "leave_one_out", "batch_std"):
+        (values,) = advantages([[1e30, -1e30, 3.0, None]], kind)
+        assert all(value is None or abs(value) < 1e31 for value in values) and values[0] > 0 > values[1]
 
 
 def test_an_answer_without_a_reward_leaves_its_group():

@@ -188,6 +188,14 @@ def test_embed_writes_a_row_for_each_line_in_order(
             assert float((torch.tensor(row) - hidden / hidden.norm()).norm()) < bound, text
 
 
+def test_a_line_of_texts_ends_where_an_editor_ends_it(tmp_path: Path) -> None:
+    from duoka.serve.embed import read_texts
+
+    file = tmp_path / "texts.txt"
+    file.write_text("one\u2028still one\n\n two\x85two", encoding="utf-8")
+    assert read_texts(file) == ["one\u2028still one", "", " two\x85two"]
+
+
 def test_embed_refuses_what_it_cannot_read_or_write(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

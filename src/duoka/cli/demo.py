@@ -111,8 +111,10 @@ def duoka(*arguments: str, questions: tuple[str, ...] = (), read: bool = False) 
 
 def ask(target: str) -> dict[str, str]:
     """The model's greedy answers to the questions."""
+    from duoka.runs.folder import json_lines
+
     output = duoka("chat", target, "--max-new-tokens", "64", "--json", questions=QUESTIONS, read=True)
-    answers = {row["prompt"]: row["answer"].strip() for row in map(json.loads, output.splitlines())}
+    answers = {row["prompt"]: row["answer"].strip() for row in json_lines(output)}
     for question, answer in answers.items():
         click.echo(f"  {click.style(question, bold=True)}  {answer}")
     return answers

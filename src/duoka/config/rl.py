@@ -18,7 +18,6 @@ AlgorithmName = Literal["reinforce", "rloo", "grpo", "dr_grpo", "dapo", "gspo", 
 Advantage = Literal["center", "group_std", "leave_one_out", "batch_std"]
 Normalizer = Literal["tokens", "answers", "sequences", "length"]
 Ratio = Literal["none", "token", "sequence", "weight"]
-Positive = Annotated[Number, Field(gt=0)]
 Weight = Annotated[Number, Field(ge=0)]
 TASK_REWARD = "task"
 
@@ -59,11 +58,16 @@ class RlConfig(Section):
         description="What an answer is worth, summed: task is the check of the task that asked; or functions of yours, "
         "such as [rewards.py:length].",
     )  # fmt: skip
-    reward_weights: tuple[Number, ...] = Field((), description="How much each of them counts; left out: 1.")
-    samples: Annotated[Whole, Field(ge=2)] = Field(8, description="Answers to each prompt; train.global_batch counts "
-                                                   "prompts.")  # fmt: skip
+    reward_weights: tuple[Annotated[Number, Field(ge=-1e6, le=1e6)], ...] = Field(
+        (), description="How much each of them counts; left out: 1."
+    )
+    samples: Annotated[Whole, Field(ge=2, le=65_536)] = Field(
+        8, description="Answers to each prompt; train.global_batch counts prompts."
+    )
     max_new_tokens: Annotated[Whole, Field(ge=1)] = Field(256, description="Longest answer.")
-    temperature: Positive = Field(1.0, description="Logits are divided by it, in drawing and in learning.")
+    temperature: Annotated[Number, Field(ge=1e-3)] = Field(
+        1.0, description="Logits are divided by it, in drawing and in learning."
+    )
     top_k: Annotated[Whole, Field(ge=0)] = Field(
         0, description="Draw from the k likeliest tokens only; 0: from all. Learning counts all."
     )
@@ -91,9 +95,11 @@ class RlConfig(Section):
         "their prompt's mean alone)."
     )  # fmt: skip
     reward_deadline: Seconds = Field("10s", description="A reward that takes longer is a failure.")
-    reward_workers: Annotated[Whole, Field(ge=1)] = Field(1, description="Processes of each rank that compute rewards.")
+    reward_workers: Annotated[Whole, Field(ge=1, le=256)] = Field(
+        1, description="Processes of each rank that compute rewards."
+    )
     max_failed: Annotated[Number, Field(ge=0, le=1)] = Field(
-        0.5, description="End the run when more of a step's answers than this share have no reward."
+        0.5, description="End the run when the rewards of more of a step's answers than this share failed."
     )
     rows: Annotated[Whole, Field(ge=1)] = Field(64, description="Answers that a rank draws at once, at most.")
     replay: str | None = Field(
@@ -111,6 +117,10 @@ class RlConfig(Section):
             base.clip if self.clip is None else self.clip,
             base.drop_equal if self.drop_equal is None else self.drop_equal,
         )
+
+    @property
+    def rewards_said(self) -> str:
+        return ", ".join(self.rewards)
 
     def sentence(self) -> str:
         """For a banner: all that decides the loss."""

@@ -78,7 +78,7 @@ RL_RULES: tuple[Rule, ...] = (
         "rl-reward-without-function",
         ("rl.rewards", "stage"),
         lambda c: _draws(c) and any(name != TASK_REWARD and ".py:" not in name for name in c.rl.rewards),
-        "rl.rewards has a name that is neither task nor a file's function: {c.rl.rewards}",
+        "rl.rewards has a name that is neither task nor a file's function: {c.rl.rewards_said}",
         "write for example:   rewards: [rewards.py:score]",
     ),
     Rule(

@@ -32,10 +32,10 @@ def prepare_prompts(config: RunConfig, base: Path, tokenizer: ChatTokenizer) -> 
     room = config.data.max_length - config.rl.max_new_tokens
     for found in find_sets(config, base):
         counts, bad = Counts(), list[Fault]()
-        asked = list(_questions(found, base, config, bad))
+        asked = list(_asked(found, base, config, bad))
         if bad and config.data.on_bad == "error":
             raise Faults(bad[:10], title="data error")
-        for question, own in zip(asked, _encode(asked, tokenizer), strict=True):
+        for (question, _), own in zip(asked, _encode(asked, tokenizer), strict=True):
             if len(own) > room:
                 counts.num_dropped_long += 1
                 continue
@@ -62,12 +62,17 @@ def prepare_prompts(config: RunConfig, base: Path, tokenizer: ChatTokenizer) -> 
     return rows, report
 
 
-def _questions(found: ResolvedSet, base: Path, config: RunConfig, bad: list[Fault]) -> Iterator[Question]:
+Asked = tuple[Question, Prompt]  # what rewards know of it, and what the model reads: calls and tools too
+
+
+def _asked(found: ResolvedSet, base: Path, config: RunConfig, bad: list[Fault]) -> Iterator[Asked]:
     if is_task(found.name):
         items = [(task, item) for task in find_tasks(found.name, base) for item in task.items("train")]
         for task, item in items[: found.max_samples]:
             if item.question:
-                yield Question(found.name, f"{task.name}/{item.id}", item.question, item.answer, dict(item.facts))
+                turns = tuple(Message(role, said) for role, said in item.question)
+                question = Question(found.name, f"{task.name}/{item.id}", item.question, item.answer, dict(item.facts))
+                yield question, Prompt(turns)
         return
     number, most_bytes = 0, max_record_bytes(config.data.max_length)
     for path in found.files:
@@ -87,21 +92,22 @@ def _questions(found: ResolvedSet, base: Path, config: RunConfig, bad: list[Faul
                     continue
                 assert isinstance(example, Example | Prompt), "check_data refused other kinds"
                 facts = record.value if isinstance(record.value, dict) else {}
-                yield _question(found.name, f"{path.name}:{record.line or number}", example, facts)
+                yield _ask(found.name, f"{path.name}:{record.line or number}", example, facts)
 
 
-def _question(source: str, name: str, example: Example | Prompt, facts: dict[str, object]) -> Question:
+def _ask(source: str, name: str, example: Example | Prompt, facts: dict[str, object]) -> Asked:
     messages = example.messages
     answer = messages[-1].content if isinstance(example, Example) else ""
     asked = messages[:-1] if isinstance(example, Example) else messages
-    return Question(source, name, tuple((turn.role, turn.content) for turn in asked), answer, facts)
+    said = tuple((turn.role, turn.content) for turn in asked)
+    return Question(source, name, said, answer, facts), Prompt(asked, example.tools)
 
 
-def _encode(questions: Sequence[Question], tokenizer: ChatTokenizer) -> list[list[int]]:
+def _encode(asked: Sequence[Asked], tokenizer: ChatTokenizer) -> list[list[int]]:
     texts = []
-    for question in questions:
+    for question, prompt in asked:
         try:
-            texts.append(render_prompt(tuple(Message(role, said) for role, said in question.messages), None, tokenizer))
+            texts.append(render_prompt(prompt.messages, prompt.tools, tokenizer))
         except BadRecord as error:
             raise DataError(f"{question.id} cannot be asked: {error.rule}", fix=error.fix or None) from None
     tokens = tokenizer.encode_many([text for text, _ in texts])

@@ -14,7 +14,7 @@ from duoka.data.feed.epoch_plan import EpochPlan, share_batch
 from duoka.data.feed.labeled import LabeledRows
 from duoka.data.tokens.tokenize import Counts
 from duoka.errors import Fault
-from duoka.runs.folder import write_json_atomic, write_text_atomic
+from duoka.runs.folder import json_lines, write_json_atomic, write_text_atomic
 from duoka.units import Amount, format_count
 
 _BATCHES_LOOKED_AT = 20
@@ -214,8 +214,8 @@ def write_data_report(report: DataReport, folder: Path) -> None:
     lines = []
     for one in report.sets:
         if one.skipped_list:
-            for text in Path(one.skipped_list).read_text(encoding="utf-8").splitlines():
-                lines.append(json.dumps({"set": one.name, **json.loads(text)}, ensure_ascii=False) + "\n")
+            for fault in json_lines(Path(one.skipped_list).read_text(encoding="utf-8")):
+                lines.append(json.dumps({"set": one.name, **fault}, ensure_ascii=False) + "\n")
     if lines:
         write_text_atomic(folder / "bad.jsonl", "".join(lines))
     else:

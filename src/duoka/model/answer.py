@@ -104,7 +104,7 @@ def with_cache(lm: torch.nn.Module) -> Iterator[None]:
     if before != NAME:
         yield
         return
-    core.set_attn_implementation("sdpa")
+    core.set_attn_implementation(core.get_correct_attn_implementation(None))  # torch's, or where it lacks what it needs
     try:
         yield
     finally:

@@ -79,7 +79,7 @@ def load_model(request: ModelRequest) -> torch.nn.Module:
             model = read_model(
                 request,
                 dtype=dtype if packing is None else packing.dtype_to_pack_from(folder, dtype),
-                attn_implementation=request.attention,
+                attn_implementation=request.named_attention,
                 trust_remote_code=request.trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
@@ -117,7 +117,7 @@ def _draw_model(request: ModelRequest) -> torch.nn.Module:
     config = AutoConfig.from_pretrained(request.folder, local_files_only=True)
     with quiet_loading():
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=request.dtype, attn_implementation=request.attention
+            config, dtype=request.dtype, attn_implementation=request.named_attention
         )
     drawn = random_weights(request.folder, config, request.seed)
     with torch.no_grad():

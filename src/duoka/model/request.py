@@ -26,3 +26,8 @@ class ModelRequest:
     packing: Quantization | None = None  # of the layers' matrices
     earlier: Earlier | None = None  # adapters that are merged into them, or are where the adapters begin
     scores: bool = False  # one number a sequence: transformers' sequence classification with one label
+
+    @property
+    def named_attention(self) -> str | None:
+        """For transformers: sdpa is its default, and where a model caps its scores or has sinks it takes another."""
+        return None if self.attention == "sdpa" else self.attention

@@ -13,6 +13,7 @@ import types
 from collections.abc import Collection, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -141,6 +142,8 @@ def apply_sharded(
     # Layers that are not transformers' may mix types in ways that only autocast sorts out.
     layers, policy = (find_layers(core), narrow) if is_transformer(core) else (find_blocks(core), wide)
     for layer in layers:
+        if half is not None:
+            _widen_norms(layer)
         shard(layer, policy, reshard)
     for module, policy in _ends(core, narrow, wide):
         shard(module, policy, reshard)
@@ -163,6 +166,26 @@ def apply_sharded(
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
     assert isinstance(bare, FSDPModule)
     return bare
+
+
+def _widen_norms(layer: torch.nn.Module) -> None:
+    """LayerNorms compute as wide as what they read, the residual stream, though their weights come narrow.
+
+    Norms of transformers' own do so by themselves. On CPUs torch refuses wide rows with narrow weights, and autocast
+    there leaves norms alone.
+    """
+
+    def forward(norm: torch.nn.LayerNorm, rows: torch.Tensor) -> torch.Tensor:
+        weight, bias = (None if one is None else one.to(rows.dtype) for one in (norm.weight, norm.bias))
+        return F.layer_norm(rows, norm.normalized_shape, weight, bias, norm.eps)
+
+    for module in layer.modules():
+        if not isinstance(module, torch.nn.LayerNorm):
+            continue
+        if type(module).forward is torch.nn.LayerNorm.forward:
+            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+        else:  # one that makes something of its weight first, as Nemotron's: its rows come as narrow
+            module.register_forward_pre_hook(lambda norm, rows: (rows[0].to(norm.weight.dtype), *rows[1:]))
 
 
 def _bring(ignored: Collection[torch.nn.Parameter], device: torch.device) -> None:

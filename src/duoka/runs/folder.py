@@ -120,6 +120,14 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
         raise
 
 
+def json_lines(text: str) -> list[Any]:
+    """What stands on each line. str.splitlines would cut at U+2028 and its like too, which JSON leaves inside of texts.
+
+    Raises ValueError.
+    """
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
 def write_json_atomic(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     write_text_atomic(path, text, durable=durable)

@@ -46,11 +46,12 @@ class Embedded:
 def read_texts(path: Path) -> list[str]:
     """One text per line; the order of lines is the order of rows."""
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        *texts, last = path.read_text(encoding="utf-8").split("\n")  # not at marks that stand inside of texts
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path}", fix="write a text file with one text per line") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    texts += [last] if last else []
     if not texts:
         raise DataError(f"{path} is empty", fix="write one text per line")
     return texts

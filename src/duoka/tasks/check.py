@@ -49,12 +49,17 @@ def _check_rewards(config: RunConfig, base: Path) -> list[Fault]:
     for name, place in reward_files(config, base).items():
         function = name.rpartition(":")[2]
         if place is None:
-            faults.append(Fault(f"there is no file {name.rpartition(':')[0]!r}", key="rl.rewards"))
+            fix = "a path begins in the folder where duoka is started, or beside the YAML"
+            faults.append(Fault(f"there is no file {name.rpartition(':')[0]!r}", key="rl.rewards", fix=fix))
             continue
         try:
             tree = ast.parse(place.read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, ValueError) as error:
-            faults.append(Fault(f"{place} is no Python file: {error}", key="rl.rewards"))
+        except SyntaxError as error:
+            what = f"{place.name} is no Python: {error.msg}"
+            faults.append(Fault(what, file=str(place), line=error.lineno or 0, source=(error.text or "").strip()))
+            continue
+        except (OSError, ValueError) as error:
+            faults.append(Fault(f"{place} cannot be read: {error}", key="rl.rewards"))
             continue
         named = [one.name for one in tree.body if isinstance(one, ast.FunctionDef)]
         bound = [getattr(part, "id", "") for one in tree.body if isinstance(one, ast.Assign) for part in one.targets]
@@ -63,12 +68,31 @@ def _check_rewards(config: RunConfig, base: Path) -> list[Fault]:
         if function not in (*named, *bound, *imported):
             known = f"it has {', '.join(named)}" if named else "it has none"
             faults.append(Fault(f"{place.name} has no function {function!r}", key="rl.rewards", fix=known))
+        faults += [
+            Fault(
+                f"{function} takes {_told_arguments(one)}, and rewards are called with three", file=str(place),
+                line=one.lineno, fix=f"write   def {function}(messages, completion, example):",
+            )
+            for one in tree.body
+            if isinstance(one, ast.FunctionDef) and one.name == function and not one.decorator_list
+            and not _takes_three(one.args)
+        ]  # fmt: skip
     for source in names_of(config.data.train):
         tasks = _asked(source, base) if is_task(source) and TASK_REWARD in config.rl.rewards else []
         if any(task.runs_code for task in tasks):
             what = f"{source} runs programs that the model wrote, and no training does that"
             faults.append(Fault(what, key="rl.rewards", fix="write a function that runs them where it is safe"))
     return faults
+
+
+def _takes_three(given: ast.arguments) -> bool:
+    most = len(given.posonlyargs) + len(given.args)
+    needs_names = any(default is None for default in given.kw_defaults)
+    return most - len(given.defaults) <= 3 and (most >= 3 or given.vararg is not None) and not needs_names
+
+
+def _told_arguments(function: ast.FunctionDef) -> str:
+    return f"({ast.unparse(function.args)})"
 
 
 def _asked(source: str, base: Path) -> list[Task]:

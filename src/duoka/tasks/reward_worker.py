@@ -6,7 +6,6 @@ prints goes to the error stream; it ends with whoever started it, also in the mi
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -19,7 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from duoka.config.paths import given_path, is_file
+
 Reward = Callable[[list[dict[str, str]], str, dict[str, Any]], Any]
+_MOST = 1e30  # squares of it, and sums of these, are finite
 
 
 def main() -> None:
@@ -29,11 +31,14 @@ def main() -> None:
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
     names, base = json.loads(asked.get())
-    functions = _load_all(names, Path(base))
-    print(json.dumps("ready"), file=answers, flush=True)
+    functions, faults = _load_all(names, Path(base))
+    print(json.dumps(faults), file=answers, flush=True)
+    own = os.getpid()
     while True:
         question = json.loads(asked.get())
         found = [_score(functions, name, question, Path(base)) for name in names]
+        if os.getpid() != own:  # a function forked, and nobody ended its child: one question has one answer
+            os._exit(0)
         print(json.dumps(found), file=answers, flush=True)
 
 
@@ -44,14 +49,17 @@ def _listen(asked: queue.SimpleQueue[str]) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _load_all(names: list[str], base: Path) -> dict[str, Any]:
-    """Before the first question, so that imports are not part of its time; what cannot be loaded says so there."""
+def _load_all(names: list[str], base: Path) -> tuple[dict[str, Any], list[str]]:
+    """Before the first question, so that imports are not part of its time; and why some cannot be loaded."""
     functions: dict[str, Any] = {}
+    faults = []
     for name in names:
-        with contextlib.suppress(Exception, SystemExit):
+        try:
             if name != "task":
                 functions[name] = load_function(name, base)
-    return functions
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a user's file may raise anything
+            faults.append(_told(f"{name}: {type(error).__name__}: {error}"))
+    return functions, faults
 
 
 def _score(functions: dict[str, Any], name: str, question: dict[str, Any], base: Path) -> dict[str, Any]:
@@ -68,12 +76,19 @@ def _score(functions: dict[str, Any], name: str, question: dict[str, Any], base:
             value = functions[name](messages, question["completion"], facts)
         if value is None:
             return {"value": None}
+        if isinstance(value, str | bytes):
+            return {"error": _told(f"it gave the text {value!r}, and a reward is a number")}
         number = float(value)
-        if number != number or number in (float("inf"), float("-inf")):
-            return {"error": f"it gave {number}"}
+        if not abs(number) <= _MOST:
+            return {"error": f"it gave {number:g}, and a reward lies between -{_MOST:g} and {_MOST:g}"}
         return {"value": number}
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may raise anything
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
+        return {"error": _told(f"{type(error).__name__}: {error}")}
+
+
+def _told(text: str) -> str:
+    """On one line, which any file takes: what a function raises may hold half characters."""
+    return " ".join(text.split())[:500].encode("utf-8", "backslashreplace").decode()
 
 
 def _check(functions: dict[str, Any], question: Mapping[str, Any], base: Path) -> float:
@@ -94,7 +109,8 @@ def load_function(name: str, base: Path) -> Reward:
     Raises what the file's import raises, or LookupError.
     """
     path, _, function = name.rpartition(":")
-    place = next((one for one in (Path(path), base / path) if one.is_file()), None)
+    given = given_path(path)
+    place = next((one for one in (given, base / given) if is_file(one)), None)
     if place is None:
         raise LookupError(f"there is no file {path!r}")
     module = _load(place.resolve())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -46,19 +47,29 @@ class RewardPool:
         self.names = tuple(names)
         self._workers = [_Worker(self.names, base, deadline_s) for _ in range(num_workers)]
 
-    def score(self, questions: Sequence[dict[str, Any]], alive: Callable[[], None] = lambda: None) -> list[Rewarded]:
-        """Rewards of all, in order; `alive` is called as they come."""
-        found: list[Rewarded | None] = [None] * len(questions)
-        todo = iter(range(len(questions)))
+    def score(
+        self,
+        questions: Sequence[dict[str, Any]],
+        alive: Callable[[], None] = lambda: None,
+        for_s: float = math.inf,
+    ) -> list[Rewarded]:
+        """Rewards of all, in order; `alive` is called as they come. Only of the first ones where all of them would take
+        longer than `for_s`."""
+        found: dict[int, Rewarded] = {}
+        broken: list[BaseException] = []
+        todo, ends = iter(range(len(questions))), time.monotonic() + for_s
         lock = threading.Lock()
 
         def work(worker: _Worker) -> None:
-            while True:
-                with lock:
-                    place = next(todo, None)
-                if place is None:
-                    return
-                found[place] = worker.ask(questions[place])
+            try:
+                while True:
+                    with lock:
+                        place = next(todo, None) if time.monotonic() < ends or not found else None
+                    if place is None:
+                        return
+                    found[place] = worker.ask(questions[place])
+            except BaseException as error:  # noqa: BLE001  a thread's own end would be taken for failed rewards
+                broken.append(error)
 
         threads = [threading.Thread(target=work, args=(one,), name="duoka-rewards") for one in self._workers]
         for thread in threads:
@@ -67,10 +78,13 @@ class RewardPool:
             while thread.is_alive():
                 thread.join(1.0)
                 alive()
-        return [one if one is not None else self._nothing("its process could not be started") for one in found]
+        if broken:
+            raise broken[0]
+        return [found[place] for place in range(len(found))]
 
-    def _nothing(self, why: str) -> Rewarded:
-        return Rewarded((None,) * len(self.names), (why,))
+    def faults(self) -> list[str]:
+        """Why functions cannot be loaded: said before answers are drawn that nobody could reward."""
+        return self._workers[0].faults()
 
     def close(self) -> None:
         for worker in self._workers:
@@ -89,6 +103,16 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._read, self._is_new = b"", True
 
+    def faults(self) -> list[str]:
+        line: bytes | None = b""
+        with contextlib.suppress(OSError):
+            line = self._line(self._started(), time.monotonic() + _START_S)
+        if not line:
+            self.end()
+            return [f"{' + '.join(self._names)}: {'not ready within 60 s' if line is None else 'the process ended'}"]
+        self._is_new = False
+        return list(json.loads(line))
+
     def ask(self, question: dict[str, Any]) -> Rewarded:
         try:
             process = self._started()
@@ -96,7 +120,8 @@ class _Worker:
             if line:
                 self._is_new = False
                 assert process.stdin is not None
-                process.stdin.write(json.dumps(question).encode() + b"\n")
+                # Columns of a table may hold what JSON has no word for, such as times.
+                process.stdin.write(json.dumps(question, default=str).encode() + b"\n")
                 process.stdin.flush()
                 line = self._line(process, time.monotonic() + self._deadline_s)
         except OSError as error:
@@ -131,8 +156,10 @@ class _Worker:
         """The next line; None when it does not come in time, empty when none will come."""
         assert process.stdout is not None
         while b"\n" not in self._read:
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, ends - time.monotonic()))
-            if not ready:
+            # Not select.select, which knows no file beyond the 1,024th that a process opens.
+            poll = select.poll()
+            poll.register(process.stdout, select.POLLIN)
+            if not poll.poll(1000 * min(max(0.0, ends - time.monotonic()), 86400.0)):
                 return None
             some = os.read(process.stdout.fileno(), 1 << 16)
             if not some:

@@ -90,7 +90,7 @@ class Balance:
 
     def objective_of(self, batch: GlobalBatch) -> Objective:
         chosen = self._count(batch)
-        rows = chosen.sum() / self._num_chosen  # tokens x layers
+        rows = (chosen.sum() / self._num_chosen).clamp(min=1)  # tokens x layers; none in a step without answers
         return _Balanced(self, self.coefficient * len(chosen) * chosen / rows.square())
 
     def _count(self, batch: GlobalBatch) -> torch.Tensor:

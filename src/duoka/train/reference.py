@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +53,13 @@ class ReferencePass:
         """Give the answers their reference, on all ranks together; returns where it is from."""
         world = self.engine.mesh.everyone
         file = _file_of(self.key(rows))
-        rows.reference = world.agree(_read(file, len(rows)) if world.is_main else None)
+        rows.reference = world.agree(read_reference(file, len(rows)) if world.is_main else None)
         if rows.reference is not None:
             return "from the cache"
         began = time.monotonic()
         rows.reference = self._compute(rows)
         if world.is_main:
-            _write(file, rows.reference)
+            keep_reference(file, rows.reference)
         return f"computed in {format_seconds(time.monotonic() - began)}"
 
     def key(self, rows: AnswerRows) -> str:
@@ -77,6 +79,9 @@ class ReferencePass:
             # A base under adapters lies in the type that computes, trained weights in fp32.
             "precision": [self.layout.precision, lora is not None],
         }
+        # Sharded layers that are trained take weights, norms' too, in half precision: they round otherwise.
+        if self.layout.is_sharded and self.layout.precision != "fp32" and lora is None:
+            facts["rounded"] = "by layers"
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @torch.no_grad()
@@ -126,7 +131,7 @@ def _file_of(key: str) -> Path:
     return cache_folder() / "reference" / f"{key}.npy"
 
 
-def _read(file: Path, count: int) -> np.ndarray | None:
+def read_reference(file: Path, count: int) -> np.ndarray | None:
     """None for a file that is not there, was cut, or is of other data."""
     try:
         found: np.ndarray = np.load(file, allow_pickle=False)
@@ -135,14 +140,18 @@ def _read(file: Path, count: int) -> np.ndarray | None:
     return found if found.shape == (count, _WIDTH) and np.isfinite(found).all() else None
 
 
-def _write(file: Path, values: np.ndarray) -> None:
+def keep_reference(file: Path, values: np.ndarray) -> None:
     """Aside first, so that the name is of a whole file."""
-    draft = make_folder(file.parent) / f"{file.name}.draft"
+    draft = None
     try:
-        with draft.open("wb") as out:
+        # A name of its own: another run may begin with the same model and data at the same time.
+        handle, draft = tempfile.mkstemp(dir=make_folder(file.parent), prefix=f".{file.name}.")
+        with os.fdopen(handle, "wb") as out:
             np.save(out, values, allow_pickle=False)
-        draft.replace(file)
+        os.replace(draft, file)
     except OSError as error:
+        if draft is not None:
+            Path(draft).unlink(missing_ok=True)
         raise StorageError(
             f"cannot keep the reference's log-probabilities: {error.strerror or error}", where=str(file.parent),
             fix="make room, or set DUOKA_CACHE to another folder",

@@ -10,6 +10,7 @@ from typing import Any
 from duoka.data.read.example import SetFormat
 from duoka.data.read.formats import FORMATS
 
+LABELS = ("kto_tag", "label")
 _ANSWERS = ("output", "response", "completion", "answer")
 
 
@@ -40,7 +41,7 @@ def _detect_alpaca(record: dict[str, Any]) -> SetFormat | None:
 
 def _with_label(form: SetFormat, record: dict[str, Any]) -> SetFormat:
     """A yes or no beside the answer is a label of it."""
-    for name in ("kto_tag", "label"):
+    for name in LABELS:
         if isinstance(record.get(name), bool) or str(record.get(name)).lower() in ("true", "false"):
             return SetFormat(form.name, {**form.columns, "kto_tag": name}, form.tags, "labeled")
     return form

@@ -6,6 +6,7 @@ never tokenizes, knows no torch. dataset_info.py reads the registry's files.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from duoka.config.rules_text import LAST_FILE
 from duoka.config.schema import DataConfig, DataSource, RunConfig
 from duoka.config.stages import stages_that_read
 from duoka.data.read.dataset_info import INFO_FILE, Info, ResolvedSet, files_of, first_record, read_infos, set_from_info
-from duoka.data.read.detect import detect_format
+from duoka.data.read.detect import LABELS, detect_format
 from duoka.data.read.example import KIND_WORDS, BadRecord, SetFormat
 from duoka.data.read.formats import FORMATS
 from duoka.data.read.hub import fetch_set, is_hub_id
@@ -53,8 +54,18 @@ def check_data(config: RunConfig, base: Path) -> list[Fault]:
             what = f"data set {found.name!r} holds {holds}, and stage {stage.name} learns {stage.kind.learns}"
             better = "".join(f", or write   stage: {name}" for name in stages_that_read(found.form.kind)[:1])
             fix = f"name another set{better}"
+            if "labeled" in known and (label := _other_label(found)):
+                fix = f"{label}: write true for a good answer, false for a bad one"
             faults.append(Fault(what, key=f"data.{found.split}", file=str(found.files[0]), fix=fix))
     return faults + _check_content(config.data, [found for found in sets if found.form.kind in known])
+
+
+def _other_label(found: ResolvedSet) -> str:
+    """A column that seems to hold labels, which are no yes or no; "" where none does."""
+    record, _ = first_record(found.files[0])
+    value = record.value if record is not None and isinstance(record.value, dict) else {}
+    name = next((name for name in LABELS if name in value), "")
+    return f"its column {name} holds {json.dumps(value[name], default=str)[:40]}" if name else ""
 
 
 def check_sets(config: RunConfig, base: Path) -> list[Fault]:
@@ -224,7 +235,9 @@ def _from_path(source: DataSource, path: Path, key: str) -> ResolvedSet | list[F
             f"or register the file with its columns in {INFO_FILE}"
         )
         line, text = (record.line, record.text) if record else (seen.line, seen.source) if seen else (0, "")
-        what = seen.what if seen and not record else f"the format of {path.name!r} is none that duoka knows"
+        what = f"the format of {path.name!r} is none that duoka knows"
+        if record is None:
+            what, fix = (seen.what, seen.fix or fix) if seen else (f"{path.name} has no record, only blank lines", fix)
         return [Fault(what, key=key, file=str(files[0]), line=line, source=text, fix=fix)]
     # Explicit settings win: a mixture of formats in one folder shows as records that break this one's rules.
     kind = "" if form.kind in ("conversation", "text") else f", {KIND_WORDS[form.kind]}"

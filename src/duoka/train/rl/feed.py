@@ -32,6 +32,7 @@ from duoka.train.rl.advantages import advantages, deviation, has_signal
 from duoka.train.rl.batch import AnswerRows, Learned, build_answers
 from duoka.train.rl.draw import Drawer
 from duoka.train.rl.rollouts import Rollout, RolloutStep, read_rollouts, rollout_file, write_rollouts
+from duoka.units import parse_seconds
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Site:
     engine: Engine
     layout: Layout
     prompts: PromptRows
+    vocab_size: int
     drawer: Drawer
     pool: RewardPool
     add_start: Callable[[Sequence[Rollout]], Sequence[Rollout]]  # log-probabilities where the run began
@@ -70,9 +72,11 @@ class RolloutFeed:
         self.micro, self.rows_per_micro = loader.micro, 0
         self._loader = loader
         self._now: RolloutStep | None = None
+        self._is_checked = False
         self.facts: dict[str, float] = {}  # of the newest answers
         self.is_first_of_several = False  # updates on the same answers, the first of which was laid out last
-        self.faults: Counter[str] = Counter()  # of rewards, since the start
+        self.num_failed = 0  # answers whose rewards failed, since the start
+        self.faults: Counter[str] = Counter()  # of those that were scored last
 
     # --- as every feed ---
 
@@ -88,7 +92,7 @@ class RolloutFeed:
         return self.plan.num_samples_between(start // updates, math.ceil(end / updates)) * samples
 
     def summary(self) -> str:
-        return f"{sum(self.faults.values()):,} answers without a reward" if self.faults else ""
+        return f"{self.num_failed:,} answers whose reward failed" if self.num_failed else ""
 
     def batches(self, place: Place, num_epochs: float) -> Generator[GlobalBatch]:
         """Drawn when they are asked for: each by the weights that the step before left."""
@@ -111,6 +115,8 @@ class RolloutFeed:
         now = self._now if update else self._now.with_old({})
         self.facts, self.is_first_of_several = self._facts(now), updates > 1 and update == 0
         rows = AnswerRows(self._learned(now))
+        if update and any(one.rollout.old is None for one in rows.answers):
+            raise self._gone(number, "has answers without the log-probabilities of its first update")
         own = self._share(rows)
         key = step_key(self.plan.seed, step)
         layout, pad_id = self.site.layout, self._loader.pad_id
@@ -184,12 +190,10 @@ class RolloutFeed:
         kept: RolloutStep | None = world.agree(read_rollouts(site.folder, number) if world.is_main else None)
         if is_begun:
             if kept is None or not kept.is_scored:
-                raise DataError(
-                    f"step {number} was learned from once, and its answers are gone", where=str(site.folder),
-                    fix=f"put {rollout_file(site.folder, number).name} back, or go on from an earlier checkpoint",
-                )  # fmt: skip
+                raise self._gone(number, "was learned from once, and its answers are gone")
             return kept
         if kept is None or kept.fingerprint != fingerprint:
+            self._check_rewards()
             drawn = site.add_start(site.drawer.draw(number, prompts))
             kept = RolloutStep(number, fingerprint, tuple(drawn))
             self._write(kept)
@@ -197,6 +201,13 @@ class RolloutFeed:
             kept = replace(kept, rollouts=tuple(self._score(kept.rollouts)))
             self._write(kept)
         return kept
+
+    def _gone(self, number: int, what: str) -> DataError:
+        file = rollout_file(self.site.folder, number)
+        return DataError(
+            f"step {number} {what}", where=str(file.parent),
+            fix=f"put {file.name} back as it was, or go on from an earlier checkpoint",
+        )  # fmt: skip
 
     def _replayed(self, number: int, name: str) -> RolloutStep:
         base, world = self.site.base, self.site.engine.mesh.everyone
@@ -209,11 +220,29 @@ class RolloutFeed:
                 f"rl.replay is {name}, and no scored answers of step {number} are there",
                 fix="name the folder rollouts of a run that came so far, or write a smaller train.max_steps",
             )
-        if self.site.config.rl.kl and any(one.start is None for one in found.rollouts):
-            found = replace(found, rollouts=tuple(self.site.add_start(found.rollouts)))
-        found = replace(found, rollouts=tuple(replace(one, old=None) for one in found.rollouts))
+        self._check_fits(found, name)
+        # What another run's policies said of them is nothing to this one.
+        plain = [replace(one, old=None, start=None) for one in found.rollouts]
+        found = replace(found, rollouts=tuple(self.site.add_start(plain)))
         self._write(found)
         return found
+
+    def _check_fits(self, step: RolloutStep, name: str) -> None:
+        """Recorded answers are this model's tokens, and as long as its micro-batches hold."""
+        site, most = self.site, self.site.config.data.max_length
+        longest = max(len(one.prompt_ids) + len(one.ids) for one in step.rollouts)
+        largest = max(max(*one.prompt_ids, *one.ids) for one in step.rollouts)
+        if longest > most:
+            raise ConfigError(
+                f"rl.replay is {name}, and step {step.number} has {longest} tokens of a prompt with its answer, more "
+                f"than data.max_length ({most})",
+                fix=f"write   max_length: {longest}   or more, as the run that recorded them",
+            )
+        if largest >= site.vocab_size:
+            raise ConfigError(
+                f"rl.replay is {name}, and step {step.number} has token {largest}; this model has {site.vocab_size}",
+                fix="name answers of a model with the same tokenizer",
+            )
 
     def _write(self, step: RolloutStep) -> None:
         world = self.site.engine.mesh.everyone
@@ -224,32 +253,51 @@ class RolloutFeed:
     def _score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Rewards of all answers, each computed by one rank."""
         site, world, rl = self.site, self.site.engine.mesh.everyone, self.site.config.rl
-        own = range(world.rank, len(rollouts), world.size)
-        questions = []
-        for place in own:
-            one = rollouts[place]
-            asked = site.prompts.questions[one.prompt].to_json()
-            questions.append({**asked, "completion": one.text, "is_cut": not one.ended})
-        scored = site.pool.score(questions, alive=lambda: world.heart.tell("rewards"))
+        own = list(range(world.rank, len(rollouts), world.size))
         found: dict[int, Rewarded] = {}
-        for part in world.gather(dict(zip(own, scored, strict=True))):
-            found |= part
+        while len(found) < len(rollouts):
+            asked = [self._question(rollouts[place]) for place in own]
+            # In turns that are shorter than a collective may take: one rank's rewards may be much slower than others'.
+            scored = site.pool.score(asked, alive=lambda: world.heart.tell("rewards"), for_s=self._turn_s)
+            for part in world.gather(dict(zip(own, scored, strict=False))):
+                found |= part
+            own = own[len(scored) :]
         weights = rl.reward_weights or (1.0,) * len(rl.rewards)
         out = []
         for place, one in enumerate(rollouts):
             rewarded = found[place]
-            self.faults.update(rewarded.faults)
             total = rewarded.total(weights)
             out.append(replace(one, rewards=rewarded.values, reward=total, faults=rewarded.faults))
         self._check_failures(out)
         return out
 
+    def _check_rewards(self) -> None:
+        """Before the first answers are drawn: what cannot be loaded rewards none of them."""
+        if self._is_checked:
+            return
+        for rank, faults in enumerate(self.site.engine.mesh.everyone.gather(self.site.pool.faults())):
+            if faults:
+                raise ConfigError(
+                    f"rl.rewards cannot be loaded: {faults[0]}", where=f"in a process of rank {rank}",
+                    fix="mend the file, or install what it imports",
+                )  # fmt: skip
+        self._is_checked = True
+
+    @property
+    def _turn_s(self) -> float:
+        return parse_seconds(self.site.config.parallel.timeout) / 3
+
+    def _question(self, one: Rollout) -> dict[str, Any]:
+        asked = self.site.prompts.questions[one.prompt].to_json()
+        return {**asked, "completion": one.text, "is_cut": not one.ended}
+
     def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
         failed = [one for one in rollouts if one.faults]
+        self.num_failed += len(failed)
+        self.faults = Counter(fault for one in failed for fault in one.faults)
         if len(failed) <= self.site.config.rl.max_failed * len(rollouts):
             return
-        counted = Counter(fault for one in failed for fault in one.faults)
-        (most, count), *_ = counted.most_common(1)
+        (most, count), *_ = self.faults.most_common(1)
         raise DataError(
             f"rewards of {len(failed)} of {len(rollouts)} answers failed, more than rl.max_failed "
             f"({self.site.config.rl.max_failed:g}) allows",

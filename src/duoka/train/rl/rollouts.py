@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from duoka.errors import DataError
-from duoka.runs.folder import write_text_atomic
+from duoka.runs.folder import json_lines, write_text_atomic
 
 FOLDER = "rollouts"
 VERSION = 1
@@ -82,7 +82,7 @@ def read_rollouts(folder: Path, number: int) -> RolloutStep | None:
     if not path.is_file():
         return None
     try:
-        head, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        head, *lines = json_lines(path.read_text(encoding="utf-8"))
         if head["version"] != VERSION:
             return None
         if head["answers"] != len(lines):

@@ -22,7 +22,7 @@ class RolloutWatch(Concern):
         self._feed, self._record, self._take_first_logps = feed, record, take_first_logps
         self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._said_at = -_AGAIN_AFTER
-        self._faults = 0
+        self._told = 0  # of answers whose rewards failed
 
     def after_step(self, end: StepEnd) -> None:
         if self._feed.is_first_of_several:
@@ -39,12 +39,11 @@ class RolloutWatch(Concern):
                 self._warn(end.step, said)
 
     def _tell_faults(self, step: int) -> None:
-        faults = self._feed.faults
-        count = sum(faults.values())
-        if count > self._faults:
-            most, _ = faults.most_common(1)[0]
-            self._warn(step, f"{count - self._faults} answers of this step have no reward, as {most}")
-        self._faults = count
+        count = self._feed.num_failed - self._told
+        if count:
+            most, _ = self._feed.faults.most_common(1)[0]
+            self._warn(step, f"{count} answers of this step have no reward, as {most}")
+        self._told = self._feed.num_failed
 
     def _warn(self, step: int, text: str) -> None:
         self._record.event("warning", step=step, text=text)
@@ -59,6 +58,12 @@ def why_silent(recent: list[dict[str, float]]) -> str:
     share = sum(one["groups_equal"] for one in recent) / len(recent)
     if share < _SILENT:
         return ""
+    unrewarded = sum(one["unrewarded"] for one in recent) / len(recent)
+    if unrewarded > _SILENT:
+        return (
+            f"in the last {len(recent)} steps {unrewarded:.0%} of the answers got no reward, and nothing is learned "
+            "from these: look at what rl.rewards give (None is no reward)"
+        )
     reward = sum(one["reward"] for one in recent) / len(recent)
     truncated = sum(one["truncated"] for one in recent) / len(recent)
     what = (

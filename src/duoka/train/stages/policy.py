@@ -7,6 +7,7 @@ is divided by, for every row of config/rl.py:ALGORITHMS.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from duoka.data.build_feed import Feed
 from duoka.data.feed.loader import Batch, GlobalBatch, Loader
 from duoka.data.feed.prompts import PromptRows
 from duoka.errors import ConfigError
-from duoka.model.build import LossModel
+from duoka.model.build import LossModel, find_core
 from duoka.model.dropout import stop_dropout
 from duoka.parallel.engine import Engine
 from duoka.parallel.inputs import model_inputs
@@ -82,9 +83,10 @@ class Policy(Stage):
         pool = RewardPool(
             rl.rewards, around.base, deadline_s=parse_seconds(rl.reward_deadline), num_workers=rl.reward_workers
         )
+        core: Any = find_core(engine.bare)
         site = Site(
-            config, around.base, around.run.path / FOLDER, around.model, engine, layout, feed.store, drawer, pool,
-            add_start,
+            config, around.base, around.run.path / FOLDER, around.model, engine, layout, feed.store,
+            core.config.get_text_config().vocab_size, drawer, pool, add_start,
         )  # fmt: skip
         self._feed = RolloutFeed(feed, site)
         return self._feed
