@@ -31,14 +31,19 @@ AlertKind = Literal["done", "failed", "stalled", "spike"]
 Strategy = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 
 # In which order a pipeline's ranks compute (plan/pipeline.py).
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
-_NO_SCHEDULE = (
-    "the backward passes here give the gradients of inputs and of weights at once, and {} computes them apart; "
-    "interleaved has the smallest bubble of those that are there"
-)
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 _NO_SCHEDULES = {
-    name: _NO_SCHEDULE.format(name)
-    for name in ("zero-bubble", "zerobubble", "zbv", "zb-h1", "interleaved-zero-bubble", "dualpipe", "dualpipev")
+    **dict.fromkeys(("zerobubble", "zb", "zb-h1", "zbh1"), "it is called zero-bubble here"),
+    **dict.fromkeys(
+        ("interleaved-zero-bubble", "interleavedzerobubble", "zbvzerobubble", "zb-v"),
+        "it is called zbv here: two stages on each rank, and weights' gradients apart",
+    ),
+    **dict.fromkeys(
+        ("dualpipe", "dualpipev"),
+        "it hides what travels inside of layers behind other micro-batches' passes, which is not done here; zbv has "
+        "its stages at the same places",
+    ),
+    "zb-h2": "it keeps twice the micro-batches of 1f1b; zbv waits as little with no more than these",
 }
 
 
@@ -65,7 +70,9 @@ class ParallelConfig(Section):
     schedule: Annotated[Schedule, BeforeValidator(but_not(_NO_SCHEDULES))] = Field(
         "1f1b",
         description="Pipeline: all forward passes first (gpipe), or one backward after each as soon as it can be "
-        "(1f1b), which keeps fewer micro-batches; interleaved: several stages on each rank, and a shorter wait.",
+        "(1f1b), which keeps fewer micro-batches; interleaved: several stages on each rank, and a shorter wait; "
+        "zero-bubble: as 1f1b, with weights' gradients computed while a rank would wait; zbv: so too, with two stages "
+        "on each rank, the first and the last on the first.",
     )
     virtual_stages: Annotated[Whole, Field(ge=2)] | None = Field(
         None, description="Pipeline: how many stages each rank has where the schedule is interleaved; left out: 2."

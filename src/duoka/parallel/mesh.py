@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from duoka.comm.world import World, keep_group
 from duoka.plan.layout import Layout
+from duoka.plan.pipeline import rank_of
 
 AXES = ("pp", "replicate", "shard", "sp", "tp")
 # Of a mesh of its own, over the same ranks: those whose gradients are added, as copies of groups that share experts.
@@ -47,11 +48,19 @@ class Mesh:
     experts: World = field(default_factory=World)  # who has the other experts of each layer
     expert_copies: World = field(default_factory=World)  # who has the same experts, and saw other tokens
     copy_axes: tuple[str, ...] = ("replicate", "sp")
+    loss_place: int = 0  # on pp: who has the last stage
 
     @property
     def counts_loss(self) -> bool:
         """Whether a sum over everyone takes this rank's loss: others have the same one, or none."""
-        return self.place["tp"] == 0 and self.place["pp"] == self.sizes["pp"] - 1
+        return self.place["tp"] == 0 and self.place["pp"] == self.loss_place
+
+    def describe_place(self) -> str:
+        """`pipeline rank 1 of 2, tensor rank 0 of 2`: of the axes that ranks of one model share; "" without any."""
+        used = (("pp", "pipeline rank"), ("sp", "sequence rank"), ("tp", "tensor rank"))
+        words = [f"{name} {self.place[axis]} of {self.sizes[axis]}" for axis, name in used if self.sizes[axis] > 1]
+        words += [f"expert rank {self.experts.rank} of {self.experts.size}"] if self.experts.size > 1 else []
+        return ", ".join(words)
 
     @property
     def first_copy(self) -> int:
@@ -145,6 +154,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         experts=experts,
         expert_copies=expert_copies,
         copy_axes=copy_axes,
+        loss_place=rank_of(layout.pp * layout.virtual - 1, layout.schedule, layout.pp),
     )
 
 

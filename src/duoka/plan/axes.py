@@ -12,6 +12,7 @@ from duoka.config.layout_name import read_layout_name
 from duoka.config.schema import ParallelConfig, RunConfig
 from duoka.errors import Fault
 from duoka.plan.layout import AXES, TRAINABLE_AXES, Layout
+from duoka.plan.pipeline import ADDS_ONCE
 from duoka.plan.sizes import ModelShape
 
 KEYS = {"tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequence", "ep": "parallel.expert"}
@@ -24,7 +25,7 @@ def axes_of(parallel: ParallelConfig) -> dict[str, int]:
 
 def stages_per_rank(parallel: ParallelConfig) -> int:
     """How many stages of a pipeline each of its ranks has."""
-    if parallel.pipeline == 1 or parallel.schedule != "interleaved":
+    if parallel.pipeline == 1 or parallel.schedule not in ("interleaved", "zbv"):
         return 1
     return parallel.virtual_stages or 2
 
@@ -119,14 +120,15 @@ def _check_name(parallel: ParallelConfig, used: dict[str, int], world_size: int)
 
 
 def _check_schedule(parallel: ParallelConfig, world_size: int) -> list[Fault]:
-    """Ranks of several stages add gradients once a step (ddp), which takes no tensors that are cut."""
+    """Ranks whose gradients are there at the end only add them then (ddp), and whole tensors, not cut ones."""
     data, tensor = data_ranks(parallel, world_size), parallel.tensor
-    if stages_per_rank(parallel) == 1 or tensor == 1 or data * parallel.sequence == 1:
+    is_at_once = parallel.pipeline == 1 or parallel.schedule not in ADDS_ONCE
+    if is_at_once or tensor == 1 or data * parallel.sequence == 1:
         return []
     return [
         Fault(
-            f"parallel.schedule is interleaved, whose data ranks add gradients of whole tensors, and tensor {tensor} "
-            f"cuts them, beside {data * parallel.sequence} ranks that have gradients to add",
+            f"parallel.schedule is {parallel.schedule}, whose data ranks add gradients of whole tensors, and tensor "
+            f"{tensor} cuts them, beside {data * parallel.sequence} ranks that have gradients to add",
             key="parallel.schedule",
             fix=f"write:   schedule: 1f1b   (the state is shared: zero1), or start --nproc {tensor * parallel.pipeline}"
             + (" without sequence:" if parallel.sequence > 1 else ""),
