@@ -1,4 +1,4 @@
-"""A rank of each axis is asked to stop, killed, and stands still: the others end, and say which one it was, and where."""
+"""A rank of each axis is asked to stop, killed, or stands still: the others end, and say which it was, and where."""
 
 import time
 

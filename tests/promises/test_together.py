@@ -20,6 +20,7 @@ PAIRS = [
     ("llama", "single.tp2.pp2", "sgd", 3, "zbv"),
     ("qwen3", "ddp1.pp2.sp2", "sgd", 3, ""),
     ("qwen3", "fsdp2.pp2", "sgd", 3, ""),
+    ("moe", "zero1x2.pp2.ep2", "sgd", 3, ""),
 ]
 FAMILIES = ("llama", "tied", "qwen3", "qwen2", "phi3", "gemma2", "gemma3", "olmo2")
 LONG = [
@@ -47,6 +48,8 @@ EIGHT = [
     ("qwen3", "hsdp2x1.tp2.pp2", "sgd", 1, "full"),
     ("llama", "zero2x2.tp2.pp2", "sgd", 3, "lora"),
     ("tied", "ddp2.pp2.sp2", "sgd", 3, ""),
+    ("moe", "zero1x4.pp2.ep2", "sgd", 3, ""),
+    ("moe", "fsdp2.pp2.sp2.ep4", "sgd", 3, "full"),
 ]
 
 

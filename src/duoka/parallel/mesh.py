@@ -76,10 +76,12 @@ class Mesh:
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """(copies, ep): neighbors share the experts. All ranks ask at once."""
-        sizes = self.expert_copies.size, self.experts.size
-        names = ("expert_copies", EXPERT_AXIS)
-        return init_device_mesh(self.everyone.device.type, sizes, mesh_dim_names=names)
+        """(copies, ep) of a stage: neighbors share the experts. All ranks ask at once."""
+        sizes, names = (self.expert_copies.size, self.experts.size), ("expert_copies", EXPERT_AXIS)
+        kind, stages = self.everyone.device.type, self.sizes["pp"]
+        if stages == 1:
+            return init_device_mesh(kind, sizes, mesh_dim_names=names)
+        return init_device_mesh(kind, (stages, *sizes), mesh_dim_names=("expert_stage", *names))[names]
 
     @property
     def sharding(self) -> DeviceMesh:
@@ -138,7 +140,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
     sequence = view("sequence", "sp")
     if layout.sp > 1:
         sequence = replace(sequence, group=_group_over(world, sizes, place, ("sp",), is_new=True))
-    experts, expert_copies = _expert_views(world, layout.ep)
+    experts, expert_copies = _expert_views(world, layout.ep, layout.pp)
     # Where weights are sharded, the ranks of a sequence hold different parts of them.
     copy_axes = ("replicate",) if layout.is_sharded else ("replicate", "sp")
     return Mesh(
@@ -158,13 +160,18 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
     )
 
 
-def _expert_views(world: World, size: int) -> tuple[World, World]:
-    """(who shares experts, who has the same ones). Groups of their own: tokens travel between gradients."""
+def _expert_views(world: World, size: int, stages: int) -> tuple[World, World]:
+    """(who shares experts, who has the same ones). Groups of their own: tokens travel between gradients.
+
+    Ranks of one stage are neighbors, and only these have the same layers.
+    """
     if size == 1:
         return World(), World()
     ranks = range(world.size)
     sharing = [[rank for rank in ranks if rank // size == group] for group in range(world.size // size)]
-    copies = [[rank for rank in ranks if rank % size == place] for place in range(size)]
+    span = world.size // stages
+    places = [(stage, place) for stage in range(stages) for place in range(size)]
+    copies = [[rank for rank in ranks if (rank // span, rank % size) == one] for one in places]
     found = []
     for name, groups in (("experts", sharing), ("expert_copies", copies)):
         for members in groups:

@@ -30,6 +30,7 @@ from duoka.optim.spread import Groups, add_over
 from duoka.parallel import inject
 from duoka.parallel.ddp import check_all_used
 from duoka.parallel.engine import NO_OBSERVER, Engine, EngineSpec, PassObserver, RankSums, StepTimes
+from duoka.parallel.expert import sum_copies
 from duoka.parallel.gpu_clock import GpuClock
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.objective import Objective, Sums, mean_loss, no_loss
@@ -112,6 +113,7 @@ class Pipeline(Engine):
             check_all_used(self.bare, "freeze it")
         if sums.shortage is None or sums.shortage.rejoined:
             sum_parts(self._parts, self.mesh.tensor)
+            sum_copies(self._experts, self.mesh.expert_copies)
             self._add_gradients()
         return sums
 

@@ -48,8 +48,9 @@ def choose_strategy(
     if adding == 1:
         return layout, f"single: one model over {layout.world_size} processes"
     if parallel.expert > 1:
-        why = f"fsdp: {adding} processes share all but the experts, which parallel.expert does"
-        return replace(layout, strategy="fsdp", shard=size), why
+        strategy: Strategy = "zero1" if layout.pp > 1 else "fsdp"  # a stage would gather for each micro-batch
+        why = f"{strategy}: {adding} processes share all but the experts, which parallel.expert does"
+        return replace(layout, strategy=strategy, shard=size), why
     ranking = rank_layouts(config, task, layout, cluster, available_bytes)
     best = ranking.best(layout.axes or None)
     if best is None:

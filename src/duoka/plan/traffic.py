@@ -163,7 +163,8 @@ def _expert_traffic(
     assert experts is not None
     rows = -(-tokens // layout.sp) * experts.num_active
     passes = 4 if layout.recompute == "none" else 6
-    payload, times = size * work.shape.hidden_size * rows, passes * experts.num_layers * accumulation
+    layers = experts.num_layers * share.num_layers / work.shape.num_layers
+    payload, times = size * work.shape.hidden_size * rows, passes * layers * accumulation
     found = [Exchange("expert parallel: tokens", "all-to-all", payload, times, group, "between")]
     copies = layout.dp * layout.sp // layout.ep
     if copies > 1 and work.lora is None and work.train_only is None:
