@@ -38,9 +38,9 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "expert-with-other-axes",
         ("parallel.expert", "parallel.tensor"),
         lambda c: _shares_experts(c) and c.parallel.tensor > 1,
-        "parallel.expert is {c.parallel.expert}, beside tensor {c.parallel.tensor}, whose ranks would all send the same "
-        "tokens to the same experts",
-        "write:   tensor: 1   and   pipeline: 1   (sequence goes with it), or delete expert",
+        "parallel.expert is {c.parallel.expert}, beside tensor {c.parallel.tensor}, whose ranks would all send the "
+        "same tokens to the same experts",
+        "write:   tensor: 1   (pipeline and sequence go with it), or delete expert",
     ),
     Rule(
         "expert-with-late-gradients",
