@@ -76,7 +76,7 @@ def test_a_rank_that_stands_still_ends_the_run_by_its_place_and_micro_batch(case
     strike_at(run, 2, "SIGSTOP")
     struck = time.monotonic()
     code, output = finish(process)
-    assert time.monotonic() - struck < HANG_S + 40
+    assert time.monotonic() - struck < 120, "not the half of an hour that a stopped rank could stay"
     assert code == 5 and "rank 1 of 2 is stopped (SIGSTOP" in output, output
     line = next(line for line in output.splitlines() if line.strip().startswith("rank 1 ("))
     other = next(line for line in output.splitlines() if line.strip().startswith("rank 0 ("))

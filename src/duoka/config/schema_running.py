@@ -19,7 +19,6 @@ from duoka.config.fields import (
     Seconds,
     Section,
     Whole,
-    but_not,
     step_as_text,
 )
 from duoka.config.hosts import HostText
@@ -32,19 +31,6 @@ Strategy = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 
 # In which order a pipeline's ranks compute (plan/pipeline.py).
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
-_NO_SCHEDULES = {
-    **dict.fromkeys(("zerobubble", "zb", "zb-h1", "zbh1"), "it is called zero-bubble here"),
-    **dict.fromkeys(
-        ("interleaved-zero-bubble", "interleavedzerobubble", "zbvzerobubble", "zb-v"),
-        "it is called zbv here: two stages on each rank, and weights' gradients apart",
-    ),
-    **dict.fromkeys(
-        ("dualpipe", "dualpipev"),
-        "it hides what travels inside of layers behind other micro-batches' passes, which is not done here; zbv has "
-        "its stages at the same places",
-    ),
-    "zb-h2": "it keeps twice the micro-batches of 1f1b; zbv waits as little with no more than these",
-}
 
 
 class ParallelConfig(Section):
@@ -67,7 +53,7 @@ class ParallelConfig(Section):
     pipeline: Annotated[Whole, Field(ge=1)] = Field(
         1, description="Pipeline parallelism: how many stages the stack of layers is cut into."
     )
-    schedule: Annotated[Schedule, BeforeValidator(but_not(_NO_SCHEDULES))] = Field(
+    schedule: Schedule = Field(
         "1f1b",
         description="Pipeline: all forward passes first (gpipe), or one backward after each as soon as it can be "
         "(1f1b), which keeps fewer micro-batches; interleaved: several stages on each rank, and a shorter wait; "

@@ -270,7 +270,7 @@ def _spread(
     batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), lengths)
     if world_size is None:
         return batch
-    if faults := check_pipeline(config, layout, shape.num_layers, batch.accumulation, world_size):
+    if faults := check_pipeline(config, layout, batch.accumulation, world_size):
         raise Faults(faults)
     return batch
 

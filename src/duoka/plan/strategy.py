@@ -73,7 +73,7 @@ def rank_layouts(config: RunConfig, task: Task, start: Layout, cluster: Cluster,
         if found:
             return found[0].message.format(c=changed)
         batch = spread_batch(task.step, one.micro, one.dp, task.rows(one), task.lengths)
-        if one.pp > 1 and check_pipeline(config, one, task.work.shape.num_layers, batch.accumulation, one.world_size):
+        if one.pp > 1 and check_pipeline(config, one, batch.accumulation, one.world_size):
             return f"fewer micro-batches than {one.pp} stages: most of them would wait"
         return None
 
