@@ -23,9 +23,12 @@ from duoka.units import format_bytes
 LONG_TOKENS = 16384  # below it, cutting sequences saves nothing that cutting batches doesn't
 # Of two layouts the simpler is taken unless the other is faster by this: an estimate tells no less apart.
 WORTH_IT = 1.05
-# Of what is equally fast, what comes earlier here. zero1 is behind fsdp, which needs less memory, but for cut matrices,
-# beside which there is no ddp.
-_SIMPLE: tuple[Strategy, ...] = ("single", "dp", "ddp", "hsdp", "fsdp", "zero1", "zero2")
+# Of what is equally fast, what comes earlier here. On GPUs, whose memory is what is short, fsdp is before zero1, but
+# for cut matrices, beside which there is no ddp; on CPUs what exchanges least is before all that gathers.
+_SIMPLE: dict[str, tuple[Strategy, ...]] = {
+    "cuda": ("single", "dp", "ddp", "hsdp", "fsdp", "zero1", "zero2"),
+    "cpu": ("single", "dp", "ddp", "zero1", "zero2", "hsdp", "fsdp"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Ranking:
 
     candidates: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
+    device: str = "cuda"
 
     @property
     def trainable(self) -> tuple[Candidate, ...]:
@@ -65,11 +69,10 @@ class Ranking:
         if not rows:
             return None
         near = [one for one in rows if WORTH_IT * one.speed.tokens_per_s >= rows[0].speed.tokens_per_s]
-        return min(near, key=lambda one: (math.prod(one.layout.axes.values()), _place_of(one.layout)))
+        return min(near, key=lambda one: (math.prod(one.layout.axes.values()), self._place_of(one.layout)))
 
-
-def _place_of(layout: Layout) -> int:
-    return _SIMPLE.index("ddp" if layout.strategy == "zero1" and layout.tp > 1 else layout.strategy)
+    def _place_of(self, layout: Layout) -> int:
+        return _SIMPLE[self.device].index("ddp" if layout.strategy == "zero1" and layout.tp > 1 else layout.strategy)
 
 
 def search(
@@ -102,7 +105,7 @@ def search(
             reason = _too_much(memory, available_bytes)
         rejected.append(Rejected(layout.name, reason))
     candidates.sort(key=lambda candidate: (-candidate.speed.tokens_per_s, len(candidate.layout.axes)))
-    return Ranking(tuple(candidates), tuple(rejected))
+    return Ranking(tuple(candidates), tuple(rejected), task.work.device)
 
 
 NOT_TRAINED = "planned only: this version does not train with it"
