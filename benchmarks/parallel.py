@@ -23,9 +23,9 @@ from typing import Any
 from traffic import loopback_bytes, report, run_world
 
 # Layers, width, feed-forward, heads, key-value heads, words.
-L, D, F, H, K, V = 8, 256, 768, 4, 2, 512
+L, D, F, H, K, V = 8, 192, 512, 4, 2, 512
 EXPERTS, CHOSEN, EXPERT_WIDTH = 8, 2, 128
-TOKENS, MICROS, STEPS = 128, 8, 3
+TOKENS, MICROS, STEPS = 128, 8, 2
 KINDS = ("llama", "qwen3_moe")
 # Layout, schedule, model.
 CASES: dict[int, list[tuple[str, str, str]]] = {
@@ -188,6 +188,8 @@ def work(folder: Path) -> None:
         virtual = 2 if schedule in ("interleaved", "zbv") else 1
         layout = replace(parse_layout(name), schedule=schedule, virtual=virtual)  # type: ignore[arg-type]
         rows.append(measure(layout, kind, world, folder))
+        if world.is_main:
+            print(f"{rows[-1]['layout']} {schedule}: {rows[-1]['seconds']:.1f} s a step", file=sys.stderr, flush=True)
     if world.is_main:
         print(json.dumps(rows))
     end_world(world)
@@ -307,7 +309,7 @@ def main() -> None:
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(write_config(kind), dtype=torch.float32).save_pretrained(Path(made) / kind)
         notes: list[str] = []
-        rows = [row for size in CASES for row in run_world(size, __file__, made)]
+        rows = [row for size in CASES for row in run_world(size, __file__, made, within_s=900)]
         rows += peers(Path(made), notes)
     report({"rows": rows, "namespace": options.alone, "notes": notes}, table, options)
 
