@@ -10,6 +10,8 @@ from worlds import run_world
 LENGTH = 23
 # Of those that are refused though a plan is there: what no rank may have a part of without being told how.
 LEAST = 30
+# What transformers raises for types whose usual config builds no model, or that want packages that are not here.
+NOT_BUILT = (ValueError, TypeError, AttributeError, RuntimeError, ImportError, LookupError, AssertionError, OSError)
 
 
 def document(vocabulary):
@@ -95,7 +97,7 @@ def test_every_family_with_a_plan_is_right_or_refused(tmp_path):
             if not family_config(name).base_model_tp_plan:
                 continue
             loss, gradients = learn_plainly(write_family(tmp_path / name, name))
-        except Exception as error:
+        except NOT_BUILT as error:
             print(f"{name}: transformers' own pass: {type(error).__name__}: {error}"[:150])
             continue
         torch.save({"loss": loss, "gradients": gradients}, tmp_path / f"{name}.pt")
