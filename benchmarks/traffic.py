@@ -126,10 +126,10 @@ def work() -> None:
     end_world(world)
 
 
-def run_world(size: int, script: str = __file__) -> list[dict[str, Any]]:
-    """A world of processes of a script of this folder, called with --rank; rank 0 prints the rows."""
+def run_world(size: int, script: str = __file__, *words: str, within_s: float = 200) -> list[dict[str, Any]]:
+    """A world of processes of a script of this folder, called with --rank and `words`; rank 0 prints the rows."""
     place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
-    command = [sys.executable, script, "--rank"]
+    command = [sys.executable, script, "--rank", *words]
     ranks = [
         subprocess.Popen(
             command, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -138,7 +138,7 @@ def run_world(size: int, script: str = __file__) -> list[dict[str, Any]]:
         for rank in range(size)
     ]  # fmt: skip
     try:
-        said, _ = ranks[0].communicate(timeout=200)
+        said, _ = ranks[0].communicate(timeout=within_s)
         if any(rank.wait(timeout=30) for rank in ranks):
             raise SystemExit("a rank failed")
     finally:

@@ -28,6 +28,9 @@ MODELS = {
     }),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}),
     "olmo2": ("Olmo2Config", {}),
+    "moe": ("Qwen3MoeConfig", {
+        "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [],
+    }),
 }  # fmt: skip
 
 
@@ -67,6 +70,7 @@ SHARES = {
     (1, 3): [[[0, 1, 2, 4], [3], [5]]],
     (2, 1): [[[0, 1, 3]], [[2, 4, 5]]],
     (2, 3): [[[0], [3], [1]], [[2, 4], [5], []]],
+    (4, 3): [[[0], [3], [1]], [[2], [], []], [[4], [5], []], [[], [], []]],
 }
 
 

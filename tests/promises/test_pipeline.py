@@ -181,9 +181,9 @@ def layout_of(name):
     from duoka.plan.layout import parse_layout
 
     first, *how = name.split()
-    recompute = "full" if "full" in how else "none"
-    schedule = next((word for word in how if word in ("gpipe", "interleaved")), "1f1b")
-    virtual = 2 if schedule == "interleaved" else 1
+    recompute = next((word for word in how if word in ("full", "selective")), "none")
+    schedule = next((word for word in how if word in ("gpipe", "interleaved", "zero-bubble", "zbv")), "1f1b")
+    virtual = 2 if schedule in ("interleaved", "zbv") else 1
     return replace(parse_layout(first), schedule=schedule, virtual=virtual, recompute=recompute)
 
 
@@ -229,7 +229,8 @@ def learn_in_stages(cases, folder):
     if world.size == 2:
         del engine.clip
         survive_faults(engine, steps, stage, mesh)
-        measure_in_stages(f"{folder}/tied", meshes["single·pp2 interleaved"])
+        name = next(one for one in meshes if one.endswith(("interleaved", "zbv")))
+        measure_in_stages(f"{folder}/tied", name, meshes[name])
     world.barrier()
     end_world(world)
 
@@ -252,7 +253,7 @@ def survive_faults(engine, steps, stage, mesh):
         result = step()
         assert result.is_short and (result.shortage is not None) == (rank == mesh.everyone.rank)
         assert result.shortage is None or result.shortage.rejoined
-    for fault in ("nan step=1 rank=1", "nan_grad step=1 rank=0"):
+    for fault in (f"nan step=1 rank={mesh.loss_place}", "nan_grad step=1 rank=0"):
         os.environ[INJECT] = fault
         inject.forget()
         result = step()
@@ -265,13 +266,13 @@ def survive_faults(engine, steps, stage, mesh):
     assert "(1, 18)" in refused.value.where and "(1, 17)" in refused.value.where
 
 
-def measure_in_stages(folder, mesh):
+def measure_in_stages(folder, name, mesh):
     """An evaluation and the likeliest next token, on every rank as of the whole model."""
     from transformers import AutoModelForCausalLM
 
     from duoka.parallel.measure import measure_loss
 
-    engine = build(folder, layout_of("single·pp2 interleaved"), mesh, "all", {})
+    engine = build(folder, layout_of(name), mesh, "all", {})
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     total, correct, targets = 0.0, 0, 0
     ids = torch.arange(3, 12)[None]
@@ -307,6 +308,7 @@ def run_cases(folder, size, cases):
 
 
 TWO_STAGES = ("single·pp2", "single·pp2 interleaved")
+IN_PARTS = ("single·pp2 zero-bubble", "single·pp2 zbv")
 COPIES = ("zero1x2·pp2", "ddp2·pp2")
 
 
@@ -320,6 +322,15 @@ def test_two_stages_equal_one_process(tmp_path):
     run_cases(tmp_path, 2, cases)
 
 
+def test_backward_passes_in_two_parts_equal_one_process(tmp_path):
+    cases = [(model, layout, "three", "sgd", "all") for model, layout in itertools.product(MODELS, IN_PARTS)]
+    cases += [("tied", "single·pp2 zbv full", "three", "sgd", "all"), ("untied", IN_PARTS[1], "one", "adamw", "all")]
+    cases += [("biases", "single·pp2 zero-bubble selective", "three", "sgd", "all")]
+    cases += [("tied", "single·pp2 zero-bubble full", "three", "adamw", "lora")]
+    cases += [("untied", layout, "three", "adamw", "late") for layout in IN_PARTS]
+    run_cases(tmp_path, 2, cases)
+
+
 def test_stages_beside_data_ranks_equal_one_process(tmp_path):
     cases = [
         (model, layout, "three", "adamw", "all") for model, layout in itertools.product(("untied", "tied"), COPIES)
@@ -327,12 +338,16 @@ def test_stages_beside_data_ranks_equal_one_process(tmp_path):
     cases += [("tied", "zero2x2·pp2", "three", "sgd", "all"), ("tied", "zero1x2·pp2 full", "one", "adamw", "all")]
     cases += [("tied", "zero1x2·pp2", "three", "adamw", "lora"), ("untied", "zero1x2·pp2", "three", "sgd", "late")]
     cases += [("tied", "single·pp4", "three", "sgd", "all"), ("biases", "ddp2·pp2 interleaved", "three", "sgd", "all")]
+    cases += [
+        ("tied", "ddp2·pp2 zbv", "three", "sgd", "all"),
+        ("tied", "single·pp4 zero-bubble", "three", "sgd", "all"),
+    ]
     run_cases(tmp_path, 4, cases)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_every_model_under_every_schedule_and_optimizer_equals_one_process(tmp_path):
-    every = itertools.product(MODELS, TWO_STAGES, ("one", "three"), ("sgd", "adamw"), ("all",))
+    every = itertools.product(MODELS, (*TWO_STAGES, *IN_PARTS), ("one", "three"), ("sgd", "adamw"), ("all",))
     run_cases(tmp_path / "two", 2, list(every))
     run_cases(tmp_path / "four", 4, list(itertools.product(MODELS, COPIES, ("three",), ("sgd", "adamw"), ("all",))))

@@ -7,6 +7,7 @@ import torch
 from tensor_models import build, compare, train_here, train_plainly, write_model
 from worlds import run_world
 
+TWICE, LAYERS = ("interleaved", "zbv"), 8  # schedules of two stages on each rank, and what four ranks of these need
 LORA = {"rank": 4, "alpha": 8.0}
 # (model, layout, optimizer, micro-batches, what else). Of three micro-batches one has no target, or not even a token.
 PAIRS = [
@@ -16,8 +17,10 @@ PAIRS = [
     ("qwen2", "single.tp2.pp2", "adamw", 3, "full"),
     ("llama", "single.tp2.pp2", "sgd", 3, "interleaved"),
     ("llama", "single.tp2.pp2", "sgd", 3, "lora"),
+    ("llama", "single.tp2.pp2", "sgd", 3, "zbv"),
     ("qwen3", "ddp1.pp2.sp2", "sgd", 3, ""),
     ("qwen3", "fsdp2.pp2", "sgd", 3, ""),
+    ("moe", "zero1x2.pp2.ep2", "sgd", 3, ""),
 ]
 FAMILIES = ("llama", "tied", "qwen3", "qwen2", "phi3", "gemma2", "gemma3", "olmo2")
 LONG = [
@@ -33,6 +36,9 @@ LONG = [
     ("llama", "hsdp2x1.tp2", "adamw", 3, ""),
     ("llama", "ddp1.pp2.sp2", "sgd", 3, "interleaved"),
     ("qwen3", "single.tp2.pp2", "sgd", 3, "gpipe"),
+    ("phi3", "single.tp2.pp2", "sgd", 3, "zero-bubble"),
+    ("llama", "ddp1.pp2.sp2", "adamw", 3, "zbv"),
+    ("llama", "single.pp4", "sgd", 3, "zbv"),
 ]
 EIGHT = [
     *((name, "fsdp2.tp2.pp2", "sgd", 3, "") for name in ("llama", "qwen3", "gemma2")),
@@ -42,6 +48,8 @@ EIGHT = [
     ("qwen3", "hsdp2x1.tp2.pp2", "sgd", 1, "full"),
     ("llama", "zero2x2.tp2.pp2", "sgd", 3, "lora"),
     ("tied", "ddp2.pp2.sp2", "sgd", 3, ""),
+    ("moe", "zero1x4.pp2.ep2", "sgd", 3, ""),
+    ("moe", "fsdp2.pp2.sp2.ep4", "sgd", 3, "full"),
 ]
 
 
@@ -77,8 +85,8 @@ def layout_of(text, how):
     layout = parse_layout(text)
     if how in ("full", "selective"):
         layout = replace(layout, recompute=how)
-    if how in ("gpipe", "interleaved"):
-        layout = replace(layout, schedule=how, virtual=2 if how == "interleaved" else 1)
+    if how in ("gpipe", "zero-bubble", *TWICE):
+        layout = replace(layout, schedule=how, virtual=2 if how in TWICE else 1)
     return layout
 
 
@@ -98,10 +106,10 @@ def learn(cases, folder):
 
 
 def run_cases(folder, size, cases):
-    deep = {name for name, *_, how in cases if how == "interleaved"}
+    deep = {name for name, *_, how in cases if how in TWICE}
     for name, _, optimizer, _, how in cases:
         if not (folder / name).is_dir():
-            write_model(name, folder / name, layers=4 if name in deep else 2)
+            write_model(name, folder / name, layers=LAYERS if name in deep else 2)
         oracle = folder / f"{name}-{kind_of(optimizer, how)}.pt"
         if not oracle.is_file():
             adapt = adapters(folder / name) if how == "lora" else None

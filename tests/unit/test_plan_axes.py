@@ -144,8 +144,9 @@ def test_a_layout_in_one_word_is_the_keys_that_it_stands_for(tmp_path):
 
 def test_a_table_with_a_faster_layout_says_how_to_take_it():
     facts = {"model": "demo", "data": {"train": ["identity"]}}
+    facts["parallel"] = {"strategy": "ddp"}
     plan = make_plan(RunConfig.model_validate(facts), demo_shape(), CPU, 4, is_ranked=True)
-    best = plan.ranking.trainable[0]
+    best = plan.ranking.best()
     taken = replace(plan, speed=best.speed)
     words = f"the fastest:   parallel.layout={best.layout.name.replace('·', '.')}"
     slower = replace(plan, speed=replace(plan.speed, tokens_per_s=best.speed.tokens_per_s / 2))

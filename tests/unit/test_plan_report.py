@@ -57,7 +57,7 @@ def test_one_process_is_single_and_more_are_ddp():
 
 
 def test_more_processes_share_one_model_only_when_memory_asks_for_it():
-    plan = make_plan(config(), LLAMA_8B, gpus(H100, 8), 8)
+    plan = make_plan(config(train={"global_batch": 512}), LLAMA_8B, gpus(H100, 8), 8)
     assert plan.layout.name == "fsdp8" and plan.layout.shard == 8
     assert plan.reasons["parallel.strategy"].startswith("fsdp: 8 processes share one model")
     assert plan.refusal() is None
@@ -212,7 +212,8 @@ def test_ranks_of_one_machine_share_its_memory_and_gpus_do_not():
 
 def test_static_memory_is_the_known_bytes_per_parameter():
     number = LLAMA_8B.num_parameters
-    rows = {row.strategy: row for row in make_plan(config(), LLAMA_8B, gpus(H100, 8), 8).table}
+    asked = config(parallel={"strategy": "fsdp"})
+    rows = {row.strategy: row for row in make_plan(asked, LLAMA_8B, gpus(H100, 8), 8).table}
     assert rows["ddp"].total_bytes == 16 * number
     wide = 2 * LLAMA_8B.num_embedding  # gathered in fp32, as the residual stream begins
     assert rows["zero1"].total_bytes == pytest.approx((2 + 4 + 12 / 8) * number + wide, rel=1e-6)

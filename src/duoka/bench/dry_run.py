@@ -28,6 +28,7 @@ from duoka.model.build import LossModel, named_part, quiet_loading
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.freeze import apply_train_only
 from duoka.model.lora import apply_lora
+from duoka.model.split_products import Waiting
 from duoka.optim.build import build_optimizer
 from duoka.optim.clip import clip_gradients
 from duoka.parallel.apply import parallelize
@@ -237,22 +238,26 @@ def _step_of_stages(
     order = engine.passes(engine.pipeline.rank, count)
     last = max((at for at, one in enumerate(order) if one.kind == "backward"), default=-1)
     held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+    waiting: dict[tuple[int, int], Waiting] = {}
     live.start_phase()
     for at, one in enumerate(order):
         if one.kind == "forward":
             entered = torch.empty(shape, dtype=stages.dtype) if one.stage else None
             if entered is not None:
                 entered.requires_grad_(stages.has_backward(one.stage - 1))
-            with compute_in(layout.precision, torch.device("cpu")):
+            with engine.leaving(waiting, one), compute_in(layout.precision, torch.device("cpu")):
                 states, _ = engine.model(ids, ids, ids, hidden=entered, stage=one.stage)
             if stages.has_backward(one.stage):
                 held[one.stage, one.micro] = entered, states
-        else:
+        elif one.kind == "backward":
             entered, states = held.pop((one.stage, one.micro))
-            with engine.inner.exchange(at == last):
+            with engine.leaving(waiting, one), engine.inner.exchange(at == last):
                 torch.autograd.backward(states, None if stages.is_last(one.stage) else torch.empty_like(states))
+        else:
+            waiting.pop((one.stage, one.micro)).finish()
         entered = states = None  # type: ignore[assignment]
-        phases[one.kind] = max(phases[one.kind], live.start_phase())
+        phase = "forward" if one.kind == "forward" else "backward"
+        phases[phase] = max(phases[phase], live.start_phase())
     return phases | _update(engine, optimizer, layout, clip, live)
 
 

@@ -22,6 +22,7 @@ from duoka.process.rank import START_MARK, log_name
 from duoka.runs.events import global_log
 from duoka.runs.failure import Failure, read_failures
 from duoka.runs.folder import RunFolder
+from duoka.runs.heart import describe_place, read_beats
 
 # Codes that duoka's commands document: a rank that ends with one has said what a user needs to know.
 DOCUMENTED = (2, 3, 4, 6, 75)
@@ -115,6 +116,7 @@ def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[in
         code = cause.code if cause.code in DOCUMENTED else WorkerFailed.exit_code
         how, what, traceback = _describe(spec, cause, failure)
         lines = [f"{WorkerFailed.title}: {who} {how}{after}"]
+        lines += _last_seen(spec.run, cause) if failure is None else []
         lines += [f"  {_HINTS[what]}"] if failure is None and what in _HINTS and not cause.by_us else []
         if failure is None and code == WorkerFailed.exit_code and _had_no_memory(spec.run, cause):
             code, traceback = DoesNotFit.exit_code, []
@@ -150,6 +152,12 @@ def _had_no_memory(run: RunFolder, cause: RankExit) -> bool:
     """A process out of memory cannot always record why it ends; a library's last line may be all there is."""
     words = _last_words(run.logs / log_name(cause.rank)).splitlines()
     return cause.code not in _NO_LAST_WORDS and says_no_memory("\n".join(words[-_LAST_LINES:]))
+
+
+def _last_seen(run: RunFolder, cause: RankExit) -> list[str]:
+    """Where a rank was that ended without a word."""
+    beat = read_beats(run).get(cause.rank)
+    return [] if beat is None or beat.pid != cause.pid else [f"  it was {describe_place(beat)}"]
 
 
 def _others(bad: list[RankExit], rank: int) -> list[str]:

@@ -5,7 +5,6 @@ The sections of the schema are made of them. A type keeps the user's spelling; `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -37,18 +36,6 @@ def number_of(value: Any) -> Any:
 def step_as_text(value: Any) -> Any:
     """`resume: 120` names a step."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def but_not(reasons: Mapping[str, str]) -> Callable[[Any], Any]:
-    """Refuses names that people know from elsewhere, each with the reason."""
-
-    def check(value: Any) -> Any:
-        known = str(value).lower().replace("_", "-")
-        if known in reasons:
-            raise ValueError(reasons[known])
-        return value
-
-    return check
 
 
 def _checked_by(parse: Any, *, words: tuple[str, ...] = ()) -> BeforeValidator:

@@ -36,11 +36,19 @@ EXPERT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "expert-with-other-axes",
-        ("parallel.expert", "parallel.tensor", "parallel.pipeline"),
-        lambda c: _shares_experts(c) and c.parallel.tensor * c.parallel.pipeline > 1,
-        "parallel.expert is {c.parallel.expert}, beside tensor {c.parallel.tensor} and pipeline {c.parallel.pipeline}: "
-        "experts are shared by ranks that have all layers whole",
-        "write:   tensor: 1   and   pipeline: 1   (sequence goes with it), or delete expert",
+        ("parallel.expert", "parallel.tensor"),
+        lambda c: _shares_experts(c) and c.parallel.tensor > 1,
+        "parallel.expert is {c.parallel.expert}, beside tensor {c.parallel.tensor}, whose ranks would all send the "
+        "same tokens to the same experts",
+        "write:   tensor: 1   (pipeline and sequence go with it), or delete expert",
+    ),
+    Rule(
+        "expert-with-late-gradients",
+        ("parallel.schedule", "parallel.expert"),
+        lambda c: _shares_experts(c) and c.parallel.pipeline > 1 and c.parallel.schedule not in ("1f1b", "gpipe"),
+        "parallel.schedule is {c.parallel.schedule}, whose ranks add whole gradients at its end, and parallel.expert "
+        "{c.parallel.expert} goes with strategies that share state",
+        "write:   schedule: 1f1b   or delete expert",
     ),
     Rule(
         "expert-with-compress",

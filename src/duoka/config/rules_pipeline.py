@@ -6,6 +6,7 @@ from duoka.config.rule import Rule
 from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import RunConfig
 
+_ADDS_ONCE = ("interleaved", "zero-bubble", "zbv")
 _SHARE_STATE = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
 
 
@@ -68,15 +69,18 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         "interleaved-with-zero",
         ("parallel.schedule", "parallel.strategy"),
-        lambda c: _has_stages(c) and c.parallel.schedule == "interleaved" and c.parallel.strategy in _SHARE_STATE,
-        "parallel.schedule is interleaved and strategy is {c.parallel.strategy}: gradients would be exchanged when one "
-        "of a rank's stages is done, and others are not",
+        lambda c: _has_stages(c) and c.parallel.schedule in _ADDS_ONCE and c.parallel.strategy in _SHARE_STATE,
+        "parallel.schedule is {c.parallel.schedule} and strategy is {c.parallel.strategy}: gradients would be "
+        "exchanged when some of them are there, and others are not",
         "write:   schedule: 1f1b   or   strategy: ddp",
     ),
     Rule(
         "virtual-stages-of-one",
         ("parallel.virtual_stages", "parallel.schedule"),
-        lambda c: c.parallel.virtual_stages is not None and c.parallel.schedule != "interleaved",
+        lambda c: (
+            c.parallel.virtual_stages not in (None, 2 if c.parallel.schedule == "zbv" else None)
+            and c.parallel.schedule != "interleaved"
+        ),
         "parallel.virtual_stages is {c.parallel.virtual_stages}, which only the schedule interleaved knows; "
         "schedule is {c.parallel.schedule}",
         "delete it, or write:   schedule: interleaved",

@@ -19,7 +19,6 @@ from duoka.config.fields import (
     Seconds,
     Section,
     Whole,
-    but_not,
     step_as_text,
 )
 from duoka.config.hosts import HostText
@@ -31,15 +30,7 @@ AlertKind = Literal["done", "failed", "stalled", "spike"]
 Strategy = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 
 # In which order a pipeline's ranks compute (plan/pipeline.py).
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
-_NO_SCHEDULE = (
-    "the backward passes here give the gradients of inputs and of weights at once, and {} computes them apart; "
-    "interleaved has the smallest bubble of those that are there"
-)
-_NO_SCHEDULES = {
-    name: _NO_SCHEDULE.format(name)
-    for name in ("zero-bubble", "zerobubble", "zbv", "zb-h1", "interleaved-zero-bubble", "dualpipe", "dualpipev")
-}
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 
 
 class ParallelConfig(Section):
@@ -62,10 +53,12 @@ class ParallelConfig(Section):
     pipeline: Annotated[Whole, Field(ge=1)] = Field(
         1, description="Pipeline parallelism: how many stages the stack of layers is cut into."
     )
-    schedule: Annotated[Schedule, BeforeValidator(but_not(_NO_SCHEDULES))] = Field(
+    schedule: Schedule = Field(
         "1f1b",
         description="Pipeline: all forward passes first (gpipe), or one backward after each as soon as it can be "
-        "(1f1b), which keeps fewer micro-batches; interleaved: several stages on each rank, and a shorter wait.",
+        "(1f1b), which keeps fewer micro-batches; interleaved: several stages on each rank, and a shorter wait; "
+        "zero-bubble: as 1f1b, with weights' gradients computed while a rank would wait; zbv: so too, with two stages "
+        "on each rank, the first and the last on the first.",
     )
     virtual_stages: Annotated[Whole, Field(ge=2)] | None = Field(
         None, description="Pipeline: how many stages each rank has where the schedule is interleaved; left out: 2."

@@ -22,6 +22,7 @@ _REFILL: dict[str, Any] = {"model": {"name": "demo"}, "data": {"train": [{"name"
 _MAX_SHOWN = 60
 _SWITCHES = {"yes": True, "on": True, "no": False, "off": False, "none": None}
 
+_LIKE_DUALPIPE = "schedule: zbv   (stages at the same places; what travels inside of layers is not hidden)"
 # Advice for values that people of other tools write; (key, what was written) -> what to write here.
 _INSTEAD: dict[tuple[str, Any], str] = {
     ("lora", True): "lora: {rank: 8}",
@@ -45,6 +46,12 @@ _INSTEAD: dict[tuple[str, Any], str] = {
     ("optim.clip", False): "clip: 0",
     ("optim.clip", None): "clip: 0",
     ("parallel.check_replicas", False): "check_replicas: 0",
+    ("parallel.schedule", "zb-h1"): "schedule: zero-bubble",
+    ("parallel.schedule", "zerobubble"): "schedule: zero-bubble",
+    ("parallel.schedule", "zbvzerobubble"): "schedule: zbv",
+    ("parallel.schedule", "interleavedzerobubble"): "schedule: zbv",
+    ("parallel.schedule", "dualpipe"): _LIKE_DUALPIPE,
+    ("parallel.schedule", "dualpipev"): _LIKE_DUALPIPE,
 }
 
 

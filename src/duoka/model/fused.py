@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from duoka.model.dropout import CountedDropout, dropped, keep_scale, level_of
 from duoka.model.head import plain_adapter
 from duoka.model.rotary import rotation_on_gpu
+from duoka.model.split_products import SplitLinear, Waiting, waiting_of
 
 CLOSE = 1e-5
 
@@ -148,8 +149,13 @@ class SiluTimesDown(torch.autograd.Function):
     """(silu(gate) * up) W, which keeps the two and computes their product again: half of the MLP's memory."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor,
+        left: tuple[Waiting, torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`left`: where the weight's gradient waits, and whose it is."""
         ctx.save_for_backward(gate, up, weight)
+        ctx.left = left
         with torch.autocast(gate.device.type, enabled=False):
             return F.linear(F.silu(gate).mul_(up), weight)
 
@@ -162,7 +168,10 @@ class SiluTimesDown(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 weight_grad = rows.t() @ (silu * up).view(-1, up.shape[-1])
             inner = (rows @ weight).view_as(up)
-        return _gate_gradient(inner, gate, up), silu.mul_(inner), weight_grad
+        if ctx.left is not None:
+            waiting, source = ctx.left
+            waiting.leave(source, lambda: rows.t() @ F.silu(gate).mul_(up).view(-1, up.shape[-1]))
+        return _gate_gradient(inner, gate, up), silu.mul_(inner), weight_grad, None
 
 
 def _gate_gradient(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -173,9 +182,13 @@ def _gate_gradient(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> 
 
 def _forward_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-    if type(down) is not torch.nn.Linear or down.bias is not None or down._forward_hooks or down._forward_pre_hooks:
+    is_plain = type(down) in (torch.nn.Linear, SplitLinear) and down.bias is None
+    if not is_plain or down._forward_hooks or down._forward_pre_hooks:
         return down(SiluTimes.apply(gate, up))  # type: ignore[no-any-return]
-    answer: torch.Tensor = SiluTimesDown.apply(gate, up, down.weight.to(gate.dtype))
+    weight = down.weight.to(gate.dtype)
+    waiting = waiting_of(down, gate, weight)
+    left = () if waiting is None else ((waiting, weight),)
+    answer: torch.Tensor = SiluTimesDown.apply(gate, up, weight.detach() if left else weight, *left)
     return answer
 
 

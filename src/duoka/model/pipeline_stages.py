@@ -18,7 +18,7 @@ import torch
 from duoka.errors import ConfigError
 from duoka.model.layers import Absent, find_layers
 from duoka.model.lora import count_parameters
-from duoka.plan.pipeline import Costs, cut_layers
+from duoka.plan.pipeline import Costs, Schedule, cut_layers, rank_of, stages_of
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,17 @@ class PipelineStages:
     """What one rank of a pipeline has of a model; `shown` makes one of its stages the whole model, for a pass."""
 
     def __init__(
-        self, core: torch.nn.Module, anatomy: Anatomy, firsts: tuple[int, ...], rank: int, num_ranks: int
+        self,
+        core: torch.nn.Module,
+        anatomy: Anatomy,
+        firsts: tuple[int, ...],
+        rank: int,
+        num_ranks: int,
+        schedule: Schedule,
     ) -> None:
-        self.num_stages, self.rank, self.num_ranks = len(firsts) - 1, rank, num_ranks
+        self.num_stages, self.rank, self.num_ranks, self.schedule = len(firsts) - 1, rank, num_ranks, schedule
         self.num_parameters = count_parameters(core)  # (all, trained) of the whole model
-        self.own = tuple(range(rank, self.num_stages, num_ranks))
+        self.own = stages_of(rank, schedule, num_ranks, self.num_stages // num_ranks)
         self.firsts = firsts
         self.decoder, self._stack, self._tails = anatomy.decoder, anatomy.stack, anatomy.tails
         self.is_tied = anatomy.is_tied
@@ -87,6 +93,9 @@ class PipelineStages:
 
     def is_last(self, stage: int) -> bool:
         return stage == self.num_stages - 1
+
+    def rank_of(self, stage: int) -> int:
+        return rank_of(stage, self.schedule, self.num_ranks)
 
     def has_backward(self, stage: int) -> bool:
         """Whether anything is trained in this stage or before it."""
@@ -110,7 +119,9 @@ class PipelineStages:
             modules.update(before)
 
 
-def cut_model(core: torch.nn.Module, rank: int, num_ranks: int, virtual: int) -> PipelineStages:
+def cut_model(
+    core: torch.nn.Module, rank: int, num_ranks: int, virtual: int, schedule: Schedule = "1f1b"
+) -> PipelineStages:
     """Leave a rank's stages in the model, in place; weights of the others are let go, or were never there."""
     anatomy = Anatomy.of(core)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in anatomy.layers]
@@ -120,7 +131,7 @@ def cut_model(core: torch.nn.Module, rank: int, num_ranks: int, virtual: int) ->
         embedding=sum(p.numel() for p in anatomy.embedding.parameters()),
     )
     firsts = cut_layers(len(sizes), num_ranks * virtual, costs)
-    stages = PipelineStages(core, anatomy, firsts, rank, num_ranks)
+    stages = PipelineStages(core, anatomy, firsts, rank, num_ranks, schedule)
     kept = {at for stage in stages.own for at in range(firsts[stage], firsts[stage + 1])}
     anatomy.decoder._modules[anatomy.stack] = torch.nn.ModuleList(
         layer if at in kept else Absent(layer) for at, layer in enumerate(anatomy.layers)

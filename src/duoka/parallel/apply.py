@@ -43,7 +43,8 @@ class Step(NamedTuple):
 
 def _cut_stages(spec: EngineSpec) -> None:
     assert isinstance(spec.bare, LossModel)
-    spec.bare.stages = cut_model(spec.bare.core, spec.mesh.place["pp"], spec.layout.pp, spec.layout.virtual)
+    layout = spec.layout
+    spec.bare.stages = cut_model(spec.bare.core, spec.mesh.place["pp"], layout.pp, layout.virtual, layout.schedule)
 
 
 def _share_sequences(spec: EngineSpec) -> None:

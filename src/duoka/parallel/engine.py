@@ -202,7 +202,7 @@ class Engine:
         for place, micro in enumerate(batch.micro_batches):
             part = self.part_of(micro)
             started, waited = time.perf_counter(), LEDGER.waited_s
-            world.heart.tell("forward")
+            world.heart.tell("forward", part=(which := f"micro-batch {place + 1} of {last + 1}"))
             if clock is not None:
                 clock.mark("forward")
             try:
@@ -213,7 +213,7 @@ class Engine:
                         sums = objective.sums(self.model, part, device)
                     losses = {k: inject.strike_loss(loss, step, world.rank) for k, loss in sums.losses.items()}
                     middle, waited_forward = time.perf_counter(), LEDGER.waited_s - waited
-                    world.heart.tell("backward")
+                    world.heart.tell("backward", part=which)
                     if clock is not None:
                         clock.mark("backward")
                     self.numerics.scaler.scale(mean_loss(losses, denominators)).backward()

@@ -81,8 +81,8 @@ def travel(rows: torch.Tensor, exchange: TokenExchange, sent: list[int], came: l
 
 def share_experts(core: torch.nn.Module, mesh: Mesh) -> None:
     """Cut the experts of every layer over the expert axis, in place; refuses a model whose experts cannot be."""
-    world, found = mesh.experts, list(find_experts(core))
-    if not found:
+    world, found, grid = mesh.experts, list(find_experts(core)), mesh.expert_mesh
+    if not found and mesh.sizes["pp"] == 1:  # a stage may be without one
         raise ConfigError(
             f"parallel.expert is {world.size}, and this model has no experts that can be shared out",
             where=f"its class is {type(core).__name__}",
@@ -102,7 +102,7 @@ def share_experts(core: torch.nn.Module, mesh: Mesh) -> None:
             )
         for own in weight_names(module):
             whole = module._parameters[own]
-            part = distribute_tensor(whole.detach(), mesh.expert_mesh, [Replicate(), Shard(0)], src_data_rank=None)
+            part = distribute_tensor(whole.detach(), grid, [Replicate(), Shard(0)], src_data_rank=None)
             # A copy: a view would keep all experts in memory.
             module._parameters[own] = torch.nn.Parameter(part.clone(), requires_grad=whole.requires_grad)
         setattr(module, EXCHANGE, TokenExchange(world, module.num_experts))

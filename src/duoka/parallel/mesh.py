@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from duoka.comm.world import World, keep_group
 from duoka.plan.layout import Layout
+from duoka.plan.pipeline import rank_of
 
 AXES = ("pp", "replicate", "shard", "sp", "tp")
 # Of a mesh of its own, over the same ranks: those whose gradients are added, as copies of groups that share experts.
@@ -47,11 +48,19 @@ class Mesh:
     experts: World = field(default_factory=World)  # who has the other experts of each layer
     expert_copies: World = field(default_factory=World)  # who has the same experts, and saw other tokens
     copy_axes: tuple[str, ...] = ("replicate", "sp")
+    loss_place: int = 0  # on pp: who has the last stage
 
     @property
     def counts_loss(self) -> bool:
         """Whether a sum over everyone takes this rank's loss: others have the same one, or none."""
-        return self.place["tp"] == 0 and self.place["pp"] == self.sizes["pp"] - 1
+        return self.place["tp"] == 0 and self.place["pp"] == self.loss_place
+
+    def describe_place(self) -> str:
+        """`pipeline rank 1 of 2, tensor rank 0 of 2`: of the axes that ranks of one model share; "" without any."""
+        used = (("pp", "pipeline rank"), ("sp", "sequence rank"), ("tp", "tensor rank"))
+        words = [f"{name} {self.place[axis]} of {self.sizes[axis]}" for axis, name in used if self.sizes[axis] > 1]
+        words += [f"expert rank {self.experts.rank} of {self.experts.size}"] if self.experts.size > 1 else []
+        return ", ".join(words)
 
     @property
     def first_copy(self) -> int:
@@ -67,10 +76,12 @@ class Mesh:
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """(copies, ep): neighbors share the experts. All ranks ask at once."""
-        sizes = self.expert_copies.size, self.experts.size
-        names = ("expert_copies", EXPERT_AXIS)
-        return init_device_mesh(self.everyone.device.type, sizes, mesh_dim_names=names)
+        """(copies, ep) of a stage: neighbors share the experts. All ranks ask at once."""
+        sizes, names = (self.expert_copies.size, self.experts.size), ("expert_copies", EXPERT_AXIS)
+        kind, stages = self.everyone.device.type, self.sizes["pp"]
+        if stages == 1:
+            return init_device_mesh(kind, sizes, mesh_dim_names=names)
+        return init_device_mesh(kind, (stages, *sizes), mesh_dim_names=("expert_stage", *names))[names]
 
     @property
     def sharding(self) -> DeviceMesh:
@@ -129,7 +140,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
     sequence = view("sequence", "sp")
     if layout.sp > 1:
         sequence = replace(sequence, group=_group_over(world, sizes, place, ("sp",), is_new=True))
-    experts, expert_copies = _expert_views(world, layout.ep)
+    experts, expert_copies = _expert_views(world, layout.ep, layout.pp)
     # Where weights are sharded, the ranks of a sequence hold different parts of them.
     copy_axes = ("replicate",) if layout.is_sharded else ("replicate", "sp")
     return Mesh(
@@ -145,16 +156,22 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         experts=experts,
         expert_copies=expert_copies,
         copy_axes=copy_axes,
+        loss_place=rank_of(layout.pp * layout.virtual - 1, layout.schedule, layout.pp),
     )
 
 
-def _expert_views(world: World, size: int) -> tuple[World, World]:
-    """(who shares experts, who has the same ones). Groups of their own: tokens travel between gradients."""
+def _expert_views(world: World, size: int, stages: int) -> tuple[World, World]:
+    """(who shares experts, who has the same ones). Groups of their own: tokens travel between gradients.
+
+    Ranks of one stage are neighbors, and only these have the same layers.
+    """
     if size == 1:
         return World(), World()
     ranks = range(world.size)
     sharing = [[rank for rank in ranks if rank // size == group] for group in range(world.size // size)]
-    copies = [[rank for rank in ranks if rank % size == place] for place in range(size)]
+    span = world.size // stages
+    places = [(stage, place) for stage in range(stages) for place in range(size)]
+    copies = [[rank for rank in ranks if (rank // span, rank % size) == one] for one in places]
     found = []
     for name, groups in (("experts", sharing), ("expert_copies", copies)):
         for members in groups:

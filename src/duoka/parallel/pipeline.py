@@ -22,6 +22,7 @@ from duoka.comm.collectives import all_reduce, start_receive, start_send
 from duoka.comm.ledger import LEDGER
 from duoka.data.feed.loader import GlobalBatch
 from duoka.model.build import LossModel
+from duoka.model.split_products import Waiting, split_products
 from duoka.optim.clip import global_norm, shorten
 from duoka.optim.host import local_part
 from duoka.optim.muon import Sharing
@@ -29,6 +30,7 @@ from duoka.optim.spread import Groups, add_over
 from duoka.parallel import inject
 from duoka.parallel.ddp import check_all_used
 from duoka.parallel.engine import NO_OBSERVER, Engine, EngineSpec, PassObserver, RankSums, StepTimes
+from duoka.parallel.expert import sum_copies
 from duoka.parallel.gpu_clock import GpuClock
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.objective import Objective, Sums, mean_loss, no_loss
@@ -39,7 +41,7 @@ from duoka.parallel.precision import compute_in
 from duoka.parallel.sharded import Sharded
 from duoka.parallel.single import Single
 from duoka.parallel.tensor import sum_parts
-from duoka.plan.pipeline import Pass, passes_of
+from duoka.plan.pipeline import SPLIT, Pass, passes_of
 
 _ADDED_AT_ONCE = 25 * 2**20  # bytes of gradients
 
@@ -58,6 +60,8 @@ class _Step:
     clock: GpuClock | None
     # Of each stage and micro-batch between its passes: what came in, and what went out (a loss at the end).
     open: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict)
+    # What their backward passes leave for passes of weights, under a schedule that has such.
+    waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
 
 
 class Pipeline(Engine):
@@ -72,6 +76,7 @@ class Pipeline(Engine):
         self.core: Any = bare.core
         self.layout = spec.layout
         self.pipeline = spec.mesh.pipeline
+        self.later = split_products(bare.lm) if spec.layout.schedule in SPLIT else None
         self.adds_gradients = not spec.layout.is_sharded and spec.mesh.loss.size > 1
         self.edges = spec.mesh.pipeline_edges()
         self.through = Through(bare, self.stages, self.world, self.pipeline, self.edges)
@@ -92,7 +97,7 @@ class Pipeline(Engine):
 
     def _twins(self) -> dict[str, torch.nn.Parameter]:
         """Trained parameters that the first and the last rank both have: a tied embedding and head."""
-        if not self.stages.is_tied or not (self.stages.has_first or self.stages.has_last):
+        if not self.stages.is_tied or self.stages.has_first == self.stages.has_last:
             return {}
         shared = {id(p) for p in self.core.get_input_embeddings().parameters()}
         return {name: p for name, p in self.named_trainable().items() if id(p) in shared}
@@ -108,6 +113,7 @@ class Pipeline(Engine):
             check_all_used(self.bare, "freeze it")
         if sums.shortage is None or sums.shortage.rejoined:
             sum_parts(self._parts, self.mesh.tensor)
+            sum_copies(self._experts, self.mesh.expert_copies)
             self._add_gradients()
         return sums
 
@@ -134,6 +140,7 @@ class Pipeline(Engine):
             if shortage is not None:
                 # Only here are the tensors of a pass that failed gone.
                 step.open.clear()
+                step.waiting.clear()
                 self._drop_gradients()
                 if self._is_awaited:
                     return self._nothing(step, shortage)
@@ -174,8 +181,9 @@ class Pipeline(Engine):
     def passes(self, rank: int, num_micro: int) -> list[Pass]:
         """What a rank of the pipeline computes in a step, in order; nothing goes back where nothing is trained."""
         layout = self.layout
-        order = passes_of(layout.schedule, layout.pp, layout.virtual, num_micro, rank)
-        return [one for one in order if one.kind == "forward" or self.stages.has_backward(one.stage)]
+        order, stages = passes_of(layout.schedule, layout.pp, layout.virtual, num_micro, rank), self.stages
+        needed = {"backward": stages.has_backward, "weights": lambda stage: stages.trains[stage]}
+        return [one for one in order if one.kind == "forward" or needed[one.kind](one.stage)]
 
     def _nothing(self, step: _Step, shortage: Shortage) -> RankSums:
         totals = [{name: torch.zeros_like(total) for name, total in some.items()} for some in step.totals]
@@ -183,13 +191,18 @@ class Pipeline(Engine):
 
     def _pass(self, step: _Step, one: Pass, *, is_last: bool) -> None:
         started, waited = time.perf_counter(), LEDGER.waited_s
-        self.world.heart.tell(one.kind)
+        which = f"micro-batch {one.micro + 1} of {len(step.batch.micro_batches)} in stage {one.stage}"
+        self.world.heart.tell(one.kind, part=which)
         if step.clock is not None:
-            step.clock.mark(one.kind)
-        if one.kind == "forward":
-            self._forward(step, one)
+            step.clock.mark("forward" if one.kind == "forward" else "backward")
+        if one.kind == "weights":
+            step.waiting.pop((one.stage, one.micro)).finish()
         else:
-            self._backward(step, one, is_last=is_last)
+            with self.leaving(step.waiting, one):
+                if one.kind == "forward":
+                    self._forward(step, one)
+                else:
+                    self._backward(step, one, is_last=is_last)
         waited = LEDGER.waited_s - waited
         spent = time.perf_counter() - started - waited
         step.times.wait_s += waited
@@ -197,6 +210,18 @@ class Pipeline(Engine):
             step.times.forward_s += spent
         else:
             step.times.backward_s += spent
+
+    @contextlib.contextmanager
+    def leaving(self, waiting: dict[tuple[int, int], Waiting], one: Pass) -> Iterator[None]:
+        """Inside, products leave weights' gradients for the pass that is to compute them, where there is one."""
+        if self.later is None or not self.stages.trains[one.stage]:
+            yield
+            return
+        self.later.now = waiting.setdefault((one.stage, one.micro), Waiting())
+        try:
+            yield
+        finally:
+            self.later.now = None
 
     def _forward(self, step: _Step, one: Pass) -> None:
         micro, device, number = step.batch.micro_batches[one.micro], self.world.device, self.world.heart.beat.step + 1

@@ -58,7 +58,8 @@ class Through(torch.nn.Module):
         check_same(zlib.crc32(input_ids.cpu().numpy().tobytes()), [shape], self.world, self.pipeline)
 
         def passes(rank: int) -> list[Pass]:
-            return [Pass("forward", stage, 0) for stage in range(rank, self.stages.num_stages, self.pipeline.size)]
+            own = (stage for stage in range(self.stages.num_stages) if self.stages.rank_of(stage) == rank)
+            return [Pass("forward", stage, 0) for stage in own]
 
         wire = Wire(self.stages, self.world, self.pipeline, self.edges, passes, lambda _: shape)
         answer: tuple[torch.Tensor | None, ...] = ()

@@ -36,6 +36,8 @@ class Message(NamedTuple):
 
 def sent_after(one: Pass, stages: PipelineStages) -> Message | None:
     """What a pass gives to another stage."""
+    if one.kind == "weights":
+        return None
     if one.kind == "forward":
         return None if stages.is_last(one.stage) else Message("hidden states", one.stage + 1, one.micro)
     return Message("gradients", one.stage - 1, one.micro) if stages.has_backward(one.stage - 1) else None
@@ -43,6 +45,8 @@ def sent_after(one: Pass, stages: PipelineStages) -> Message | None:
 
 def needed_before(one: Pass, stages: PipelineStages) -> Message | None:
     """What a pass takes from another stage."""
+    if one.kind == "weights":
+        return None
     if one.kind == "forward":
         return Message("hidden states", one.stage, one.micro) if one.stage else None
     return None if stages.is_last(one.stage) else Message("gradients", one.stage, one.micro)
@@ -66,7 +70,7 @@ class Wire:
         self._coming: dict[int, list[Message]] = {}
         for source in {one for one, target in edges if target == self._rank}:
             sent = (sent_after(one, stages) for one in passes(source))
-            to_me = [message for message in sent if message and message.stage % stages.num_ranks == self._rank]
+            to_me = [message for message in sent if message and stages.rank_of(message.stage) == self._rank]
             self._coming[source] = to_me[::-1]  # taken from the end
         self._arrived: dict[Message, torch.Tensor] = {}
         self._taken: set[Message] = set()
@@ -85,17 +89,20 @@ class Wire:
                 f"{message} are {tuple(values.shape)} of {values.dtype}, and stage {message.stage} waits for {shape} "
                 f"of {self._stages.dtype}: this model's layers change what goes through them"
             )
-        target = message.stage % self._stages.num_ranks
+        target = self._stages.rank_of(message.stage)
         values = values.detach().contiguous()
+        self._sent.add(message)
+        if target == self._rank:  # zbv: the stages down and up meet on the last rank
+            self._arrived[message] = values
+            return
         self._world.heart.begin_exchange(f"send of {message} to stage {message.stage}")
         work = start_send(values, self._edges[self._rank, target], target > self._rank)
         self._leaving.append((work, values))
-        self._sent.add(message)
         self._leaving = [one for one in self._leaving if not one[0].is_completed()]
 
     def receive(self, message: Message, source_stage: int) -> torch.Tensor:
         """Wait for a message, and take what was sent before it."""
-        source = source_stage % self._stages.num_ranks
+        source = self._stages.rank_of(source_stage)
         while message not in self._arrived:
             following = self._coming[source][-1]
             shape = (*self._shape_of(following.micro), self._stages.width)

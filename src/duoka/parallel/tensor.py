@@ -25,6 +25,7 @@ from duoka.comm.world import World
 from duoka.errors import ConfigError
 from duoka.model.build import LossModel, find_core
 from duoka.model.dropout import CountedDropout
+from duoka.model.split_products import product
 from duoka.model.vocabulary import VOCABULARY, SharedVocabulary
 from duoka.optim.host import local_part
 from duoka.parallel.mesh import Mesh
@@ -100,7 +101,7 @@ class Columns(torch.nn.Linear):
     world: World
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, _here(self.weight), _here(self.bias))
+        return product(self, x, _here(self.weight), _here(self.bias))
 
 
 class JoinedColumns(Columns):
@@ -116,7 +117,7 @@ class Rows(torch.nn.Linear):
     world: World
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = total(F.linear(x, _here(self.weight)), self.world)
+        out = total(product(self, x, _here(self.weight), None), self.world)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

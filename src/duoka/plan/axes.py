@@ -12,6 +12,7 @@ from duoka.config.layout_name import read_layout_name
 from duoka.config.schema import ParallelConfig, RunConfig
 from duoka.errors import Fault
 from duoka.plan.layout import AXES, TRAINABLE_AXES, Layout
+from duoka.plan.pipeline import ADDS_ONCE
 from duoka.plan.sizes import ModelShape
 
 KEYS = {"tp": "parallel.tensor", "pp": "parallel.pipeline", "sp": "parallel.sequence", "ep": "parallel.expert"}
@@ -24,7 +25,7 @@ def axes_of(parallel: ParallelConfig) -> dict[str, int]:
 
 def stages_per_rank(parallel: ParallelConfig) -> int:
     """How many stages of a pipeline each of its ranks has."""
-    if parallel.pipeline == 1 or parallel.schedule != "interleaved":
+    if parallel.pipeline == 1 or parallel.schedule not in ("interleaved", "zbv"):
         return 1
     return parallel.virtual_stages or 2
 
@@ -119,14 +120,15 @@ def _check_name(parallel: ParallelConfig, used: dict[str, int], world_size: int)
 
 
 def _check_schedule(parallel: ParallelConfig, world_size: int) -> list[Fault]:
-    """Ranks of several stages add gradients once a step (ddp), which takes no tensors that are cut."""
+    """Ranks whose gradients are there at the end only add them then (ddp), and whole tensors, not cut ones."""
     data, tensor = data_ranks(parallel, world_size), parallel.tensor
-    if stages_per_rank(parallel) == 1 or tensor == 1 or data * parallel.sequence == 1:
+    is_at_once = parallel.pipeline == 1 or parallel.schedule not in ADDS_ONCE
+    if is_at_once or tensor == 1 or data * parallel.sequence == 1:
         return []
     return [
         Fault(
-            f"parallel.schedule is interleaved, whose data ranks add gradients of whole tensors, and tensor {tensor} "
-            f"cuts them, beside {data * parallel.sequence} ranks that have gradients to add",
+            f"parallel.schedule is {parallel.schedule}, whose data ranks add gradients of whole tensors, and tensor "
+            f"{tensor} cuts them, beside {data * parallel.sequence} ranks that have gradients to add",
             key="parallel.schedule",
             fix=f"write:   schedule: 1f1b   (the state is shared: zero1), or start --nproc {tensor * parallel.pipeline}"
             + (" without sequence:" if parallel.sequence > 1 else ""),
@@ -158,7 +160,8 @@ def _check_experts(parallel: ParallelConfig, shape: ModelShape, world_size: int)
 
 def check_shape(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
     """Axes that this model's sizes do not allow, with up to three that they do."""
-    return _check_tensor(parallel, shape, world_size) + _check_experts(parallel, shape, world_size)
+    faults = _check_tensor(parallel, shape, world_size) + _check_experts(parallel, shape, world_size)
+    return faults + _check_layers(parallel, shape, world_size)
 
 
 def _check_tensor(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
@@ -188,21 +191,29 @@ def _check_tensor(parallel: ParallelConfig, shape: ModelShape, world_size: int) 
     ]
 
 
-def check_pipeline(config: RunConfig, layout: Layout, num_layers: int, num_micro: int, world_size: int) -> list[Fault]:
-    """A pipeline that this model's layers, or a step's `num_micro` micro-batches, cannot fill."""
-    stages = layout.pp * layout.virtual
-    if layout.pp == 1:
+def _check_layers(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
+    """A stage has a layer at least."""
+    size, each, num_layers = parallel.pipeline, stages_per_rank(parallel), shape.num_layers
+    if size == 1 or size * each <= num_layers:
         return []
-    fits = [size for size in range(1, layout.pp) if world_size // (layout.tp * layout.sp) % size == 0]
-    if stages > num_layers:
-        words = "" if layout.virtual == 1 else f", of {layout.virtual} stages each, is {stages} stages"
-        most = max(size for size in fits if size * layout.virtual <= num_layers or size == 1)
-        fixes = [f"write:   pipeline: {most}"] + (["schedule: 1f1b"] if layout.virtual > 1 else [])
-        what = f"parallel.pipeline {layout.pp}{words}, and the model has {num_layers} layers: a stage has at least one"
-        return [Fault(what, key=KEYS["pp"], fix="   or   ".join(fixes))]
+    words = "" if each == 1 else f", of {each} stages each, is {size * each} stages"
+    fixes = [f"write:   {_nearest_pipelines(parallel, size, num_layers // each, world_size)}"]
+    fixes += ["schedule: 1f1b"] if each > 1 else []
+    what = f"parallel.pipeline {size}{words}, and the model has {num_layers} layers: a stage has at least one"
+    return [Fault(what, key=KEYS["pp"], fix="   or   ".join(fixes))]
+
+
+def _nearest_pipelines(parallel: ParallelConfig, asked: int, most: int, world_size: int) -> str:
+    ranks = world_size // (parallel.tensor * parallel.sequence)
+    fitting = [size for size in range(1, max(2, min(asked, most + 1))) if ranks % size == 0]
+    fitting.sort(key=lambda size: abs(math.log2(size / asked)))
+    return "   or   ".join(f"pipeline: {size}" for size in fitting[:3])
+
+
+def check_pipeline(config: RunConfig, layout: Layout, num_micro: int, world_size: int) -> list[Fault]:
+    """A pipeline that a step's `num_micro` micro-batches cannot fill."""
     if num_micro >= layout.pp:
         return []
-    most = max(size for size in fits if size <= num_micro)
     less = "" if config.train.micro_batch == "auto" else "a smaller train.micro_batch (or auto), "
     return [
         Fault(
@@ -210,7 +221,8 @@ def check_pipeline(config: RunConfig, layout: Layout, num_layers: int, num_micro
             f"({config.train.global_batch} over {layout.dp} data rank{'s' * (layout.dp > 1)}, up to {layout.micro} in "
             "each): most stages would always wait",
             key=KEYS["pp"],
-            fix=f"write {less}a larger train.global_batch, or   pipeline: {most}",
+            fix=f"write {less}a larger train.global_batch, or   "
+            + _nearest_pipelines(config.parallel, layout.pp, num_micro, world_size),
         )
     ]
 

@@ -6,31 +6,22 @@ Deterministic: the same config, model, machine and world give the same layout.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
-from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES, WHOLE_WEIGHT_OPTIMIZERS
-from duoka.config.rules_parallel import ddp_settings
+from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES
 from duoka.config.schema import RunConfig, TrainConfig
 from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
 from duoka.plan.axes import axes_of, check_axes, data_ranks, stages_per_rank, why_exchange
+from duoka.plan.catalog import Cluster, cluster_of
+from duoka.plan.fill_in import fill_in
 from duoka.plan.hardware import Machine
-from duoka.plan.layout import SHARDED, Layout, Precision, Recompute, Strategy
-from duoka.plan.memory import FITS
-from duoka.plan.task import Task, memory_of
-from duoka.units import Amount, format_bytes, parse_amount
-
-# More tokens at once make no CPU faster, they only hold more activations. Measured with 8 layers of SmolLM2-135M, full
-# fine-tuning, tokens per CPU second at 256, 512, 1,024, 2,048 and 4,096 tokens: 206, 212, 239, 255, 253.
-CPU_TOKENS = 2048
-# A GPU is kept busy by this many tokens even with small models; beyond it only memory grows.
-GPU_TOKENS = 16384
-# The rest is a margin for what an estimate misses: kernels' workspaces, fragmentation, other programs.
-MEMORY_SHARE = 0.6
-FEED = 5  # micro-batches for each stage of a pipeline
+from duoka.plan.layout import Layout, Precision
+from duoka.plan.strategy import choose_strategy
+from duoka.plan.task import Task
+from duoka.units import Amount
 
 
 @dataclass(frozen=True)
@@ -114,6 +105,7 @@ def choose_layout(
     available_bytes: int,
     local_size: int | None = None,
     given: Layout | None = None,
+    cluster: Cluster | None = None,
 ) -> Choice:
     """The layout of this run: what the config says, and this machine's answer to every `auto`.
 
@@ -142,17 +134,15 @@ def choose_layout(
     elif config.parallel.strategy == "dp":
         warnings.append(_why_not_dp(machine))
     if given is None:
-        local = data_ranks(config.parallel, local_size or world_size) or 1
-        layout = _with_strategy(config, task, layout, available_bytes, local, reasons)
+        local = local_size or world_size
+        cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
+        layout, why = choose_strategy(config, task, layout, cluster, available_bytes)
+        reasons |= {"parallel.strategy": why} if why else {}
         layout = replace(layout, ep=config.parallel.expert)
     if layout.sp > 1:
         reasons["parallel.sequence"] = f"{layout.sp}, {why_exchange(task.work.shape.num_heads // layout.tp, layout.sp)}"
-    smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
-    layout = replace(layout, recompute=_choose_recompute(config.train, task, smallest, available_bytes, reasons))
-    if config.train.micro_batch != "auto":
-        return Choice(_with_given_micro(layout, config.train), reasons, tuple(warnings))
-    layout = _choose_micro(task, layout, machine, available_bytes, reasons)
-    return Choice(layout, reasons, tuple(warnings))
+    filled = fill_in(config.train, task, layout, available_bytes)
+    return Choice(filled.layout, reasons | filled.reasons, tuple(warnings))
 
 
 def _why_not_dp(machine: Machine) -> str:
@@ -164,66 +154,6 @@ def _why_not_dp(machine: Machine) -> str:
     )
 
 
-def _with_strategy(
-    config: RunConfig,
-    task: Task,
-    layout: Layout,
-    available_bytes: int,
-    local_size: int,
-    reasons: dict[str, str],
-) -> Layout:
-    """`layout` is single or ddp; sharding costs traffic, so `auto` takes it only when memory asks for it."""
-    asked, size, adding = config.parallel.strategy, layout.dp, layout.dp * layout.sp
-    if asked == "ddp" and adding == 1:  # as an elastic run may become: there is no other to exchange gradients with
-        reasons["parallel.strategy"] = "single: one process, and ddp is for several"
-        return layout
-    if asked != "auto":
-        strategy: Strategy = "fsdp" if asked == "zero3" else asked
-        if strategy == "hsdp":
-            return replace(layout, strategy=strategy, shard=min(config.parallel.shard_ranks or local_size, size))
-        if strategy == "dp":  # rows go to the GPUs: there must be several
-            return replace(layout, strategy=strategy, packing=False)
-        return replace(layout, strategy=strategy, shard=size if strategy in SHARDED else 1)
-    if adding == 1:
-        model = layout.world_size
-        reasons["parallel.strategy"] = (
-            "single: one process" if model == 1 else f"single: one model over {model} processes"
-        )
-        return layout
-    if config.parallel.expert > 1:
-        reasons["parallel.strategy"] = f"fsdp: {adding} processes share all but the experts, which parallel.expert does"
-        return replace(layout, strategy="fsdp", shard=size)
-    smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)
-    if layout.tp > 1:  # ddp adds up gradients of whole tensors, and takes none that is cut
-        whole = replace(smallest, strategy="zero1", shard=size)
-        if memory_of(task, whole).peak_bytes <= FITS * available_bytes:
-            reasons["parallel.strategy"] = f"zero1: {size} models of {layout.tp} processes, which share optimizer state"
-            return replace(layout, strategy="zero1", shard=size)
-    need = memory_of(task, smallest).peak_bytes
-    # Packed weights are not cut either.
-    is_whole = config.optim.name in WHOLE_WEIGHT_OPTIMIZERS or config.model.quantization != "none"
-    if layout.tp == 1 and (need <= FITS * available_bytes or is_whole):
-        reasons["parallel.strategy"] = f"ddp: {adding} processes, each with a whole model"
-        return layout
-    if wishes := ddp_settings(config):
-        reasons["parallel.strategy"] = f"ddp: {', '.join(wishes)} is for ddp only; without it the model would be shared"
-        return layout
-    if layout.virtual > 1:
-        reasons["parallel.strategy"] = f"ddp: {adding} processes add the gradients of all their stages once a step"
-        return layout
-    if layout.pp > 1:
-        reasons["parallel.strategy"] = f"zero1: {size} data ranks share the optimizer's state of each stage"
-        return replace(layout, strategy="zero1", shard=size)
-    why = f"unsharded, it would need {format_bytes(need)} in each, and {format_bytes(available_bytes)} is available"
-    if 1 < local_size < size and size % local_size == 0:
-        inside = replace(smallest, strategy="hsdp", shard=local_size)
-        if memory_of(task, inside).peak_bytes <= FITS * available_bytes:
-            reasons["parallel.strategy"] = f"hsdp: the {local_size} processes of a node share one model; {why}"
-            return replace(layout, strategy="hsdp", shard=local_size)
-    reasons["parallel.strategy"] = f"fsdp: {adding} processes share one model; {why}"
-    return replace(layout, strategy="fsdp", shard=size)
-
-
 def _choose_precision(train: TrainConfig, machine: Machine, reasons: dict[str, str], warnings: list[str]) -> Precision:
     asked = train.precision
     if asked == "auto":
@@ -233,73 +163,3 @@ def _choose_precision(train: TrainConfig, machine: Machine, reasons: dict[str, s
     if asked == "bf16" and not machine.has_native_bf16:
         warnings.append(f"train.precision is bf16, but {machine.bf16_reason}: expect it to be slower than fp32")
     return asked
-
-
-def _with_given_micro(layout: Layout, train: TrainConfig) -> Layout:
-    return replace(layout, micro=parse_amount(train.micro_batch))
-
-
-def _choose_recompute(
-    train: TrainConfig,
-    task: Task,
-    layout: Layout,
-    available_bytes: int,
-    reasons: dict[str, str],
-) -> Recompute:
-    """`layout` has the smallest micro-batch that may be chosen: recomputing is the costlier way to save memory."""
-    asked = train.recompute
-    if asked != "auto":
-        return asked
-    need = memory_of(task, layout).peak_bytes
-    if need <= FITS * available_bytes:
-        reasons["train.recompute"] = "none: activations fit"
-        return "none"
-    reasons["train.recompute"] = (
-        f"full: without it a rank would need {format_bytes(need)}, and {format_bytes(available_bytes)} is available"
-    )
-    return "full"
-
-
-def _choose_micro(
-    task: Task,
-    layout: Layout,
-    machine: Machine,
-    available_bytes: int,
-    reasons: dict[str, str],
-) -> Layout:
-    cap = (GPU_TOKENS if machine.device == "cuda" else CPU_TOKENS) * layout.sp
-    longest = task.max_length
-    longest_words = f"one {'pair of twice' if task.sequences > 1 else 'sample of'} data.max_length"
-    if layout.pp > 1:
-        # A pipeline waits less the more micro-batches there are: its bubble is at most a fifth of what it computes.
-        fed = task.tokens_per_step / layout.dp / (FEED * layout.pp / layout.virtual)
-        cap = min(cap, max(longest, int(fed)))
-    for tokens in _ladder(cap, longest):
-        rung = replace(layout, micro=Amount(tokens, "tokens"))
-        memory = memory_of(task, rung)
-        fixed = sum(memory.parts.get(part, 0) for part in ("weights", "optimizer", "gradients", "framework"))
-        room = max(0.0, MEMORY_SHARE * (available_bytes - fixed))
-        if memory.peak_bytes - fixed <= room or tokens == longest:
-            break
-    if tokens == longest and longest >= cap:
-        why = f"{longest_words}, which is at least the {cap:,} that keep the device busy"
-    elif tokens == cap:
-        why = f"more at once brings nothing on a {'GPU' if machine.device == 'cuda' else 'CPU'}"
-    elif tokens == longest:
-        why = f"the smallest, {longest_words}: " + ("a pipeline wants many" if cap == longest else "memory is short")
-    else:
-        why = f"what fits in {MEMORY_SHARE:.0%} of the free memory per rank"
-    reasons["train.micro_batch"] = f"{tokens:,} tokens: {why}"
-    return rung
-
-
-def _ladder(cap: int, longest: int) -> Iterator[int]:
-    """From the cap downwards by halves, to one sample of the greatest length.
-
-    Few rungs on purpose: a little more or less free memory, as between a start and a resume, changes nothing.
-    """
-    tokens = cap
-    while tokens > longest:
-        yield tokens
-        tokens //= 2
-    yield longest

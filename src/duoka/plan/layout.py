@@ -15,6 +15,7 @@ from duoka.config.layout_name import AXES as AXES
 from duoka.config.layout_name import read_layout_name
 from duoka.config.schema_running import Schedule
 from duoka.config.schema_running import Strategy as Strategy
+from duoka.plan.pipeline import ADDS_ONCE
 from duoka.units import Amount, parse_amount
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -83,9 +84,14 @@ class Layout:
     @property
     def is_trainable(self) -> bool:
         """Whether this version can train with it; what it cannot, it can still plan."""
-        # ddp adds up gradients of whole tensors. Ranks of several stages would exchange when one of these is done.
-        is_refused = (self.strategy == "ddp" and self.tp > 1) or (self.virtual > 1 and self.is_sharded)
+        # ddp adds up gradients of whole tensors. Sharded, gradients would leave when some of them are there.
+        is_refused = (self.strategy == "ddp" and self.tp > 1) or (self.adds_once and self.is_sharded)
         return not is_refused and all(axis in TRAINABLE_AXES for axis in self.axes)
+
+    @property
+    def adds_once(self) -> bool:
+        """Whether the schedule's gradients are there at its end only, and are added by data ranks then."""
+        return self.pp > 1 and self.schedule in ADDS_ONCE
 
     @property
     def is_sharded(self) -> bool:
@@ -155,9 +161,9 @@ def parse_layout(text: str) -> Layout:
     tp, pp, sp = (name.axes.get(axis, 1) for axis in AXES)
     shard = name.shard or (dp if strategy in SHARDED else 1)
     layout = Layout(dp=dp, strategy=strategy, shard=shard, tp=tp, pp=pp, sp=sp, ep=name.ep)
-    if name.ep > 1 and (not layout.is_sharded or layout.state_ranks % name.ep or tp * pp > 1):
+    if name.ep > 1 and (not layout.is_sharded or layout.state_ranks % name.ep or tp > 1):
         raise ValueError(
-            f"{text!r}: experts are shared by ranks that share state (fsdp4.ep2), beside a sequence axis and no other"
+            f"{text!r}: experts are shared by ranks that share state (fsdp4.ep2), beside stages and a sequence axis"
         )
     return layout
 

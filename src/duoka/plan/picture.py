@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from duoka.plan.report import Plan
-from duoka.plan.search import Candidate
+from duoka.plan.search import WORTH_IT, Candidate
 from duoka.plan.shape import ASSUMED
 from duoka.units import format_bytes, format_count, format_seconds
 
@@ -171,9 +171,6 @@ def speed_lines(plan: Plan) -> list[str]:
     return [*out, f"cost     {costs.lines()[0]}", *(f"         {line}" for line in costs.lines()[1:])]
 
 
-_WORTH_IT = 1.02  # of a speed: less is within what an estimate is off
-
-
 def ranking_lines(plan: Plan) -> list[str]:
     """The best layouts beside this one, and why others are out."""
     if plan.ranking is None or plan.cluster.num_devices == 1:
@@ -181,14 +178,12 @@ def ranking_lines(plan: Plan) -> list[str]:
     out = [f"layouts  of {plan.cluster.num_devices} devices, from the fastest"]
     for place, one in enumerate(plan.ranking.candidates[:5]):
         out.append(f"  {place + 1}  {_candidate(one)}")
-    best = next(iter(plan.ranking.trainable), None)
+    best = plan.ranking.best()
     if best is not None and best not in plan.ranking.candidates[:5]:
         out.append(f"     {_candidate(best)}")
-    if best is not None and best.speed.tokens_per_s > _WORTH_IT * plan.speed.tokens_per_s:
+    if best is not None and best.speed.tokens_per_s > WORTH_IT * plan.speed.tokens_per_s:
         name = best.layout.name.replace("·", ".")
-        out.append(
-            f"     this plan is of {plan.layout.name}, as asked or by auto; the fastest:   parallel.layout={name}"
-        )
+        out.append(f"     this plan is of {plan.layout.name}, as asked; the fastest:   parallel.layout={name}")
     if not plan.ranking.candidates:
         out.append("     none is left, each for its reason:")
     shown = {one.reason: one for one in reversed(plan.ranking.rejected)}
@@ -197,7 +192,7 @@ def ranking_lines(plan: Plan) -> list[str]:
 
 
 def _candidate(one: Candidate) -> str:
-    mark = "" if one.layout.is_trainable else "  (planned only: this version does not train with it)"
+    mark = f"  ({one.mark})" if one.mark else ""
     speed = f"{one.speed.tokens_per_s:>11,.0f} tokens/s  MFU {one.speed.mfu:>5.1%}"
     return f"{one.name:<46}{format_bytes(one.memory.peak_bytes):>9}{speed}{mark}"
 

@@ -13,7 +13,7 @@ from math import ceil
 
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.plan.layout import Layout
-from duoka.plan.pipeline import Costs, cut_layers, most_in_flight
+from duoka.plan.pipeline import Costs, cut_layers, most_in_flight, rank_of, stages_of
 from duoka.plan.shape import ModelShape, lora_parameters
 from duoka.plan.trained_weights import trained_parameters
 
@@ -140,10 +140,8 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShar
         per_layer=shape.num_per_layer // tp,
         block_linear=shape.num_block_linear // tp,
     )
-    if layout.ep > 1 and shape.experts is not None:
-        return (_without_experts(work, layout, whole),)
     if pp == 1:
-        return (whole,)
+        return (_without_experts(work, layout, whole),)
     by_rank = _layers_by_rank(work, layout)
 
     def stage(layers: int, ends: int, embedding: int, head: int, has_head: bool, in_flight: int) -> ModelShare:
@@ -166,16 +164,22 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShar
 
     head = (shape.num_head or shape.num_embedding) // tp
     held = [ceil(most_in_flight(layout.schedule, pp, layout.virtual, accumulation, rank)) for rank in (0, pp - 1)]
-    first = stage(by_rank[0], whole.embedding, whole.embedding, 0, False, held[0])
-    return first, stage(by_rank[-1], head, 0, head, True, held[1])
+    if _place_of_head(layout) == 0:  # both ends on the first rank: a tied weight is one
+        first = stage(by_rank[0], whole.embedding + whole.head, whole.embedding, whole.head, True, held[0])
+        last = stage(by_rank[-1], 0, 0, 0, False, held[1])
+    else:
+        first = stage(by_rank[0], whole.embedding, whole.embedding, 0, False, held[0])
+        last = stage(by_rank[-1], head, 0, head, True, held[1])
+    return _without_experts(work, layout, first), _without_experts(work, layout, last)
 
 
 def _without_experts(work: Work, layout: Layout, whole: ModelShare) -> ModelShare:
-    """What strategies share out among ranks; each has its experts beside that."""
+    """What strategies share out among ranks; where these share experts, each has its own beside that."""
     experts = work.shape.experts
-    assert experts is not None
+    if layout.ep == 1 or experts is None:
+        return whole
     each = experts.num_experts * experts.num_parameters_each
-    everywhere = each * experts.num_layers
+    everywhere = each * experts.num_layers * whole.num_layers // work.shape.num_layers
     trained = work.lora is None and work.train_only is None
     return replace(
         whole,
@@ -194,11 +198,16 @@ def _layers_by_rank(work: Work, layout: Layout) -> list[int]:
         return [-(-shape.num_layers // layout.pp)] * layout.pp
     firsts = cut_layers(shape.num_layers, stages, _costs(shape))
     sizes = [after - first for first, after in itertools.pairwise(firsts)]
-    return [sum(sizes[rank :: layout.pp]) for rank in range(layout.pp)]
+    own = [stages_of(rank, layout.schedule, layout.pp, layout.virtual) for rank in range(layout.pp)]
+    return [sum(sizes[stage] for stage in some) for some in own]
 
 
 def _costs(shape: ModelShape) -> Costs:
     return Costs(shape.num_per_layer, shape.num_head or shape.num_embedding, shape.num_embedding)
+
+
+def _place_of_head(layout: Layout) -> int:
+    return rank_of(layout.pp * layout.virtual - 1, layout.schedule, layout.pp)
 
 
 def slowest_stage(work: Work, layout: Layout) -> float:
@@ -207,7 +216,7 @@ def slowest_stage(work: Work, layout: Layout) -> float:
         return 1.0
     costs = _costs(work.shape)
     sums = [layers * costs.layer for layers in _layers_by_rank(work, layout)]
-    sums[-1] += costs.head
+    sums[_place_of_head(layout)] += costs.head
     return max(sums) * layout.pp / sum(sums)
 
 

@@ -26,9 +26,10 @@ from duoka.plan.lengths import Lengths
 from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.recipe import StaticMemory, Work, static_table
 from duoka.plan.rollouts import rollout_notes
-from duoka.plan.search import Ranking, search, why_not
+from duoka.plan.search import Ranking, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, estimate_speed
+from duoka.plan.strategy import rank_layouts
 from duoka.plan.task import Task, load_of, memory_of, task_of
 from duoka.plan.yardstick import Yardstick, yardstick_of
 from duoka.units import format_bytes, format_count, format_seconds
@@ -221,7 +222,7 @@ def make_plan(
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
     available, work = machine.available_per_rank(local), _work(config, shape, machine)
     task = task_of(config, work, lengths)
-    choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
+    choice = choose_layout(config, task, machine, world_size, available, local_size, layout, cluster)
     batch = _spread(config, task, choice.layout, shape, lengths, None if layout else world_size)
     layout = choice.layout
     horizon, steps = _length_of_run(config, shape, lengths)
@@ -251,7 +252,7 @@ def make_plan(
         costs=costs,
         smaller=smaller_changes(task, layout, cluster, available) if verdict == "does not fit" else (),
         notes=_notes(config, lengths, speed, layout, cluster, batch.accumulation, work),
-        ranking=search(task, cluster, layout, available) if is_ranked else None,
+        ranking=rank_layouts(config, task, layout, cluster, available) if is_ranked else None,
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
     )
@@ -269,7 +270,7 @@ def _spread(
     batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), lengths)
     if world_size is None:
         return batch
-    if faults := check_pipeline(config, layout, shape.num_layers, batch.accumulation, world_size):
+    if faults := check_pipeline(config, layout, batch.accumulation, world_size):
         raise Faults(faults)
     return batch
 

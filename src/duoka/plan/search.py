@@ -1,24 +1,34 @@
 """Every layout that a number of devices allows: what each needs, how fast it is, and why the others are left out.
 
-A small grid, all of it by arithmetic. `search` ranks; `choose.py` decides what `auto` becomes, and takes only what
-this version trains with.
+A small grid, all of it by arithmetic. `search` ranks; each row is filled in as a run of that layout would be, so that
+what `auto` takes (choose.py) is a row, and the fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from duoka.config.schema import TrainConfig
 from duoka.plan.catalog import Cluster
-from duoka.plan.layout import Layout, Recompute, Strategy
+from duoka.plan.fill_in import fill_in
+from duoka.plan.layout import AXES, Layout, Strategy
 from duoka.plan.memory import FITS, Memory
-from duoka.plan.shape import ModelShape
+from duoka.plan.sizes import ModelShape
 from duoka.plan.speed import Speed, estimate_speed
 from duoka.plan.task import Task, load_of, memory_of
-from duoka.units import Amount, format_bytes
+from duoka.units import format_bytes
 
 LONG_TOKENS = 16384  # below it, cutting sequences saves nothing that cutting batches doesn't
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+# Of two layouts the simpler is taken unless the other is faster by this: an estimate tells no less apart.
+WORTH_IT = 1.05
+# Of what is equally fast, what comes earlier here. On GPUs, whose memory is what is short, fsdp is before zero1, but
+# for cut matrices, beside which there is no ddp; on CPUs what exchanges least is before all that gathers.
+_SIMPLE: dict[str, tuple[Strategy, ...]] = {
+    "cuda": ("single", "dp", "ddp", "hsdp", "fsdp", "zero1", "zero2"),
+    "cpu": ("single", "dp", "ddp", "zero1", "zero2", "hsdp", "fsdp"),
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,7 @@ class Candidate:
     layout: Layout
     memory: Memory
     speed: Speed
+    mark: str = ""  # why auto does not take it
 
     @property
     def name(self) -> str:
@@ -42,40 +53,89 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Candidates from the fastest; of each layout its best micro-batch and recompute."""
+    """Candidates from the fastest; of each layout what it would be filled in with."""
 
     candidates: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
+    device: str = "cuda"
 
     @property
     def trainable(self) -> tuple[Candidate, ...]:
-        return tuple(candidate for candidate in self.candidates if candidate.layout.is_trainable)
+        return tuple(candidate for candidate in self.candidates if not candidate.mark)
+
+    def best(self, axes: Mapping[str, int] | None = None) -> Candidate | None:
+        """The fastest that this version trains with, or a simpler one that is as fast; of these axes, when given."""
+        rows = [one for one in self.trainable if axes is None or one.layout.axes == axes]
+        if not rows:
+            return None
+        near = [one for one in rows if WORTH_IT * one.speed.tokens_per_s >= rows[0].speed.tokens_per_s]
+        return min(near, key=lambda one: (math.prod(one.layout.axes.values()), self._place_of(one.layout)))
+
+    def _place_of(self, layout: Layout) -> int:
+        return _SIMPLE[self.device].index("ddp" if layout.strategy == "zero1" and layout.tp > 1 else layout.strategy)
 
 
-def search(task: Task, cluster: Cluster, start: Layout, available_bytes: int) -> Ranking:
-    """All layouts of `cluster`; precision, packing and compile are those of `start`."""
+def search(
+    task: Task,
+    cluster: Cluster,
+    start: Layout,
+    available_bytes: int,
+    *,
+    train: TrainConfig | None = None,
+    asked: Mapping[str, int] | None = None,
+    refused: Callable[[Layout], str | None] = lambda _: None,
+    mark: Callable[[Layout], str] = lambda one: "" if one.is_trainable else NOT_TRAINED,
+) -> Ranking:
+    """All layouts of `cluster`; precision, packing and compile are those of `start`.
+
+    `train` says what is left to auto, `asked` which axes a config names, `refused` why its other keys do not go with a
+    layout, and `mark` why auto leaves one alone that it may be asked for.
+    """
     candidates: list[Candidate] = []
     rejected: list[Rejected] = []
-    for layout in layouts_of(cluster, start, task.max_length):
-        reason = why_not(layout, task, cluster)
+    for layout in layouts_of(cluster, start, task.max_length, asked):
+        reason = why_not(layout, task, cluster) or refused(layout)
         if reason is None:
-            best, reason = _best_of(layout, task, cluster, available_bytes)
-            if best is not None:
-                candidates.append(best)
+            filled = fill_in(train or TrainConfig(), task, layout, available_bytes).layout
+            memory = memory_of(task, filled)
+            if memory.peak_bytes <= FITS * available_bytes:
+                speed = estimate_speed(task.work, filled, cluster, load_of(task, filled))
+                candidates.append(Candidate(filled, memory, speed, mark(filled)))
                 continue
-        rejected.append(Rejected(layout.name, reason or ""))
+            reason = _too_much(memory, available_bytes)
+        rejected.append(Rejected(layout.name, reason))
     candidates.sort(key=lambda candidate: (-candidate.speed.tokens_per_s, len(candidate.layout.axes)))
-    return Ranking(tuple(candidates), tuple(rejected))
+    return Ranking(tuple(candidates), tuple(rejected), task.work.device)
 
 
-def layouts_of(cluster: Cluster, start: Layout, max_length: int) -> Iterator[Layout]:
-    """Strategies times axes, in the order in which an expert would try them."""
+NOT_TRAINED = "planned only: this version does not train with it"
+
+
+def _too_much(memory: Memory, available_bytes: int) -> str:
+    part, size = memory.largest_parts(1)[0]
+    return (
+        f"needs at least {format_bytes(memory.peak_bytes)} per rank ({part} {format_bytes(size)}), "
+        f"{format_bytes(available_bytes)} is there"
+    )
+
+
+def layouts_of(
+    cluster: Cluster, start: Layout, max_length: int, asked: Mapping[str, int] | None = None
+) -> Iterator[Layout]:
+    """Strategies times axes, in the order in which an expert would try them; those with the `asked` axes first."""
     world, per_node = cluster.num_devices, cluster.per_node
+    if asked:
+        tp, pp, sp = (asked.get(axis, 1) for axis in AXES)
+        data = world // (tp * pp * sp)
+        axes = {"tp": tp, "pp": pp, "sp": sp, "ep": 1}
+        yield from (replace(start, **how, **axes) for how in _strategies(data, cluster, tp * pp, sp))  # type: ignore[arg-type]
     for pp in _sizes(world, min(world, 64)):
         for tp in _sizes(world // pp, per_node):
             for sp in _sizes(world // pp // tp, per_node) if max_length >= LONG_TOKENS else (1,):
                 data = world // pp // tp // sp
                 axes = {"tp": tp, "pp": pp, "sp": sp, "ep": 1}
+                if asked and asked == {axis: size for axis, size in axes.items() if size > 1}:
+                    continue
                 yield from (replace(start, **how, **axes) for how in _strategies(data, cluster, tp * pp, sp))  # type: ignore[arg-type]
 
 
@@ -138,38 +198,3 @@ def _other_fault(layout: Layout, shape: ModelShape, task: Task) -> str | None:
     if layout.pp > 1 and task.tokens_per_step / layout.dp / task.max_length < layout.pp:
         return f"fewer micro-batches than {layout.pp} stages: most of them would wait"
     return None
-
-
-def _best_of(layout: Layout, task: Task, cluster: Cluster, available_bytes: int) -> tuple[Candidate | None, str | None]:
-    """The fastest recompute and micro-batch that fit, or the least that would be needed."""
-    best: Candidate | None = None
-    least: Memory | None = None
-    share = task.tokens_per_step / layout.dp
-    for recompute in _RECOMPUTES:
-        for tokens in _rungs(task.max_length, share):
-            how = replace(layout, recompute=recompute, micro=Amount(tokens, "tokens"))
-            load = load_of(task, how)
-            memory = memory_of(task, how)
-            if least is None or memory.peak_bytes < least.peak_bytes:
-                least = memory
-            if memory.peak_bytes > FITS * available_bytes:
-                continue
-            speed = estimate_speed(task.work, how, cluster, load)
-            if best is None or speed.step_s < 0.995 * best.speed.step_s:
-                best = Candidate(how, memory, speed)
-        if best is not None:
-            break  # recomputing more only costs time
-    if best is not None:
-        return best, None
-    assert least is not None
-    part, size = least.largest_parts(1)[0]
-    return None, (
-        f"needs at least {format_bytes(least.peak_bytes)} per rank ({part} {format_bytes(size)}), "
-        f"{format_bytes(available_bytes)} is there"
-    )
-
-
-def _rungs(longest: int, share: float) -> list[int]:
-    """Micro-batches to try: one sample, and as many as are worth it."""
-    most = max(longest, int(share))
-    return sorted({longest, *(min(most, max(longest, tokens)) for tokens in (4096, 16384, 65536))})

@@ -13,7 +13,7 @@ from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
-from duoka.plan.pipeline import bubble
+from duoka.plan.pipeline import PassTimes, bubble
 from duoka.plan.recipe import Work, shares, slowest_stage
 from duoka.plan.traffic import Exchange, traffic
 
@@ -112,7 +112,9 @@ def estimate_speed(
     count = load.accumulation
     compute = count * (forward * (1 + work.looks) + backward + again)
     exposed, whole = _exposed(exchanges, cluster, layout, count, forward, backward + again, work.shape.num_layers)
-    waits = compute * bubble(layout.pp, layout.virtual, count)
+    later = _weights_seconds(work, matmul_s)
+    times = PassTimes(forward * (1 + work.looks), backward + again - later, later)
+    waits = compute * bubble(layout.schedule, layout.pp, layout.virtual, count, times)
     share = shares(work, layout)[0]
     state = share.trainable / (layout.state_ranks if layout.is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
@@ -169,6 +171,16 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
         load.tokens * attention / cut / (peak * near),
         load.tokens * touched * cores / (device.memory_bytes_per_s * MEMORY_SHARE),
     )
+
+
+def _weights_seconds(work: Work, matmul_s: float) -> float:
+    """Of a backward pass, what split schedules put off: products of layers' matrices; adapters' and the head's not."""
+    if work.lora is not None or not work.num_total:
+        return 0.0
+    shape = work.shape
+    head = shape.num_head or shape.num_embedding
+    share = shape.num_block_linear / max(1, shape.num_block_linear + head)
+    return matmul_s * share * work.num_trainable / work.num_total
 
 
 def _launch_s(work: Work, layout: Layout, kind: str) -> float:

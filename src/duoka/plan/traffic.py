@@ -126,7 +126,8 @@ def traffic(
         stride = layout.tp * layout.sp * layout.dp
         group = place_group(2, stride, per_node)
         # Between any two stages once there and once back; the mean over ranks, of which those at the ends send less.
-        sends = 2 * accumulation * (layout.pp * layout.virtual - 1) / layout.pp
+        cuts = layout.pp * layout.virtual - 1 - (layout.schedule == "zbv")  # whose middle two are of one rank
+        sends = 2 * accumulation * cuts / layout.pp
         # Each tensor rank sends all of what it has whole; Megatron's send a part, and gather it again on arrival.
         sent = hidden if work.program is None else hidden / layout.tp
         found.append(Exchange("pipeline: between stages", "send", sent, sends, group, "end"))
@@ -162,7 +163,8 @@ def _expert_traffic(
     assert experts is not None
     rows = -(-tokens // layout.sp) * experts.num_active
     passes = 4 if layout.recompute == "none" else 6
-    payload, times = size * work.shape.hidden_size * rows, passes * experts.num_layers * accumulation
+    layers = experts.num_layers * share.num_layers / work.shape.num_layers
+    payload, times = size * work.shape.hidden_size * rows, passes * layers * accumulation
     found = [Exchange("expert parallel: tokens", "all-to-all", payload, times, group, "between")]
     copies = layout.dp * layout.sp // layout.ep
     if copies > 1 and work.lora is None and work.train_only is None:

@@ -1,7 +1,7 @@
 """A rank's heartbeat: logs/beat-rank00000.json, one short line, overwritten in place at every sign of progress.
 
 Written by ranks through `Heart`, read by supervisors (the launcher, `duoka chaos`). A rank that is stopped
-or waits for ever cannot say so; that its line no longer changes says it. A beat is one write of half a kilobyte.
+or waits for ever cannot say so; that its line no longer changes says it. A beat is one write of less than a kilobyte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLOW_S = 1800.0
 STOP_S = 60.0  # and not less than three times what a part of a step, or a save, has taken so far
 STOP_FACTOR = 3.0
 LOOK_EVERY_S = 1.0
-_LINE_BYTES = 512
+_LINE_BYTES = 768
 # Nothing beats on the way through these, and a large model or a slow disk takes what it takes.
 _SLOW_PHASES = ("start", "save", "end")
 
@@ -48,6 +48,8 @@ class Beat:
     time: float = 0.0  # wall clock, for people: who watches uses a clock of his own
     slowest_s: float = 0.0  # the longest silence outside of slow phases
     slowest_save_s: float = 0.0  # the longest save, or silence in one
+    place: str = ""  # on the layout's axes, where it has some: "pipeline rank 1 of 2"
+    part: str = ""  # what of the step the phase computes: "micro-batch 3 in stage 1"
 
 
 class Heart:
@@ -64,7 +66,12 @@ class Heart:
                 _listen_for_stacks(stacks_path(run, rank))
         self._write()
 
-    def tell(self, phase: str, step: int | None = None) -> None:
+    def stand_at(self, place: str) -> None:
+        """This rank's place on the axes, for who has to be told which one it was."""
+        self.beat.place = place
+        self._write()
+
+    def tell(self, phase: str, step: int | None = None, part: str = "") -> None:
         """Progress: `phase` begins, or goes on. With `step`, one was finished: from now on silence means something."""
         now = time.monotonic()
         beat = self.beat
@@ -75,7 +82,7 @@ class Heart:
         self._at = now
         if step is not None:
             beat.step = step
-        beat.phase = phase
+        beat.phase, beat.part = phase, part
         # The first step compiles, allocates and reads files for the first time.
         beat.is_slow = phase in _SLOW_PHASES or not self._is_warm
         beat.count += 1
@@ -135,10 +142,12 @@ def stop_patience_s(beat: Beat) -> float:
 
 
 def describe_place(beat: Beat) -> str:
-    """`in backward after step 12; last collective: ..., in which it waits`."""
+    """`pipeline rank 1 of 2, in backward of micro-batch 3 after step 12; last collective: ..., in which it waits`."""
+    place, part = f"{beat.place}, " if beat.place else "", f" of {beat.part}" if beat.part else ""
     first = " (the first)" if beat.is_slow and beat.phase in ("forward", "backward") else ""
     last = f"; last collective: {beat.collective}" if beat.collective else ""
-    return f"in {beat.phase}{first} after step {beat.step}{last}{', in which it waits' if beat.is_inside else ''}"
+    waits = ", in which it waits" if beat.is_inside else ""
+    return f"{place}in {beat.phase}{part}{first} after step {beat.step}{last}{waits}"
 
 
 def watch_itself(

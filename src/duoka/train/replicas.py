@@ -39,7 +39,8 @@ def check_replicas(contents: Contents, world: World) -> None:
 
     if mesh.expert_copies.size > 1:
         shared = {name: tensor for name, tensor in tensors.items() if is_shared_expert(tensor)}
-        _compare(shared, mesh.experts.rank, contents.state.step, world)
+        first = mesh.place["pp"] * (world.size // mesh.sizes["pp"]) + mesh.experts.rank
+        _compare(shared, first, contents.state.step, world)
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:

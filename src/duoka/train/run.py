@@ -158,6 +158,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     rows = choose_rows(config, inputs.folder)  # packed, or padded where that changed the architecture's numbers
     plan = _agree_on_plan(inputs, world, found, rows, notes)  # rank 0's on every rank
     mesh = build_mesh(plan.layout, world)  # who reads the same data, holds the same bits, adds the same loss
+    world.heart.stand_at(mesh.describe_place())
     stage = build_stage(config)  # what an optimizer step minimizes
     stage.take_data(inputs.prepared)
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards

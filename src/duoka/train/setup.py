@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from duoka import __version__
 from duoka.config.derive import rules_kept
-from duoka.config.schema import LoraConfig, RunConfig, TrainConfig
+from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.plan.layout import Layout
@@ -130,21 +130,23 @@ def keep_choices(plan: Plan, config: RunConfig, found: Path | None, short: tuple
     `short`: what a micro-batch may hold at most since memory was short in this run, and with how many tokens it was.
     """
     if found is not None:
-        plan = _as_before(plan, config.train, found)
+        plan = _as_before(plan, config, found)
     micro = plan.layout.micro
     if short is None or config.train.micro_batch != "auto" or micro.count <= short[0]:
         return plan
     return plan_with_less(plan, *short)
 
 
-def _as_before(plan: Plan, train: TrainConfig, found: Path) -> Plan:
-    before = Layout.from_json(read_manifest(found).layout)
+def _as_before(plan: Plan, config: RunConfig, found: Path) -> Plan:
+    before, train = Layout.from_json(read_manifest(found).layout), config.train
     kept: dict[str, Any] = {}
     if train.precision == "auto":
         kept["precision"] = before.precision
     if (before.dp, before.axes) == (plan.layout.dp, plan.layout.axes):
         kept |= {"micro": before.micro} if train.micro_batch == "auto" else {}
         kept |= {"recompute": before.recompute} if train.recompute == "auto" else {}
+        if config.parallel.strategy == "auto" and plan.layout.dp > 1:
+            kept |= {"strategy": before.strategy, "shard": before.shard}
     return replace(plan, layout=replace(plan.layout, **kept))
 
 
