@@ -1,0 +1,152 @@
+"""A file that holds a run's tensors in place of memory: read and written in slices, gone when the process is.
+
+It has no name (O_TMPFILE, or unlinked at once), so that a crash leaves nothing behind; all its room is taken at the
+start, so that a full disk is seen there. Slices go past the page cache where the file system can. Every fault of the
+disk is a StorageError that names the folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from duoka.errors import StorageError
+from duoka.units import format_bytes
+
+PAGE_BYTES = 4096  # what reads and writes past the page cache want addresses, offsets and lengths to be multiples of
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_UNNAMED = getattr(os, "O_TMPFILE", 0)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_AGAIN = "the newest checkpoint is intact: the same command goes on from it, also with another offload.folder or without"
+
+
+def whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Slot:
+    """Page-aligned memory that one slice is read into and written from."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = mmap.mmap(-1, max(PAGE_BYTES, whole_pages(num_bytes)))
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def part(self, start: int, num_bytes: int) -> memoryview:
+        return memoryview(self.memory)[start : start + num_bytes]
+
+
+class DiskFile:
+    """`size_bytes` of zeros in a file without a name under `folder`; `what` lies there, in users' words."""
+
+    def __init__(self, folder: Path, size_bytes: int, what: str) -> None:
+        self.folder, self.what = folder, what
+        self.size_bytes = max(PAGE_BYTES, whole_pages(size_bytes))
+        self._mapped: torch.Tensor | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._handle = _open_unnamed(folder)
+        except OSError as error:
+            raise self._fault("cannot be kept", error, "write   folder:   of another disk, or offload to the host") from None
+        try:
+            os.posix_fallocate(self._handle, 0, self.size_bytes)
+        except OSError as error:
+            os.close(self._handle)
+            raise self._fault("does not fit", error, "free some space, or write   folder:   of another disk") from None
+        # Some file systems take the flag and refuse what it asks for.
+        self.is_direct = bool(_DIRECT) and self._try_direct()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            os.close(self._handle)
+
+    def read(self, start: int, into: memoryview) -> None:
+        try:
+            while into:
+                count = os.preadv(self._handle, [into], start)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file ends early")
+                into, start = into[count:], start + count
+        except OSError as error:
+            raise self._fault("cannot be read", error, _AGAIN) from None
+
+    def write(self, start: int, values: memoryview) -> None:
+        try:
+            while values:
+                count = os.pwritev(self._handle, [values], start)
+                values, start = values[count:], start + count
+        except OSError as error:
+            raise self._fault("cannot be written", error, _AGAIN) from None
+
+    def damaged(self) -> StorageError:
+        """What was read is not what was written."""
+        return StorageError(
+            f"{self.what} came back from the disk other than it was written",
+            where=f"{self.folder}: the checksum of a slice is wrong; the disk or its cable may be failing",
+            fix=_AGAIN,
+        )
+
+    def mapped(self) -> torch.Tensor:
+        """All of it as bytes, for readers and writers that want tensors: they lie in the page cache, not in memory."""
+        if self._mapped is None:
+            self._mapped = torch.frombuffer(mmap.mmap(self._handle, self.size_bytes), dtype=torch.uint8)
+        return self._mapped
+
+    def forget_pages(self) -> None:
+        """What readers of `mapped` left in the page cache is there for others."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _try_direct(self) -> bool:
+        import fcntl
+
+        flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | _DIRECT)
+            with mmap.mmap(-1, PAGE_BYTES) as page:
+                os.preadv(self._handle, [page], 0)
+            return True
+        except OSError:
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags)
+            return False
+
+    def _fault(self, verb: str, error: OSError, fix: str) -> StorageError:
+        where = f"{self.folder}: {error.strerror or error}"
+        if error.errno in _FULL:
+            verb = "does not fit on the disk"
+            where += f"; {_free_bytes(self.folder)}, {format_bytes(self.size_bytes)} needed by this process"
+        return StorageError(f"{self.what} {verb}", where=where, fix=fix)
+
+
+def checksum(values: memoryview) -> int:
+    """A number that the bits decide, at memory's speed: pages are folded into one, and that is summed."""
+    words = np.frombuffer(values, dtype=np.uint64)
+    rows = len(words) // (PAGE_BYTES // 8)
+    folded = np.bitwise_xor.reduce(words.reshape(rows, -1), axis=0)
+    return zlib.crc32(folded.tobytes())
+
+
+def _open_unnamed(folder: Path) -> int:
+    if _UNNAMED:
+        try:
+            return os.open(folder, os.O_RDWR | _UNNAMED, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                raise
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".duoka-offload-")
+    os.unlink(name)
+    return handle
+
+
+def _free_bytes(folder: Path) -> str:
+    try:
+        found = os.statvfs(folder)
+        return f"{format_bytes(found.f_bavail * found.f_frsize)} are free"
+    except OSError:
+        return "the free space is unknown"
