@@ -84,7 +84,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     Rule(
         "expert-with-offload",
         ("parallel.offload", "parallel.expert"),
-        lambda c: _shares_experts(c) and c.parallel.offload != "none",
+        lambda c: _shares_experts(c) and c.parallel.offloads.moves_anything,
         "parallel.offload is {c.parallel.offload}, and experts that parallel.expert {c.parallel.expert} shares out "
         "stay where they compute",
         "write:   offload: none   or delete expert",

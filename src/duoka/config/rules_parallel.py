@@ -81,11 +81,19 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "offload-params-of-whole-models",
         ("parallel.offload", "parallel.strategy"),
         lambda c: (
-            c.parallel.offload == "params" and c.parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp")
+            c.parallel.offloads.params != "none"
+            and c.parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp")
         ),
         "parallel.offload is params, which needs a strategy that gathers weights when they are used; "
         "strategy is {c.parallel.strategy}",
         "write:   strategy: fsdp   (on one process too), or   offload: optimizer",
+    ),
+    Rule(
+        "offload-folder-without-disk",
+        ("parallel.offload.folder", "parallel.offload"),
+        lambda c: c.parallel.offloads.folder is not None and not c.parallel.offloads.uses_disk,
+        "parallel.offload.folder is {c.parallel.offloads.folder}, and nothing is offloaded to a disk",
+        "write:   optimizer: disk   or delete folder",
     ),
     Rule(
         "compress-without-exchange",

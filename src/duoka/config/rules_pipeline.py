@@ -47,7 +47,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         "pipeline-with-offload",
         ("parallel.offload", "parallel.pipeline"),
-        lambda c: _has_stages(c) and c.parallel.offload == "params",
+        lambda c: _has_stages(c) and c.parallel.offloads.params != "none",
         "parallel.offload is params: a stage of a pipeline would fetch its weights again for each micro-batch",
         "write:   offload: optimizer   or more stages",
     ),

@@ -6,9 +6,9 @@ Nearly all of it changes speed, memory and safety, never results; what does is s
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
 from duoka.config.fields import (
     LayoutText,
@@ -40,6 +40,46 @@ _NO_SCHEDULES = {
     name: _NO_SCHEDULE.format(name)
     for name in ("zero-bubble", "zerobubble", "zbv", "zb-h1", "interleaved-zero-bubble", "dualpipe", "dualpipev")
 }
+
+
+class OffloadConfig(Section):
+    """What lies elsewhere than where the model computes. `optimizer` and `params` alone are short for host memory."""
+
+    optimizer: Literal["none", "host", "disk"] = Field(
+        "none", description="AdamW's moments: in host memory, or in a file that is read ahead and written behind."
+    )
+    params: Literal["none", "host"] = Field(
+        "none", description="Weights and gradients of a sharded strategy; the optimizer's state goes along."
+    )
+    folder: str | None = Field(
+        None, description="Where files of offload: disk lie; a fast local disk. Left out: the run folder."
+    )
+
+    @property
+    def uses_disk(self) -> bool:
+        return self.optimizer == "disk"
+
+    @property
+    def moves_anything(self) -> bool:
+        return (self.optimizer, self.params) != ("none", "none")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {value}" for name, value in self.model_dump().items() if value not in (None, "none"))
+
+
+_SHORT_OFFLOADS: dict[str, dict[str, str]] = {
+    "none": {},
+    "optimizer": {"optimizer": "host"},
+    "params": {"params": "host"},
+}
+
+
+def _shortest_offload(value: Any) -> Any:
+    """A block that says what a word says is that word: both are one setting, and compare as one."""
+    if isinstance(value, OffloadConfig):
+        said = value.model_dump(exclude_defaults=True)
+        return next((word for word, block in _SHORT_OFFLOADS.items() if block == said), value)
+    return value
 
 
 class ParallelConfig(Section):
@@ -81,8 +121,12 @@ class ParallelConfig(Section):
     reshard: bool = Field(
         True, description="FSDP, HSDP: give gathered weights back after each layer's forward pass, gather them again."
     )
-    offload: Literal["none", "optimizer", "params"] = Field(
-        "none", description="What lies in host memory: the optimizer's state, or with it weights and gradients too."
+    offload: Annotated[Literal["none", "optimizer", "params"] | OffloadConfig, AfterValidator(_shortest_offload)] = (
+        Field(
+            "none",
+            description="What lies in host memory: the optimizer's state, or with it weights and gradients too; "
+            "a block says it part by part, and may put the optimizer's state on a disk.",
+        )
     )
     compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
         "none",
@@ -98,6 +142,13 @@ class ParallelConfig(Section):
     check_replicas: Annotated[Whole, Field(ge=0)] = Field(
         50, description="Compare a checksum of all trained tensors across ranks every so many steps; 0: never."
     )
+
+    @property
+    def offloads(self) -> OffloadConfig:
+        """`offload` in its long form."""
+        if isinstance(self.offload, OffloadConfig):
+            return self.offload
+        return OffloadConfig(**_SHORT_OFFLOADS[self.offload])  # type: ignore[arg-type]
 
 
 # A class body cannot say `async`, which is Python's word; people's YAML should.

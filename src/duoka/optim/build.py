@@ -31,9 +31,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that `optim.name` names; matrices decay, norms and biases do not.
 
-    `on_host` keeps AdamW's state in host memory, `on_disk` in a file under that folder. Adapters' B matrices have `b_lr_ratio` times the learning rate of all
-    else (LoRA+). `roles` are asked for rates of their own and for Muon's matrices;
-    `sharing` says how those lie over ranks.
+    `on_host` keeps AdamW's state in host memory, `on_disk` in a file under that folder. Adapters' B matrices have
+    `b_lr_ratio` times the learning rate of all else (LoRA+). `roles` are asked for rates of their own and for Muon's
+    matrices; `sharing` says how those lie over ranks.
     """
     groups = _build_groups(named, optim, roles or {}, b_lr_ratio)
     adamw: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}

@@ -19,10 +19,8 @@ import torch
 
 from duoka.optim.disk_file import DiskFile, Slot, checksum, whole_pages
 from duoka.optim.host import HostAdamW, Part, local_part, state_of
+from duoka.plan.offload import NUM_SLOTS, READ_AHEAD, SLICE_BYTES
 
-SLICE_BYTES = 8 * 2**20  # of one moment
-READ_AHEAD = 2  # slices
-NUM_SLOTS = READ_AHEAD + 2  # beside these: one that is updated, one that is being written
 _ALIGNED = 16  # numbers: a vector's, so that a stretch is computed as it is inside the whole
 
 
@@ -118,9 +116,7 @@ class DiskAdamW(HostAdamW):
         one, slot = self._current
         assert one is self._slices[part.place], "slices are updated in the order in which they are read"
         begin, size = 4 * part.inside, 4 * (part.stop - part.start)
-        first, second = (
-            slot.bytes[at : at + size].view(torch.float32) for at in (begin, one.length_bytes + begin)
-        )
+        first, second = (slot.bytes[at : at + size].view(torch.float32) for at in (begin, one.length_bytes + begin))
         return first, second
 
     def updated(self, part: Part) -> None:

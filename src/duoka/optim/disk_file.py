@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import tempfile
+import weakref
 import zlib
 from pathlib import Path
 
@@ -24,7 +25,11 @@ PAGE_BYTES = 4096  # what reads and writes past the page cache want addresses, o
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _UNNAMED = getattr(os, "O_TMPFILE", 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_AGAIN = "the newest checkpoint is intact: the same command goes on from it, also with another offload.folder or without"
+_AGAIN = (
+    "the newest checkpoint is intact: the same command goes on from it, also with another offload.folder or without"
+)
+
+_FILES: weakref.WeakSet[DiskFile] = weakref.WeakSet()
 
 
 def whole_pages(num_bytes: int) -> int:
@@ -53,34 +58,37 @@ class DiskFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._handle = _open_unnamed(folder)
         except OSError as error:
-            raise self._fault("cannot be kept", error, "write   folder:   of another disk, or offload to the host") from None
+            raise self._fault(
+                "cannot be kept", error, "write   folder:   of another disk, or offload to the host"
+            ) from None
         try:
             os.posix_fallocate(self._handle, 0, self.size_bytes)
         except OSError as error:
             os.close(self._handle)
+            del self._handle
             raise self._fault("does not fit", error, "free some space, or write   folder:   of another disk") from None
         # Some file systems take the flag and refuse what it asks for.
         self.is_direct = bool(_DIRECT) and self._try_direct()
+        # For bytes that begin and end anywhere: through the page cache.
+        self._loose = os.open(f"/proc/self/fd/{self._handle}", os.O_RDWR) if self.is_direct else os.dup(self._handle)
+        _FILES.add(self)
 
     def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            os.close(self._handle)
+        for name in ("_handle", "_loose"):
+            if hasattr(self, name):
+                os.close(getattr(self, name))
 
     def read(self, start: int, into: memoryview) -> None:
+        """Whole pages."""
         try:
-            while into:
-                count = os.preadv(self._handle, [into], start)
-                if count == 0:
-                    raise OSError(errno.EIO, "the file ends early")
-                into, start = into[count:], start + count
+            _read(self._handle, start, into)
         except OSError as error:
             raise self._fault("cannot be read", error, _AGAIN) from None
 
     def write(self, start: int, values: memoryview) -> None:
+        """Whole pages."""
         try:
-            while values:
-                count = os.pwritev(self._handle, [values], start)
-                values, start = values[count:], start + count
+            _write(self._handle, start, values)
         except OSError as error:
             raise self._fault("cannot be written", error, _AGAIN) from None
 
@@ -93,15 +101,23 @@ class DiskFile:
         )
 
     def mapped(self) -> torch.Tensor:
-        """All of it as bytes, for readers and writers that want tensors: they lie in the page cache, not in memory."""
+        """All of it as bytes, for what wants tensors. Large ones are better read by `read_tensor`: a fault of the disk
+        under a mapping kills the process, and its pages count as the process's memory."""
         if self._mapped is None:
             self._mapped = torch.frombuffer(mmap.mmap(self._handle, self.size_bytes), dtype=torch.uint8)
         return self._mapped
 
-    def forget_pages(self) -> None:
-        """What readers of `mapped` left in the page cache is there for others."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    def place_of(self, tensor: torch.Tensor) -> int | None:
+        """Where a tensor's bytes begin in the file; None for one that lies elsewhere."""
+        start = -1 if self._mapped is None else tensor.data_ptr() - self._mapped.data_ptr()
+        return start if 0 <= start < self.size_bytes else None
+
+    def read_tensor(self, start: int, into: torch.Tensor) -> None:
+        """Any bytes of it into a flat tensor of bytes. Raises OSError, as other files of a checkpoint do."""
+        _read(self._loose, start, into.numpy().data)
+
+    def write_tensor(self, start: int, values: torch.Tensor) -> None:
+        _write(self._loose, start, values.numpy().data)
 
     def _try_direct(self) -> bool:
         import fcntl
@@ -124,12 +140,36 @@ class DiskFile:
         return StorageError(f"{self.what} {verb}", where=where, fix=fix)
 
 
+def find_on_disk(tensor: torch.Tensor) -> tuple[DiskFile, int] | None:
+    """The file that a contiguous tensor is a mapping of, and where it begins there."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    for file in _FILES:
+        if (start := file.place_of(tensor)) is not None:
+            return file, start
+    return None
+
+
 def checksum(values: memoryview) -> int:
     """A number that the bits decide, at memory's speed: pages are folded into one, and that is summed."""
     words = np.frombuffer(values, dtype=np.uint64)
     rows = len(words) // (PAGE_BYTES // 8)
     folded = np.bitwise_xor.reduce(words.reshape(rows, -1), axis=0)
     return zlib.crc32(folded.tobytes())
+
+
+def _read(handle: int, start: int, into: memoryview) -> None:
+    while into:
+        count = os.preadv(handle, [into], start)
+        if count == 0:
+            raise OSError(errno.EIO, "the file ends early")
+        into, start = into[count:], start + count
+
+
+def _write(handle: int, start: int, values: memoryview) -> None:
+    while values:
+        count = os.pwritev(handle, [values], start)
+        values, start = values[count:], start + count
 
 
 def _open_unnamed(folder: Path) -> int:

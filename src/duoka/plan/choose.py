@@ -20,6 +20,7 @@ from duoka.plan.axes import axes_of, check_axes, data_ranks, stages_per_rank, wh
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import SHARDED, Layout, Precision, Recompute, Strategy
 from duoka.plan.memory import FITS
+from duoka.plan.offload import offload_of
 from duoka.plan.task import Task, memory_of
 from duoka.units import Amount, format_bytes, parse_amount
 
@@ -128,7 +129,7 @@ def choose_layout(
         precision=_choose_precision(config.train, machine, reasons, warnings),
         micro=Amount(config.sample_tokens, "tokens"),
         packing=config.data.packs,
-        offload=config.parallel.offload,
+        **offload_of(config.parallel.offloads),  # type: ignore[arg-type]
         compile=config.train.compile,
         **axes_of(config.parallel),  # type: ignore[arg-type]
         schedule=config.parallel.schedule,

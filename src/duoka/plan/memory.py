@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from duoka.plan.activations import activation_bytes_per_token, boundary_bytes, loss_bytes, selective_bytes
 from duoka.plan.layout import Layout
+from duoka.plan.offload import buffer_bytes
 from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
 
 # A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
@@ -46,6 +47,7 @@ class Memory:
     formula: str
     formulas: Mapping[str, str] = field(default_factory=dict)  # of each part of the peak, by its name
     host_bytes: int = 0  # of this rank, in host memory
+    disk_bytes: int = 0  # of this rank, in files
 
     @property
     def peak_bytes(self) -> int:
@@ -87,6 +89,8 @@ def _estimate(
     copied = copy_bytes(work, layout)
     copy = copied if work.device == "cpu" else 0
     base |= {"checkpoint copy": copy} if copy else {}
+    slots = buffer_bytes(static.disk_bytes)
+    base |= {"disk buffers": slots} if slots and work.device == "cpu" else {}
     gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") else {}
     gradients = {"gradients": held["gradients"]}
     # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
@@ -111,7 +115,12 @@ def _estimate(
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
     peak = max(sums, key=lambda name: sums[name])
     parts = {name: size for name, size in moments[peak].items() if size}
-    fixed = sum(held.values()) + copy - (0 if "gradients" in moments[peak] else held["gradients"])
+    fixed = (
+        sum(held.values())
+        + copy
+        + base.get("disk buffers", 0)
+        - (0 if "gradients" in moments[peak] else held["gradients"])
+    )
     loose = sums[peak] - fixed - framework
     return Memory(
         parts=parts,
@@ -124,7 +133,8 @@ def _estimate(
         peak_tokens=tokens_of[peak],
         formula=formula,
         formulas=_name_formulas(work, layout, static, formula, share),
-        host_bytes=static.host_bytes + copied - copy,
+        host_bytes=static.host_bytes + copied - copy + slots - base.get("disk buffers", 0),
+        disk_bytes=static.disk_bytes,
     )
 
 
@@ -188,6 +198,7 @@ def _name_formulas(
         "pipeline": "hidden states and gradients that travel between stages, one micro-batch of each",
         "temporaries": "of the optimizer's step",
         "framework": f"{context}, a constant",
+        "disk buffers": "slices of what lies on the disk, read ahead and written behind",
     }
 
 
@@ -196,12 +207,12 @@ def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
     parts = {
         "weights": static.weights_bytes,
         "gradients": static.gradients_bytes,
-        "optimizer": static.optimizer_bytes,
+        "optimizer": static.optimizer_bytes - static.disk_bytes,
     }
     if not static.host_bytes:
         return parts
     if layout.offload == "optimizer":
-        return parts | {"optimizer": static.optimizer_bytes - static.host_bytes}
+        return parts | {"optimizer": parts["optimizer"] - static.host_bytes}
     if layout.strategy in ("zero1", "zero2"):
         whole = static.gradients_bytes if layout.strategy == "zero1" else 0
         return parts | {"optimizer": 0, "gradients": whole}

@@ -214,7 +214,7 @@ def slowest_stage(work: Work, layout: Layout) -> float:
 @dataclass(frozen=True)
 class StaticMemory:
     """Weights, gradients and optimizer state of one rank under one strategy; fp32 masters beside gathered weights
-    count as optimizer state. `host_bytes` of these lie in host memory, not in the GPU's."""
+    count as optimizer state. `host_bytes` of these lie in host memory, not in the GPU's, `disk_bytes` in files."""
 
     strategy: str
     weights_bytes: int
@@ -222,6 +222,7 @@ class StaticMemory:
     optimizer_bytes: int
     formula: str
     host_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -267,9 +268,11 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         held = (4 if trained else frozen_size, 4 * trained, state * trained)
         own = tuple(size + int(each * share.experts) for size, each in zip(own, held, strict=True))  # type: ignore[assignment]
         formula += f" + {sum(held):.3g} of the experts/{layout.ep}"
+    moments = int(state * train) // ranks
     if layout.offload == "optimizer":
-        host = int(state * train) // ranks
-    return StaticMemory(layout.strategy, *own, formula, host if work.device == "cuda" else 0)
+        host = moments
+    disk = moments if layout.disk == "optimizer" else 0
+    return StaticMemory(layout.strategy, *own, formula, host - disk if work.device == "cuda" else 0, disk)
 
 
 def _gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int, str]:
@@ -300,7 +303,7 @@ def _static_of_program(program: Program, layout: Layout, share: ModelShare) -> S
 def static_table(work: Work, layout: Layout) -> tuple[StaticMemory, ...]:
     """Every strategy for the same ranks."""
     ranks = layout.dp
-    plain = replace(layout, offload="none", ep=1)
+    plain = replace(layout, offload="none", disk="none", ep=1)
     rows = [replace(plain, strategy="single", dp=1, shard=1, sp=1), replace(plain, strategy="ddp", shard=1)]
     rows += [replace(plain, strategy=strategy, shard=ranks) for strategy in ("zero1", "zero2", "fsdp")]
     rows = [layout if row.strategy == layout.strategy else row for row in rows]

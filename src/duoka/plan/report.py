@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 from duoka.config.schema import RunConfig
 from duoka.errors import DoesNotFit, Faults
@@ -26,34 +26,13 @@ from duoka.plan.lengths import Lengths
 from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.recipe import StaticMemory, Work, static_table
 from duoka.plan.rollouts import rollout_notes
+from duoka.plan.room import VERDICTS, Room, Verdict
 from duoka.plan.search import Ranking, search, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, estimate_speed
 from duoka.plan.task import Task, load_of, memory_of, task_of
 from duoka.plan.yardstick import Yardstick, yardstick_of
 from duoka.units import format_bytes, format_count, format_seconds
-
-Verdict = Literal["fits", "tight", "does not fit"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-
-
-@dataclass(frozen=True)
-class HostRoom:
-    """What the ranks of a node keep in its host memory beside what their GPUs hold, and what is free there."""
-
-    needed_bytes: int
-    available_bytes: int
-
-    @property
-    def verdict(self) -> Verdict:
-        if self.needed_bytes > TIGHT * self.available_bytes:
-            return "does not fit"
-        return "tight" if self.needed_bytes > FITS * self.available_bytes else "fits"
-
-    def sentence(self) -> str:
-        have = format_bytes(self.available_bytes)
-        relation = {"fits": "of", "tight": "tight in", "does not fit": "which does not fit in"}[self.verdict]
-        return f"{format_bytes(self.needed_bytes)} in a node's host memory, {relation} {have}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +59,8 @@ class Plan:
     smaller: tuple[str, ...] = ()  # changes that would make it fit, the smallest first
     notes: tuple[str, ...] = ()  # what guides get wrong, where it shows
     ranking: Ranking | None = None  # of all layouts; only when asked for
-    host: HostRoom = field(default_factory=lambda: HostRoom(0, 0))
+    host: Room = field(default_factory=Room)
+    disk: Room = field(default_factory=Room)  # of what is offloaded there
     changes: tuple[Change, ...] = ()
     horizon: Horizon | None = None  # what train.tokens comes to
 
@@ -129,6 +109,8 @@ class Plan:
                 "available_bytes": self.available_bytes,
                 "host_needed_bytes": self.host.needed_bytes,
                 "host_available_bytes": self.host.available_bytes,
+                "disk_needed_bytes": self.disk.needed_bytes,
+                "disk_available_bytes": self.disk.available_bytes,
                 "at_most_bytes": self.at_most_bytes,
                 "tokens_at_once": memory.tokens,
                 "basis": self.lengths.basis if self.lengths else "max_length",
@@ -186,6 +168,12 @@ class Plan:
                 where="what is offloaded, and the copy that checkpoints are written from, of all ranks of a node",
                 fix="parallel.offload: none, checkpoint.async: false, or more nodes",
             )
+        if self.disk.verdict == "does not fit":
+            return DoesNotFit(
+                f"this run needs {self.disk.sentence()}",
+                where="what is offloaded there, of all ranks of a node",
+                fix="free some space, write   folder:   of another disk, or more nodes",
+            )
         need, have = format_bytes(self.memory.peak_bytes), format_bytes(self.available_bytes)
         biggest = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.memory.largest_parts())
         return DoesNotFit(
@@ -226,8 +214,9 @@ def make_plan(
     layout = choice.layout
     horizon, steps = _length_of_run(config, shape, lengths)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
-    host = HostRoom(memory.host_bytes * local, machine.available_bytes)
-    verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
+    host = Room(memory.host_bytes * local, machine.available_bytes)
+    disk = Room(memory.disk_bytes * local, machine.disk_free_bytes, "files on the disk of parallel.offload.folder")
+    verdict = max(_judge_task(task, layout, memory, available), host.verdict, disk.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
     costs = estimate_costs(work, layout, cluster, speed, _last(steps or horizon), config.checkpoint, price)
     return Plan(
@@ -245,6 +234,7 @@ def make_plan(
         steps=steps,
         verdict=verdict,
         host=host,
+        disk=disk,
         cluster=cluster,
         task=task,
         speed=speed,

@@ -13,8 +13,9 @@ from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
+from duoka.plan.offload import disk_seconds
 from duoka.plan.pipeline import bubble
-from duoka.plan.recipe import Work, shares, slowest_stage
+from duoka.plan.recipe import Work, shares, slowest_stage, static_memory
 from duoka.plan.traffic import Exchange, traffic
 
 
@@ -118,15 +119,18 @@ def estimate_speed(
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
     if layout.offload != "none" and device.kind == "cuda":
         optimizer += 16 * state / 12e9  # over PCIe and back, and host memory's speed
+    on_disk = static_memory(work, layout).disk_bytes
+    disk = max(0.0, disk_seconds(on_disk, cluster) - optimizer)  # it reads and writes while others are updated
     parts = {
         "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full") + work.looks),
         "attention": count * attention_s * (3.5 + (layout.recompute == "full") + work.looks),
         "exchange": exposed,
         "pipeline bubble": waits,
         "optimizer": optimizer,
+        "disk": disk,
     }
     parts["memory traffic"] = max(0.0, compute - parts["matrix products"] - parts["attention"])
-    step = compute + exposed + waits + optimizer
+    step = compute + exposed + waits + optimizer + disk
     flops = model_flops_per_token(work, round(load.length)) * load.tokens_per_step
     peak = device.peak_flops(layout.precision) * cluster.num_devices / cores
     return Speed(
@@ -210,4 +214,6 @@ def _limit(parts: Mapping[str, float], exchanges: tuple[Exchange, ...], cluster:
         return "memory bandwidth (element-wise kernels); torch.compile helps"
     if parts["pipeline bubble"] > 0.25 * step:
         return "the pipeline's bubble: more micro-batches per step help"
+    if largest == "disk":
+        return "the disk, where the optimizer's state lies"
     return {"matrix products": "matrix products (compute-bound)"}.get(largest, largest)
