@@ -116,3 +116,125 @@ def test_checkpoints_are_those_of_a_run_without_a_disk(runs):
             assert parts[0].is_dir(), sorted(path.name for path in parts[0].parent.iterdir())
             for file in parts[0].glob("tensors-*"):
                 assert file.read_bytes() == (parts[1] / file.name).read_bytes(), (name, step, file.name)
+
+
+# --- what goes wrong ---
+
+
+def with_a_bad_disk(jobs, results):
+    """As `in_small_slices`; the disk gives an I/O error in the fourth step, and is full for the last job."""
+    import duoka.optim.disk_file
+    from duoka.errors import StorageError
+    from duoka.parallel import inject
+
+    assert inject
+    write, allocate = os.pwritev, os.posix_fallocate
+    calls = iter(range(10**9))
+
+    def fails(*arguments):
+        if next(calls) > 110:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(*arguments)
+
+    def is_full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ended = {}
+    for name, job in jobs.items():
+        os.pwritev = fails if name == "broken" else write
+        os.posix_fallocate = is_full if name == "full" else allocate
+        try:
+            in_small_slices([job])
+            ended[name] = "well"
+        except StorageError as error:
+            ended[name] = f"{error.exit_code} {error}"
+    Path(results).write_text(json.dumps(ended), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def faults(case, runs):
+    """How runs end on a bad disk; the first of them goes on afterwards, on a good one."""
+    folder, yaml = case
+    jobs = {
+        "broken": (yaml, DISK, str(folder / "broken")),
+        "full": (yaml, DISK, str(folder / "full")),
+        "mended": (yaml, DISK, str(folder / "broken")),
+        "from a whole run": (
+            yaml,
+            [*DISK, f"checkpoint.resume={folder}/single/checkpoints/step-00000002"],
+            str(folder / "from a whole run"),
+        ),
+        "from zero1": (
+            yaml,
+            [*DISK, f"checkpoint.resume={folder}/zero1, disk/checkpoints/step-00000004"],
+            str(folder / "from zero1"),
+        ),
+    }
+    run_world(1, with_a_bad_disk, jobs, str(folder / "ended.json"))
+    return folder, json.loads((folder / "ended.json").read_text(encoding="utf-8"))
+
+
+def test_an_error_of_the_disk_ends_with_exit_code_6_and_the_run_goes_on_later(faults):
+    folder, ended = faults
+    assert ended["broken"].startswith("6 storage error: the optimizer's state cannot be written"), ended["broken"]
+    assert "Input/output error" in ended["broken"] and "the same command goes on" in ended["broken"]
+    assert ended["mended"] == "well"
+    assert [step["step"] for step in read_steps(folder / "broken")][-1] == 6
+    for name, tensor in learned(folder / "single")[1].items():
+        assert tensor.equal(learned(folder / "broken")[1][name]), name
+
+
+def test_a_full_disk_is_seen_before_the_first_step_with_the_need(faults):
+    folder, ended = faults
+    size = int(json.loads((folder / "single, disk" / "plan.json").read_text())["memory"]["disk_needed_bytes"])
+    from duoka.units import format_bytes
+
+    assert ended["full"].startswith("6 storage error: the optimizer's state does not fit on the disk"), ended["full"]
+    assert "are free" in ended["full"] and "needed" in ended["full"]
+    assert format_bytes(size).split()[0][:2] in ended["full"], (size, ended["full"])
+    assert not (folder / "full" / "final").exists()
+
+
+def test_it_goes_on_from_a_run_without_a_disk_and_from_another_layout(faults):
+    folder, ended = faults
+    assert ended["from a whole run"] == ended["from zero1"] == "well"
+    whole = {step["step"]: step["loss"] for step in read_steps(folder / "single")}
+    exact = {step["step"]: step["loss"] for step in read_steps(folder / "from a whole run")}
+    assert exact == {step: whole[step] for step in (3, 4, 5, 6)}
+    near = {step["step"]: step["loss"] for step in read_steps(folder / "from zero1")}
+    assert set(near) == {5, 6}
+    for step, loss in near.items():
+        assert abs(loss / whole[step] - 1) < 1e-5, step
+
+
+def slowly(jobs):
+    write = os.pwritev
+
+    def later(*arguments):
+        time.sleep(0.01)
+        return write(*arguments)
+
+    os.pwritev = later
+    in_small_slices(jobs)
+
+
+def test_a_kill_while_the_state_is_written_leaves_nothing_and_costs_time_only(case, runs):
+    folder, yaml = case
+    fast = folder / "fast"
+    job = (yaml, [f"parallel.offload={{optimizer: disk, folder: {fast}}}"], str(folder / "killed"))
+    processes = start_processes(1, slowly, [job])
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "killed" / "checkpoints" / "step-00000002").exists():
+            assert time.monotonic() < deadline and processes[0].is_alive()
+            time.sleep(0.01)
+        held = [os.readlink(one) for one in Path(f"/proc/{processes[0].pid}/fd").iterdir() if one.is_symlink()]
+        assert any(str(fast) in one for one in held), held
+        os.kill(processes[0].pid, signal.SIGKILL)
+    finally:
+        end_processes(processes)
+    assert list(fast.iterdir()) == []
+    assert not (folder / "killed" / "final").exists(), "it must have been killed on its way"
+    train_all([job], 1)
+    for name, tensor in learned(folder / "single")[1].items():
+        assert tensor.equal(learned(folder / "killed")[1][name]), name

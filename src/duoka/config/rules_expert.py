@@ -45,7 +45,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     Rule(
         "expert-with-compress",
         ("parallel.expert", "parallel.compress"),
-        lambda c: _shares_experts(c) and c.parallel.compress != "none",
+        lambda c: _shares_experts(c) and c.parallel.compression.changes_anything,
         "parallel.compress is {c.parallel.compress}, and experts' gradients, which parallel.expert "
         "{c.parallel.expert} adds up by itself, travel as they are",
         "delete compress, or expert",

@@ -32,7 +32,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         "pipeline-with-compress",
         ("parallel.compress", "parallel.pipeline"),
-        lambda c: _has_stages(c) and c.parallel.compress != "none",
+        lambda c: _has_stages(c) and c.parallel.compression.changes_anything,
         "parallel.compress is {c.parallel.compress}, and gradients of a pipeline travel as they are",
         "delete compress, or write:   pipeline: 1",
     ),

@@ -82,6 +82,46 @@ def _shortest_offload(value: Any) -> Any:
     return value
 
 
+class CompressConfig(Section):
+    """How weights and gradients travel. A word alone is short for gradients."""
+
+    weights: Literal["none", "int8", "int4"] = Field(
+        "none", description="Sharded strategies: layers compute with weights that were gathered in so many bits."
+    )
+    gradients: Literal["none", "bf16", "fp16", "powersgd", "int8", "int4"] = Field(
+        "none",
+        description="int8 and int4 are for sharded strategies, and add inside each node first; fp16 and powersgd "
+        "are for ddp.",
+    )
+
+    @property
+    def weight_bits(self) -> int:
+        """0: as they are."""
+        return _BITS.get(self.weights, 0)
+
+    @property
+    def gradient_bits(self) -> int:
+        """Of blocks that share a scale; 0: of none."""
+        return _BITS.get(self.gradients, 0)
+
+    @property
+    def changes_anything(self) -> bool:
+        return (self.weights, self.gradients) != ("none", "none")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {value}" for name, value in self.model_dump().items() if value != "none")
+
+
+_BITS = {"int8": 8, "int4": 4}
+_SHORT_COMPRESS = ("none", "bf16", "fp16", "powersgd")
+
+
+def _shortest_compress(value: Any) -> Any:
+    if isinstance(value, CompressConfig) and value.weights == "none" and value.gradients in _SHORT_COMPRESS:
+        return value.gradients
+    return value
+
+
 class ParallelConfig(Section):
     """How processes share the work. Changes speed and memory, never results."""
 
@@ -118,8 +158,10 @@ class ParallelConfig(Section):
         description="Expert parallelism: how many of the ranks that add gradients share the experts of a mixture; "
         "tokens travel to the ranks that have theirs. It takes no ranks more.",
     )
-    reshard: bool = Field(
-        True, description="FSDP, HSDP: give gathered weights back after each layer's forward pass, gather them again."
+    reshard: bool | Literal["node"] = Field(
+        True,
+        description="FSDP, HSDP: give gathered weights back after each layer's forward pass, gather them again. node: "
+        "the processes of a node share a copy of them until the backward pass, which gathers inside the node.",
     )
     offload: Annotated[Literal["none", "optimizer", "params"] | OffloadConfig, AfterValidator(_shortest_offload)] = (
         Field(
@@ -128,10 +170,12 @@ class ParallelConfig(Section):
             "a block says it part by part, and may put the optimizer's state on a disk.",
         )
     )
-    compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
+    compress: Annotated[
+        Literal["none", "bf16", "fp16", "powersgd"] | CompressConfig, AfterValidator(_shortest_compress)
+    ] = Field(
         "none",
-        description="How gradients travel; all but none lose a little, and so change results. What powersgd left "
-        "out so far is part of each checkpoint.",
+        description="How gradients travel, and in a block weights too; all but none lose a little, and so change "
+        "results. What powersgd left out so far is part of each checkpoint.",
     )
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
     timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")
@@ -149,6 +193,11 @@ class ParallelConfig(Section):
         if isinstance(self.offload, OffloadConfig):
             return self.offload
         return OffloadConfig(**_SHORT_OFFLOADS[self.offload])  # type: ignore[arg-type]
+
+    @property
+    def compression(self) -> CompressConfig:
+        """`compress` in its long form."""
+        return self.compress if isinstance(self.compress, CompressConfig) else CompressConfig(gradients=self.compress)
 
 
 # A class body cannot say `async`, which is Python's word; people's YAML should.

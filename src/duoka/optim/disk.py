@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from duoka.optim.disk_file import DiskFile, Slot, checksum, whole_pages
+from duoka.optim.disk_file import OF_ZEROS, DiskFile, Slot, checksum, whole_pages
 from duoka.optim.host import HostAdamW, Part, local_part, state_of
 from duoka.plan.offload import NUM_SLOTS, READ_AHEAD, SLICE_BYTES
 
@@ -39,7 +39,7 @@ class Slice:
     start_bytes: int  # in each moment's half of the file
     parts: list[DiskPart] = field(default_factory=list)
     length_bytes: int = 0  # of one moment, in whole pages
-    sums: tuple[int, int] | None = None  # checksums of both as they were written last; None: filled by another hand
+    sums: tuple[int, int] | None = (OF_ZEROS, OF_ZEROS)  # as both were written last; None: by another hand
     written: Future[None] | None = None
 
 

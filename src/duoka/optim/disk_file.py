@@ -29,6 +29,7 @@ _AGAIN = (
     "the newest checkpoint is intact: the same command goes on from it, also with another offload.folder or without"
 )
 
+OF_ZEROS = zlib.crc32(bytes(PAGE_BYTES))  # the checksum of a file's first content
 _FILES: weakref.WeakSet[DiskFile] = weakref.WeakSet()
 
 

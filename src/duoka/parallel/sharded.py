@@ -31,7 +31,7 @@ from duoka.optim.spread import Groups
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.expert import is_shared_expert
 from duoka.parallel.fill import fill_weights
-from duoka.parallel.fsdp_comm import LayerBuffers, count_traffic
+from duoka.parallel.fsdp_comm import LayerBuffers, Packing, count_traffic
 from duoka.parallel.matrices import OwnedMatrices
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.objective import Objective
@@ -99,7 +99,7 @@ def _share_owned(spec: EngineSpec, apart: Collection[str]) -> OwnedMatrices:
         # A group of their own: their gradients travel between those of FSDP's units, in whatever order.
         spec.mesh.separate_loss_group(),
         every_pass=spec.layout.strategy == "zero2",
-        wire=HALF.get(spec.parallel.compress, torch.float32),
+        wire=HALF.get(spec.parallel.compression.gradients, torch.float32),
     )
 
 
@@ -116,7 +116,7 @@ def apply_sharded(
     ignored = {p for p in bare.parameters() if not p.requires_grad} if keeps_weights else set()
     ignored |= {p for name, p in named_part(bare).named_parameters() if name in apart or is_shared_expert(p)}
     _bring(ignored, mesh.everyone.device)
-    half, reduced = HALF.get(layout.precision), HALF.get(parallel.compress, torch.float32)
+    half, reduced = HALF.get(layout.precision), HALF.get(parallel.compression.gradients, torch.float32)
     # Layers compute in half precision from half-precision copies; the residual stream that the embedding begins, and
     # what the root holds, stay as wide as in one process, whose autocast casts only inside matrix products.
     # Inputs are not cast: rotary tables lose what the residual stream keeps.
@@ -127,7 +127,7 @@ def apply_sharded(
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if layout.offload == "params" else OffloadPolicy()
     over = mesh.sharding
 
-    def shard(module: torch.nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
+    def shard(module: torch.nn.Module, policy: MixedPrecisionPolicy, reshard: bool | int | None) -> None:
         fully_shard(
             module,
             mesh=over,
@@ -137,7 +137,10 @@ def apply_sharded(
             ignored_params=ignored,
         )
 
-    reshard = parallel.reshard and not keeps_weights
+    reshard: bool | int = bool(parallel.reshard) and not keeps_weights
+    if parallel.reshard == "node" and 1 < world.local_size < layout.state_ranks:
+        reshard = world.local_size
+    packing = _packing(parallel, layout, mesh)
     # Layers that are not transformers' may mix types in ways that only autocast sorts out.
     layers, policy = (find_layers(core), narrow) if is_transformer(core) else (find_blocks(core), wide)
     for layer in layers:
@@ -158,11 +161,17 @@ def apply_sharded(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         # The root and the ends are each of a size of their own: no other unit could reuse their buffers.
-        count_traffic(unit, layout, world.heart, buffers if id(unit) in known else None)
+        count_traffic(unit, layout, world.heart, buffers if id(unit) in known else None, packing)
     for first, second in itertools.pairwise(layers):
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
     assert isinstance(bare, FSDPModule)
     return bare
+
+
+def _packing(parallel: ParallelConfig, layout: Layout, mesh: Mesh) -> Packing:
+    asked = parallel.compression
+    nodes = mesh.nodes() if asked.gradient_bits else None
+    return Packing(asked.weight_bits, asked.gradient_bits, layout.state_ranks, nodes)
 
 
 def _bring(ignored: Collection[torch.nn.Parameter], device: torch.device) -> None:

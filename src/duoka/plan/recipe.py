@@ -63,6 +63,9 @@ class Work:
     is_new: bool = False  # begins from random weights, beside which adapters make no sense
     references: int = 0  # frozen copies of the model that a stage reads beside the trained one
     looks: int = 0  # passes without gradients that come before a step's loss, each over as many tokens as it has
+    weight_bits: int = 0  # in which weights travel, 0: as they compute
+    gradient_bits: int = 0
+    node_ranks: int = 0  # that share a copy of gathered weights until the backward pass
     thin_gradients: bool = False  # PowerSGD: residuals of this step and the one before, each as large as the gradients
 
     @property

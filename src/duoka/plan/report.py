@@ -207,7 +207,7 @@ def make_plan(
         raise Faults(faults)
     local = local_size or world_size
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
-    available, work = machine.available_per_rank(local), _work(config, shape, machine)
+    available, work = machine.available_per_rank(local), _work(config, shape, machine, local)
     task = task_of(config, work, lengths)
     choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
     batch = _spread(config, task, choice.layout, shape, lengths, None if layout else world_size)
@@ -294,13 +294,14 @@ def _last(length: Steps | Horizon | None) -> int | None:
     return length.total if isinstance(length, Steps) else length.steps if length else None
 
 
-def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
-    view, optimizer = config.parallel.bucket_view, config.optim.name
+def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: int) -> Work:
+    view, optimizer, packed = config.parallel.bucket_view, config.optim.name, config.parallel.compression
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
         frozen_bits=0 if config.model.quantization == "none" else 4,
         saves_beside=config.checkpoint.is_async, is_new=config.model.depth is not None,
-        thin_gradients=config.parallel.compress == "powersgd",
+        thin_gradients=packed.gradients == "powersgd", weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
+        node_ranks=local_size if config.parallel.reshard == "node" else 0,
         references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
     )  # fmt: skip
 

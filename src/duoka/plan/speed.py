@@ -16,7 +16,7 @@ from duoka.plan.layout import Layout
 from duoka.plan.offload import disk_seconds
 from duoka.plan.pipeline import bubble
 from duoka.plan.recipe import Work, shares, slowest_stage, static_memory
-from duoka.plan.traffic import Exchange, traffic
+from duoka.plan.traffic import Exchange, Reshard, traffic
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Load:
 
 
 def estimate_speed(
-    work: Work, layout: Layout, cluster: Cluster, load: Load, *, reshard: bool = True, rates: Rates = RATES
+    work: Work, layout: Layout, cluster: Cluster, load: Load, *, reshard: Reshard = True, rates: Rates = RATES
 ) -> Speed:
     """Seconds of one optimizer step of the slowest rank."""
     device = cluster.device
