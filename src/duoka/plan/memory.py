@@ -230,7 +230,9 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
     gradients = (size + 4) * share.per_layer if trains else 0
     # Tied ends belong to the root, which stays gathered in fp32; of untied ones each is there when it computes.
     root = 0 if share.head else (4 if trains else size) * share.embedding
-    embedding = 0 if root else (4 if trains else size) * share.embedding
+    embedding = 0 if not share.head else (4 if trains else size) * share.embedding
+    if 1 < work.node_ranks < layout.state_ranks:  # a copy that lasts from one pass to the next
+        root += size * (share.trainable + share.frozen) // work.node_ranks
     return {
         "loss": root + size * share.per_layer + size * share.head,
         "start of the backward pass": root + 2 * size * share.per_layer + gradients,

@@ -300,7 +300,8 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
         frozen_bits=0 if config.model.quantization == "none" else 4,
         saves_beside=config.checkpoint.is_async, is_new=config.model.depth is not None,
-        thin_gradients=packed.gradients == "powersgd", weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
+        thin_gradients=packed.gradients == "powersgd",
+        weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
         node_ranks=local_size if config.parallel.reshard == "node" else 0,
         references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
     )  # fmt: skip
