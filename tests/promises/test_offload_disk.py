@@ -44,8 +44,9 @@ LAYOUTS = {
 
 def in_small_slices(jobs):
     """`train_jobs` with slices that fit the tiny model; says on stdout what lay on the disk."""
-    import duoka.optim.disk
     from worlds import train_jobs
+
+    import duoka.optim.disk
 
     duoka.optim.disk.SLICE_BYTES = SLICE_BYTES
     train_jobs(jobs)
@@ -123,7 +124,6 @@ def test_checkpoints_are_those_of_a_run_without_a_disk(runs):
 
 def with_a_bad_disk(jobs, results):
     """As `in_small_slices`; the disk gives an I/O error in the fourth step, and is full for the last job."""
-    import duoka.optim.disk_file
     from duoka.errors import StorageError
     from duoka.parallel import inject
 

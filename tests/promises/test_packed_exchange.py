@@ -1,4 +1,4 @@
-"""Weights and gradients in 8 and 4 bits: error bounds, the bytes of the theory, and losses near those of plain bytes."""
+"""Weights and gradients in 8 and 4 bits: error bounds, the theory's bytes, and losses near those of plain bytes."""
 
 import json
 import os

@@ -165,9 +165,8 @@ def test_a_checksum_sees_every_bit_and_every_shift() -> None:
 
 
 def config(offload, **parallel):
-    return RunConfig.model_validate({
-        "model": "demo", "data": {"train": ["identity"], "max_length": 128}, "parallel": {"offload": offload, **parallel},
-    })  # fmt: skip
+    data = {"train": ["identity"], "max_length": 128}
+    return RunConfig.model_validate({"model": "demo", "data": data, "parallel": {"offload": offload, **parallel}})
 
 
 def test_a_block_that_says_no_more_than_a_word_is_the_word() -> None:
@@ -181,7 +180,9 @@ def test_a_block_is_resolved_and_read_again(tmp_path: Path) -> None:
     from duoka.config.load import resolved_yaml
 
     written = tmp_path / "a.yaml"
-    written.write_text("model: demo\ndata: {train: [identity]}\nparallel: {offload: {optimizer: disk, folder: /fast}}\n")
+    written.write_text(
+        "model: demo\ndata: {train: [identity]}\nparallel: {offload: {optimizer: disk, folder: /fast}}\n"
+    )
     loaded = load_config(str(written))
     again = tmp_path / "b.yaml"
     again.write_text(resolved_yaml(loaded))

@@ -105,6 +105,7 @@ _EXAMPLES: dict[str, str] = {
     "checkpoint.allow_changes": "[train.epochs]",
     "parallel.layout": "fsdp2.tp2",
     "parallel.shard_ranks": "2",
+    "parallel.offload.folder": "/fast",
     "parallel.tensor": "2",
     "parallel.pipeline": "2",
     "parallel.sequence": "2",

@@ -77,8 +77,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "reshard-without-fsdp",
         ("parallel.reshard", "parallel.strategy"),
-        lambda c: not c.parallel.reshard and c.parallel.strategy not in ("zero3", "fsdp", "hsdp"),
-        "parallel.reshard is false, which only fsdp and hsdp know; strategy is {c.parallel.strategy}",
+        lambda c: c.parallel.reshard is not True and c.parallel.strategy not in ("zero3", "fsdp", "hsdp"),
+        "parallel.reshard is {c.parallel.reshard}, which only fsdp and hsdp know; strategy is {c.parallel.strategy}",
         "delete it, or write:   strategy: fsdp",
     ),
     Rule(
@@ -91,6 +91,28 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "parallel.offload is params, which needs a strategy that gathers weights when they are used; "
         "strategy is {c.parallel.strategy}",
         "write:   strategy: fsdp   (on one process too), or   offload: optimizer",
+    ),
+    Rule(
+        "offload-params-to-disk-of-whole-models",
+        ("parallel.offload", "parallel.strategy"),
+        lambda c: c.parallel.offloads.params == "disk" and c.parallel.strategy not in ("zero3", "fsdp", "hsdp"),
+        "parallel.offload has params: disk, which zero3 and hsdp know, as they gather a layer at a time; strategy is "
+        "{c.parallel.strategy}",
+        "write:   strategy: zero3   (on one process too), or   offload: {optimizer: disk}",
+    ),
+    Rule(
+        "offload-params-deeper-than-optimizer",
+        ("parallel.offload",),
+        lambda c: c.parallel.offloads.params == "disk" and c.parallel.offloads.optimizer == "host",
+        "parallel.offload has params: disk and optimizer: host: what is larger and needed less often goes first",
+        "write:   offload: {params: disk}   (the optimizer's state goes along)",
+    ),
+    Rule(
+        "offload-params-to-disk-unresharded",
+        ("parallel.offload", "parallel.reshard"),
+        lambda c: c.parallel.offloads.params == "disk" and c.parallel.reshard is False,
+        "parallel.offload has params: disk and parallel.reshard is false, which keeps all weights gathered in memory",
+        "delete reshard",
     ),
     Rule(
         "offload-folder-without-disk",

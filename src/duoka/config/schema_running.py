@@ -48,7 +48,7 @@ class OffloadConfig(Section):
     optimizer: Literal["none", "host", "disk"] = Field(
         "none", description="AdamW's moments: in host memory, or in a file that is read ahead and written behind."
     )
-    params: Literal["none", "host"] = Field(
+    params: Literal["none", "host", "disk"] = Field(
         "none", description="Weights and gradients of a sharded strategy; the optimizer's state goes along."
     )
     folder: str | None = Field(
@@ -57,7 +57,7 @@ class OffloadConfig(Section):
 
     @property
     def uses_disk(self) -> bool:
-        return self.optimizer == "disk"
+        return "disk" in (self.optimizer, self.params)
 
     @property
     def moves_anything(self) -> bool:

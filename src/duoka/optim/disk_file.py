@@ -105,8 +105,20 @@ class DiskFile:
         """All of it as bytes, for what wants tensors. Large ones are better read by `read_tensor`: a fault of the disk
         under a mapping kills the process, and its pages count as the process's memory."""
         if self._mapped is None:
-            self._mapped = torch.frombuffer(mmap.mmap(self._handle, self.size_bytes), dtype=torch.uint8)
+            self._mapping = mmap.mmap(self._handle, self.size_bytes)
+            self._mapped = torch.frombuffer(self._mapping, dtype=torch.uint8)
         return self._mapped
+
+    def let_go(self) -> None:
+        """Unmap what was looked at: it counts as this process's memory until then. The content stays."""
+        if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+    def will_need(self, start: int, num_bytes: int) -> None:
+        """Begin to read a stretch of it into the page cache."""
+        start, stop = max(0, start), min(self.size_bytes, start + num_bytes)
+        if start < stop and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._loose, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def place_of(self, tensor: torch.Tensor) -> int | None:
         """Where a tensor's bytes begin in the file; None for one that lies elsewhere."""

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part, use_head
@@ -37,6 +38,7 @@ from duoka.parallel.mesh import Mesh
 from duoka.parallel.objective import Objective
 from duoka.parallel.out_of_memory import Shortage
 from duoka.parallel.precision import HALF
+from duoka.parallel.shards_on_disk import ShardsOnDisk
 from duoka.plan.layout import Layout
 
 
@@ -51,9 +53,16 @@ class Sharded(Engine):
         apart = spec.matrices if layout.strategy in ("zero1", "zero2") else ()
         self.sharded = apply_sharded(bare, layout, spec.parallel, spec.mesh, apart)
         self.strategy = layout.strategy
+        part = named_part(bare)
+        self.on_disk = ShardsOnDisk(part, spec.folder) if layout.disk == "params" else None
         if spec.source is not None:
             home = torch.device("cpu") if layout.offload == "params" else None
-            fill_weights(named_part(bare), spec.source, spec.mesh.everyone.device, home)
+            keep = self.on_disk.keep if self.on_disk else None
+            fill_weights(part, spec.source, spec.mesh.everyone.device, home, keep)
+        elif self.on_disk:
+            self.on_disk.move(part)
+        if self.on_disk:
+            self.on_disk.take_gradients(part, _units(self.sharded))
         super().__init__(spec)
         self.owned = _share_owned(spec, apart) if apart else None
 
@@ -71,6 +80,19 @@ class Sharded(Engine):
         yield
         if self.owned is not None:
             self.owned.finish(last)
+
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> torch.Tensor:
+        norm = super().clip(optimizer, max_norm, is_scaled=is_scaled)
+        self._let_go()
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
+        super().step(optimizer, overflowed=overflowed)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.on_disk is not None:
+            self.on_disk.let_go()
 
     def settle(self) -> None:
         """Give back weights that a pass without a backward (an evaluation) left gathered."""
@@ -123,9 +145,7 @@ def apply_sharded(
     narrow = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduced, cast_forward_inputs=False)
     wide = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
     world = mesh.everyone
-    on_gpu = world.device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=on_gpu) if layout.offload == "params" else OffloadPolicy()
-    over = mesh.sharding
+    offload, over = _offload_policy(layout, world), mesh.sharding
 
     def shard(module: torch.nn.Module, policy: MixedPrecisionPolicy, reshard: bool | int | None) -> None:
         fully_shard(
@@ -137,10 +157,7 @@ def apply_sharded(
             ignored_params=ignored,
         )
 
-    reshard: bool | int = bool(parallel.reshard) and not keeps_weights
-    if parallel.reshard == "node" and 1 < world.local_size < layout.state_ranks:
-        reshard = world.local_size
-    packing = _packing(parallel, layout, mesh)
+    reshard, packing = _reshard_after_forward(parallel, layout, world), _packing(parallel, layout, mesh)
     # Layers that are not transformers' may mix types in ways that only autocast sorts out.
     layers, policy = (find_layers(core), narrow) if is_transformer(core) else (find_blocks(core), wide)
     for layer in layers:
@@ -166,6 +183,20 @@ def apply_sharded(
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
     assert isinstance(bare, FSDPModule)
     return bare
+
+
+def _offload_policy(layout: Layout, world: World) -> OffloadPolicy:
+    if layout.offload != "params":
+        return OffloadPolicy()
+    # Pages of a file cannot be pinned.
+    return CPUOffloadPolicy(pin_memory=world.device.type == "cuda" and layout.disk != "params")
+
+
+def _reshard_after_forward(parallel: ParallelConfig, layout: Layout, world: World) -> bool | int:
+    """False: weights stay whole; a number: so many neighbors share a copy of them until the backward pass."""
+    if parallel.reshard == "node" and 1 < world.local_size < layout.state_ranks:
+        return world.local_size
+    return bool(parallel.reshard) and layout.strategy not in ("zero1", "zero2")
 
 
 def _packing(parallel: ParallelConfig, layout: Layout, mesh: Mesh) -> Packing:

@@ -20,7 +20,7 @@ from duoka.units import Amount, parse_amount
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "params"]
-OnDisk = Literal["none", "optimizer"]
+OnDisk = Literal["none", "optimizer", "params"]  # params: the optimizer's state too
 
 # Axes beside data parallelism that `duoka train` runs. Others are ranked by the plan, marked, and never chosen.
 TRAINABLE_AXES: tuple[str, ...] = ("tp", "pp", "sp")

@@ -89,7 +89,8 @@ def _estimate(
     copied = copy_bytes(work, layout)
     copy = copied if work.device == "cpu" else 0
     base |= {"checkpoint copy": copy} if copy else {}
-    slots = buffer_bytes(static.disk_bytes)
+    slots = buffer_bytes(static.disk_bytes if layout.disk == "optimizer" else static.optimizer_bytes)
+    slots = 0 if layout.disk == "none" else slots
     base |= {"disk buffers": slots} if slots and work.device == "cpu" else {}
     gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") else {}
     gradients = {"gradients": held["gradients"]}
@@ -209,6 +210,8 @@ def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
         "gradients": static.gradients_bytes,
         "optimizer": static.optimizer_bytes - static.disk_bytes,
     }
+    if layout.disk == "params":
+        return dict.fromkeys(parts, 0)
     if not static.host_bytes:
         return parts
     if layout.offload == "optimizer":

@@ -10,7 +10,8 @@ from duoka.config.paths import given_path
 from duoka.config.schema_running import OffloadConfig
 from duoka.plan.catalog import Cluster
 from duoka.plan.hardware import Machine
-from duoka.plan.layout import Offload, OnDisk
+from duoka.plan.layout import Layout, Offload, OnDisk
+from duoka.plan.recipe import StaticMemory
 from duoka.units import format_bytes, format_seconds
 
 # A moment is read and written in slices of so many bytes; in each of the slots lies one of both moments.
@@ -24,7 +25,8 @@ DISK_BYTES_PER_S = 1e9
 def offload_of(offloads: OffloadConfig) -> dict[str, Offload | OnDisk]:
     """A layout's fields."""
     moved: Offload = "params" if offloads.params != "none" else "optimizer" if offloads.optimizer != "none" else "none"
-    return {"offload": moved, "disk": "optimizer" if offloads.optimizer == "disk" else "none"}
+    disk: OnDisk = "optimizer" if offloads.optimizer == "disk" else "none"
+    return {"offload": moved, "disk": "params" if offloads.params == "disk" else disk}
 
 
 def offload_folder(offloads: OffloadConfig, run_folder: Path) -> Path:
@@ -49,17 +51,29 @@ def buffer_bytes(on_disk: int) -> int:
     return min(slices, NUM_SLOTS) * min(2 * SLICE_BYTES, on_disk)
 
 
-def disk_seconds(on_disk: int, cluster: Cluster) -> float:
-    """Of a step: all of it is read and written once, and the ranks of a node share its disk."""
-    return 2 * on_disk * cluster.per_node / (cluster.offload_bytes_per_s or DISK_BYTES_PER_S)
+def moved_bytes(static: StaticMemory, layout: Layout, accumulation: float) -> float:
+    """Read and written in a step by one rank, at most: the page cache keeps of weights and gradients what it can.
+
+    The optimizer's state goes both ways once. Weights are read by each pass, and updated; gradients are written, added
+    to by later micro-batches, and read for the norm, for clipping and for the update.
+    """
+    moved = 2.0 * static.optimizer_bytes if layout.disk != "none" else 0.0
+    if layout.disk == "params":
+        moved += static.weights_bytes * (2 * accumulation + 2) + static.gradients_bytes * (2 * accumulation + 4)
+    return moved
 
 
-def disk_sentence(on_disk: int, cluster: Cluster, step_s: float) -> str:
+def disk_seconds(moved: float, cluster: Cluster) -> float:
+    """Of a step in which each rank reads and writes so much: the ranks of a node share its disk."""
+    return moved * cluster.per_node / (cluster.offload_bytes_per_s or DISK_BYTES_PER_S)
+
+
+def disk_sentence(moved: float, cluster: Cluster, step_s: float) -> str:
     """What the disk does in a step, and what that costs."""
     rate, basis = cluster.offload_bytes_per_s, "measured here"
     if not rate:
         rate, basis = DISK_BYTES_PER_S, "assumed; duoka bench hardware measures it"
     return (
-        f"{format_bytes(2 * on_disk * cluster.per_node)} read and written a step, at {rate / 1e9:.2g} GB/s ({basis}): "
-        f"{format_seconds(disk_seconds(on_disk, cluster))} of the step's {format_seconds(step_s)}"
+        f"{format_bytes(round(moved * cluster.per_node))} read and written a step, at {rate / 1e9:.2g} GB/s ({basis}): "
+        f"{format_seconds(disk_seconds(moved, cluster))} of the step's {format_seconds(step_s)}"
     )

@@ -144,7 +144,7 @@ def peak_lines(plan: Plan) -> list[str]:
         out.append(f"         and {plan.host.sentence()}")
     if plan.disk.needed_bytes:
         out.append(f"disk     {plan.disk.sentence()}")
-        out.append(f"         {disk_sentence(memory.disk_bytes, plan.cluster, plan.speed.step_s)}")
+        out.append(f"         {disk_sentence(plan.disk_moved_bytes, plan.cluster, plan.speed.step_s)}")
     out += [f"         it would fit with {change}" for change in plan.smaller]
     return out
 

@@ -274,7 +274,7 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     moments = int(state * train) // ranks
     if layout.offload == "optimizer":
         host = moments
-    disk = moments if layout.disk == "optimizer" else 0
+    disk = {"none": 0, "optimizer": moments, "params": sum(own)}[layout.disk]
     return StaticMemory(layout.strategy, *own, formula, host - disk if work.device == "cuda" else 0, disk)
 
 

@@ -24,7 +24,8 @@ from duoka.plan.horizon import Horizon, find_horizon
 from duoka.plan.layout import Layout, Strategy
 from duoka.plan.lengths import Lengths
 from duoka.plan.memory import FITS, TIGHT, Memory
-from duoka.plan.recipe import StaticMemory, Work, static_table
+from duoka.plan.offload import moved_bytes
+from duoka.plan.recipe import StaticMemory, Work, static_memory, static_table
 from duoka.plan.rollouts import rollout_notes
 from duoka.plan.room import VERDICTS, Room, Verdict
 from duoka.plan.search import Ranking, search, why_not
@@ -76,6 +77,13 @@ class Plan:
         return {name: fewest_ranks(self.task, self.layout, cast(Strategy, name), self.available_bytes) for name in rows}
 
     @property
+    def disk_moved_bytes(self) -> float:
+        """That a rank reads from the disk and writes there in a step."""
+        return moved_bytes(
+            static_memory(self.work, self.layout), self.layout, load_of(self.task, self.layout).accumulation
+        )
+
+    @property
     def lengths(self) -> Lengths | None:
         """The sample lengths."""
         return self.task.lengths
@@ -124,7 +132,7 @@ class Plan:
             "fewest_ranks": self.fewest,
             "machine": self.machine.to_json(),
             "smaller": list(self.smaller),
-            "speed": _speed_json(self.speed),
+            "speed": self.speed.to_json(),
             "compute": asdict(self.yardstick),
             "costs": self.costs.to_json(),
             "cluster": {"name": self.cluster.name, "device_source": self.cluster.device.source},
@@ -202,20 +210,17 @@ def make_plan(
     the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
     the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
-    shape, faults = _as_trained(config, shape), check_machine(config, machine, world_size, local_size)
-    if faults or (layout is None and (faults := check_shape(config.parallel, shape, world_size))):
-        raise Faults(faults)
-    local = local_size or world_size
+    shape, local = _as_trained(config, shape), local_size or world_size
+    _check(config, shape, machine, world_size, local_size, layout)
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
     available, work = machine.available_per_rank(local), _work(config, shape, machine, local)
     task = task_of(config, work, lengths)
     choice = choose_layout(config, task, machine, world_size, available, local_size, layout)
-    batch = _spread(config, task, choice.layout, shape, lengths, None if layout else world_size)
-    layout = choice.layout
+    asked, layout = layout, choice.layout
+    batch = _spread(config, task, layout, shape, lengths, None if asked else world_size)
     horizon, steps = _length_of_run(config, shape, lengths)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
-    host = Room(memory.host_bytes * local, machine.available_bytes)
-    disk = Room(memory.disk_bytes * local, machine.disk_free_bytes, "files on the disk of parallel.offload.folder")
+    host, disk = _rooms(memory, machine, local)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, disk.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
     costs = estimate_costs(work, layout, cluster, speed, _last(steps or horizon), config.checkpoint, price)
@@ -244,6 +249,28 @@ def make_plan(
         ranking=search(task, cluster, layout, available) if is_ranked else None,
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
+    )
+
+
+def _check(
+    config: RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    world_size: int,
+    local_size: int | None,
+    given: Layout | None,
+) -> None:
+    faults = check_machine(config, machine, world_size, local_size)
+    if faults or (given is None and (faults := check_shape(config.parallel, shape, world_size))):
+        raise Faults(faults)
+
+
+def _rooms(memory: Memory, machine: Machine, local_size: int) -> tuple[Room, Room]:
+    """(host memory, disk) of a node."""
+    on_disk = "files on the disk of parallel.offload.folder"
+    return (
+        Room(memory.host_bytes * local_size, machine.available_bytes),
+        Room(memory.disk_bytes * local_size, machine.disk_free_bytes, on_disk),
     )
 
 
@@ -305,36 +332,6 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         node_ranks=local_size if config.parallel.reshard == "node" else 0,
         references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
     )  # fmt: skip
-
-
-def _speed_json(speed: Speed) -> dict[str, Any]:
-    return {
-        "step_s": speed.step_s,
-        "low_s": speed.low_s,
-        "high_s": speed.high_s,
-        "tokens_per_step": speed.tokens_per_step,
-        "tokens_per_s": speed.tokens_per_s,
-        "mfu": speed.mfu,
-        "mfu_formula": speed.formula,
-        "limit": speed.limit,
-        "parts": dict(speed.parts),
-        "exchange_s": speed.exchange_s,
-        "exposed_s": speed.exposed_s,
-        "matmul_share": speed.efficiency,
-        "scaling_efficiency": speed.scaling_efficiency,
-        "is_measured": speed.is_measured,
-        "exchanges": [
-            {
-                "what": one.what,
-                "kind": one.kind,
-                "payload_bytes": one.payload_bytes,
-                "times": one.times,
-                "ranks": one.group.size,
-                "sent_bytes": one.sent_bytes,
-            }
-            for one in speed.exchanges
-        ],
-    }
 
 
 def _ranking_json(ranking: Ranking | None) -> dict[str, Any] | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
-from duoka.plan.offload import disk_seconds
+from duoka.plan.offload import disk_seconds, moved_bytes
 from duoka.plan.pipeline import bubble
 from duoka.plan.recipe import Work, shares, slowest_stage, static_memory
 from duoka.plan.traffic import Exchange, Reshard, traffic
@@ -83,6 +84,35 @@ class Speed:
     def high_s(self) -> float:
         return RANGE[1] * self.step_s
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step_s": self.step_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "mfu_formula": self.formula,
+            "limit": self.limit,
+            "parts": dict(self.parts),
+            "exchange_s": self.exchange_s,
+            "exposed_s": self.exposed_s,
+            "matmul_share": self.efficiency,
+            "scaling_efficiency": self.scaling_efficiency,
+            "is_measured": self.is_measured,
+            "exchanges": [
+                {
+                    "what": one.what,
+                    "kind": one.kind,
+                    "payload_bytes": one.payload_bytes,
+                    "times": one.times,
+                    "ranks": one.group.size,
+                    "sent_bytes": one.sent_bytes,
+                }
+                for one in self.exchanges
+            ],
+        }
+
 
 @dataclass(frozen=True)
 class Load:
@@ -119,8 +149,8 @@ def estimate_speed(
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
     if layout.offload != "none" and device.kind == "cuda":
         optimizer += 16 * state / 12e9  # over PCIe and back, and host memory's speed
-    on_disk = static_memory(work, layout).disk_bytes
-    disk = max(0.0, disk_seconds(on_disk, cluster) - optimizer)  # it reads and writes while others are updated
+    moved = moved_bytes(static_memory(work, layout), layout, count)
+    disk = max(0.0, disk_seconds(moved, cluster) - optimizer)  # it reads and writes while others are updated
     parts = {
         "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full") + work.looks),
         "attention": count * attention_s * (3.5 + (layout.recompute == "full") + work.looks),

@@ -258,7 +258,8 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     matrices = whole if config.optim.name == "muon" else ()
     own_logits = needs_own_logits(config.model, inputs.folder, plan.layout.packing)
     model = stage.wrap(lm, own_logits=own_logits)
-    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices), roles
+    folder = offload_folder(config.parallel.offloads, inputs.run.path)
+    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices, folder), roles
 
 
 def _find_reference(inputs: Inputs, plan: Plan, engine: Engine) -> str:
@@ -275,7 +276,7 @@ def build_contents(
     layout, folder = plan.layout, offload_folder(config.parallel.offloads, run_folder)
     optimizer = build_optimizer(
         engine.named_trainable(), config.optim, roles=roles,
-        on_host=layout.offload == "optimizer", on_disk=folder if layout.disk == "optimizer" else None,
+        on_host=layout.offload == "optimizer", on_disk=folder if layout.disk != "none" else None,
         b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
     )  # fmt: skip
     # The same initial values everywhere; what people's own code draws differs from data rank to data rank.
