@@ -41,7 +41,9 @@ class Slot:
     """Page-aligned memory that one slice is read into and written from."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, max(PAGE_BYTES, whole_pages(num_bytes)))
+        # Private: shared memory would not count as this process's own, where that is limited.
+        own = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self.memory = mmap.mmap(-1, max(PAGE_BYTES, whole_pages(num_bytes)), **own)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def part(self, start: int, num_bytes: int) -> memoryview:
