@@ -28,5 +28,16 @@ LAYOUT_CONTRADICTIONS = {
     "model: {name: demo, quantization: nf4}\nlora: {rank: 2, targets: [q_proj]}\nparallel: {expert: 2}\n",
     "expert-with-compile": HEAD + "train: {compile: true}\nparallel: {expert: 2}\n",
     "expert-with-offload": HEAD + "parallel: {expert: 2, offload: params, strategy: fsdp}\n",
+    "offload-params-to-disk-of-whole-models": HEAD + "parallel: {strategy: zero1, offload: {params: disk}}\n",
+    "offload-params-deeper-than-optimizer": HEAD
+    + "parallel: {strategy: zero3, offload: {params: disk, optimizer: host}}\n",
+    "offload-params-to-disk-unresharded": HEAD
+    + "parallel: {strategy: zero3, reshard: false, offload: {params: disk}}\n",
+    "offload-folder-without-disk": HEAD + "parallel: {offload: {optimizer: host, folder: /fast}}\n",
+    "packed-exchange-of-shards-only": HEAD + "parallel: {strategy: ddp, compress: {gradients: int8}}\n",
+    "packed-exchange-with-tensor": HEAD + "parallel: {strategy: zero1, tensor: 2, compress: {gradients: int8}}\n",
+    "packed-exchange-with-muon": HEAD
+    + "parallel: {strategy: zero3, compress: {gradients: int8}}\noptim: {name: muon, adamw_lr: 3e-4}\n",
+    "packed-exchange-of-frozen-weights": HEAD + "parallel: {strategy: zero3, compress: {weights: int8}}\nlora: {}\n",
     "tensor-with-offloaded-params": HEAD + "parallel: {tensor: 2, offload: params, strategy: fsdp}\n",
 }

@@ -15,6 +15,7 @@ from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.plan.axes import KEYS, axes_of
 from duoka.plan.layout import SHARDED, Layout, Precision, Strategy
+from duoka.plan.offload import offload_of
 
 PRECISIONS: dict[str, Precision] = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
@@ -38,9 +39,9 @@ def read_parallel(
                 f"{KEYS[axis]} is {size}, and a loop of your own is not cut along that axis",
                 fix="train with a YAML (`duoka train`), or delete it: strategy fsdp shares the weights of any model",
             )
-    if parallel.offload == "optimizer":
+    if parallel.offloads.optimizer != "none":
         raise ConfigError(
-            "parallel.offload is optimizer, and the optimizer is yours",
+            f"parallel.offload is {parallel.offload}, and the optimizer is yours",
             fix="make it with duoka.optim.host.HostAdamW, whose state lies in host memory",
         )
     for axis, size in axes_of(parallel).items():
@@ -111,4 +112,4 @@ def choose_layout(parallel: ParallelConfig, precision: Precision, world: World) 
         shard = min(parallel.shard_ranks or world.local_size, world.size)
         if world.size % shard:
             raise ConfigError(f"{world.size} processes cannot be cut into groups of {shard} (parallel.shard_ranks)")
-    return Layout(dp=world.size, strategy=strategy, precision=precision, shard=shard, offload=parallel.offload)
+    return Layout(dp=world.size, strategy=strategy, precision=precision, shard=shard, **offload_of(parallel.offloads))  # type: ignore[arg-type]

@@ -9,11 +9,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from duoka.optim.disk_file import DiskFile, Slot
+from duoka.plan.offload import SLICE_BYTES
 
 SIZES = (512, 1024, 2048, 4096)
 ROUNDS = 4
@@ -113,6 +117,23 @@ def measure_disk(folder: Path) -> float:
             return WRITTEN_BYTES / (time.perf_counter() - started)
     finally:
         path.unlink(missing_ok=True)
+
+
+def measure_offload(folder: Path) -> float:
+    """Bytes per second read and written together, in the slices of an optimizer whose state lies under `folder`."""
+    size = 2 * SLICE_BYTES
+    slot = Slot(size)
+    slot.memory[:] = os.urandom(size)
+    file, starts = DiskFile(folder, WRITTEN_BYTES, "what is measured"), range(0, WRITTEN_BYTES, size)
+    with ThreadPoolExecutor(1) as writer:
+        for start in starts:  # the first write of a place costs more than later ones
+            file.write(start, slot.part(0, size))
+        other, started = Slot(size), time.perf_counter()
+        for start in starts:
+            written = writer.submit(file.write, (start + WRITTEN_BYTES // 2) % WRITTEN_BYTES, slot.part(0, size))
+            file.read(start, other.part(0, size))
+            written.result()
+        return 2 * WRITTEN_BYTES / (time.perf_counter() - started)
 
 
 def _in_words(flops: float) -> str:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from duoka.errors import StorageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,7 +37,7 @@ def hardware(nproc: int | None, output: str | None, as_json: bool) -> int:
 
     Takes about a minute. Let nothing else run beside it. The disk is the one of this folder.
     """
-    from duoka.bench.hardware import measure_device, measure_disk
+    from duoka.bench.hardware import measure_device, measure_disk, measure_offload
     from duoka.comm.world import pick_device
     from duoka.plan.catalog import hardware_file
     from duoka.plan.hardware import read_machine
@@ -49,7 +51,7 @@ def hardware(nproc: int | None, output: str | None, as_json: bool) -> int:
     _use_all_cores(machine)
     found = measure_device(pick_device(0), say=say)
     ranks = nproc or len(machine.gpus) or min(2, machine.num_cores)
-    facts = _facts(machine, found) | _disk(measure_disk, say)
+    facts = _facts(machine, found) | _disk(measure_disk, measure_offload, say)
     link = _link(ranks, say) if ranks > 1 else {}
     facts |= link
     if link:
@@ -82,14 +84,18 @@ def _facts(machine: Machine, found: HardwareBench) -> dict[str, Any]:
     }
 
 
-def _disk(measure: Callable[[Path], float], say: Callable[[str], None]) -> dict[str, float]:
+def _disk(
+    measure: Callable[[Path], float], measure_offload: Callable[[Path], float], say: Callable[[str], None]
+) -> dict[str, float]:
     try:
-        speed = measure(Path.cwd())
-    except OSError as error:
-        say(f"the disk was not measured, plans keep their guess: {error.strerror or error}")
+        speed, slices = measure(Path.cwd()), measure_offload(Path.cwd())
+    except (OSError, StorageError) as error:
+        why = error.what if isinstance(error, StorageError) else error.strerror or error
+        say(f"the disk was not measured, plans keep their guess: {why}")
         return {}
     say(f"disk: {speed / 1e9:.3g} GB/s written in {Path.cwd()}")
-    return {"disk_bytes_per_s": speed}
+    say(f"disk: {slices / 1e9:.3g} GB/s read and written at once, as offload: {{optimizer: disk}} does")
+    return {"disk_bytes_per_s": speed, "offload_bytes_per_s": slices}
 
 
 def _link(num_processes: int, say: Callable[[str], None]) -> dict[str, float]:

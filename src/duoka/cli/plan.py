@@ -91,6 +91,7 @@ class _Place:
     cluster: Cluster
     world_size: int
     local_size: int
+    is_here: bool = True  # this machine
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _find_place(on: str | None, nproc: int | None) -> _Place:
         if nproc is not None:
             raise click.UsageError('--on says how many devices there are: leave --nproc out, or write --on "4xH100"')
         cluster = parse_cluster(on)
-        return _Place(cluster.machine(), cluster, cluster.num_devices, cluster.per_node)
+        return _Place(cluster.machine(), cluster, cluster.num_devices, cluster.per_node, is_here=False)
     machine = read_machine()
     world_size = nproc or max(1, len(machine.gpus))
     return _Place(machine, local_cluster(machine, world_size, world_size), world_size, world_size)
@@ -184,11 +185,15 @@ def _plain_number(text: str) -> str:
 
 
 def _make_plan(subject: _Subject, place: _Place, layout_name: str | None, price: float | None) -> Plan:
+    from duoka.plan.offload import with_disk
     from duoka.plan.report import make_plan
 
     layout = None if layout_name is None else _find_layout(layout_name, place.world_size)
+    config, machine = subject.config, place.machine
+    if place.is_here:
+        machine = with_disk(machine, config.parallel.offloads, Path(config.output))
     return make_plan(
-        subject.config, subject.shape, place.machine, place.world_size, lengths=subject.lengths,
+        config, subject.shape, machine, place.world_size, lengths=subject.lengths,
         local_size=place.local_size, cluster=place.cluster, layout=layout, price=price, is_ranked=True,
     )  # fmt: skip
 

@@ -63,6 +63,7 @@ def prepare_run(
     from duoka.hub.models import model_folder
     from duoka.plan.axes import check_shape
     from duoka.plan.catalog import local_cluster
+    from duoka.plan.offload import with_disk
     from duoka.plan.report import make_plan
     from duoka.plan.shape import read_shape
     from duoka.runs.folder import write_json_atomic, write_text_atomic
@@ -77,6 +78,7 @@ def prepare_run(
     local = local_size or world_size
     lengths = lengths_of(prepared, loaded.config)
     remember_lengths(lengths, loaded.config, loaded.base)
+    machine = with_disk(machine, loaded.config.parallel.offloads, run.path)
     plan = make_plan(
         loaded.config, shape, machine, world_size, lengths=lengths, local_size=local,
         cluster=local_cluster(machine, world_size, local),

@@ -42,7 +42,7 @@ EXECUTION_KEYS: tuple[str, ...] = (
     "output",
 )
 # Inside these sections, and yet with a say in what is learned.
-RESULT_KEYS: tuple[str, ...] = ("parallel.compress",)
+RESULT_KEYS: tuple[str, ...] = ("parallel.compress", "parallel.compress.weights", "parallel.compress.gradients")
 
 # What to write where there is no default to show.
 _EXAMPLES: dict[str, str] = {
@@ -106,6 +106,7 @@ _EXAMPLES: dict[str, str] = {
     "checkpoint.allow_changes": "[train.epochs]",
     "parallel.layout": "fsdp2.tp2",
     "parallel.shard_ranks": "2",
+    "parallel.offload.folder": "/fast",
     "parallel.tensor": "2",
     "parallel.pipeline": "2",
     "parallel.sequence": "2",

@@ -53,7 +53,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     Rule(
         "expert-with-compress",
         ("parallel.expert", "parallel.compress"),
-        lambda c: _shares_experts(c) and c.parallel.compress != "none",
+        lambda c: _shares_experts(c) and c.parallel.compression.changes_anything,
         "parallel.compress is {c.parallel.compress}, and experts' gradients, which parallel.expert "
         "{c.parallel.expert} adds up by itself, travel as they are",
         "delete compress, or expert",
@@ -92,7 +92,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     Rule(
         "expert-with-offload",
         ("parallel.offload", "parallel.expert"),
-        lambda c: _shares_experts(c) and c.parallel.offload != "none",
+        lambda c: _shares_experts(c) and c.parallel.offloads.moves_anything,
         "parallel.offload is {c.parallel.offload}, and experts that parallel.expert {c.parallel.expert} shares out "
         "stay where they compute",
         "write:   offload: none   or delete expert",

@@ -102,7 +102,7 @@ OPTIM_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer-is-not-offloaded",
         ("optim.name", "parallel.offload"),
-        lambda c: c.optim.name != "adamw" and c.parallel.offload != "none",
+        lambda c: c.optim.name != "adamw" and c.parallel.offloads.moves_anything,
         "parallel.offload is {c.parallel.offload}, which AdamW's state only can follow; optim.name is {c.optim.name}",
         "write   name: adamw   or   offload: none",
     ),

@@ -17,7 +17,11 @@ _DDP_DEFAULTS = {"find_unused_parameters": False, "bucket_view": True, "static_g
 def ddp_settings(c: RunConfig) -> list[str]:
     """Keys that were set and that only ddp knows: with `strategy: auto` they are a wish for ddp."""
     found = [f"parallel.{name}" for name, value in _DDP_DEFAULTS.items() if getattr(c.parallel, name) != value]
-    return found + (["parallel.compress"] if c.parallel.compress in ("fp16", "powersgd") else [])
+    return found + (["parallel.compress"] if c.parallel.compression.gradients in ("fp16", "powersgd") else [])
+
+
+def _is_packed(c: RunConfig) -> bool:
+    return bool(c.parallel.compression.weight_bits or c.parallel.compression.gradient_bits)
 
 
 def _other_than_layout(c: RunConfig) -> bool:
@@ -73,38 +77,102 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "reshard-without-fsdp",
         ("parallel.reshard", "parallel.strategy"),
-        lambda c: not c.parallel.reshard and c.parallel.strategy not in ("zero3", "fsdp", "hsdp"),
-        "parallel.reshard is false, which only fsdp and hsdp know; strategy is {c.parallel.strategy}",
+        lambda c: c.parallel.reshard is not True and c.parallel.strategy not in ("zero3", "fsdp", "hsdp"),
+        "parallel.reshard is {c.parallel.reshard}, which only fsdp and hsdp know; strategy is {c.parallel.strategy}",
         "delete it, or write:   strategy: fsdp",
     ),
     Rule(
         "offload-params-of-whole-models",
         ("parallel.offload", "parallel.strategy"),
         lambda c: (
-            c.parallel.offload == "params" and c.parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp")
+            c.parallel.offloads.params != "none"
+            and c.parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp")
         ),
         "parallel.offload is params, which needs a strategy that gathers weights when they are used; "
         "strategy is {c.parallel.strategy}",
         "write:   strategy: fsdp   (on one process too), or   offload: optimizer",
     ),
     Rule(
+        "offload-params-to-disk-of-whole-models",
+        ("parallel.offload", "parallel.strategy"),
+        lambda c: c.parallel.offloads.params == "disk" and c.parallel.strategy not in ("zero3", "fsdp", "hsdp"),
+        "parallel.offload has params: disk, which zero3 and hsdp know, as they gather a layer at a time; strategy is "
+        "{c.parallel.strategy}",
+        "write:   strategy: zero3   (on one process too), or   offload: {optimizer: disk}",
+    ),
+    Rule(
+        "offload-params-deeper-than-optimizer",
+        ("parallel.offload",),
+        lambda c: c.parallel.offloads.params == "disk" and c.parallel.offloads.optimizer == "host",
+        "parallel.offload has params: disk and optimizer: host: what is larger and needed less often goes first",
+        "write:   offload: {params: disk}   (the optimizer's state goes along)",
+    ),
+    Rule(
+        "offload-params-to-disk-unresharded",
+        ("parallel.offload", "parallel.reshard"),
+        lambda c: c.parallel.offloads.params == "disk" and c.parallel.reshard is False,
+        "parallel.offload has params: disk and parallel.reshard is false, which keeps all weights gathered in memory",
+        "delete reshard",
+    ),
+    Rule(
+        "offload-folder-without-disk",
+        ("parallel.offload.folder", "parallel.offload"),
+        lambda c: c.parallel.offloads.folder is not None and not c.parallel.offloads.uses_disk,
+        "parallel.offload.folder is {c.parallel.offloads.folder}, and nothing is offloaded to a disk",
+        "write:   optimizer: disk   or delete folder",
+    ),
+    Rule(
         "compress-without-exchange",
         ("parallel.compress", "parallel.strategy"),
-        lambda c: c.parallel.compress != "none" and c.parallel.strategy in ("single", "dp"),
+        lambda c: c.parallel.compression.changes_anything and c.parallel.strategy in ("single", "dp"),
         "parallel.compress is {c.parallel.compress}, but strategy {c.parallel.strategy} exchanges no gradients",
         "delete it, or write:   strategy: ddp",
     ),
     Rule(
         "compress-of-ddp-only",
         ("parallel.compress", "parallel.strategy"),
-        lambda c: c.parallel.compress in ("fp16", "powersgd") and c.parallel.strategy not in ("single", "dp", "ddp"),
+        lambda c: (
+            c.parallel.compression.gradients in ("fp16", "powersgd")
+            and c.parallel.strategy not in ("single", "dp", "ddp")
+        ),
         "parallel.compress is {c.parallel.compress}, which only ddp knows; strategy is {c.parallel.strategy}",
         "write:   compress: bf16   or   strategy: ddp",
     ),
     Rule(
+        "packed-exchange-of-shards-only",
+        ("parallel.compress", "parallel.strategy"),
+        lambda c: _is_packed(c) and c.parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp"),
+        "parallel.compress is {c.parallel.compress}, which zero1, zero2 and zero3 know; strategy is "
+        "{c.parallel.strategy}",
+        "write:   strategy: zero3   or   compress: bf16",
+    ),
+    Rule(
+        "packed-exchange-with-tensor",
+        ("parallel.compress", "parallel.tensor"),
+        lambda c: _is_packed(c) and c.parallel.tensor > 1,
+        "parallel.compress is {c.parallel.compress}, and parts of matrices, which parallel.tensor {c.parallel.tensor} "
+        "cuts, travel as they are",
+        "delete compress, or tensor",
+    ),
+    Rule(
+        "packed-exchange-with-muon",
+        ("parallel.compress", "optim.name"),
+        lambda c: _is_packed(c) and c.optim.name == "muon",
+        "parallel.compress is {c.parallel.compress}, and optim.name muon exchanges matrices in a way of its own",
+        "write:   name: adamw   or   compress: bf16",
+    ),
+    Rule(
+        "packed-exchange-of-frozen-weights",
+        ("parallel.compress", "lora", "train_only"),
+        lambda c: c.parallel.compression.weights != "none" and (c.lora is not None or c.train_only is not None),
+        "parallel.compress has weights: {c.parallel.compression.weights}, which frozen weights do not need: "
+        "zero1 and zero2 never exchange them",
+        "write:   strategy: zero1   and delete weights, or train all weights",
+    ),
+    Rule(
         "powersgd-in-fp16",
         ("parallel.compress", "train.precision"),
-        lambda c: c.parallel.compress == "powersgd" and c.train.precision == "fp16",
+        lambda c: c.parallel.compression.gradients == "powersgd" and c.train.precision == "fp16",
         "parallel.compress is powersgd and train.precision is fp16: what it leaves out would keep an old loss scale",
         "write:   precision: bf16   or   compress: fp16",
     ),

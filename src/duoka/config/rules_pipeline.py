@@ -33,7 +33,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         "pipeline-with-compress",
         ("parallel.compress", "parallel.pipeline"),
-        lambda c: _has_stages(c) and c.parallel.compress != "none",
+        lambda c: _has_stages(c) and c.parallel.compression.changes_anything,
         "parallel.compress is {c.parallel.compress}, and gradients of a pipeline travel as they are",
         "delete compress, or write:   pipeline: 1",
     ),
@@ -48,7 +48,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         "pipeline-with-offload",
         ("parallel.offload", "parallel.pipeline"),
-        lambda c: _has_stages(c) and c.parallel.offload == "params",
+        lambda c: _has_stages(c) and c.parallel.offloads.params != "none",
         "parallel.offload is params: a stage of a pipeline would fetch its weights again for each micro-batch",
         "write:   offload: optimizer   or more stages",
     ),

@@ -63,7 +63,7 @@ TENSOR_RULES: tuple[Rule, ...] = (
     Rule(
         "tensor-with-offloaded-params",
         ("parallel.offload", "parallel.tensor"),
-        lambda c: _is_cut(c) and c.parallel.offload == "params",
+        lambda c: _is_cut(c) and c.parallel.offloads.params != "none",
         "parallel.offload is params, and parallel.tensor {c.parallel.tensor} cuts weights where they compute",
         "write:   offload: optimizer   or delete tensor:",
     ),

@@ -6,9 +6,9 @@ Nearly all of it changes speed, memory and safety, never results; what does is s
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
 from duoka.config.fields import (
     LayoutText,
@@ -31,6 +31,86 @@ Strategy = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 
 # In which order a pipeline's ranks compute (plan/pipeline.py).
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+
+
+class OffloadConfig(Section):
+    """What lies elsewhere than where the model computes. `optimizer` and `params` alone are short for host memory."""
+
+    optimizer: Literal["none", "host", "disk"] = Field(
+        "none", description="AdamW's moments: in host memory, or in a file that is read ahead and written behind."
+    )
+    params: Literal["none", "host", "disk"] = Field(
+        "none", description="Weights and gradients of a sharded strategy; the optimizer's state goes along."
+    )
+    folder: str | None = Field(
+        None, description="Where files of offload: disk lie; a fast local disk. Left out: the run folder."
+    )
+
+    @property
+    def uses_disk(self) -> bool:
+        return "disk" in (self.optimizer, self.params)
+
+    @property
+    def moves_anything(self) -> bool:
+        return (self.optimizer, self.params) != ("none", "none")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {value}" for name, value in self.model_dump().items() if value not in (None, "none"))
+
+
+_SHORT_OFFLOADS: dict[str, dict[str, str]] = {
+    "none": {},
+    "optimizer": {"optimizer": "host"},
+    "params": {"params": "host"},
+}
+
+
+def _shortest_offload(value: Any) -> Any:
+    """A block that says what a word says is that word: both are one setting, and compare as one."""
+    if isinstance(value, OffloadConfig):
+        said = value.model_dump(exclude_defaults=True)
+        return next((word for word, block in _SHORT_OFFLOADS.items() if block == said), value)
+    return value
+
+
+class CompressConfig(Section):
+    """How weights and gradients travel. A word alone is short for gradients."""
+
+    weights: Literal["none", "int8", "int4"] = Field(
+        "none", description="Sharded strategies: layers compute with weights that were gathered in so many bits."
+    )
+    gradients: Literal["none", "bf16", "fp16", "powersgd", "int8", "int4"] = Field(
+        "none",
+        description="int8 and int4 are for sharded strategies, and add inside each node first; fp16 and powersgd "
+        "are for ddp.",
+    )
+
+    @property
+    def weight_bits(self) -> int:
+        """0: as they are."""
+        return _BITS.get(self.weights, 0)
+
+    @property
+    def gradient_bits(self) -> int:
+        """Of blocks that share a scale; 0: of none."""
+        return _BITS.get(self.gradients, 0)
+
+    @property
+    def changes_anything(self) -> bool:
+        return (self.weights, self.gradients) != ("none", "none")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {value}" for name, value in self.model_dump().items() if value != "none")
+
+
+_BITS = {"int8": 8, "int4": 4}
+_SHORT_COMPRESS = ("none", "bf16", "fp16", "powersgd")
+
+
+def _shortest_compress(value: Any) -> Any:
+    if isinstance(value, CompressConfig) and value.weights == "none" and value.gradients in _SHORT_COMPRESS:
+        return value.gradients
+    return value
 
 
 class ParallelConfig(Section):
@@ -71,16 +151,24 @@ class ParallelConfig(Section):
         description="Expert parallelism: how many of the ranks that add gradients share the experts of a mixture; "
         "tokens travel to the ranks that have theirs. It takes no ranks more.",
     )
-    reshard: bool = Field(
-        True, description="FSDP, HSDP: give gathered weights back after each layer's forward pass, gather them again."
+    reshard: bool | Literal["node"] = Field(
+        True,
+        description="FSDP, HSDP: give gathered weights back after each layer's forward pass, gather them again. node: "
+        "the processes of a node share a copy of them until the backward pass, which gathers inside the node.",
     )
-    offload: Literal["none", "optimizer", "params"] = Field(
-        "none", description="What lies in host memory: the optimizer's state, or with it weights and gradients too."
+    offload: Annotated[Literal["none", "optimizer", "params"] | OffloadConfig, AfterValidator(_shortest_offload)] = (
+        Field(
+            "none",
+            description="What lies in host memory: the optimizer's state, or with it weights and gradients too; "
+            "a block says it part by part, and may put the optimizer's state on a disk.",
+        )
     )
-    compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
+    compress: Annotated[
+        Literal["none", "bf16", "fp16", "powersgd"] | CompressConfig, AfterValidator(_shortest_compress)
+    ] = Field(
         "none",
-        description="How gradients travel; all but none lose a little, and so change results. What powersgd left "
-        "out so far is part of each checkpoint.",
+        description="How gradients travel, and in a block weights too; all but none lose a little, and so change "
+        "results. What powersgd left out so far is part of each checkpoint.",
     )
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl with CUDA, else gloo.")
     timeout: Seconds = Field("10min", description="A collective that takes longer ends the run.")
@@ -91,6 +179,18 @@ class ParallelConfig(Section):
     check_replicas: Annotated[Whole, Field(ge=0)] = Field(
         50, description="Compare a checksum of all trained tensors across ranks every so many steps; 0: never."
     )
+
+    @property
+    def offloads(self) -> OffloadConfig:
+        """`offload` in its long form."""
+        if isinstance(self.offload, OffloadConfig):
+            return self.offload
+        return OffloadConfig(**_SHORT_OFFLOADS[self.offload])  # type: ignore[arg-type]
+
+    @property
+    def compression(self) -> CompressConfig:
+        """`compress` in its long form."""
+        return self.compress if isinstance(self.compress, CompressConfig) else CompressConfig(gradients=self.compress)
 
 
 # A class body cannot say `async`, which is Python's word; people's YAML should.

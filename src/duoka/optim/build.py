@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from duoka.config.schema import OptimConfig
+from duoka.optim.disk import DiskAdamW
 from duoka.optim.eight_bit import build_eight_bit
 from duoka.optim.host import HostAdamW, host_state
 from duoka.optim.layerwise import Lamb, Lars
@@ -22,15 +24,16 @@ def build_optimizer(
     optim: OptimConfig,
     *,
     on_host: bool = False,
+    on_disk: Path | None = None,
     b_lr_ratio: float = 1.0,
     roles: Mapping[str, Role] | None = None,
     sharing: Callable[[list[torch.nn.Parameter]], Sharing] = WholeMatrices,
 ) -> torch.optim.Optimizer:
     """The optimizer that `optim.name` names; matrices decay, norms and biases do not.
 
-    `on_host` keeps AdamW's state in host memory. Adapters' B matrices have `b_lr_ratio` times the learning rate of all
-    else (LoRA+). `roles` are asked for rates of their own and for Muon's matrices;
-    `sharing` says how those lie over ranks.
+    `on_host` keeps AdamW's state in host memory, `on_disk` in a file under that folder. Adapters' B matrices have
+    `b_lr_ratio` times the learning rate of all else (LoRA+). `roles` are asked for rates of their own and for Muon's
+    matrices; `sharing` says how those lie over ranks.
     """
     groups = _build_groups(named, optim, roles or {}, b_lr_ratio)
     adamw: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
@@ -46,6 +49,8 @@ def build_optimizer(
         return build_eight_bit(groups, **adamw)
     if optim.name == "adafactor":
         return torch.optim.Adafactor(groups, lr=optim.lr)
+    if on_disk is not None:
+        return DiskAdamW(groups, folder=on_disk, **adamw)
     make = HostAdamW if on_host else partial(torch.optim.AdamW, fused=True)
     return make(groups, **adamw)
 

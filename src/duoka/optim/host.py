@@ -1,7 +1,7 @@
 """AdamW with its state offloaded to host memory: 8 bytes per parameter less on the GPU, two bus copies per step.
 
-Tensor by tensor comes over, is updated there, and goes back; the next one travels while one is updated. On a CPU
-nothing is copied, and the numbers are those of torch's own AdamW anywhere.
+Part by part comes over, is updated there, and goes back; the next ones travel while one is updated. On a CPU nothing
+is copied, and the numbers are those of torch's own AdamW anywhere. disk.py keeps the state in a file instead.
 """
 
 from __future__ import annotations
@@ -18,27 +18,45 @@ from torch.optim.adamw import adamw
 from duoka.torch_private import like_sharded
 
 HOST = torch.device("cpu")
-_AHEAD = 2  # tensors on their way to the host
+_AHEAD = 2  # parts on their way to the host
 
 
 @dataclass(frozen=True)
-class _Arrival:
-    """A parameter's values and gradient, in host memory once `wait` has returned."""
+class Part:
+    """What is updated at once: all that this rank has of a parameter, or a stretch of it in order of memory."""
 
     parameter: torch.nn.Parameter
     group: dict[str, Any]
+    start: int = 0
+    stop: int | None = None
+
+    def of(self, tensor: Any) -> torch.Tensor:
+        """This part of the parameter, or of its gradient; of the gradient a copy where it lies in another order."""
+        local = local_part(tensor)
+        return local if self.stop is None else local.reshape(-1)[self.start : self.stop]
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop is None or self.stop == local_part(self.parameter).numel()
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A part's values and gradient, in host memory once `wait` has returned."""
+
+    part: Part
     values: torch.Tensor
     grad: torch.Tensor
     sent: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, parameter: torch.nn.Parameter, group: dict[str, Any]) -> _Arrival:
-        values, grad = (_send(local_part(tensor)) for tensor in (parameter, parameter.grad))
+    def of(cls, part: Part) -> Arrival:
+        values, grad = (_send(part.of(tensor)) for tensor in (part.parameter, part.parameter.grad))
         sent = None
-        if local_part(parameter).is_cuda:
+        if local_part(part.parameter).is_cuda:
             sent = torch.cuda.Event()
             sent.record()
-        return cls(parameter, group, values, grad, sent)
+        return cls(part, values, grad, sent)
 
     def wait(self) -> None:
         if self.sent is not None:
@@ -58,41 +76,59 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        under_way: deque[_Arrival] = deque()
-        for parameter, group in self._members():
-            under_way.append(_Arrival.of(parameter, group))
+        under_way: deque[Arrival] = deque()
+        for part in self.parts():
+            under_way.append(Arrival.of(part))
             if len(under_way) > _AHEAD:
                 self._update(under_way.popleft())
         while under_way:
             self._update(under_way.popleft())
 
-    def _members(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
+    def parts(self) -> Iterator[Part]:
+        """What is updated, in order: all that got a gradient."""
         for group in self.param_groups:
-            yield from ((parameter, group) for parameter in group["params"] if parameter.grad is not None)
+            yield from (Part(parameter, group) for parameter in group["params"] if parameter.grad is not None)
 
-    def _update(self, arrival: _Arrival) -> None:
-        parameter, group, values = arrival.parameter, arrival.group, arrival.values
+    def moments(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both moments of a part, in host memory, to be changed in place."""
+        state = self.state[part.parameter]
+        return local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
+
+    def updated(self, part: Part) -> None:
+        """The part's moments and values are the new ones. No-op."""
+
+    def _update(self, arrival: Arrival) -> None:
+        part, group, values = arrival.part, arrival.part.group, arrival.values
         arrival.wait()
-        if not self.state[parameter]:
-            self.state[parameter] = host_state(parameter)
-        state = self.state[parameter]
-        own = local_part(parameter)
+        if not self.state[part.parameter]:
+            self.state[part.parameter] = host_state(part.parameter)
+        state, own = self.state[part.parameter], part.of(part.parameter)
         if not own.numel():
             state["step"] += 1
             return
+        first, second = self.moments(part)
+        count = state["step"].clone()  # of the parts of one parameter, all are of the same step
         adamw(
-            [values], [arrival.grad], [local_part(state["exp_avg"])], [local_part(state["exp_avg_sq"])], [],
-            [state["step"]], fused=True, amsgrad=False, maximize=False,
+            [values], [arrival.grad], [first], [second], [], [count], fused=True, amsgrad=False, maximize=False,
             beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"],
         )  # fmt: skip
         if own.device != HOST:
             own.copy_(values, non_blocking=True)
+        self.updated(part)
+        if part.is_last:
+            state["step"].copy_(count)
 
 
 def host_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """AdamW's state before its first step, in host memory, sharded as the parameter is."""
-    moments = [torch.zeros_like(local_part(parameter), device=HOST) for _ in range(2)]
+    local = local_part(parameter)
+    return state_of(parameter, *(torch.zeros_like(local, device=HOST) for _ in range(2)))
+
+
+def state_of(parameter: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AdamW's state before its first step, of this rank's moments."""
+    moments = [first, second]
     if isinstance(parameter, DTensor):
         moments = [like_sharded(parameter, moment) for moment in moments]
     return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": moments[0], "exp_avg_sq": moments[1]}

@@ -8,6 +8,7 @@ of its own, and its name in ENGINES.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -109,12 +110,14 @@ def parallelize(
     mesh: Mesh,
     source: Weights | None = None,
     matrices: Collection[str] = (),
+    folder: Path | None = None,
 ) -> Engine:
     """Apply the layout. With `source` the model is on the meta device still, and is filled once it is sharded.
 
     `matrices` names what the optimizer needs whole: under zero1 and zero2 each has a rank that owns it.
+    In `folder` lies what is offloaded to a disk.
     """
-    spec = EngineSpec(bare, layout, parallel, mesh, source, matrices)
+    spec = EngineSpec(bare, layout, parallel, mesh, source, matrices, folder or Path())
     for step in STEPS:
         if step.applies(spec):
             step.apply(spec)

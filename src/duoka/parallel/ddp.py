@@ -86,9 +86,10 @@ class Ddp(Engine):
             )
         super().__init__(spec, self.replica)
         self.power: PowerSGD | None = None
-        if parallel.compress == "powersgd":
+        gradients = parallel.compression.gradients
+        if gradients == "powersgd":
             self.power = PowerSGD(spec.mesh.everyone.rank, self.named_trainable(), world.group)
-        self.replica.register_comm_hook(Summing(parallel.compress, self.power, world.heart, world.group), sum_gradients)
+        self.replica.register_comm_hook(Summing(gradients, self.power, world.heart, world.group), sum_gradients)
         # With a static graph DDP finds by itself which parameters are never used.
         self.checks_all_used = not (parallel.find_unused_parameters or parallel.static_graph)
         # A static graph is learned in a first pass that exchanges; DDP breaks when that pass is one without. And its

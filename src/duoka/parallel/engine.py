@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -54,6 +55,7 @@ class EngineSpec:
     mesh: Mesh = field(default_factory=Mesh)
     source: Weights | None = None
     matrices: Collection[str] = ()
+    folder: Path = Path()  # of what lies on a disk
 
 
 @dataclass

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from duoka.comm.blockwise import Nodes, reduce_scatter_packed, start_packed_gather
 from duoka.comm.collectives import bytes_of, is_gloo, reduce_scatter, start_all_gather
 from duoka.comm.ledger import LEDGER
 from duoka.plan.layout import Layout
@@ -62,10 +63,21 @@ class LayerBuffers:
         return torch.from_numpy(view).view(dtype)
 
 
+@dataclass(frozen=True)
+class Packing:
+    """In how many bits weights and gradients travel (0: as they are) among all `num_ranks` that share a model."""
+
+    weight_bits: int = 0
+    gradient_bits: int = 0
+    num_ranks: int = 1
+    nodes: Nodes | None = None  # where sums of gradients are made inside each node first
+
+
 class CountedGather(AllGather):
     """Weights of a unit."""
 
-    def __init__(self, heart: Heart, buffers: LayerBuffers | None) -> None:
+    def __init__(self, heart: Heart, buffers: LayerBuffers | None, packing: Packing) -> None:
+        self._packing = packing
         self._plain = DefaultAllGather()
         self._heart = heart
         self._buffers = buffers
@@ -79,6 +91,14 @@ class CountedGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._heart.begin_exchange("all_gather of weights")
+        bits, on_gloo = self._packing.weight_bits, is_gloo(group, output_tensor.device)
+        # Inside a node they travel as they are: packed anew in other parts, they would not be those of the forward.
+        if bits and output_tensor.is_floating_point() and group.size() == self._packing.num_ranks:
+            work = start_packed_gather(output_tensor, input_tensor, bits, group, may_overlap=on_gloo)
+            if on_gloo:
+                return work
+            work.wait()
+            return None
         if is_gloo(group, output_tensor.device):
             return start_all_gather(output_tensor, input_tensor, group)
         LEDGER.note("all-gather", bytes_of(output_tensor), group.size())
@@ -88,7 +108,8 @@ class CountedGather(AllGather):
 class CountedScatter(ReduceScatter):
     """Gradients of a unit; and, between groups that share a model, the sum over the groups."""
 
-    def __init__(self, heart: Heart, num_replicas: int, buffers: LayerBuffers | None) -> None:
+    def __init__(self, heart: Heart, num_replicas: int, buffers: LayerBuffers | None, packing: Packing) -> None:
+        self._packing = packing
         self._plain = DefaultReduceScatter()
         self._heart = heart
         self._buffers = buffers
@@ -111,7 +132,11 @@ class CountedScatter(ReduceScatter):
     ) -> dist.Work | None:
         work = None
         self._heart.begin_exchange("reduce_scatter of gradients")
-        if is_gloo(group, output_tensor.device):
+        bits = self._packing.gradient_bits
+        if bits and input_tensor.is_floating_point():
+            assert op == dist.ReduceOp.SUM, "apply_sharded asks for plain sums"
+            reduce_scatter_packed(output_tensor, input_tensor, bits, group, self._packing.nodes)
+        elif is_gloo(group, output_tensor.device):
             assert op == dist.ReduceOp.SUM, "apply_sharded asks for plain sums"
             parts = self.allocate(input_tensor.shape, dtype=input_tensor.dtype, device=input_tensor.device)
             reduce_scatter(output_tensor, input_tensor, group, parts)
@@ -128,10 +153,12 @@ class CountedScatter(ReduceScatter):
             LEDGER.waited_s += time.perf_counter() - self._scattered
 
 
-def count_traffic(unit: FSDPModule, layout: Layout, heart: Heart, buffers: LayerBuffers | None) -> None:
+def count_traffic(
+    unit: FSDPModule, layout: Layout, heart: Heart, buffers: LayerBuffers | None, packing: Packing
+) -> None:
     """Make a unit exchange through this file; units of one size share `buffers`."""
-    scatter = CountedScatter(heart, layout.num_replicas, buffers)
-    unit.set_custom_all_gather(CountedGather(heart, buffers))
+    scatter = CountedScatter(heart, layout.num_replicas, buffers, packing)
+    unit.set_custom_all_gather(CountedGather(heart, buffers, packing))
     unit.set_custom_reduce_scatter(scatter)
     if layout.num_replicas > 1:
         unit.set_all_reduce_hook(scatter.after_all_reduce)

@@ -23,6 +23,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from duoka.comm.blockwise import Nodes
 from duoka.comm.world import World, keep_group
 from duoka.plan.layout import Layout
 from duoka.plan.pipeline import rank_of
@@ -93,6 +94,20 @@ class Mesh:
     def separate_loss_group(self) -> dist.ProcessGroup | None:
         """A new group of the `loss` ranks, for exchanges that cross those of other groups. All ranks call it."""
         return _group_over(self.everyone, self.sizes, self.place, ("replicate", "shard", "sp"), is_new=True)
+
+    def nodes(self) -> Nodes | None:
+        """The ranks that share state, by node: groups of their own. None where they are of one. All ranks call it."""
+        inside, size = self.everyone.local_size, self.everyone.size
+        if self.loss.size != size or not 1 < inside < size or size % inside:
+            return None
+        own, rank = list[dist.ProcessGroup | None](), self.everyone.rank
+        for members in (
+            *([*range(first, first + inside)] for first in range(0, size, inside)),
+            *([*range(place, size, inside)] for place in range(inside)),
+        ):
+            group = keep_group(dist.new_group(members))
+            own += [group] if rank in members else []
+        return Nodes(own[0], own[1], inside, size // inside)
 
     def pipeline_edges(self) -> dict[tuple[int, int], dist.ProcessGroup | None]:
         """A new group for each direction between neighbors of a pipeline, its ends too. All ranks call it.

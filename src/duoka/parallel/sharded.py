@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from duoka.comm.world import World
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part, use_head
@@ -32,12 +33,13 @@ from duoka.optim.spread import Groups
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.expert import is_shared_expert
 from duoka.parallel.fill import fill_weights
-from duoka.parallel.fsdp_comm import LayerBuffers, count_traffic
+from duoka.parallel.fsdp_comm import LayerBuffers, Packing, count_traffic
 from duoka.parallel.matrices import OwnedMatrices
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.objective import Objective
 from duoka.parallel.out_of_memory import Shortage
 from duoka.parallel.precision import HALF
+from duoka.parallel.shards_on_disk import ShardsOnDisk
 from duoka.plan.layout import Layout
 
 
@@ -52,9 +54,16 @@ class Sharded(Engine):
         apart = spec.matrices if layout.strategy in ("zero1", "zero2") else ()
         self.sharded = apply_sharded(bare, layout, spec.parallel, spec.mesh, apart)
         self.strategy = layout.strategy
+        part = named_part(bare)
+        self.on_disk = ShardsOnDisk(part, spec.folder) if layout.disk == "params" else None
         if spec.source is not None:
             home = torch.device("cpu") if layout.offload == "params" else None
-            fill_weights(named_part(bare), spec.source, spec.mesh.everyone.device, home)
+            keep = self.on_disk.keep if self.on_disk else None
+            fill_weights(part, spec.source, spec.mesh.everyone.device, home, keep)
+        elif self.on_disk:
+            self.on_disk.move(part)
+        if self.on_disk:
+            self.on_disk.take_gradients(part, _units(self.sharded))
         super().__init__(spec)
         self.owned = _share_owned(spec, apart) if apart else None
 
@@ -72,6 +81,19 @@ class Sharded(Engine):
         yield
         if self.owned is not None:
             self.owned.finish(last)
+
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> torch.Tensor:
+        norm = super().clip(optimizer, max_norm, is_scaled=is_scaled)
+        self._let_go()
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
+        super().step(optimizer, overflowed=overflowed)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.on_disk is not None:
+            self.on_disk.let_go()
 
     def settle(self) -> None:
         """Give back weights that a pass without a backward (an evaluation) left gathered."""
@@ -100,7 +122,7 @@ def _share_owned(spec: EngineSpec, apart: Collection[str]) -> OwnedMatrices:
         # A group of their own: their gradients travel between those of FSDP's units, in whatever order.
         spec.mesh.separate_loss_group(),
         every_pass=spec.layout.strategy == "zero2",
-        wire=HALF.get(spec.parallel.compress, torch.float32),
+        wire=HALF.get(spec.parallel.compression.gradients, torch.float32),
     )
 
 
@@ -117,18 +139,16 @@ def apply_sharded(
     ignored = {p for p in bare.parameters() if not p.requires_grad} if keeps_weights else set()
     ignored |= {p for name, p in named_part(bare).named_parameters() if name in apart or is_shared_expert(p)}
     _bring(ignored, mesh.everyone.device)
-    half, reduced = HALF.get(layout.precision), HALF.get(parallel.compress, torch.float32)
+    half, reduced = HALF.get(layout.precision), HALF.get(parallel.compression.gradients, torch.float32)
     # Layers compute in half precision from half-precision copies; the residual stream that the embedding begins, and
     # what the root holds, stay as wide as in one process, whose autocast casts only inside matrix products.
     # Inputs are not cast: rotary tables lose what the residual stream keeps.
     narrow = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduced, cast_forward_inputs=False)
     wide = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
     world = mesh.everyone
-    on_gpu = world.device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=on_gpu) if layout.offload == "params" else OffloadPolicy()
-    over = mesh.sharding
+    offload, over = _offload_policy(layout, world), mesh.sharding
 
-    def shard(module: torch.nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
+    def shard(module: torch.nn.Module, policy: MixedPrecisionPolicy, reshard: bool | int | None) -> None:
         fully_shard(
             module,
             mesh=over,
@@ -138,7 +158,7 @@ def apply_sharded(
             ignored_params=ignored,
         )
 
-    reshard = parallel.reshard and not keeps_weights
+    reshard, packing = _reshard_after_forward(parallel, layout, world), _packing(parallel, layout, mesh)
     # Layers that are not transformers' may mix types in ways that only autocast sorts out.
     layers, policy = (find_layers(core), narrow) if is_transformer(core) else (find_blocks(core), wide)
     for layer in layers:
@@ -161,7 +181,7 @@ def apply_sharded(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         # The root and the ends are each of a size of their own: no other unit could reuse their buffers.
-        count_traffic(unit, layout, world.heart, buffers if id(unit) in known else None)
+        count_traffic(unit, layout, world.heart, buffers if id(unit) in known else None, packing)
     for first, second in itertools.pairwise(layers):
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
     assert isinstance(bare, FSDPModule)
@@ -186,6 +206,26 @@ def _widen_norms(layer: torch.nn.Module) -> None:
             module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
         else:  # one that makes something of its weight first, as Nemotron's: its rows come as narrow
             module.register_forward_pre_hook(lambda norm, rows: (rows[0].to(norm.weight.dtype), *rows[1:]))
+
+
+def _offload_policy(layout: Layout, world: World) -> OffloadPolicy:
+    if layout.offload != "params":
+        return OffloadPolicy()
+    # Pages of a file cannot be pinned.
+    return CPUOffloadPolicy(pin_memory=world.device.type == "cuda" and layout.disk != "params")
+
+
+def _reshard_after_forward(parallel: ParallelConfig, layout: Layout, world: World) -> bool | int:
+    """False: weights stay whole; a number: so many neighbors share a copy of them until the backward pass."""
+    if parallel.reshard == "node" and 1 < world.local_size < layout.state_ranks:
+        return world.local_size
+    return bool(parallel.reshard) and layout.strategy not in ("zero1", "zero2")
+
+
+def _packing(parallel: ParallelConfig, layout: Layout, mesh: Mesh) -> Packing:
+    asked = parallel.compression
+    nodes = mesh.nodes() if asked.gradient_bits else None
+    return Packing(asked.weight_bits, asked.gradient_bits, layout.state_ranks, nodes)
 
 
 def _bring(ignored: Collection[torch.nn.Parameter], device: torch.device) -> None:

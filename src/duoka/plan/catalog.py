@@ -83,6 +83,7 @@ class Cluster:
     host_bytes_per_node: int = 0
     is_measured: bool = False
     disk_bytes_per_s: float = 0.0  # 0: not measured
+    offload_bytes_per_s: float = 0.0  # of the disk, read and written at once in slices; 0: not measured
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -328,8 +329,8 @@ def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
         if own.get("link_bytes_per_s"):
             latency = float(own.get("link_latency_s") or link.latency_s)
             link = Network("measured", float(own["link_bytes_per_s"]), latency, "measured by duoka bench hardware")
-        disk = float(own.get("disk_bytes_per_s") or 0.0)
+        disks = {key: float(own.get(key) or 0.0) for key in ("disk_bytes_per_s", "offload_bytes_per_s")}
     except (TypeError, ValueError) as error:
         raise ConfigError(f"hardware.json: {error}", fix="measure again: duoka bench hardware") from None
     notes = () if own.get("half_flops") or own.get("fp32_flops") else cluster.notes
-    return replace(cluster, device=device, link=link, is_measured=True, disk_bytes_per_s=disk, notes=notes)
+    return replace(cluster, device=device, link=link, is_measured=True, notes=notes, **disks)

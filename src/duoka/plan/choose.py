@@ -19,6 +19,7 @@ from duoka.plan.catalog import Cluster, cluster_of
 from duoka.plan.fill_in import fill_in
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout, Precision
+from duoka.plan.offload import offload_of
 from duoka.plan.strategy import choose_strategy
 from duoka.plan.task import Task
 from duoka.units import Amount
@@ -120,7 +121,7 @@ def choose_layout(
         precision=_choose_precision(config.train, machine, reasons, warnings),
         micro=Amount(config.sample_tokens, "tokens"),
         packing=config.data.packs,
-        offload=config.parallel.offload,
+        **offload_of(config.parallel.offloads),  # type: ignore[arg-type]
         compile=config.train.compile,
         **axes_of(config.parallel),  # type: ignore[arg-type]
         schedule=config.parallel.schedule,

@@ -42,6 +42,7 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     notes: tuple[str, ...] = field(default=())
     bf16_hindrance: str = ""  # the setting that keeps torch from the CPU's bf16
+    disk_free_bytes: int | None = None  # where a run offloads to; None: not looked at
     threads_per_rank: int = 0  # OMP_NUM_THREADS; 0: not set, so that ranks share all cores
 
     def cores_used(self, num_local_ranks: int) -> int:

@@ -21,6 +21,7 @@ from duoka.units import Amount, parse_amount
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "params"]
+OnDisk = Literal["none", "optimizer", "params"]  # params: the optimizer's state too
 
 # Axes beside data parallelism that `duoka train` runs. Others are ranked by the plan, marked, and never chosen.
 TRAINABLE_AXES: tuple[str, ...] = ("tp", "pp", "sp")
@@ -33,7 +34,8 @@ class Layout:
 
     A data rank is `tp` ranks that cut every matrix, times `pp` that cut the stack of layers, times `sp` that cut
     every sequence. Of the ranks that add gradients, `ep` neighbors share the experts of a mixture, and are no
-    ranks more. Each of the `pp` has `virtual` stages, and goes through them as `schedule` says.
+    ranks more. Each of the `pp` has `virtual` stages, and goes through them as `schedule` says. Of what is offloaded,
+    `disk` lies in files.
     """
 
     dp: int = 1
@@ -44,6 +46,7 @@ class Layout:
     packing: bool = True
     shard: int = 1
     offload: Offload = "none"
+    disk: OnDisk = "none"
     compile: bool = False
     tp: int = 1
     pp: int = 1
@@ -122,6 +125,7 @@ class Layout:
             "packing": self.packing,
             "shard": self.shard,
             "offload": self.offload,
+            **({"disk": self.disk} if self.disk != "none" else {}),
             "compile": self.compile,
             **self.axes,
             **({"ep": self.ep} if self.ep > 1 else {}),
@@ -142,6 +146,7 @@ class Layout:
             packing=bool(raw["packing"]),
             shard=int(raw.get("shard", 1)),
             offload=cast(Offload, raw.get("offload", "none")),
+            disk=cast(OnDisk, raw.get("disk", "none")),
             compile=bool(raw.get("compile", False)),
             tp=int(raw.get("tp", 1)),
             pp=int(raw.get("pp", 1)),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from duoka.plan.activations import activation_bytes_per_token, boundary_bytes, loss_bytes, selective_bytes
 from duoka.plan.layout import Layout
+from duoka.plan.offload import buffer_bytes
 from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
 
 # A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
@@ -46,6 +47,7 @@ class Memory:
     formula: str
     formulas: Mapping[str, str] = field(default_factory=dict)  # of each part of the peak, by its name
     host_bytes: int = 0  # of this rank, in host memory
+    disk_bytes: int = 0  # of this rank, in files
 
     @property
     def peak_bytes(self) -> int:
@@ -87,6 +89,9 @@ def _estimate(
     copied = copy_bytes(work, layout)
     copy = copied if work.device == "cpu" else 0
     base |= {"checkpoint copy": copy} if copy else {}
+    slots = buffer_bytes(static.disk_bytes if layout.disk == "optimizer" else static.optimizer_bytes)
+    slots = 0 if layout.disk == "none" else slots
+    base |= {"disk buffers": slots} if slots and work.device == "cpu" else {}
     gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") else {}
     gradients = {"gradients": held["gradients"]}
     # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
@@ -111,7 +116,12 @@ def _estimate(
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
     peak = max(sums, key=lambda name: sums[name])
     parts = {name: size for name, size in moments[peak].items() if size}
-    fixed = sum(held.values()) + copy - (0 if "gradients" in moments[peak] else held["gradients"])
+    fixed = (
+        sum(held.values())
+        + copy
+        + base.get("disk buffers", 0)
+        - (0 if "gradients" in moments[peak] else held["gradients"])
+    )
     loose = sums[peak] - fixed - framework
     return Memory(
         parts=parts,
@@ -124,7 +134,8 @@ def _estimate(
         peak_tokens=tokens_of[peak],
         formula=formula,
         formulas=_name_formulas(work, layout, static, formula, share),
-        host_bytes=static.host_bytes + copied - copy,
+        host_bytes=static.host_bytes + copied - copy + slots - base.get("disk buffers", 0),
+        disk_bytes=static.disk_bytes,
     )
 
 
@@ -188,6 +199,7 @@ def _name_formulas(
         "pipeline": "hidden states and gradients that travel between stages, one micro-batch of each",
         "temporaries": "of the optimizer's step",
         "framework": f"{context}, a constant",
+        "disk buffers": "slices of what lies on the disk, read ahead and written behind",
     }
 
 
@@ -196,12 +208,14 @@ def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
     parts = {
         "weights": static.weights_bytes,
         "gradients": static.gradients_bytes,
-        "optimizer": static.optimizer_bytes,
+        "optimizer": static.optimizer_bytes - static.disk_bytes,
     }
+    if layout.disk == "params":
+        return dict.fromkeys(parts, 0)
     if not static.host_bytes:
         return parts
     if layout.offload == "optimizer":
-        return parts | {"optimizer": static.optimizer_bytes - static.host_bytes}
+        return parts | {"optimizer": parts["optimizer"] - static.host_bytes}
     if layout.strategy in ("zero1", "zero2"):
         whole = static.gradients_bytes if layout.strategy == "zero1" else 0
         return parts | {"optimizer": 0, "gradients": whole}
@@ -219,7 +233,9 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
     gradients = (size + 4) * share.per_layer if trains else 0
     # Tied ends belong to the root, which stays gathered in fp32; of untied ones each is there when it computes.
     root = 0 if share.head else (4 if trains else size) * share.embedding
-    embedding = 0 if root else (4 if trains else size) * share.embedding
+    embedding = 0 if not share.head else (4 if trains else size) * share.embedding
+    if 1 < work.node_ranks < layout.state_ranks:  # a copy that lasts from one pass to the next
+        root += size * (share.trainable + share.frozen) // work.node_ranks
     return {
         "loss": root + size * share.per_layer + size * share.head,
         "start of the backward pass": root + 2 * size * share.per_layer + gradients,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from duoka.plan.offload import disk_sentence
 from duoka.plan.report import Plan
 from duoka.plan.search import WORTH_IT, Candidate
 from duoka.plan.shape import ASSUMED
@@ -141,6 +142,9 @@ def peak_lines(plan: Plan) -> list[str]:
     out += [f"         {', '.join(names)}: {formula}" for formula, names in by_formula.items() if formula]
     if plan.host.needed_bytes:
         out.append(f"         and {plan.host.sentence()}")
+    if plan.disk.needed_bytes:
+        out.append(f"disk     {plan.disk.sentence()}")
+        out.append(f"         {disk_sentence(plan.disk_moved_bytes, plan.cluster, plan.speed.step_s)}")
     out += [f"         it would fit with {change}" for change in plan.smaller]
     return out
 

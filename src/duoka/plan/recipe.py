@@ -63,6 +63,9 @@ class Work:
     is_new: bool = False  # begins from random weights, beside which adapters make no sense
     references: int = 0  # frozen copies of the model that a stage reads beside the trained one
     looks: int = 0  # passes without gradients that come before a step's loss, each over as many tokens as it has
+    weight_bits: int = 0  # in which weights travel, 0: as they compute
+    gradient_bits: int = 0
+    node_ranks: int = 0  # that share a copy of gathered weights until the backward pass
     thin_gradients: bool = False  # PowerSGD: residuals of this step and the one before, each as large as the gradients
 
     @property
@@ -223,7 +226,7 @@ def slowest_stage(work: Work, layout: Layout) -> float:
 @dataclass(frozen=True)
 class StaticMemory:
     """Weights, gradients and optimizer state of one rank under one strategy; fp32 masters beside gathered weights
-    count as optimizer state. `host_bytes` of these lie in host memory, not in the GPU's."""
+    count as optimizer state. `host_bytes` of these lie in host memory, not in the GPU's, `disk_bytes` in files."""
 
     strategy: str
     weights_bytes: int
@@ -231,6 +234,7 @@ class StaticMemory:
     optimizer_bytes: int
     formula: str
     host_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -276,9 +280,11 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         held = (4 if trained else frozen_size, 4 * trained, state * trained)
         own = tuple(size + int(each * share.experts) for size, each in zip(own, held, strict=True))  # type: ignore[assignment]
         formula += f" + {sum(held):.3g} of the experts/{layout.ep}"
+    moments = int(state * train) // ranks
     if layout.offload == "optimizer":
-        host = int(state * train) // ranks
-    return StaticMemory(layout.strategy, *own, formula, host if work.device == "cuda" else 0)
+        host = moments
+    disk = {"none": 0, "optimizer": moments, "params": sum(own)}[layout.disk]
+    return StaticMemory(layout.strategy, *own, formula, host - disk if work.device == "cuda" else 0, disk)
 
 
 def _gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int, str]:
@@ -309,7 +315,7 @@ def _static_of_program(program: Program, layout: Layout, share: ModelShare) -> S
 def static_table(work: Work, layout: Layout) -> tuple[StaticMemory, ...]:
     """Every strategy for the same ranks."""
     ranks = layout.dp
-    plain = replace(layout, offload="none", ep=1)
+    plain = replace(layout, offload="none", disk="none", ep=1)
     rows = [replace(plain, strategy="single", dp=1, shard=1, sp=1), replace(plain, strategy="ddp", shard=1)]
     rows += [replace(plain, strategy=strategy, shard=ranks) for strategy in ("zero1", "zero2", "fsdp")]
     rows = [layout if row.strategy == layout.strategy else row for row in rows]

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 from duoka.config.schema import RunConfig
 from duoka.errors import DoesNotFit, Faults
@@ -24,8 +24,10 @@ from duoka.plan.horizon import Horizon, find_horizon
 from duoka.plan.layout import Layout, Strategy
 from duoka.plan.lengths import Lengths
 from duoka.plan.memory import FITS, TIGHT, Memory
-from duoka.plan.recipe import StaticMemory, Work, static_table
+from duoka.plan.offload import moved_bytes
+from duoka.plan.recipe import StaticMemory, Work, static_memory, static_table
 from duoka.plan.rollouts import rollout_notes
+from duoka.plan.room import VERDICTS, Room, Verdict
 from duoka.plan.search import Ranking, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, estimate_speed
@@ -33,28 +35,6 @@ from duoka.plan.strategy import rank_layouts
 from duoka.plan.task import Task, load_of, memory_of, task_of
 from duoka.plan.yardstick import Yardstick, yardstick_of
 from duoka.units import format_bytes, format_count, format_seconds
-
-Verdict = Literal["fits", "tight", "does not fit"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-
-
-@dataclass(frozen=True)
-class HostRoom:
-    """What the ranks of a node keep in its host memory beside what their GPUs hold, and what is free there."""
-
-    needed_bytes: int
-    available_bytes: int
-
-    @property
-    def verdict(self) -> Verdict:
-        if self.needed_bytes > TIGHT * self.available_bytes:
-            return "does not fit"
-        return "tight" if self.needed_bytes > FITS * self.available_bytes else "fits"
-
-    def sentence(self) -> str:
-        have = format_bytes(self.available_bytes)
-        relation = {"fits": "of", "tight": "tight in", "does not fit": "which does not fit in"}[self.verdict]
-        return f"{format_bytes(self.needed_bytes)} in a node's host memory, {relation} {have}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +61,8 @@ class Plan:
     smaller: tuple[str, ...] = ()  # changes that would make it fit, the smallest first
     notes: tuple[str, ...] = ()  # what guides get wrong, where it shows
     ranking: Ranking | None = None  # of all layouts; only when asked for
-    host: HostRoom = field(default_factory=lambda: HostRoom(0, 0))
+    host: Room = field(default_factory=Room)
+    disk: Room = field(default_factory=Room)  # of what is offloaded there
     changes: tuple[Change, ...] = ()
     horizon: Horizon | None = None  # what train.tokens comes to
 
@@ -95,6 +76,13 @@ class Plan:
         """Of each strategy of the table, the fewest data ranks that hold this model."""
         rows = (row.strategy for row in self.table)
         return {name: fewest_ranks(self.task, self.layout, cast(Strategy, name), self.available_bytes) for name in rows}
+
+    @property
+    def disk_moved_bytes(self) -> float:
+        """That a rank reads from the disk and writes there in a step."""
+        return moved_bytes(
+            static_memory(self.work, self.layout), self.layout, load_of(self.task, self.layout).accumulation
+        )
 
     @property
     def lengths(self) -> Lengths | None:
@@ -130,6 +118,8 @@ class Plan:
                 "available_bytes": self.available_bytes,
                 "host_needed_bytes": self.host.needed_bytes,
                 "host_available_bytes": self.host.available_bytes,
+                "disk_needed_bytes": self.disk.needed_bytes,
+                "disk_available_bytes": self.disk.available_bytes,
                 "at_most_bytes": self.at_most_bytes,
                 "tokens_at_once": memory.tokens,
                 "basis": self.lengths.basis if self.lengths else "max_length",
@@ -143,7 +133,7 @@ class Plan:
             "fewest_ranks": self.fewest,
             "machine": self.machine.to_json(),
             "smaller": list(self.smaller),
-            "speed": _speed_json(self.speed),
+            "speed": self.speed.to_json(),
             "compute": asdict(self.yardstick),
             "costs": self.costs.to_json(),
             "cluster": {"name": self.cluster.name, "device_source": self.cluster.device.source},
@@ -187,6 +177,12 @@ class Plan:
                 where="what is offloaded, and the copy that checkpoints are written from, of all ranks of a node",
                 fix="parallel.offload: none, checkpoint.async: false, or more nodes",
             )
+        if self.disk.verdict == "does not fit":
+            return DoesNotFit(
+                f"this run needs {self.disk.sentence()}",
+                where="what is offloaded there, of all ranks of a node",
+                fix="free some space, write   folder:   of another disk, or more nodes",
+            )
         need, have = format_bytes(self.memory.peak_bytes), format_bytes(self.available_bytes)
         biggest = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.memory.largest_parts())
         return DoesNotFit(
@@ -215,20 +211,18 @@ def make_plan(
     the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
     the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
     """
-    shape, faults = _as_trained(config, shape), check_machine(config, machine, world_size, local_size)
-    if faults or (layout is None and (faults := check_shape(config.parallel, shape, world_size))):
-        raise Faults(faults)
-    local = local_size or world_size
+    shape, local = _as_trained(config, shape), local_size or world_size
+    _check(config, shape, machine, world_size, local_size, layout)
     cluster = cluster or cluster_of(machine, max(1, world_size // local), local)
-    available, work = machine.available_per_rank(local), _work(config, shape, machine)
+    available, work = machine.available_per_rank(local), _work(config, shape, machine, local)
     task = task_of(config, work, lengths)
     choice = choose_layout(config, task, machine, world_size, available, local_size, layout, cluster)
-    batch = _spread(config, task, choice.layout, shape, lengths, None if layout else world_size)
-    layout = choice.layout
+    asked, layout = layout, choice.layout
+    batch = _spread(config, task, layout, shape, lengths, None if asked else world_size)
     horizon, steps = _length_of_run(config, shape, lengths)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
-    host = HostRoom(memory.host_bytes * local, machine.available_bytes)
-    verdict = max(_judge_task(task, layout, memory, available), host.verdict, key=VERDICTS.index)
+    host, disk = _rooms(memory, machine, local)
+    verdict = max(_judge_task(task, layout, memory, available), host.verdict, disk.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
     costs = estimate_costs(work, layout, cluster, speed, _last(steps or horizon), config.checkpoint, price)
     return Plan(
@@ -246,6 +240,7 @@ def make_plan(
         steps=steps,
         verdict=verdict,
         host=host,
+        disk=disk,
         cluster=cluster,
         task=task,
         speed=speed,
@@ -255,6 +250,28 @@ def make_plan(
         ranking=rank_layouts(config, task, layout, cluster, available) if is_ranked else None,
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
+    )
+
+
+def _check(
+    config: RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    world_size: int,
+    local_size: int | None,
+    given: Layout | None,
+) -> None:
+    faults = check_machine(config, machine, world_size, local_size)
+    if faults or (given is None and (faults := check_shape(config.parallel, shape, world_size))):
+        raise Faults(faults)
+
+
+def _rooms(memory: Memory, machine: Machine, local_size: int) -> tuple[Room, Room]:
+    """(host memory, disk) of a node."""
+    on_disk = "files on the disk of parallel.offload.folder"
+    return (
+        Room(memory.host_bytes * local_size, machine.available_bytes),
+        Room(memory.disk_bytes * local_size, machine.disk_free_bytes, on_disk),
     )
 
 
@@ -305,45 +322,17 @@ def _last(length: Steps | Horizon | None) -> int | None:
     return length.total if isinstance(length, Steps) else length.steps if length else None
 
 
-def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
-    view, optimizer = config.parallel.bucket_view, config.optim.name
+def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: int) -> Work:
+    view, optimizer, packed = config.parallel.bucket_view, config.optim.name, config.parallel.compression
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
         frozen_bits=0 if config.model.quantization == "none" else 4,
         saves_beside=config.checkpoint.is_async, is_new=config.model.is_new,
-        thin_gradients=config.parallel.compress == "powersgd",
+        thin_gradients=packed.gradients == "powersgd",
+        weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
+        node_ranks=local_size if config.parallel.reshard == "node" else 0,
         references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
     )  # fmt: skip
-
-
-def _speed_json(speed: Speed) -> dict[str, Any]:
-    return {
-        "step_s": speed.step_s,
-        "low_s": speed.low_s,
-        "high_s": speed.high_s,
-        "tokens_per_step": speed.tokens_per_step,
-        "tokens_per_s": speed.tokens_per_s,
-        "mfu": speed.mfu,
-        "mfu_formula": speed.formula,
-        "limit": speed.limit,
-        "parts": dict(speed.parts),
-        "exchange_s": speed.exchange_s,
-        "exposed_s": speed.exposed_s,
-        "matmul_share": speed.efficiency,
-        "scaling_efficiency": speed.scaling_efficiency,
-        "is_measured": speed.is_measured,
-        "exchanges": [
-            {
-                "what": one.what,
-                "kind": one.kind,
-                "payload_bytes": one.payload_bytes,
-                "times": one.times,
-                "ranks": one.group.size,
-                "sent_bytes": one.sent_bytes,
-            }
-            for one in speed.exchanges
-        ],
-    }
 
 
 def _ranking_json(ranking: Ranking | None) -> dict[str, Any] | None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from duoka.plan.activations import activation_bytes_per_token
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
+from duoka.plan.offload import disk_seconds, moved_bytes
 from duoka.plan.pipeline import PassTimes, bubble
-from duoka.plan.recipe import Work, shares, slowest_stage
-from duoka.plan.traffic import Exchange, traffic
+from duoka.plan.recipe import Work, shares, slowest_stage, static_memory
+from duoka.plan.traffic import Exchange, Reshard, traffic
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,35 @@ class Speed:
     def high_s(self) -> float:
         return RANGE[1] * self.step_s
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step_s": self.step_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "mfu_formula": self.formula,
+            "limit": self.limit,
+            "parts": dict(self.parts),
+            "exchange_s": self.exchange_s,
+            "exposed_s": self.exposed_s,
+            "matmul_share": self.efficiency,
+            "scaling_efficiency": self.scaling_efficiency,
+            "is_measured": self.is_measured,
+            "exchanges": [
+                {
+                    "what": one.what,
+                    "kind": one.kind,
+                    "payload_bytes": one.payload_bytes,
+                    "times": one.times,
+                    "ranks": one.group.size,
+                    "sent_bytes": one.sent_bytes,
+                }
+                for one in self.exchanges
+            ],
+        }
+
 
 @dataclass(frozen=True)
 class Load:
@@ -94,7 +125,7 @@ class Load:
 
 
 def estimate_speed(
-    work: Work, layout: Layout, cluster: Cluster, load: Load, *, reshard: bool = True, rates: Rates = RATES
+    work: Work, layout: Layout, cluster: Cluster, load: Load, *, reshard: Reshard = True, rates: Rates = RATES
 ) -> Speed:
     """Seconds of one optimizer step of the slowest rank."""
     device = cluster.device
@@ -120,15 +151,18 @@ def estimate_speed(
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
     if layout.offload != "none" and device.kind == "cuda":
         optimizer += 16 * state / 12e9  # over PCIe and back, and host memory's speed
+    moved = moved_bytes(static_memory(work, layout), layout, count)
+    disk = max(0.0, disk_seconds(moved, cluster) - optimizer)  # it reads and writes while others are updated
     parts = {
         "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full") + work.looks),
         "attention": count * attention_s * (3.5 + (layout.recompute == "full") + work.looks),
         "exchange": exposed,
         "pipeline bubble": waits,
         "optimizer": optimizer,
+        "disk": disk,
     }
     parts["memory traffic"] = max(0.0, compute - parts["matrix products"] - parts["attention"])
-    step = compute + exposed + waits + optimizer
+    step = compute + exposed + waits + optimizer + disk
     flops = model_flops_per_token(work, round(load.length)) * load.tokens_per_step
     peak = device.peak_flops(layout.precision) * cluster.num_devices / cores
     return Speed(
@@ -222,4 +256,6 @@ def _limit(parts: Mapping[str, float], exchanges: tuple[Exchange, ...], cluster:
         return "memory bandwidth (element-wise kernels); torch.compile helps"
     if parts["pipeline bubble"] > 0.25 * step:
         return "the pipeline's bubble: more micro-batches per step help"
+    if largest == "disk":
+        return "the disk, where the optimizer's state lies"
     return {"matrix products": "matrix products (compute-bound)"}.get(largest, largest)

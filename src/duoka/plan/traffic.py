@@ -23,6 +23,8 @@ When = Literal["forward", "backward", "end", "between"]  # `between`: nothing of
 # (NVLink 3: 230 of 300 GB/s, NVLink 4: 360 of 450; InfiniBand and RoCE 80 to 90%).
 LINK_SHARE = 0.78
 NETWORK_SHARE = 0.80
+Reshard = bool | Literal["node"]
+PACKED_BLOCK = 256  # numbers with a scale of 4 bytes, where weights or gradients travel in 8 or 4 bits
 BUCKET_BYTES = 25 * 2**20  # DDP's
 
 
@@ -98,7 +100,13 @@ def place_group(size: int, stride: int, per_node: int) -> Group:
 
 
 def traffic(
-    work: Work, layout: Layout, per_node: int, *, accumulation: int = 1, tokens: int = 0, reshard: bool = True
+    work: Work,
+    layout: Layout,
+    per_node: int,
+    *,
+    accumulation: int = 1,
+    tokens: int = 0,
+    reshard: Reshard = True,
 ) -> tuple[Exchange, ...]:
     """All that one rank exchanges in an optimizer step of `accumulation` micro-batches of `tokens` tokens.
 
@@ -173,8 +181,29 @@ def _expert_traffic(
     return found
 
 
+def _packed_bytes(bits: int) -> float:
+    """Per number, with its part of its block's scale; 0 where numbers travel as they are."""
+    return bits / 8 + 4 / PACKED_BLOCK if bits else 0.0
+
+
+def _scattered(work: Work, payload: float, times: int, group: Group, layers: int) -> list[Exchange]:
+    """Gradients of `payload` bytes; packed ones are added inside each node first, then between nodes."""
+    if not work.gradient_bits:
+        return [Exchange("gradients", "reduce-scatter", payload, times, group, "backward", layers)]
+    payload *= _packed_bytes(work.gradient_bits) / 4.0
+    if group.members == 1 or group.nodes == 1:
+        return [Exchange("gradients", "reduce-scatter", payload, times, group, "backward", layers)]
+    inside, across = Group(group.members, 1), Group(1, group.nodes, group.members)
+    return [
+        Exchange("gradients, in a node", "reduce-scatter", payload, times, inside, "backward", layers),
+        Exchange(
+            "gradients, between nodes", "reduce-scatter", payload / group.members, times, across, "backward", layers
+        ),
+    ]
+
+
 def _data_traffic(
-    work: Work, layout: Layout, share: ModelShare, per_node: int, accumulation: int, reshard: bool
+    work: Work, layout: Layout, share: ModelShare, per_node: int, accumulation: int, reshard: Reshard
 ) -> list[Exchange]:
     if layout.dp * layout.sp == 1:
         return []
@@ -188,20 +217,22 @@ def _data_traffic(
     if layout.strategy == "ddp":
         buckets = max(1.0, wide * trained / BUCKET_BYTES)
         return [Exchange(grads, "all-reduce", wide * trained, 1, everyone, "backward", buckets)]
-    weights = half * (trained if work.lora is None else trained + share.frozen)
+    sent = _packed_bytes(work.weight_bits) or half  # per number, forward
     if layout.strategy in ("zero1", "zero2"):
         times = micro if layout.strategy == "zero2" else 1
-        return [
-            Exchange("weights", "all-gather", half * trained, 1, everyone, "end", layers),
-            Exchange(grads, "reduce-scatter", wide * trained, times, everyone, "backward", layers),
-        ]
+        gather = Exchange("weights", "all-gather", sent * trained, 1, everyone, "end", layers)
+        return [gather, *_scattered(work, wide * trained, times, everyone, layers)]
     group = place_group(layout.state_ranks, stride, per_node)
-    found = [Exchange("weights, forward", "all-gather", weights, micro, group, "forward", layers)]
+    gathered = trained if work.lora is None else trained + share.frozen
+    found = [Exchange("weights, forward", "all-gather", sent * gathered, micro, group, "forward", layers)]
     if reshard:
         # A tied embedding belongs to the root, which stays gathered from one pass to the next.
-        root = half * share.embedding if share.embedding and not share.head else 0
-        found.append(Exchange("weights, backward", "all-gather", weights - root, micro, group, "backward", layers))
-    found.append(Exchange(grads, "reduce-scatter", wide * trained, micro, group, "backward", layers))
+        again = gathered - (share.embedding if share.embedding and not share.head else 0)
+        near = group
+        if reshard == "node" and 1 < group.members < group.size:
+            near, sent = Group(group.members, 1), half
+        found.append(Exchange("weights, backward", "all-gather", sent * again, micro, near, "backward", layers))
+    found += _scattered(work, wide * trained, micro, group, layers)
     if layout.num_replicas > 1:
         across = place_group(layout.num_replicas, stride * layout.state_ranks, per_node)
         part = wide * trained / layout.state_ranks

@@ -157,8 +157,10 @@ class CheckpointStore:
             return
         started = time.perf_counter()
         self.world.heart.tell("save")
-        # Half of what is free, shared with the other ranks here: else the disk decides how long it takes.
-        live.release(may_copy=unread <= available_memory_bytes() / 2 / self.world.local_size)
+        # Half of what is free, shared with the other ranks here: else the disk decides how long it takes. State that
+        # was offloaded to a disk has no room in memory.
+        fits = unread <= available_memory_bytes() / 2 / self.world.local_size
+        live.release(may_copy=fits and self.layout.disk == "none")
         self._blocked_s += time.perf_counter() - started
 
     def save(self, contents: Contents, keep: Keep) -> Saved | SaveFault | None:

@@ -21,6 +21,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from duoka.optim.disk_file import find_on_disk
+
+_BOUNCE_BYTES = 8 * 2**20  # through which goes what is filled on a disk
+
 
 class CheckpointReader(dcp.HuggingFaceStorageReader):
     """DCP's view of a folder of safetensors files, with reads of our own."""
@@ -91,7 +95,14 @@ def read_header(path: Path) -> dict[str, int]:
 def _read_into(handle: int, tensor: torch.Tensor, start: int) -> None:
     if not tensor.numel():
         return
-    left = tensor.reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.reshape(-1).view(torch.uint8)
+    if (place := find_on_disk(flat)) is not None:
+        for at in range(0, len(flat), _BOUNCE_BYTES):
+            part = torch.empty(min(_BOUNCE_BYTES, len(flat) - at), dtype=torch.uint8)
+            _read_into(handle, part, start + at)
+            place[0].write_tensor(place[1] + at, part)
+        return
+    left = flat.numpy().data
     while left:
         count = os.preadv(handle, [left], start)
         if count == 0:

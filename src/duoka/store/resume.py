@@ -259,9 +259,9 @@ def _refuse_within_epoch(folder: Path, allowed: list[str]) -> None:
 
 def _changed_debts(old: RunConfig, new: RunConfig, manifest: Manifest, layout: Layout) -> list[str]:
     """PowerSGD's error-feedback residuals belong to one number of processes."""
-    if old.parallel.compress != "powersgd":
+    if old.parallel.compression.gradients != "powersgd":
         return []
-    if new.parallel.compress != "powersgd":
+    if new.parallel.compression.gradients != "powersgd":
         return ["powersgd's error-feedback residuals are dropped"]
     before, now = int(manifest.layout["dp"]) * int(manifest.layout.get("sp", 1)), layout.dp * layout.sp
     if before == now:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from duoka.comm.world import World
 from duoka.model.dtypes import SAFETENSORS
+from duoka.optim.disk_file import find_on_disk
 from duoka.runs.manifest import FileRecord
 
 PAGE_BYTES = 4096  # what writing past the page cache wants addresses, offsets and lengths to be multiples of
@@ -207,6 +208,7 @@ class Copier:
             first, last = max(start, at), min(stop, at + values.numel())
             if first < last:
                 parts.append((buffer.bytes[first - start : last - start], values[first - at : last - at]))
+        parts = [(target, values) for target, values in parts if not _read_from_disk(target, values)]
         if self.device.type == "cpu":
             return copy_on_host(parts, num_threads or torch.get_num_threads())
         for target, values in parts:
@@ -220,6 +222,14 @@ class Copier:
             stop = min(start + CHUNK_BYTES, self.share.size_bytes)
             self.fill(buffer, start, stop)
             yield from buffer.chunks(stop - start)
+
+
+def _read_from_disk(target: torch.Tensor, values: torch.Tensor) -> bool:
+    """Copy what lies on a disk past its mapping, whose faults no one could report; False: it lies in memory."""
+    place = find_on_disk(values)
+    if place is not None:
+        place[0].read_tensor(place[1], target)
+    return place is not None
 
 
 def write_share(path: Path, chunks: Callable[[], Iterator[Chunk]]) -> FileRecord:

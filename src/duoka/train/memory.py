@@ -15,6 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from duoka.optim.disk import DiskAdamW
 from duoka.parallel.engine import Engine
 from duoka.plan.layout import Layout
 from duoka.torch_private import StorageWeakRef, TorchDispatchMode, gradients_not_exchanged, living_bytes, storage_key
@@ -37,6 +38,7 @@ class Holdings:
     activations_bytes: int = 0
     buffers_bytes: int = 0
     host_bytes: int = 0  # of these: in host memory although a GPU computes
+    disk_bytes: int = 0  # of these: in files
     num_tokens: int = 0
 
     def max(self, other: Holdings) -> Holdings:
@@ -160,7 +162,9 @@ class MemoryWatch(Concern):
                 for part in parts
             )
         weights_bytes, gradients_bytes, state_bytes = (sum(part.values()) for part in (weights, gradients, state))
-        now = Holdings(weights_bytes, gradients_bytes, state_bytes, 0, sum(buffers.values()), on_host)
+        on_disk = self._optimizer.file.size_bytes if isinstance(self._optimizer, DiskAdamW) else 0
+        on_host = max(0, on_host - on_disk)
+        now = Holdings(weights_bytes, gradients_bytes, state_bytes, 0, sum(buffers.values()), on_host, on_disk)
         self._held = self._held.max(now)
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:

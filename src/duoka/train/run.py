@@ -40,6 +40,7 @@ from duoka.parallel.mesh import Mesh, build_mesh
 from duoka.parallel.objective import Objective
 from duoka.plan.catalog import local_cluster
 from duoka.plan.hardware import read_machine
+from duoka.plan.offload import offload_folder, with_disk
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
 from duoka.process.rank import is_restarted
@@ -166,7 +167,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     notes += note_attention(find_core(engine.bare), plan.layout, world.device)
     reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
     stage.take_start(engine)
-    contents = build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
+    contents = build_contents(config, plan, engine, roles, inputs.run.path)  # with the optimizer, at step 0
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
     model = model_fingerprint(inputs.folder)
@@ -197,7 +198,7 @@ def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
 
 def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowChoice, notes: list[str]) -> Plan:
     """Rank 0's plan on every rank: free memory, and with it `auto`, may differ between machines."""
-    machine = as_torch_sees(read_machine(), world)
+    machine = with_disk(as_torch_sees(read_machine(), world), inputs.config.parallel.offloads, inputs.run.path)
     notes += rows.notes
     plan: Plan = world.agree(
         make_plan(
@@ -258,7 +259,8 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     matrices = whole if config.optim.name == "muon" else ()
     own_logits = needs_own_logits(config.model, inputs.folder, plan.layout.packing)
     model = stage.wrap(lm, own_logits=own_logits)
-    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices), roles
+    folder = offload_folder(config.parallel.offloads, inputs.run.path)
+    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices, folder), roles
 
 
 def _find_reference(inputs: Inputs, plan: Plan, engine: Engine) -> str:
@@ -269,9 +271,13 @@ def _find_reference(inputs: Inputs, plan: Plan, engine: Engine) -> str:
     return add_references(make, prepared)
 
 
-def build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role]) -> Contents:
+def build_contents(
+    config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role], run_folder: Path = Path()
+) -> Contents:
+    layout, folder = plan.layout, offload_folder(config.parallel.offloads, run_folder)
     optimizer = build_optimizer(
-        engine.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
+        engine.named_trainable(), config.optim, roles=roles,
+        on_host=layout.offload == "optimizer", on_disk=folder if layout.disk != "none" else None,
         b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
     )  # fmt: skip
     # The same initial values everywhere; what people's own code draws differs from data rank to data rank.

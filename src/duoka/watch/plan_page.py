@@ -83,6 +83,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         *((key, reason) for key, reason in plan.reasons.items()),
         ("samples", plan.samples_sentence()),
         *([("host memory", plan.host.sentence())] if plan.host.needed_bytes else []),
+        *([("disk", plan.disk.sentence())] if plan.disk.needed_bytes else []),
         ("limited by", speed.limit),
         ("MFU", f"{speed.mfu:.1%} by {speed.formula}"),
         ("device", f"{plan.cluster.device.name}: {plan.cluster.device.source}"),

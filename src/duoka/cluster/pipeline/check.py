@@ -25,6 +25,7 @@ from duoka.hub.models import check_model, model_folder
 from duoka.plan.catalog import local_cluster
 from duoka.plan.choose import check_machine, check_packages
 from duoka.plan.hardware import Machine
+from duoka.plan.offload import with_disk
 from duoka.plan.report import make_plan
 from duoka.plan.shape import read_shape
 from duoka.tasks.check import check_tasks
@@ -85,8 +86,9 @@ def _look(nodes: Nodes, node: Node, place: Place, is_done: Callable[[Node], bool
     try:
         folder = model_folder(model, first_base)
         faults += _check_examples(config, base, load_tokenizer(folder, config.model.template))
+        machine = with_disk(place.machine, config.parallel.offloads, place.output)
         plan = make_plan(
-            config, read_shape(folder), place.machine, place.num_processes, local_size=place.num_processes,
+            config, read_shape(folder), machine, place.num_processes, local_size=place.num_processes,
             cluster=local_cluster(place.machine, place.num_processes, place.num_processes),
             lengths=find_lengths(config, base),
         )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Shards of weights and gradients in files: FSDP gathers from their mapping, and backward passes write into it.
+
+What lies there is the page cache's, which gives it back when memory is short, and counts as no process's own. The
+next layers are asked for while one computes; pages are let go of when a layer was gathered, or its gradients stored.
+Made by sharded.py where parallel.offload has params: disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from duoka.optim.disk_file import DiskFile
+from duoka.optim.host import local_part
+from duoka.torch_private import compute_local_shape_and_global_offset, like_sharded
+
+_ALIGNED = 64  # bytes: a cache line, as torch's own allocations
+_LAYERS_AHEAD = 2
+
+
+class ShardsOnDisk:
+    """This rank's shards of a model, each at a place of its own in both files."""
+
+    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
+        self._places: dict[int, tuple[int, int]] = {}  # where a parameter's shard begins, and its bytes
+        end = 0
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                size = math.prod(_local_shape(parameter)) * parameter.element_size()
+                self._places[id(parameter)] = end, size
+                end += -(-size // _ALIGNED) * _ALIGNED
+        self.weights = DiskFile(folder, end, "weights")
+        self.gradients = DiskFile(folder, end, "gradients")
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weights.size_bytes + self.gradients.size_bytes
+
+    def keep(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The values of this rank's shard, from now on in the file."""
+        place = self._view(self.weights, self._places[id(parameter)], values.dtype, values.shape)
+        place.copy_(values)
+        self.weights.let_go()
+        return place
+
+    def move(self, model: torch.nn.Module) -> None:
+        """Bring there what a model holds in memory, shard by shard."""
+        moved: dict[int, torch.nn.Parameter] = {}
+        state: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in moved:
+                    there = like_sharded(parameter, self.keep(parameter, local_part(parameter)))
+                    moved[id(parameter)] = torch.nn.Parameter(there, requires_grad=parameter.requires_grad)
+                state[name] = moved[id(parameter)]
+        model.load_state_dict(state, strict=False, assign=True)
+
+    def take_gradients(self, model: torch.nn.Module, units: Iterable[FSDPModule]) -> None:
+        """Have backward passes leave gradients in the file, and layers ask for those that come next."""
+        for parameter in model.parameters():
+            start = self.weights.place_of(local_part(parameter)) if isinstance(parameter, DTensor) else None
+            if start is None or not local_part(parameter).numel():
+                continue  # of rows that are cut unevenly FSDP makes a copy: they stay in memory
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._store(start))
+        for unit in units:
+            assert isinstance(unit, torch.nn.Module)
+            unit.register_forward_pre_hook(self._forward)
+
+    def _store(self, start: int) -> Callable[[torch.Tensor], None]:
+        def store(parameter: torch.Tensor) -> None:
+            assert isinstance(parameter.grad, DTensor)
+            grad = local_part(parameter.grad)
+            size = grad.numel() * grad.element_size()
+            there = self._view(self.gradients, (start, size), grad.dtype, grad.shape)
+            if there.data_ptr() != grad.data_ptr():  # a later micro-batch adds to what lies there already
+                there.copy_(grad)
+                parameter.grad = like_sharded(parameter, there)
+            self.weights.will_need(start - 2 * _LAYERS_AHEAD * size, 2 * _LAYERS_AHEAD * size)
+            self.let_go()
+
+        return store
+
+    def _forward(self, module: torch.nn.Module, inputs: object) -> None:
+        """A layer is gathered, and the next one is being gathered: those after it will be wanted."""
+        starts = [self.weights.place_of(local_part(p)) for p in module.parameters() if isinstance(p, DTensor)]
+        known = [start for start in starts if start is not None]
+        if known:
+            last, size = max(known), max(known) - min(known)
+            self.weights.will_need(last, (1 + _LAYERS_AHEAD) * size)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """What is mapped counts as this process's memory until it is let go of; its content stays."""
+        self.weights.let_go()
+        self.gradients.let_go()
+
+    @staticmethod
+    def _view(file: DiskFile, place: tuple[int, int], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        start, size = place
+        return file.mapped()[start : start + size].view(dtype).view(shape)
+
+
+def _local_shape(parameter: DTensor) -> tuple[int, ...]:
+    shape, _ = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(shape)
