@@ -49,7 +49,7 @@ def page_text(found: dict[str, Any]) -> str:
 
 
 def table(rows: list[Row]) -> Iterable[str]:
-    yield "| machine | work | tool | real tokens per CPU-s | per s | peak GiB | CPU-s to step 1 | measured (UTC), code |"
+    yield "| machine | work | tool | tokens per CPU-s | per s | peak GiB | CPU-s to step 1 | measured (UTC), code |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
         work = (

@@ -172,7 +172,8 @@ def machine_kind() -> str:
 
 def describe_machine() -> dict[str, Any]:
     return {
-        "kind": machine_kind(), "processor": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)),
+        "kind": machine_kind(), "processor": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
         "threads_per_process": int(os.environ["OMP_NUM_THREADS"]), "python": platform.python_version(),
     }  # fmt: skip
 
