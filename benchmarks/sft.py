@@ -23,7 +23,9 @@ from typing import Any
 
 import numpy as np
 from sft_page import page_text
-from watching import describe_machine, end_like_an_interrupt, fill_page, package_versions, stamp, watch
+from watching import describe_machine, end_like_an_interrupt, fill_page, machine_kind, package_versions, stamp, watch
+
+from duoka.process.allocator import allocator_environment
 
 PEERS = Path(__file__).with_name("sft_peers.py")
 NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
@@ -42,6 +44,7 @@ class Case:
     precision: str  # fp32, bf16
     layout: str  # padded: a peer's defaults; packed: a peer tuned
     processes: int = 1
+    machine: str = "2 cores, AVX2"  # rows of before machines were told apart
 
     @property
     def name(self) -> str:
@@ -114,7 +117,10 @@ def measure(case: Case, python: str, data: Path, model: str, options: argparse.N
         else:
             command, logs = peer_command(case, python, folder, data, model, options.steps, options.accumulation)
         load = os.getloadavg()[0]
-        seen = watch(command, logs, folder, options.steps, options.limit_s)
+        # duoka's launcher gives its ranks the machine's better heap by itself; a peer that is tuned has it too.
+        is_tuned = case.layout == "packed" and not case.tool.startswith("duoka")
+        heap = allocator_environment() if is_tuned else {}
+        seen = watch(command, logs, folder, options.steps, options.limit_s, variables=heap)
         return {**asdict(case), **seen.numbers(), "load_at_start": round(load, 1), **stamp()}
 
 
@@ -124,7 +130,7 @@ def choose_cases(options: argparse.Namespace) -> list[Case]:
     pythons["llamafactory"] = options.llamafactory
     lists = (options.processes, options.precisions, options.methods, options.layouts, options.tools)
     return [
-        Case(tool, method, precision, layout, processes)
+        Case(tool, method, precision, layout, processes, machine_kind())
         for processes, precision, method, layout, tool in itertools.product(*lists)
         if pythons[tool]
     ]
@@ -194,7 +200,7 @@ def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
 
 
 def case_of(row: dict[str, Any]) -> Case:
-    return Case(**{field.name: row[field.name] for field in fields(Case)})
+    return Case(**{field.name: row[field.name] for field in fields(Case) if field.name in row})
 
 
 if __name__ == "__main__":

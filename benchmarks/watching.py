@@ -161,9 +161,19 @@ def fill_page(page: Path, text: str, name: str) -> None:
     page.write_text(f"{head}{start}{line}\n{text.strip()}\n<!-- end -->{tail}", encoding="utf-8")
 
 
+def machine_kind() -> str:
+    """What its arithmetic is: figures of unlike machines are not compared."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    kinds = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
+    kind = next((name for flag, name in kinds.items() if flag in flags), platform.machine())
+    return f"{len(os.sched_getaffinity(0))} cores, {kind}"
+
+
 def describe_machine() -> dict[str, Any]:
     return {
-        "processor": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)),
+        "kind": machine_kind(), "processor": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
         "threads_per_process": int(os.environ["OMP_NUM_THREADS"]), "python": platform.python_version(),
     }  # fmt: skip
 

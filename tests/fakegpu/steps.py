@@ -103,7 +103,7 @@ def _world(layout):
 
 def _try_fusions(folder, config):
     """What is tried on random numbers, before numbers are fake: norms, MLPs, rotations, the attention kernel."""
-    apply_fused(load_model(ModelRequest(folder, dtype=torch.float32, lora=config.lora)), adapters=True)
+    apply_fused(load_model(ModelRequest(folder, dtype=torch.float32, lora=config.lora)))
     attention.kernel_works = lambda *facts: True
 
 

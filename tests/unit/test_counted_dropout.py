@@ -213,7 +213,7 @@ def test_fused_adapters_drop_what_plain_ones_drop(tiny_model, targets):
     answers = {}
     for how in ("plain", "fused", "full", "selective"):
         model = LossModel(copy.deepcopy(lm)).train()
-        assert apply_fused(model.lm, adapters=how == "fused" or how == "full") >= 13 if how != "plain" else True
+        assert apply_fused(model.lm, keeps_products=how not in ("fused", "full")) >= 13 if how != "plain" else True
         if how in ("full", "selective"):
             apply_recompute(model.lm, how, model.drops)
         answers[how] = [learn(model, micros) for micros in layouts(Store())]
@@ -230,7 +230,7 @@ def test_passes_without_keys_draw_as_torch_does(tiny_model):
         if "lora_B" in name:
             parameter.data.normal_(0, 0.1)
     model = LossModel(lm).train()
-    apply_fused(model.lm, adapters=True)
+    apply_fused(model.lm)
     ids = torch.randint(3, 30, (1, 20))
     losses = [float(model(ids, ids, torch.arange(20)[None])[0].detach()) for _ in range(2)]
     assert losses[0] != losses[1]

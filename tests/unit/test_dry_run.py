@@ -66,7 +66,7 @@ def real_peak(lora, recompute):
     settings = {key: value for key, value in FACTS.items() if key != "model_type"}
     lm = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation=register_attention()))
     lm = apply_lora(lm, lora) if lora else lm
-    apply_fused(lm, adapters=True)  # the parts that parallelize puts in
+    apply_fused(lm)  # the parts that parallelize puts in
     if recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = LossModel(lm.train())

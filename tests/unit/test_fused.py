@@ -35,7 +35,7 @@ def learn(folder, lora, fuse, dtype=torch.float32, autocast=False):
         for name, parameter in lm.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(0, 0.1)
-    count = apply_fused(lm, adapters=True) if fuse else 0
+    count = apply_fused(lm) if fuse else 0
     model = LossModel(lm).train()
     torch.manual_seed(1)
     ids = torch.randint(3, 260, (1, 40))
@@ -73,7 +73,7 @@ def test_in_half_precision_it_is_as_near(tiny_model, lora):
 
 def test_dropout_is_never_left_out(tiny_model):
     lm = load_model(ModelRequest(tiny_model, dtype=torch.float32, lora=LoraConfig(rank=4, dropout=0.5)))
-    assert apply_fused(lm, adapters=True) == 4 * 4 + 1
+    assert apply_fused(lm) == 4 * 4 + 1
 
 
 def test_norms_of_queries_and_keys_learn_the_same():
@@ -84,7 +84,7 @@ def test_norms_of_queries_and_keys_learn_the_same():
     )  # fmt: skip
     plain = Qwen3ForCausalLM(config)
     fused = copy.deepcopy(plain)
-    assert apply_fused(fused, adapters=True) == 7
+    assert apply_fused(fused) == 7
     ids = torch.arange(14).view(2, 7)
     for model in (plain, fused):
         model(input_ids=ids, labels=ids).loss.backward()
@@ -97,9 +97,7 @@ def test_what_computes_otherwise_is_left_alone():
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8,
     )  # fmt: skip
-    assert (
-        apply_fused(GemmaForCausalLM(config), adapters=True) == 1
-    )  # its rotation; norms by 1 + weight, MLPs with GELU
+    assert apply_fused(GemmaForCausalLM(config)) == 1  # its rotation; norms by 1 + weight, MLPs with GELU
 
 
 def test_smoothing_is_for_training_only(tiny_model):

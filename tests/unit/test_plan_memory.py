@@ -65,7 +65,7 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,)):
     if lora is not None:
         lm = apply_lora(lm.to(torch.bfloat16 if precision == "bf16" else torch.float32), lora)
     model = LossModel(lm.train())
-    apply_fused(lm, adapters=recompute != "selective")
+    apply_fused(lm, keeps_products=recompute == "selective")
     if recompute != "none":
         apply_recompute(lm, recompute, model.drops)
     optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad])

@@ -5,7 +5,7 @@ import torch
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from duoka.model.rotary import rotate, rotation_on_gpu
+from duoka.model.rotary import own_rotation, rotate
 
 
 def draw(*shape):
@@ -35,12 +35,12 @@ def test_under_autocast_it_is_computed_wide_and_rounded_once():
 def test_on_a_cpu_a_model_keeps_its_own(monkeypatch):
     monkeypatch.setattr("duoka.model.rotary.rotate", lambda *_: pytest.fail("ours, on a CPU"))
     query, key, cos, sin = draw(1, 4, 7, 8), draw(1, 2, 7, 8), draw(1, 7, 8), draw(1, 7, 8)
-    turn = rotation_on_gpu.__wrapped__
+    turn = own_rotation.__wrapped__
     monkeypatch.setattr("duoka.model.rotary.answers_alike", lambda _: True)
     answers = [one(query, key, cos, sin) for one in (turn(apply_rotary_pos_emb), apply_rotary_pos_emb)]
     assert all(torch.equal(one, two) for one, two in zip(*answers, strict=True))
 
 
 def test_another_rotation_is_left_alone():
-    assert rotation_on_gpu(interleaved) is None  # neighbors are pairs there, not halves
-    assert rotation_on_gpu(None) is None
+    assert own_rotation(interleaved) is None  # neighbors are pairs there, not halves
+    assert own_rotation(None) is None

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from duoka.model import native
 from duoka.model.one_document import Scoring, attend_document, attend_stretch
 
 NAME = "duoka"
@@ -136,9 +137,32 @@ def attend(
     exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
     if exchange is not None and exchange.is_on:
         return _attend_together(module, exchange, query, key, value, documents, how, dropout), None
+    if getattr(module, native.OWN_ATTENTION, False) and not dropout:
+        own = _attend_by_own_kernel(query, key, value, documents, how)
+        if own is not None:
+            return own, None
     if dropout:
         how = replace(how, drop=_find_drop(module, query.device, dropout))
     return _attend_rows(query, key, value, documents, how), None
+
+
+def _attend_by_own_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, how: Scoring
+) -> torch.Tensor | None:
+    """In bf16 on a CPU, all documents in one call; None where that kernel does not know the case."""
+    if query.device.type != "cpu" or _dtype_of(query) is not torch.bfloat16 or how.softcap is not None:
+        return None
+    rows, _, tokens, dim = query.shape
+    longest, count = (tokens, rows) if documents is None else (documents.longest, len(documents.lengths))
+    if (how.window is not None and how.window < longest) or (documents is not None and rows > 1):
+        return None
+    if not native.attention_fits(query, key, value, count):
+        return None
+    edges = documents.edges if documents is not None else torch.arange(rows + 1, dtype=torch.int32) * tokens
+    narrow = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+    scale = how.scaling if how.scaling is not None else dim**-0.5
+    answer: torch.Tensor = native.Attention.apply(*narrow, edges, scale)
+    return answer
 
 
 def _attend_rows(

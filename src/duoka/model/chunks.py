@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from duoka.data.feed.loader import IGNORED
+from duoka.model import native
 from duoka.model.vocabulary import WHOLE, Vocabulary
 
 # Logits of one chunk (fp32): enough rows for an efficient matrix product, small beside a layer's activations. On a GPU
@@ -114,12 +115,16 @@ class ChunkedLogits:
         bend: Bend,
         wanted: Sequence[bool],
         vocabulary: Vocabulary = WHOLE,
+        *,
+        narrow: bool = False,
     ) -> None:
+        """`narrow`: logits are left in the type of the rows, for a loss that sums in a wider one by itself."""
         rows, weight, self.bias, low_rows, low_weight = inputs
         assert rows is not None
         assert weight is not None
         self.bend, self.wants_any, self._dtype = bend, any(wanted), rows.dtype
         self._most_words = vocabulary.most_words(weight.shape[0])
+        self._logits_dtype = rows.dtype if narrow else wide(rows)
         self._factors = [_Factors(rows, weight, *wanted[:2])]
         if low_rows is not None and low_weight is not None:
             self._factors.append(_Factors(low_rows, low_weight, *wanted[3:5]))
@@ -127,7 +132,7 @@ class ChunkedLogits:
         self._bias_grad = torch.zeros_like(bias, dtype=wide(bias)) if bias is not None and wanted[2] else None
 
     def chunks(self) -> Iterator[Chunk]:
-        for logits, start, end in _products(self._factors, self._most_words):
+        for logits, start, end in _products(self._factors, self._most_words, self._logits_dtype):
             if self.bias is not None:
                 logits += self.bias
             yield Chunk(logits, _bend_(logits, self.bend), start, end)
@@ -158,6 +163,8 @@ class _Factors:
     def __init__(self, rows: torch.Tensor, weight: torch.Tensor, want_rows: bool, want_weight: bool) -> None:
         self.rows, self.weight = rows, weight.to(rows.dtype)
         self.row_grad = torch.empty_like(rows) if want_rows else None
+        # One chunk's product, in memory that all chunks share.
+        self._narrow_grad: torch.Tensor | None = None
         # Summed over chunks in fp32: bf16 sums over many chunks lose what small gradients add. The first chunk writes
         # where later ones add: filling a head's worth of memory with zeros first takes as long as many rows.
         make = torch.empty_like if rows.shape[0] else torch.zeros_like
@@ -170,25 +177,32 @@ class _Factors:
             return
         part = self.rows[start:end]
         if slope.dtype != self.weight_grad.dtype:
-            product = slope.t() @ part
-            self.weight_grad = self.weight_grad.copy_(product) if start == 0 else self.weight_grad.add_(product)
+            self._narrow_grad = torch.mm(slope.t(), part, out=self._narrow_grad)
+            if start == 0:
+                self.weight_grad.copy_(self._narrow_grad)
+            elif native.serves(self.weight_grad, self._narrow_grad) and slope.dtype is torch.bfloat16:
+                native.add_(self.weight_grad, self._narrow_grad)
+            else:
+                self.weight_grad.add_(self._narrow_grad)
         elif start == 0:
             torch.mm(slope.t(), part, out=self.weight_grad)
         else:
             self.weight_grad.addmm_(slope.t(), part)
 
 
-def _products(all_factors: list[_Factors], most_words: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+def _products(
+    all_factors: list[_Factors], most_words: int, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, int, int]]:
     """(logits, first row, row after the last), in one buffer for all: fresh memory costs more than the arithmetic."""
     rows, weight = all_factors[0].rows, all_factors[0].weight
     num_rows, vocab = rows.shape[0], weight.shape[0]
     if not num_rows:
         return
     on_cpu = rows.device.type == "cpu"
-    most = max(1, (CHUNK_BYTES if on_cpu else GPU_CHUNK_BYTES) // (4 * most_words))
+    most = max(1, (CHUNK_BYTES if on_cpu else GPU_CHUNK_BYTES) // (min(4, dtype.itemsize) * most_words))
     num_chunks = math.ceil(num_rows / (min(most, CPU_CHUNK_ROWS) if on_cpu else most))
     size = math.ceil(num_rows / num_chunks)  # alike, so that no chunk of a few rows pays for the head's whole gradient
-    buffer = torch.empty(size, vocab, dtype=wide(rows), device=rows.device)
+    buffer = torch.empty(size, vocab, dtype=dtype, device=rows.device)
     for start in range(0, num_rows, size):
         end = min(start + size, num_rows)
         logits = buffer[: end - start]

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from duoka.errors import ConfigError
+from duoka.model import native
 
 _LEVELS = 2**16  # 16 bits of a hash decide a unit: shares are kept to 1/65,536
 _UNITS_PER_HASH = 4
@@ -69,6 +70,14 @@ def dropped(keys: torch.Tensor, place: int, num_units: int, level: int) -> torch
     return hashes.view(torch.int16)[..., :num_units] < level - _LEVELS // 2
 
 
+def drop_units(x: torch.Tensor, keys: torch.Tensor, place: int, level: int, *, in_place: bool = False) -> torch.Tensor:
+    """x (*keys.shape, ...) with its dropped units 0, not scaled. A CPU needs no mask for it: the same bits."""
+    if native.serves(x) and x.is_contiguous() and keys.is_contiguous():
+        return native.drop(x, keys, place, level, in_place=in_place)
+    mask = dropped(keys, place, math.prod(x.shape[keys.ndim :]), level).view(x.shape)
+    return x.masked_fill_(mask, 0.0) if in_place else x.masked_fill(mask, 0.0)
+
+
 class _Drop(torch.autograd.Function):
     """Keeps the keys, 8 bytes a token, and computes the mask again."""
 
@@ -76,14 +85,12 @@ class _Drop(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, keys: torch.Tensor, place: int, level: int) -> torch.Tensor:
         ctx.save_for_backward(keys)
         ctx.place, ctx.level = place, level
-        mask = dropped(keys, place, math.prod(x.shape[keys.ndim :]), level).view(x.shape)
-        return x.masked_fill(mask, 0.0).mul_(keep_scale(level))
+        return drop_units(x, keys, place, level).mul_(keep_scale(level))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         (keys,) = ctx.saved_tensors
-        mask = dropped(keys, ctx.place, math.prod(grad.shape[keys.ndim :]), ctx.level).view(grad.shape)
-        return grad.masked_fill(mask, 0.0).mul_(keep_scale(ctx.level)), None, None, None
+        return drop_units(grad, keys, ctx.place, ctx.level).mul_(keep_scale(ctx.level)), None, None, None
 
 
 def drop(x: torch.Tensor, keys: torch.Tensor, place: int, p: float, name: str) -> torch.Tensor:

@@ -13,29 +13,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from duoka.model.dropout import CountedDropout, dropped, keep_scale, level_of
+from duoka.model import native
+from duoka.model.dropout import CountedDropout, drop_units, keep_scale, level_of
 from duoka.model.head import plain_adapter
-from duoka.model.rotary import rotation_on_gpu
+from duoka.model.rotary import own_rotation
 from duoka.model.split_products import SplitLinear, Waiting, waiting_of
 
 CLOSE = 1e-5
 
 
-def apply_fused(lm: torch.nn.Module, *, adapters: bool) -> int:
-    """Replace what can be replaced, in place; returns how many modules. `adapters` works in place on products."""
+def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
+    """Replace what can be replaced, in place; returns how many modules.
+
+    `keeps_products`: selective recompute keeps what products and attention give, as torch's operators. So adapters may
+    not work in place on products, and attention is torch's.
+    """
     find_head = getattr(lm, "get_output_embeddings", None)
     head = find_head() if find_head else None
     count = 0
     for module in lm.modules():
-        kind = None if module is head else _find_kind(module, adapters)
+        kind = None if module is head else _find_kind(module, adapters=not keeps_products)
         if kind is not None:
             # A class, not a method of this object: replicas that torch makes of it must not call the original.
             module.__class__ = _with_forward(type(module), kind)  # type: ignore[arg-type]
             count += 1
+        if hasattr(module, "q_proj") and not keeps_products:
+            setattr(module, native.OWN_ATTENTION, True)
     return count
 
 
-def _find_kind(module: torch.nn.Module, adapters: bool) -> Any:
+def _find_kind(module: torch.nn.Module, *, adapters: bool) -> Any:
     if hasattr(module, "variance_epsilon") and hasattr(module, "weight"):
         return _forward_norm if _is_rms_norm(type(module)) else None  # type: ignore[arg-type]
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
@@ -80,8 +87,30 @@ class RmsNorm(torch.autograd.Function):
         return x_grad, weight_grad, None
 
 
+class NarrowRmsNorm(torch.autograd.Function):
+    """The same where products are bf16, on a CPU: its answer is narrow at once, so that nobody casts it again.
+
+    Autocast would leave that to each projection behind the norm, and each would keep its own copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.contiguous()
+        out, inverse = native.norm_forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, weight, inverse = ctx.saved_tensors
+        return *native.norm_backward(grad.contiguous(), x, weight, inverse, ctx.needs_input_grad[:2]), None
+
+
 def _forward_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     weight = self.weight
+    if native.narrows(hidden_states, weight):
+        narrow: torch.Tensor = NarrowRmsNorm.apply(hidden_states, weight, self.variance_epsilon)
+        return narrow
     if hidden_states.is_cuda and (hidden_states.dtype == weight.dtype or torch.is_autocast_enabled("cuda")):
         return norm_on_gpu(hidden_states, weight, self.variance_epsilon)
     if hidden_states.dtype != weight.dtype:
@@ -119,7 +148,7 @@ def _forward_rotated(forward: Any) -> Any:
     """The same forward with our rotation in place of the one that it calls; None when it calls none that we know."""
     if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names or forward.__closure__:
         return None
-    ours = rotation_on_gpu(forward.__globals__.get(_ROTATION))
+    ours = own_rotation(forward.__globals__.get(_ROTATION))
     if ours is None:
         return None
     names = {**forward.__globals__, _ROTATION: ours}
@@ -137,7 +166,7 @@ class SiluTimes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _silu_times(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
@@ -157,21 +186,35 @@ class SiluTimesDown(torch.autograd.Function):
         ctx.save_for_backward(gate, up, weight)
         ctx.left = left
         with torch.autocast(gate.device.type, enabled=False):
-            return F.linear(F.silu(gate).mul_(up), weight)
+            return F.linear(_silu_times(gate, up), weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         gate, up, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        silu, weight_grad = F.silu(gate), None
+        rows, weight_grad = grad.reshape(-1, grad.shape[-1]), None
+        if ctx.left is not None:
+            waiting, source = ctx.left
+            waiting.leave(source, lambda: rows.t() @ _silu_times(gate, up).view(-1, up.shape[-1]))
         with torch.autocast(grad.device.type, enabled=False):
+            if _is_narrow(gate, up):
+                inner = (rows @ weight).view_as(up)
+                gate_grad, up_grad, both = native.silu_times_backward(inner, gate, up, again=ctx.needs_input_grad[2])
+                if both is not None:
+                    weight_grad = rows.t() @ both.view(-1, up.shape[-1])
+                return gate_grad, up_grad, weight_grad, None
+            silu = F.silu(gate)
             if ctx.needs_input_grad[2]:
                 weight_grad = rows.t() @ (silu * up).view(-1, up.shape[-1])
             inner = (rows @ weight).view_as(up)
-        if ctx.left is not None:
-            waiting, source = ctx.left
-            waiting.leave(source, lambda: rows.t() @ F.silu(gate).mul_(up).view(-1, up.shape[-1]))
         return _gate_gradient(inner, gate, up), silu.mul_(inner), weight_grad, None
+
+
+def _is_narrow(*tensors: torch.Tensor) -> bool:
+    return all(one.dtype is torch.bfloat16 and one.is_contiguous() for one in tensors) and native.serves(*tensors)
+
+
+def _silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return native.silu_times(gate, up) if _is_narrow(gate, up) else F.silu(gate).mul_(up)
 
 
 def _gate_gradient(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -235,7 +278,7 @@ class AdaptedProduct(torch.autograd.Function):
         read = flat
         if keys is not None:
             scale *= keep_scale(level)
-            read = flat.masked_fill(dropped(keys, place, x.shape[-1], level), 0.0)
+            read = drop_units(flat, keys, place, level)
         with torch.autocast(x.device.type, enabled=False):
             out = F.linear(flat, weight, bias)
             low = read @ down.t()
@@ -253,11 +296,10 @@ class AdaptedProduct(torch.autograd.Function):
             low_grad = (up.t() @ rows.t()).mul_(ctx.scale)
             x_grad = None
             if keys is not None:
-                mask = dropped(keys, ctx.place, flat.shape[-1], ctx.level)
                 if ctx.needs_input_grad[0]:
-                    x_grad = (low_grad.t() @ down).masked_fill_(mask, 0.0).addmm_(rows, weight)
-                    x_grad = x_grad.view(*grad.shape[:-1], -1)
-                flat = flat.masked_fill(mask, 0.0)
+                    x_grad = drop_units(low_grad.t() @ down, keys, ctx.place, ctx.level, in_place=True)
+                    x_grad = x_grad.addmm_(rows, weight).view(*grad.shape[:-1], -1)
+                flat = drop_units(flat, keys, ctx.place, ctx.level)
             elif ctx.needs_input_grad[0]:
                 x_grad = (rows @ weight).addmm_(low_grad.t(), down).view(*grad.shape[:-1], -1)
             down_grad = low_grad @ flat if ctx.needs_input_grad[3] else None

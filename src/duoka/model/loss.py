@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from duoka.model import native
 from duoka.model.chunks import STRAIGHT, Bend, ChunkedLogits, LowRank, Places, take_targets, wide
 from duoka.model.vocabulary import WHOLE, SharedVocabulary, Vocabulary
 
@@ -81,14 +82,20 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(rows.device.type, enabled=False):
             inputs = (rows, weight, bias, low_rows, low_weight)
-            head = ChunkedLogits(inputs, how.bend, ctx.needs_input_grad[:5], how.vocabulary)
+            # In bf16 on a CPU logits stay as narrow as the product gives them, and become their slope in one call.
+            plain = how == _How(STRAIGHT, LIKELIHOOD, False, WHOLE) and bias is None and low_rows is None
+            narrow = plain and rows.dtype is torch.bfloat16 and native.serves(rows, weight)
+            head = ChunkedLogits(inputs, how.bend, ctx.needs_input_grad[:5], how.vocabulary, narrow=narrow)
             loss = torch.zeros((), dtype=torch.float64, device=rows.device)
             correct = torch.zeros((), dtype=torch.long, device=rows.device)
             for chunk in head.chunks():
                 targets = labels[chunk.start : chunk.end]
                 if how.count:
                     correct += (how.vocabulary.likeliest(chunk.logits) == targets).sum()
-                loss += _to_slope_(chunk.logits, targets, how.goal, how.vocabulary)
+                if narrow:
+                    loss += native.cross_entropy_(chunk.logits, targets).sum()
+                else:
+                    loss += _to_slope_(chunk.logits, targets, how.goal, how.vocabulary)
                 if head.wants_any:
                     head.learn(chunk)
         # Not save_for_backward: these are given away in the backward pass, so that nobody has to copy them.

@@ -1,7 +1,8 @@
-"""Rotary embedding with few kernels on a GPU: x * cos + rotate_half(x) * sin, without a rotated copy.
+"""Rotary embedding with few passes over memory: x * cos + rotate_half(x) * sin, without a rotated copy.
 
 transformers writes it as ten small kernels and twenty more for its gradient, in fp32 where the residual stream is, and
-attention casts what comes. Here each tensor takes four, and its gradient four. CPUs keep transformers' own.
+attention casts what comes. Here each tensor takes four on a GPU, and its gradient four; in bf16 on a CPU one each
+(native.cpp). In fp32 CPUs keep transformers' own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from duoka.model import native
 
 CLOSE = 1e-5
 Rotated = tuple[torch.Tensor, torch.Tensor]
@@ -34,6 +37,21 @@ class _Rotation(torch.autograd.Function):
         return _turn(grad, cos, sin[..., half:], sin[..., :half], 1.0).to(ctx.dtype), None, None, None
 
 
+class _NarrowRotation(torch.autograd.Function):
+    """Of bf16 on a CPU, with tables of either width."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x: (rows, heads, tokens, dim); cos and sin: (rows, tokens, dim)."""
+        ctx.save_for_backward(cos, sin)
+        return native.rotate(native.laid_by_token(x), cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return native.rotate(native.laid_by_token(grad), cos, sin, -1.0), None, None
+
+
 def _turn(
     x: torch.Tensor, cos: torch.Tensor, sin_first: torch.Tensor, sin_second: torch.Tensor, sign: float
 ) -> torch.Tensor:
@@ -53,20 +71,29 @@ def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
 
 
 @functools.cache
-def rotation_on_gpu(theirs: Any) -> Callable[..., Rotated] | None:
-    """A model's own function on CPUs, ours on GPUs; None where ours would not answer the same."""
+def own_rotation(theirs: Any) -> Callable[..., Rotated] | None:
+    """Ours on GPUs and in bf16, a model's own function elsewhere; None where ours would not answer the same."""
     if not callable(theirs) or not answers_alike(theirs):
         return None
 
     def turn(
         query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *how: Any, **named: Any
     ) -> Any:
-        fits = query.is_cuda and cos.ndim == 3 and cos.shape[-1] == query.shape[-1] == key.shape[-1]
+        fits = cos.ndim == 3 and cos.shape[-1] == query.shape[-1] == key.shape[-1]
         if fits and not how and not named and not cos.requires_grad:
-            return rotate(query, key, cos, sin)
+            if query.is_cuda:
+                return rotate(query, key, cos, sin)
+            if _is_narrow(query, key, cos, sin):
+                tables = (table.expand(query.shape[0], -1, -1).contiguous() for table in (cos, sin))
+                return tuple(_NarrowRotation.apply(x, *both) for both in [tuple(tables)] for x in (query, key))
         return theirs(query, key, cos, sin, *how, **named)
 
     return turn
+
+
+def _is_narrow(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    halves = query.dtype is key.dtype is torch.bfloat16 and cos.dtype is sin.dtype
+    return halves and query.ndim == key.ndim == 4 and native.narrows(query, key, cos, sin)
 
 
 def answers_alike(theirs: Callable[..., Any]) -> bool:

@@ -53,8 +53,7 @@ def _share_sequences(spec: EngineSpec) -> None:
 
 
 def _fuse(spec: EngineSpec) -> None:
-    # Selective recompute keeps products as they are: adapters may not add to them in place.
-    apply_fused(named_part(spec.bare), adapters=spec.layout.recompute != "selective")
+    apply_fused(named_part(spec.bare), keeps_products=spec.layout.recompute == "selective")
 
 
 def _recompute(spec: EngineSpec) -> None:

@@ -37,6 +37,17 @@ _RULES: Mapping[tuple[bool, bool], ActivationRule] = {  # (adapters, half precis
     (True, False): ActivationRule(24, 8, 12, rank=4),
     (True, True): ActivationRule(24, 4, 6, rank=2),
 }
+# Half precision on a CPU, by the kernels of model/native.cpp: what a norm gives is kept once, and nothing twice.
+# Without a compiler the rules above hold there too.
+_NARROW_RULES: Mapping[bool, ActivationRule] = {
+    False: ActivationRule(16, 4, 4),
+    True: ActivationRule(12, 4, 6, rank=2),
+}
+
+
+def is_narrow(work: Work, layout: Layout) -> bool:
+    """Whether compiled kernels compute what lies between products."""
+    return work.program is None and work.device == "cpu" and layout.precision == "bf16" and not layout.compile
 
 
 def activation_bytes_per_token(work: Work, layout: Layout, length: int = 0) -> tuple[float, str]:
@@ -70,7 +81,8 @@ def boundary_bytes(work: Work, layout: Layout) -> int:
 def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
     """(what tensor-parallel ranks each keep whole, what they share, the formula)."""
     shape, half = work.shape, layout.precision != "fp32"
-    rule = _RULES[work.lora is not None, half]
+    narrow = is_narrow(work, layout)
+    rule = _NARROW_RULES[work.lora is not None] if narrow else _RULES[work.lora is not None, half]
     size = 2 if half else 4
     # Two of the h-wide tensors (rotated queries, attention's output) are as wide as all heads together.
     whole: float = (rule.hidden - 2 * size) * shape.hidden_size
@@ -78,7 +90,7 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
     cut: float = 2 * size * shape.q_size + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
     cut += 4 * shape.num_heads
     whole += 8
-    if layout.packing or layout.sp > 1:
+    if layout.sp > 1 or (layout.packing and not narrow):
         cut += size * shape.q_size  # documents' outputs are joined, or exchanged, into one more tensor
         formula += f" + {size}h ({'packed' if layout.packing else 'exchanged'})"
     if layout.sp > 1:
@@ -89,8 +101,8 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
         formula += " (2 tensors of width f: no gate)"
     if shape.block_norms > 2 or shape.qk_norm:
         whole += 12 * (shape.block_norms - 2) * shape.hidden_size
-        cut += 12 * (shape.q_size + shape.kv_size) * shape.qk_norm
-        formula += " + 12 per extra norm"
+        cut += (2 if narrow else 12) * (shape.q_size + shape.kv_size) * shape.qk_norm
+        formula += " + 12 per extra norm" + (", 2 of queries and keys" if narrow and shape.qk_norm else "")
     if work.lora is not None:
         adapted = adapted_linears(shape, work.lora)
         whole += rule.rank * work.lora.rank * len(adapted)
@@ -129,9 +141,10 @@ def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tu
     size = 2 if half else 4
     row_gradient = size * tokens * shape.hidden_size
     rows = min(tokens, LOSS_CHUNK_ROWS) if work.device == "cpu" else tokens
-    chunk = min(4 * rows * shape.vocab_size // layout.tp, LOSS_CHUNK_BYTES[work.device])
+    narrow = is_narrow(work, layout) and not shape.bent_logits and layout.tp == 1
+    chunk = min((2 if narrow else 4) * rows * shape.vocab_size // layout.tp, LOSS_CHUNK_BYTES[work.device])
     # Beside the logits: their half-precision form, and a soft cap's slope.
-    chunk += (chunk // 2 if half else 0) + (chunk if shape.bent_logits else 0)
+    chunk += (chunk // 2 if half and not narrow else 0) + (chunk if shape.bent_logits else 0)
     if work.lora is not None:
         return chunk, 2 * row_gradient
     head = shape.vocab_size * shape.hidden_size // layout.tp

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from duoka.plan.activations import activation_bytes_per_token
+from duoka.plan.activations import activation_bytes_per_token, is_narrow
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
@@ -42,9 +42,13 @@ RATES = Rates(
         "volta": 0.60, "turing": 0.50, "ampere": 0.75, "ada": 0.75, "hopper": 0.53, "blackwell": 0.55,
         "blackwell-rtx": 0.65, "cdna2": 0.40, "cdna3": 0.40, "cpu": 0.80,
     },
-    attention={"ampere": 0.35, "hopper": 0.30, "cpu": 0.20},
+    attention={"ampere": 0.35, "hopper": 0.30, "cpu": 0.36},
 )  # fmt: skip
 MEASURED_SHARE = 0.80  # of products that were measured on the machine itself: training's are smaller
+# On CPUs they lose less (docs/decisions.md has the steps behind both): a model's products beside the best ones, and
+# attention in bf16 by the compiled kernel (model/native.cpp).
+CPU_MEASURED_SHARE = 0.92
+NARROW_ATTENTION = 0.47
 MEMORY_SHARE = 0.80  # of the data sheet's bandwidth, by element-wise kernels
 TOUCHES_BACKWARD = 2.0  # times those of the forward pass
 COMPILED_TOUCHES = 0.5  # fused kernels keep intermediate values in registers
@@ -183,7 +187,8 @@ def estimate_speed(
 def matmul_share(cluster: Cluster, tokens: float, rates: Rates) -> float:
     """Share of the peak that products of a micro-batch of so many tokens reach."""
     device = cluster.device
-    best = MEASURED_SHARE if device.measured else rates.matmul.get(device.generation, 0.5)
+    measured = CPU_MEASURED_SHARE if device.kind == "cpu" else MEASURED_SHARE
+    best = measured if device.measured else rates.matmul.get(device.generation, 0.5)
     best *= device.threads_share
     return best / (1 + rates.half_tokens / max(1.0, tokens)) if device.kind == "cuda" else best
 
@@ -199,7 +204,7 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
     touches = rates.touches * (COMPILED_TOUCHES if layout.compile else 1.0)
     touched = touches * kept * work.shape.num_layers * slowest_stage(work, layout) / layout.pp / layout.sp
     share = matmul_share(cluster, load.tokens / layout.sp, rates)
-    near = rates.attention.get(device.generation, 0.5 * share)
+    near = NARROW_ATTENTION if is_narrow(work, layout) else rates.attention.get(device.generation, 0.5 * share)
     return (
         load.tokens * matmul / cut / (peak * share),
         load.tokens * attention / cut / (peak * near),

@@ -1,0 +1,282 @@
+"""native.cpp, compiled once per machine, as functions of tensors: what a bf16 step on a CPU computes beside products.
+
+`serves` says whether tensors can be given to it. Without a compiler, under DUOKA_NATIVE=0 and wherever it cannot serve,
+callers use torch's form, which rounds to bf16 at other places: results differ as bf16 results do, by its last digit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from duoka.runs.cache import cache_folder
+
+SWITCH = "DUOKA_NATIVE"
+SOURCE = Path(__file__).with_name("native.cpp")
+_OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
+_COMPILE_WITHIN_S = 120
+_NORM_PARTS = 64  # sums of rows that a norm's weight gradient is added up from, whatever the threads
+
+_P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES: Mapping[str, list[Any]] = {
+    "norm_forward": [_P, _P, _P, _P, _I, _I, _F, _N, _N, _N],
+    "norm_backward": [_P, _P, _P, _P, _P, _P, _I, _I, _I, _N, _N, _N],
+    "silu_forward": [_P, _P, _P, _I, _N],
+    "silu_backward": [_P, _P, _P, _P, _P, _P, _I, _N],
+    "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _F, _N, _N],
+    "cross_entropy": [_P, _P, _P, _I, _I, _N],
+    "add": [_P, _P, _I, _N],
+    "drop": [_P, _P, _P, _I, _I, _I, _I, _N, _N],
+}
+_ATTENTION: Mapping[str, list[Any]] = {
+    "attention_forward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N],
+    "attention_backward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _P, _P, _P, _P, _N],
+}
+OWN_ATTENTION = "attends_by_own_kernel"  # on an attention module: `Attention` may compute it
+
+
+def serves(*tensors: torch.Tensor, attention: bool = False) -> bool:
+    """Plain tensors on a CPU, in fp32 or bf16, not under a compiler that wants to see what is computed."""
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            return False
+        if tensor.dtype not in (torch.bfloat16, torch.float32):
+            return False
+    if torch.compiler.is_compiling():
+        return False
+    library = find()
+    return library is not None and (library.has_attention or not attention)
+
+
+def narrows(*tensors: torch.Tensor) -> bool:
+    """`serves`, in a pass whose products are bf16."""
+    on = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+    return on and serves(*tensors)
+
+
+class Library:
+    """The compiled functions, by name."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self.has_attention = bool(library.duoka_has_attention())
+        known = {**_SIGNATURES, **(_ATTENTION if self.has_attention else {})}
+        for name, arguments in known.items():
+            function = getattr(library, f"duoka_{name}")
+            function.argtypes, function.restype = arguments, None
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        raise AttributeError(name)
+
+
+@functools.cache
+def find() -> Library | None:
+    """The library, compiled where it is not there yet; None where there is no compiler or it is switched off."""
+    compiler = None if os.environ.get(SWITCH) == "0" else find_compiler()
+    if compiler is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return Library(compile_once(compiler, cache_folder() / "native"))
+    return None
+
+
+def find_compiler(env: Mapping[str, str] = os.environ) -> str | None:
+    names = (env.get("CXX"), "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def compile_once(compiler: str, folder: Path) -> Path:
+    """For this source, compiler and kind of processor; whoever is first gives the file its name when it is whole."""
+    key = hashlib.sha256(SOURCE.read_bytes())
+    key.update(repr((_OPTIONS, compiler, os.stat(compiler).st_mtime_ns, _processor())).encode())
+    path = folder / f"kernels-{key.hexdigest()[:20]}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        made = Path(place, "kernels.so")
+        subprocess.run(
+            [compiler, *_OPTIONS, "-shared", str(SOURCE), "-o", str(made)],
+            check=True, timeout=_COMPILE_WITHIN_S, stdin=subprocess.DEVNULL, capture_output=True,
+        )  # fmt: skip
+        os.replace(made, path)
+    return path
+
+
+def _processor() -> str:
+    """What -march=native asks: a cache folder may be shared by machines of several kinds."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    return platform.processor()
+
+
+def describe() -> str:
+    """For the banner."""
+    return "kernels compiled here" if find() is not None else ""
+
+
+def _library() -> Any:
+    found = find()
+    assert found is not None, "asked for only where `serves` said yes"
+    return found
+
+
+def _at(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float32
+
+
+# --- the functions; what they write to is made here, contiguous ---
+
+
+def norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x * weight / rms(x) in bf16, 1 / rms of each row). x: contiguous."""
+    dim = x.shape[-1]
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    inverse = torch.empty(x.numel() // dim, dtype=torch.float32)
+    _library().norm_forward(
+        _at(x), _at(weight), _at(out), _at(inverse), len(inverse), dim, eps, _is_wide(x), _is_wide(weight),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out, inverse
+
+
+def norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, wants: tuple[bool, bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of x and of the weight, each where it is wanted."""
+    dim, rows = x.shape[-1], len(inverse)
+    parts = min(_NORM_PARTS, max(1, rows))
+    x_grad = torch.empty_like(x) if wants[0] else None
+    sums = torch.empty(parts, dim, dtype=torch.float32) if wants[1] else None
+    _library().norm_backward(
+        _at(grad), _at(x), _at(weight), _at(inverse), _at(x_grad), _at(sums), rows, dim, parts, _is_wide(x),
+        _is_wide(weight), torch.get_num_threads(),
+    )  # fmt: skip
+    return x_grad, None if sums is None else sums.sum(dim=0).to(weight.dtype)
+
+
+def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, of contiguous bf16."""
+    out = torch.empty_like(gate)
+    _library().silu_forward(_at(gate), _at(up), _at(out), out.numel(), torch.get_num_threads())
+    return out
+
+
+def silu_times_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, again: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(gradient of gate, of up, silu(gate) * up where it is wanted `again`). `grad`'s memory becomes up's gradient."""
+    gate_grad, out = torch.empty_like(gate), torch.empty_like(gate) if again else None
+    _library().silu_backward(
+        _at(grad), _at(gate), _at(up), _at(gate_grad), _at(grad), _at(out), gate.numel(), torch.get_num_threads()
+    )
+    return gate_grad, grad, out
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    """x: (rows, heads, tokens, dim) that lies as (rows, tokens, heads, dim), as its answer does; bf16 both."""
+    rows, heads, tokens, dim = x.shape
+    out = torch.empty((rows, tokens, heads, dim), dtype=torch.bfloat16)
+    _library().rotate(
+        _at(x), _at(cos), _at(sin), _at(out), rows * tokens, heads, dim, x.stride(2), sign, _is_wide(cos),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def cross_entropy_(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """-log p of each row's target (fp64); the logits become the slope of its sum: softmax less 1 at the target."""
+    losses = torch.empty(len(targets), dtype=torch.float64)
+    _library().cross_entropy(
+        _at(logits), _at(targets), _at(losses), len(targets), logits.shape[-1], torch.get_num_threads()
+    )
+    return losses
+
+
+def add_(sums: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """sums += part, fp32 and bf16, both contiguous."""
+    _library().add(_at(sums), _at(part), sums.numel(), torch.get_num_threads())
+    return sums
+
+
+def drop(x: torch.Tensor, keys: torch.Tensor, place: int, level: int, *, in_place: bool = False) -> torch.Tensor:
+    """x (tokens, units) with its dropped units 0, as model/dropout.py counts them."""
+    x = x.contiguous()
+    out = x if in_place else torch.empty_like(x)
+    _library().drop(
+        _at(x), _at(out), _at(keys), place, keys.numel(), x.numel() // max(1, keys.numel()), level, _is_wide(x),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+class Attention(torch.autograd.Function):
+    """Causal, each document for itself: (rows, heads, tokens, dim) in bf16 in, (rows, tokens, heads, dim) out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        inputs = tuple(laid_by_token(one) for one in (query, key, value))
+        rows, heads, tokens, dim = query.shape
+        out = torch.empty((rows, tokens, heads, dim), dtype=torch.bfloat16)
+        sums = torch.empty((heads, rows * tokens), dtype=torch.float32)
+        _library().attention_forward(*_lie(inputs, edges), scale, _at(out), _at(sums), torch.get_num_threads())
+        ctx.save_for_backward(*inputs, edges, out, sums)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        *inputs, edges, out, sums = ctx.saved_tensors
+        slopes = [torch.empty(one.transpose(1, 2).shape, dtype=torch.bfloat16) for one in inputs]
+        grad = grad.contiguous()
+        _library().attention_backward(
+            *_lie(inputs, edges), ctx.scale, _at(out), _at(grad), _at(sums), *(_at(one) for one in slopes),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return *(one.transpose(1, 2) for one in slopes), None, None
+
+
+def laid_by_token(x: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, tokens, dim) whose heads of one token lie end to end, and whose tokens lie equally far apart."""
+    rows, heads, tokens, dim = x.shape
+    step = x.stride(2)
+    ends = x.stride(3) == 1 and (heads == 1 or x.stride(1) == dim) and step >= heads * dim and step % 2 == 0
+    if ends and (rows == 1 or x.stride(0) == tokens * step):
+        return x
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _lie(inputs: Any, edges: torch.Tensor) -> tuple[Any, ...]:
+    query, key, _ = inputs
+    rows, heads, tokens, dim = query.shape
+    strides = (one.stride(2) for one in inputs)
+    return (
+        *(_at(one) for one in inputs), *strides, _at(edges), len(edges) - 1, heads, key.shape[1], dim, rows * tokens,
+    )  # fmt: skip
+
+
+def attention_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_documents: int) -> bool:
+    """Whether `Attention` takes them, and has work for every thread: else torch's kernel is the faster one."""
+    heads, groups, dim = query.shape[1], key.shape[1], query.shape[-1]
+    fits = dim % 16 == 0 and dim == value.shape[-1] and heads % groups == 0 and query.shape[2] == key.shape[2]
+    return fits and num_documents * groups >= torch.get_num_threads() and serves(query, key, value, attention=True)

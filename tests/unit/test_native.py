@@ -1,0 +1,203 @@
+"""The compiled parts of a bf16 step beside torch's own form in float64: as close as bf16 numbers can be."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from duoka.model import native
+from duoka.model.attention import Documents, register_attention
+from duoka.model.build import LossModel
+from duoka.model.dropout import dropped, level_of
+from duoka.model.fused import NarrowRmsNorm, SiluTimes, SiluTimesDown, apply_fused
+from duoka.model.rotary import own_rotation
+
+pytestmark = pytest.mark.skipif(native.find() is None, reason="no C++ compiler: native.cpp was not compiled")
+needs_attention = pytest.mark.skipif(
+    native.find() is None or not native.find().has_attention, reason="this processor has no AVX512-BF16"
+)
+HALF = 2**-8  # of a bf16 number, relative: rounding to the nearest is off by half of it at most
+
+
+def draw(*shape, dtype=torch.bfloat16, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def far(got, want):
+    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
+
+
+def compare(function, oracle, inputs, limit=HALF / 1.2):
+    """Answers and gradients of both; the oracle's in float64."""
+    ours = [one.detach().clone().requires_grad_() for one in inputs]
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    got, want = function(*ours), oracle(*exact)
+    slope = draw(*want.shape, seed=9).to(got.dtype)
+    got.backward(slope)
+    want.backward(slope.double())
+    assert far(got, want) < limit
+    for place, (one, two) in enumerate(zip(ours, exact, strict=True)):
+        assert one.grad.dtype == one.dtype
+        assert far(one.grad, two.grad) < limit, place
+
+
+@pytest.mark.parametrize("x_type", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("weight_type", (torch.float32, torch.bfloat16))
+def test_the_norm(x_type, weight_type):
+    inputs = draw(2, 37, 24, dtype=x_type), draw(24, dtype=weight_type, seed=1)
+    compare(lambda x, w: NarrowRmsNorm.apply(x, w, 1e-3), lambda x, w: F.rms_norm(x, (24,), w, 1e-3), inputs)
+
+
+def test_the_gated_product():
+    gate, up, down = draw(5, 40), draw(5, 40, seed=1), draw(8, 40, seed=2)
+    compare(SiluTimes.apply, lambda g, u: F.silu(g) * u, (gate, up))
+    compare(SiluTimesDown.apply, lambda g, u, w: F.linear(F.silu(g) * u, w), (gate, up, down), limit=1.3 * HALF)
+
+
+def theirs(query, key, cos, sin):
+    def turned(x):
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+
+    cos, sin = cos.unsqueeze(1).to(query.dtype), sin.unsqueeze(1).to(query.dtype)
+    return query * cos + turned(query) * sin, key * cos + turned(key) * sin
+
+
+@pytest.mark.parametrize("tables", (torch.float32, torch.bfloat16))
+def test_the_rotation(tables):
+    cos, sin = draw(1, 7, 16, dtype=tables, seed=3), draw(1, 7, 16, dtype=tables, seed=4)
+    turn = own_rotation(theirs)
+
+    def both(one):
+        def run(query, key):
+            with torch.autocast("cpu", torch.bfloat16, enabled=query.dtype is torch.bfloat16):
+                return torch.cat(one(query.transpose(1, 2), key.transpose(1, 2), cos, sin), dim=1)
+
+        return run
+
+    compare(both(turn), both(theirs), (draw(2, 7, 4, 16), draw(2, 7, 2, 16)))
+
+
+@needs_attention
+@pytest.mark.parametrize("heads, groups, dim", ((4, 2, 32), (3, 3, 16), (9, 3, 64), (2, 1, 80)))
+@pytest.mark.parametrize("lengths", ((1, 2, 130, 47, 48, 49, 16), (64,)))
+def test_attention_of_documents(heads, groups, dim, lengths):
+    tokens = sum(lengths)
+    edges = torch.tensor([0, *lengths]).cumsum(0).int()
+
+    def ours(*inputs):
+        return native.Attention.apply(*(one.transpose(1, 2) for one in inputs), edges, 0.2)
+
+    def apart(*inputs):
+        parts = zip(*(one.transpose(1, 2).split(lengths, dim=2) for one in inputs), strict=True)
+        many = heads // groups
+        each = [
+            F.scaled_dot_product_attention(
+                q, k.repeat_interleave(many, 1), v.repeat_interleave(many, 1), is_causal=True, scale=0.2
+            )
+            for q, k, v in parts
+        ]
+        return torch.cat(each, dim=2).transpose(1, 2)
+
+    sizes = heads, groups, groups
+    inputs = [draw(1, tokens, count, dim, seed=place) for place, count in enumerate(sizes)]
+    compare(ours, apart, inputs, limit=1.3 * HALF)
+
+
+@needs_attention
+def test_attention_reads_tensors_as_projections_leave_them():
+    """Heads of one wide tensor, padded rows, and a layout that it must copy: the same bits."""
+    wide, edges = draw(2, 33, 6 * 32), torch.arange(3, dtype=torch.int32) * 33
+    cut = [part.unflatten(-1, (2, 32)).transpose(1, 2) for part in wide.split(64, dim=-1)]
+    copied = [one.contiguous() for one in cut]
+    assert all(native.laid_by_token(one).data_ptr() == one.data_ptr() for one in cut)
+    assert torch.equal(native.Attention.apply(*cut, edges, 0.1), native.Attention.apply(*copied, edges, 0.1))
+
+
+def test_logits_become_the_slope_of_their_loss():
+    logits, targets = 4 * draw(6, 3001), torch.tensor([0, 3000, 17, 5, 5, 1024])
+    exact = logits.double().requires_grad_()
+    want = F.cross_entropy(exact, targets, reduction="none")
+    want.sum().backward()
+    slope = logits.clone()
+    losses = native.cross_entropy_(slope, targets)
+    assert torch.allclose(losses, want.detach(), rtol=1e-6)
+    assert far(slope, exact.grad) < HALF
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("units", (6, 256, 1001))
+def test_dropout_drops_what_torch_drops(dtype, units):
+    x, keys, level = draw(5, units, dtype=dtype), torch.tensor([0, -1, 2**62, -(2**63), 12345]), level_of(0.3)
+    want = x.masked_fill(dropped(keys, -987654321987654321, units, level), 0.0)
+    assert torch.equal(native.drop(x, keys, -987654321987654321, level), want)
+    assert 0.2 < float((want == 0).float().mean()) < 0.45
+
+
+def test_sums_take_narrow_parts():
+    sums, part = draw(300, dtype=torch.float32), draw(300, seed=1)
+    assert torch.equal(native.add_(sums.clone(), part), sums + part.float())
+
+
+def model_of(lengths):
+    register_attention()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, attn_implementation="duoka",
+    )  # fmt: skip
+    ids = torch.randint(3, 300, (1, sum(lengths)))
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    edges = torch.tensor([0, *lengths]).cumsum(0).int()
+    return LossModel(LlamaForCausalLM(config)), (ids, ids.roll(-1), places, Documents.of(edges, torch.device("cpu")))
+
+
+def learn(model, inputs, narrow=True):
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        loss, _ = model(*inputs)
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_a_whole_model_is_nearer_to_fp32_than_torchs_bf16(monkeypatch):
+    """Every part of it in one step, and none of it where the switch says so."""
+    model, inputs = model_of((40, 7, 70))
+    apply_fused(model.lm)
+    exact, wanted = learn(model, inputs, narrow=False)
+    calls = []
+    for name in ("norm_forward", "silu_times", "rotate", "cross_entropy_", "attention_fits"):
+        plain = getattr(native, name)
+        monkeypatch.setattr(
+            native, name, lambda *a, plain=plain, name=name, **k: (calls.append(name), plain(*a, **k))[1]
+        )
+    loss, found = learn(model, inputs)
+    assert {name: calls.count(name) for name in set(calls)} == {
+        "norm_forward": 5, "silu_times": 2, "rotate": 8, "cross_entropy_": 1, "attention_fits": 2,
+    }  # fmt: skip
+    calls.clear()
+    monkeypatch.setattr(native, "find", lambda: None)
+    torch_loss, torchs = learn(model, inputs)
+    assert not set(calls) - {"attention_fits"}
+    assert abs(loss / exact - 1) < 1e-3
+    assert abs(torch_loss / exact - 1) < 1e-3
+    ours, plain = (max(far(one[name], want.double()) for name, want in wanted.items()) for one in (found, torchs))
+    assert ours < 1.2 * plain, (ours, plain)
+
+
+def test_without_a_compiler_there_is_no_library(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    assert native.find_compiler() is None
+    assert native.find.__wrapped__() is None
+
+
+def test_it_is_compiled_once_and_a_broken_compiler_costs_nothing(tmp_path, monkeypatch):
+    path = native.compile_once(native.find_compiler(), tmp_path)
+    assert path.stat().st_mtime_ns == native.compile_once(native.find_compiler(), tmp_path).stat().st_mtime_ns
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "other"))
+    assert native.find.__wrapped__() is None
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert native.find.__wrapped__() is None
