@@ -15,8 +15,8 @@ import torch.distributed as dist
 from duoka.comm.ledger import LEDGER
 
 # torch 2.13 renamed two of them, and warns at each call by the old name.
-_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_into: Any = getattr(dist, "all_gather_single", None) or dist.allgather_into_tensor
+scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TimedWork(dist.Work):
@@ -70,7 +70,7 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
 def start_all_gather(whole: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> TimedWork:
     """Begin to fill `whole` with every rank's `shard` (which may be its place in `whole`)."""
     LEDGER.note("all-gather", bytes_of(whole), num_ranks(group))
-    return TimedWork(_gather_into(whole, shard, group=group, async_op=True))
+    return TimedWork(gather_into(whole, shard, group=group, async_op=True))
 
 
 def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -79,7 +79,7 @@ def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGrou
         return whole.copy_(shard)
     LEDGER.note("all-gather", bytes_of(whole), num_ranks(group))
     with LEDGER.waiting():
-        _gather_into(whole, shard, group=group)
+        gather_into(whole, shard, group=group)
     return whole
 
 
@@ -100,7 +100,7 @@ def reduce_scatter(
     LEDGER.note("reduce-scatter", bytes_of(whole), size)
     with LEDGER.waiting():
         if not is_gloo(group, whole.device):
-            _scatter_into(shard, whole, group=group)
+            scatter_into(shard, whole, group=group)
             return shard
         parts = torch.empty_like(whole) if parts is None else parts
         dist.all_to_all_single(parts, whole, group=group)

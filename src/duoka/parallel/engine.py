@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.model.build import named_part
 from duoka.model.lora import count_parameters
 from duoka.model.shards import Weights
+from duoka.optim.build import optimizer_tensors
 from duoka.optim.clip import clip_gradients
 from duoka.optim.muon import Sharing, WholeMatrices
 from duoka.optim.spread import Groups, spread_of
@@ -164,6 +165,23 @@ class Engine:
         """What belongs into checkpoints beside the model and the optimizer; `model` stands before names of several."""
         return {}
 
+    def build_optimizer(
+        self, make: Callable[[Mapping[str, torch.nn.Parameter]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """The optimizer that `make` builds of what is trained. Once, before the first pass."""
+        return make(self.named_trainable())
+
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """What checkpoints save of the model and fill in place, by name: whole, or this rank's parts."""
+        return {name: parameter.detach() for name, parameter in self.named_trainable().items()}
+
+    def optimizer_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """And of the optimizer, as `kind.parameter-name`; state that is not there yet is made first."""
+        return optimizer_tensors(optimizer, self.named_trainable())
+
+    def filled(self) -> None:
+        """These were filled in place: bring up to date what is made of them."""
+
     def resumed(self) -> None:
         """Weights and state came from a checkpoint: the first step must add as the later ones of that run did."""
 
@@ -216,7 +234,7 @@ class Engine:
                     world.heart.tell("backward")
                     if clock is not None:
                         clock.mark("backward")
-                    self.numerics.scaler.scale(mean_loss(losses, denominators)).backward()
+                    self.backward(self.numerics.scaler.scale(mean_loss(losses, denominators)))
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -242,6 +260,10 @@ class Engine:
     def exchange(self, last: bool) -> AbstractContextManager[None]:
         """Around the passes of one micro-batch: what they exchange. `last`: of the step."""
         return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """A micro-batch's backward pass, from its part of the step's loss."""
+        loss.backward()
 
     def check_all_used(self, fix: str) -> None:
         """Refuse a trained parameter without a gradient, where that would break the next exchange."""
@@ -272,6 +294,10 @@ class Engine:
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
+
+    def forget_gradients(self) -> None:
+        """Throw away what a pass left that was no step's."""
+        self.model.zero_grad(set_to_none=True)
 
     def _drop_gradients(self) -> None:
         for parameter in self.named_trainable().values():
@@ -309,9 +335,9 @@ class Engine:
             with compute_in(self.numerics.precision, device):
                 sums = objective.sums(self.model, self.part_of(micro), device)
             self.world.heart.tell("backward")
-            no_loss(sums.losses).backward()
+            self.backward(no_loss(sums.losses))
         if is_last:
-            self.model.zero_grad(set_to_none=True)
+            self.forget_gradients()
 
     def rehearsing(self, last: bool) -> AbstractContextManager[None]:
         """Around one pass whose gradients are thrown away."""

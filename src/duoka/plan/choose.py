@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from duoka.config.rules_deepspeed import GET_DEEPSPEED, NO_DEEPSPEED
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES, WHOLE_WEIGHT_OPTIMIZERS
 from duoka.config.rules_parallel import ddp_settings
@@ -79,6 +80,8 @@ def check_packages(config: RunConfig) -> list[Fault]:
         if not tracker.is_installed:
             what = f"log.to names {name}, and the package {tracker.package} is not installed here"
             faults.append(Fault(what, key="log.to", fix=f"type:   {tracker.install}"))
+    if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        faults.append(Fault(NO_DEEPSPEED, key="parallel.engine", fix=GET_DEEPSPEED))
     if importlib.util.find_spec("bitsandbytes") is not None:
         return faults
     if config.optim.name == "adamw8bit":
@@ -215,7 +218,8 @@ def _with_strategy(
         reasons["parallel.strategy"] = f"zero1: {size} data ranks share the optimizer's state of each stage"
         return replace(layout, strategy="zero1", shard=size)
     why = f"unsharded, it would need {format_bytes(need)} in each, and {format_bytes(available_bytes)} is available"
-    if 1 < local_size < size and size % local_size == 0:
+    # DeepSpeed's stage 3 shares one model over all ranks.
+    if 1 < local_size < size and size % local_size == 0 and config.parallel.engine == "native":
         inside = replace(smallest, strategy="hsdp", shard=local_size)
         if memory_of(task, inside).peak_bytes <= FITS * available_bytes:
             reasons["parallel.strategy"] = f"hsdp: the {local_size} processes of a node share one model; {why}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -163,9 +164,9 @@ def build_run(inputs: Inputs, world: World) -> Run:
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
     objective_of = build_objective(config, engine, stage)
     notes += note_attention(find_core(engine.bare), plan.layout, world.device)
+    contents = build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
     reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
     stage.take_start(engine)
-    contents = build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
     model = model_fingerprint(inputs.folder)
@@ -269,9 +270,11 @@ def _find_reference(inputs: Inputs, plan: Plan, engine: Engine) -> str:
 
 
 def build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role]) -> Contents:
-    optimizer = build_optimizer(
-        engine.named_trainable(), config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
-        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
+    optimizer = engine.build_optimizer(
+        partial(
+            build_optimizer, optim=config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
+            b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
+        )
     )  # fmt: skip
     # The same initial values everywhere; what people's own code draws differs from data rank to data rank.
     torch.manual_seed(config.train.seed + engine.mesh.data.rank)
