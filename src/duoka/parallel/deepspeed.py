@@ -39,6 +39,9 @@ def load_deepspeed(device: torch.device) -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
+    # With a C++ compiler it would build this at its first start, for minutes, without a word, and for inference;
+    # a build that was killed leaves a lock that the next start waits for.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
@@ -87,6 +90,15 @@ class DeepSpeed(Engine):
         if self.zero is not None:
             self.zero.refresh()
 
+    def lasting_weights(self) -> list[torch.Tensor]:
+        return [getattr(parameter, "ds_tensor", parameter) for parameter in self.bare.parameters()]
+
+    def masters(self) -> list[torch.Tensor]:
+        return [] if self.zero is None else self.zero.lines()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return super().gradients() if self.zero is None else self.zero.gradients()
+
     # --- one optimizer step ---
 
     @contextlib.contextmanager
@@ -101,7 +113,7 @@ class DeepSpeed(Engine):
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> torch.Tensor:
         if self.zero is None:
             return super().clip(optimizer, max_norm, is_scaled=is_scaled)
-        gradients = self.zero.gradients()
+        gradients = self.gradients()
         own = torch.stack(foreach_norm(gradients)).float().square().sum() if gradients else torch.zeros(())
         groups = (self.mesh.loss.group,) if self.mesh.loss.size > 1 else ()
         norm = add_over(own, groups, self.world.device.type).sqrt()

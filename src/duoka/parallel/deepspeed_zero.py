@@ -51,12 +51,18 @@ class ZeroState(ABC):
 
     def discard(self) -> None:
         """Drop the gradients as DeepSpeed does it after an overflow, which it is made to see."""
-        for gradient in self.gradients()[:1]:
+        # Of gradients that lie on the host it looks at norms that it noted before, and keeps the memory.
+        on_host = [line.grad for line in self.lines() if line.grad is not None]
+        noted = getattr(self.zero, "norm_for_param_grads", {})
+        noted |= {key: torch.tensor(torch.inf) for key in noted}
+        for gradient in [] if on_host else self.gradients()[:1]:
             gradient.fill_(torch.inf)
         was = getattr(self.zero, "check_grad_overflow", None)
         self.zero.check_grad_overflow = True
         self.zero.step()
         self.zero.check_grad_overflow = was
+        for gradient in on_host:
+            gradient.zero_()
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Weights by name."""
@@ -138,7 +144,7 @@ class Zero3(ZeroState):
                 if self.zero.offload_optimizer:
                     assert part.line.grad is not None
                     found.append(part.line.grad.narrow(0, part.at, part.length))
-                else:
+                elif self.zero.averaged_gradients.get(number):  # else: before the first backward pass, or after a step
                     found.append(self.zero.averaged_gradients[number][place][: part.length])
         return found
 

@@ -26,6 +26,7 @@ from duoka.model.lora import count_parameters
 from duoka.model.shards import Weights
 from duoka.optim.build import optimizer_tensors
 from duoka.optim.clip import clip_gradients
+from duoka.optim.host import local_part
 from duoka.optim.muon import Sharing, WholeMatrices
 from duoka.optim.spread import Groups, spread_of
 from duoka.parallel import inject
@@ -147,6 +148,18 @@ class Engine:
     def count_parameters(self) -> tuple[int, int]:
         """(all, trained) of the whole model, shared ones once."""
         return count_parameters(named_part(self.bare))
+
+    def lasting_weights(self) -> list[torch.Tensor]:
+        """What this rank has of the weights, frozen ones too, while no pass has gathered any."""
+        return list(self.bare.parameters())
+
+    def masters(self) -> list[torch.Tensor]:
+        """What the optimizer steps on where that lies beside the weights that passes use."""
+        return []
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's parts of the gradients, live."""
+        return [local_part(p.grad) for p in self.named_trainable().values() if p.grad is not None]
 
     def spread_of(self, parameter: torch.Tensor) -> Groups:
         """The groups whose ranks hold different parts of a parameter's gradient."""

@@ -72,6 +72,9 @@ class Sharded(Engine):
         if self.owned is not None:
             self.owned.finish(last)
 
+    def masters(self) -> list[torch.Tensor]:
+        return list(self.named_trainable().values()) if self.strategy in ("zero1", "zero2") else []
+
     def settle(self) -> None:
         """Give back weights that a pass without a backward (an evaluation) left gathered."""
         for module in _units(self.sharded):

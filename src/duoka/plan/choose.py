@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from duoka.config.deepspeed_json import STAGES
 from duoka.config.rules_deepspeed import GET_DEEPSPEED, NO_DEEPSPEED
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES, WHOLE_WEIGHT_OPTIMIZERS
@@ -148,6 +149,8 @@ def choose_layout(
         local = data_ranks(config.parallel, local_size or world_size) or 1
         layout = _with_strategy(config, task, layout, available_bytes, local, reasons)
         layout = replace(layout, ep=config.parallel.expert)
+    if config.parallel.engine == "deepspeed":
+        reasons["parallel.engine"] = f"DeepSpeed, ZeRO stage {STAGES[layout.strategy]}"
     if layout.sp > 1:
         reasons["parallel.sequence"] = f"{layout.sp}, {why_exchange(task.work.shape.num_heads // layout.tp, layout.sp)}"
     smallest = layout if config.train.micro_batch == "auto" else _with_given_micro(layout, config.train)

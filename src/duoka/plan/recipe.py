@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
+from duoka.config.schema_running import DeepSpeedConfig
+from duoka.plan import deepspeed
 from duoka.plan.layout import Layout
 from duoka.plan.pipeline import Costs, cut_layers, most_in_flight
 from duoka.plan.shape import ModelShape, lora_parameters
@@ -63,6 +65,7 @@ class Work:
     is_new: bool = False  # begins from random weights, beside which adapters make no sense
     references: int = 0  # frozen copies of the model that a stage reads beside the trained one
     looks: int = 0  # passes without gradients that come before a step's loss, each over as many tokens as it has
+    deepspeed: DeepSpeedConfig | None = None  # its switches, where it is the engine
     thin_gradients: bool = False  # PowerSGD: residuals of this step and the one before, each as large as the gradients
 
     @property
@@ -244,7 +247,12 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         frozen += int(work.references * frozen_size * (share.trainable + share.frozen))
         note += f" + {work.references * frozen_size:g}P of references"
     axes = "" if layout.tp * layout.pp == 1 else f", P of a rank's 1/{layout.tp * layout.pp}"
-    if layout.strategy in ("zero1", "zero2"):
+    if work.deepspeed is not None:
+        *parts, formula = deepspeed.static_parts(work, layout.strategy, ranks, share, frozen)
+        own = (parts[0], parts[1], parts[2])
+        formula += note
+        host = {"params": sum(own), "optimizer": own[2] + own[1]}.get(layout.offload, 0)
+    elif layout.strategy in ("zero1", "zero2"):
         gathered, formula = _gathered_whole(work, layout.precision, share)
         first = layout.strategy == "zero1"
         gradients = 4 * train if first else 4 * train // ranks
@@ -267,7 +275,7 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         held = (4 if trained else frozen_size, 4 * trained, state * trained)
         own = tuple(size + int(each * share.experts) for size, each in zip(own, held, strict=True))  # type: ignore[assignment]
         formula += f" + {sum(held):.3g} of the experts/{layout.ep}"
-    if layout.offload == "optimizer":
+    if layout.offload == "optimizer" and work.deepspeed is None:
         host = int(state * train) // ranks
     return StaticMemory(layout.strategy, *own, formula, host if work.device == "cuda" else 0)
 

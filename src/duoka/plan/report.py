@@ -311,6 +311,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
         frozen_bits=0 if config.model.quantization == "none" else 4,
         saves_beside=config.checkpoint.is_async, is_new=config.model.depth is not None,
         thin_gradients=config.parallel.compress == "powersgd",
+        deepspeed=config.parallel.deepspeed if config.parallel.engine == "deepspeed" else None,
         references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
     )  # fmt: skip
 
