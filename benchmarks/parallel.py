@@ -243,8 +243,8 @@ def table(found: dict[str, Any]) -> str:
         f"micro-batches of {TOKENS} tokens, whatever the layout. Bytes are what a rank sends in a step, on average: by "
         "hand, then *ledger* and *wire* (the loopback device's counter, headers included) as shares of that. CPU "
         "seconds are those of all processes together beside one process of the same model: what the exchange costs "
-        "where all share the cores. *Bubble* is the schedule's, where forward pass and both parts of the backward pass last "
-        "alike; *waited* is what ranks waited for each other in this run, on cores that they share.", "",
+        "where all share the cores. *Bubble* is the schedule's, where forward pass and both parts of the backward pass "
+        "last alike; *waited* is what ranks waited for each other in this run, on cores that they share.", "",
         "| layout | schedule | N | MB sent | ledger | wire | CPU s beside one | bubble | waited |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -121,7 +121,10 @@ def leave_garbage():
 
 
 def train_all(jobs, size):
-    """Train every (yaml, overrides, run folder[, environment]) in turn on a world of `size` gloo processes."""
+    """Train every (yaml, overrides, run folder[, environment]) in turn on a world of `size` gloo processes.
+
+    What can be called instead of that, the first rank calls in its turn.
+    """
     run_world(size, train_jobs, jobs)
 
 
@@ -134,7 +137,12 @@ def train_jobs(jobs):
 
     world = None
     try:
-        for yaml, overrides, folder, *env in jobs:
+        for job in jobs:
+            if callable(job):
+                if world is None or world.is_main:
+                    job()
+                continue
+            yaml, overrides, folder, *env = job
             leave_garbage()
             os.environ.update(*env)
             inject.forget()

@@ -50,10 +50,16 @@ __all__ = [
     "set_call",
     "storage_key",
     "tree_map_only",
+    "wrapper_of_shape",
 ]
 
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+
+
+def wrapper_of_shape(kind: type, shape: torch.Size, values: torch.Tensor) -> Any:
+    """A tensor of a subclass that has no memory of its own: shaped as the whole that `values` are a part of."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=values.dtype, device=values.device)
 
 
 def like_sharded(parameter: DTensor, local: torch.Tensor) -> DTensor:

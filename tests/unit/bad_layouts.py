@@ -40,4 +40,18 @@ LAYOUT_CONTRADICTIONS = {
     + "parallel: {strategy: zero3, compress: {gradients: int8}}\noptim: {name: muon, adamw_lr: 3e-4}\n",
     "packed-exchange-of-frozen-weights": HEAD + "parallel: {strategy: zero3, compress: {weights: int8}}\nlora: {}\n",
     "tensor-with-offloaded-params": HEAD + "parallel: {tensor: 2, offload: params, strategy: fsdp}\n",
+    "deepspeed-switches-without-it": HEAD + "parallel: {deepspeed: {overlap_comm: true}}\n",
+    "deepspeed-with-strategy": HEAD + "parallel: {engine: deepspeed, strategy: hsdp}\n",
+    "deepspeed-with-axes": HEAD + "parallel: {engine: deepspeed, strategy: zero2, tensor: 2}\n",
+    "deepspeed-with-optimizer": HEAD + "optim: {name: lamb}\nparallel: {engine: deepspeed}\n",
+    "deepspeed-in-fp16": HEAD + "train: {precision: fp16}\nparallel: {engine: deepspeed}\n",
+    "deepspeed-with-ddp-settings": HEAD + "parallel: {engine: deepspeed, strategy: ddp, bucket_mb: 5.0}\n",
+    "deepspeed-with-compress": HEAD + "parallel: {engine: deepspeed, strategy: ddp, compress: powersgd}\n",
+    "deepspeed-compressing-fp32": HEAD + "parallel: {engine: deepspeed, compress: bf16}\ntrain: {precision: fp32}\n",
+    "deepspeed-with-reshard": HEAD + "parallel: {engine: deepspeed, strategy: zero3, reshard: false}\n",
+    "deepspeed-offload-of-whole-models": HEAD + "parallel: {engine: deepspeed, strategy: ddp, offload: optimizer}\n",
+    "deepspeed-with-compile": HEAD + "train: {compile: true}\nparallel: {engine: deepspeed}\n",
+    "deepspeed-with-packed-weights": "data: {train: [identity]}\n\n"
+    "model: {name: demo, quantization: nf4}\nlora: {rank: 2}\nparallel: {engine: deepspeed}\n",
+    "deepspeed-with-rl": "model: demo\nstage: rl\nparallel: {engine: deepspeed}\ndata: {train: [task:sort]}\n",
 }

@@ -30,6 +30,13 @@ DEEPSPEED: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("scheduler.type", "WarmupCosineLR", {}, "optim.schedule", "cosine"),
     ("scheduler.params.warmup_num_steps", 20, {}, "optim.warmup", 20),
     ("scheduler.params.warmup_max_lr", 3e-4, {}, "optim.lr", 3e-4),
+    ("scheduler.params.cos_min_ratio", 0.1, {}, "optim.min_lr", 0.1),
+    ("engine", "deepspeed", {"zero_optimization.stage": 2}, "parallel.engine", "deepspeed"),
+    *((f"zero_optimization.{name}", value, {"engine": "deepspeed", "zero_optimization.stage": 3},
+       f"parallel.deepspeed.{name}", value) for name, value in (
+        ("reduce_bucket_size", 20000), ("allgather_bucket_size", 30000), ("stage3_prefetch_bucket_size", 4000),
+        ("stage3_param_persistence_threshold", 50), ("stage3_max_live_parameters", 6000),
+        ("stage3_max_reuse_distance", 7000), ("sub_group_size", 8000), ("overlap_comm", True))),
 ]  # fmt: skip
 _FSDP, _DEEP = {"distributed_type": "FSDP"}, {"distributed_type": "DEEPSPEED"}
 ACCELERATE: list[tuple[str, Any, dict[str, Any], str, Any]] = [
@@ -50,6 +57,21 @@ ACCELERATE: list[tuple[str, Any, dict[str, Any], str, Any]] = [
 ]  # fmt: skip
 # Our keys that those become, and the test that shows in a run what the key does.
 SHOWN_BY = {
+    "parallel.engine": "promises/test_deepspeed.py::parallel.engine",
+    **{
+        f"parallel.deepspeed.{name}": f"promises/test_deepspeed.py::{name}"
+        for name in (
+            "reduce_bucket_size",
+            "allgather_bucket_size",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "sub_group_size",
+            "overlap_comm",
+        )
+    },
+    "optim.min_lr": "unit/test_optim.py::min_lr",
     "train.global_batch": "promises/test_any_split.py::global_batch",
     "train.micro_batch": "promises/test_any_split.py::micro_batch",
     "optim.clip": "promises/test_guides_keys.py::max_grad_norm",

@@ -65,6 +65,12 @@ def add_ddp_options(parallel: ParallelConfig, options: Mapping[str, Any]) -> tup
 
 def check_parallel(parallel: ParallelConfig, precision: Precision) -> None:
     """The contradictions that `duoka train` refuses: what only one strategy knows, under another one."""
+    if parallel.engine != "native":
+        raise ConfigError(
+            f"parallel engine is {parallel.engine}, which needs the optimizer and the model together, as duoka train "
+            "has them",
+            fix="leave it out: ZeRO stages are there natively in a loop of your own",
+        )
     strategy = "ddp" if parallel.strategy == "auto" else parallel.strategy
     seen: Any = SimpleNamespace(
         parallel=parallel.model_copy(update={"strategy": strategy}), train=SimpleNamespace(precision=precision)

@@ -85,6 +85,8 @@ def dry_run(
         raise ValueError(f"{layout.name} is planned only: there is no code that would train with it")
     if layout.ep > 1:
         raise ValueError(f"{layout.name} is planned only: a dry run does not walk along the axis of experts yet")
+    if config.parallel.engine != "native":
+        raise ValueError("a dry run is of duoka's own engine, and parallel.engine is deepspeed")
     if config.model.quantization != "none":
         raise ValueError("packed bases are not run here; the plan above counts them")
     started = time.perf_counter()

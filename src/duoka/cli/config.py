@@ -13,6 +13,7 @@ import click
 
 if TYPE_CHECKING:
     from duoka.config.dialects.rows import Start
+    from duoka.config.schema import RunConfig
 
 
 @click.group(name="config", help="Show a config with the origin of every value, or the schema of all configs.")
@@ -68,27 +69,53 @@ def _start(nproc: int | None) -> Start:
     return Start(count_processes(None, len(gpus)) if nproc is None else nproc, bool(gpus))
 
 
-@command.command(help="Write FILE, of LLaMA-Factory or in the nested form, in duoka's own words, with comments.")
+@command.command(
+    help="Write FILE, of LLaMA-Factory or in the nested form, in duoka's own words, with comments. To a .json file: "
+    "what DeepSpeed is told."
+)
 @click.argument("file", type=click.Path(dir_okay=True))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new YAML file.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), help="A new YAML file, or ds_config.json."
+)
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes that a batch per device is meant for.")
 def convert(file: str, overrides: tuple[str, ...], output: Path, nproc: int | None) -> None:
     from duoka.config.convert import converted_yaml
     from duoka.config.load import load_config
     from duoka.errors import ConfigError, StorageError
 
-    loaded = load_config(file, overrides, start=_start(nproc))
+    start = _start(nproc)
+    loaded = load_config(file, overrides, start=start)
+    notes = list(loaded.notes)
+    if output.suffix == ".json":
+        text, more = _deepspeed_text(loaded.config, start.num_ranks)
+        notes += more
+    else:
+        text = converted_yaml(loaded, output.parent)
     try:
         with output.open("x", encoding="utf-8") as new:
-            new.write(converted_yaml(loaded, output.parent))
+            new.write(text)
     except FileExistsError:
         raise ConfigError(f"{output} exists, and nothing is overwritten", fix="write another name after -o") from None
     except OSError as error:
         raise StorageError(f"{output} cannot be written: {error.strerror or error}") from None
-    for note in loaded.notes:
+    for note in notes:
         click.echo(f"note: {note}", err=True)
-    click.echo(f"wrote {output}; train it:   duoka train {output}")
+    if output.suffix == ".json":
+        click.echo(f"wrote {output}, for {start.num_ranks} processes")
+    else:
+        click.echo(f"wrote {output}; train it:   duoka train {output}")
+
+
+def _deepspeed_text(config: RunConfig, num_processes: int) -> tuple[str, list[str]]:
+    from duoka.config.deepspeed_json import file_json
+    from duoka.plan.hardware import read_machine
+
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "bf16" if read_machine().has_native_bf16 else "fp32"
+    facts, notes = file_json(config, num_processes, precision)
+    return json.dumps(facts, indent=2) + "\n", notes
 
 
 @command.command(help="Print the page docs/llamafactory.md: every key of other tools, and what becomes of it.")

@@ -16,7 +16,7 @@ from duoka.comm.ledger import LEDGER
 
 # torch 2.13 renamed two of them, and warns at each call by the old name.
 gather_into: Any = getattr(dist, "all_gather_single", None) or dist.allgather_into_tensor
-_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TimedWork(dist.Work):
@@ -100,7 +100,7 @@ def reduce_scatter(
     LEDGER.note("reduce-scatter", bytes_of(whole), size)
     with LEDGER.waiting():
         if not is_gloo(group, whole.device):
-            _scatter_into(shard, whole, group=group)
+            scatter_into(shard, whole, group=group)
             return shard
         parts = torch.empty_like(whole) if parts is None else parts
         dist.all_to_all_single(parts, whole, group=group)

@@ -19,6 +19,7 @@ SENT_PER_BYTE: Mapping[str, float] = {
     "reduce-scatter": 1.0,
     "all-to-all": 1.0,
     "broadcast": 1.0,
+    "reduce": 1.0,
 }
 
 

@@ -161,9 +161,9 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
     backend = parallel.backend if parallel.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
     timeout = datetime.timedelta(seconds=min(parse_seconds(parallel.timeout), 86400.0))
     if place is None or place.size == 1:
-        if parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp"):
+        if parallel.strategy not in ("zero1", "zero2", "zero3", "fsdp", "hsdp") and parallel.engine == "native":
             return World(device=device, heart=heart)
-        # FSDP wants a group also for a single process: offloading is of use to one process too.
+        # FSDP and DeepSpeed want a group also for a single process: offloading is of use to one process too.
         dist.init_process_group(carriers(backend), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return World(device=device, backend=backend, heart=heart)
     if parallel.strategy in ("single", "dp"):

@@ -10,6 +10,7 @@ import os
 
 from duoka.config.catalog import leaves
 from duoka.config.rule import Rule, names_of
+from duoka.config.rules_deepspeed import DEEPSPEED_RULES
 from duoka.config.rules_expert import EXPERT_RULES
 from duoka.config.rules_model import MODEL_RULES
 from duoka.config.rules_optim import OPTIM_RULES
@@ -218,6 +219,7 @@ RULES: tuple[Rule, ...] = (
     *OPTIM_RULES,
     *MODEL_RULES,
     *PARALLEL_RULES,
+    *DEEPSPEED_RULES,
     *TENSOR_RULES,
     *EXPERT_RULES,
     *PIPELINE_RULES,

@@ -113,8 +113,44 @@ def _shortest_compress(value: Any) -> Any:
     return value
 
 
+class DeepSpeedConfig(Section):
+    """DeepSpeed's own switches, by its own names: they change its speed and memory, no result."""
+
+    reduce_bucket_size: Annotated[Whole, Field(ge=1)] = Field(
+        50_000_000, description="Elements of gradients that are exchanged at once."
+    )
+    allgather_bucket_size: Annotated[Whole, Field(ge=2, multiple_of=2)] = Field(
+        500_000_000, description="Stages 1 and 2: elements of new weights that are gathered at once, an even number."
+    )
+    stage3_prefetch_bucket_size: Annotated[Whole, Field(ge=0)] = Field(
+        50_000_000, description="Stage 3: elements of weights that are gathered ahead of their use."
+    )
+    stage3_param_persistence_threshold: Annotated[Whole, Field(ge=0)] = Field(
+        100_000, description="Stage 3: smaller parameters stay gathered on every rank."
+    )
+    stage3_max_live_parameters: Annotated[Whole, Field(ge=0)] = Field(
+        100_000_000, description="Stage 3: so many gathered elements may stay after their use; 0: none."
+    )
+    stage3_max_reuse_distance: Annotated[Whole, Field(ge=0)] = Field(
+        100_000_000, description="Stage 3: weights that are used again within so many elements stay gathered."
+    )
+    sub_group_size: Annotated[Whole, Field(ge=1)] = Field(
+        1_000_000_000, description="Stage 3: elements that the optimizer updates at once."
+    )
+    overlap_comm: bool = Field(
+        False, description="Exchange gradients beside the backward pass; on GPUs faster, with a second bucket."
+    )
+
+
 class ParallelConfig(Section):
     """How processes share the work. Changes speed and memory, never results."""
+
+    engine: Literal["native", "deepspeed"] = Field(
+        "native",
+        description="Who carries the strategy out: duoka on torch's own parts, or DeepSpeed, as ZeRO stage 0 (ddp), 1 "
+        "(zero1), 2 (zero2) or 3 (zero3, fsdp).",
+    )
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
 
     layout: LayoutText | None = Field(
         None,

@@ -24,7 +24,11 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, sprea
 
 def shorten(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, limit: float) -> None:
     """Shorten gradients whose global norm is `norm` to `limit`, where that is less; 0: leave them."""
-    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
+    shorten_all([local_part(p.grad) for p in parameters if p.grad is not None], norm, limit)
+
+
+def shorten_all(grads: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
+    """The same of gradients, or of this rank's parts of them."""
     if limit > 0 and grads:
         # As torch.nn.utils.clip_grads_with_norm_, on each rank's own part: the norm is a plain number everywhere.
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)

@@ -21,6 +21,7 @@ from duoka.model.layers import find_layers
 from duoka.model.pipeline_stages import cut_model
 from duoka.model.shards import Weights
 from duoka.parallel.ddp import Ddp
+from duoka.parallel.deepspeed import DeepSpeed
 from duoka.parallel.dp import DataParallel
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.expert import share_experts
@@ -120,4 +121,6 @@ def parallelize(
     for step in STEPS:
         if step.applies(spec):
             step.apply(spec)
+    if parallel.engine == "deepspeed":
+        return DeepSpeed(spec)
     return Pipeline(spec) if layout.pp > 1 else ENGINES[layout.strategy](spec)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +25,9 @@ from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.model.build import named_part
 from duoka.model.lora import count_parameters
 from duoka.model.shards import Weights
+from duoka.optim.build import optimizer_tensors
 from duoka.optim.clip import clip_gradients
+from duoka.optim.host import local_part
 from duoka.optim.muon import Sharing, WholeMatrices
 from duoka.optim.spread import Groups, spread_of
 from duoka.parallel import inject
@@ -149,6 +151,18 @@ class Engine:
         """(all, trained) of the whole model, shared ones once."""
         return count_parameters(named_part(self.bare))
 
+    def lasting_weights(self) -> list[torch.Tensor]:
+        """What this rank has of the weights, frozen ones too, while no pass has gathered any."""
+        return list(self.bare.parameters())
+
+    def masters(self) -> list[torch.Tensor]:
+        """What the optimizer steps on where that lies beside the weights that passes use."""
+        return []
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's parts of the gradients, live."""
+        return [local_part(p.grad) for p in self.named_trainable().values() if p.grad is not None]
+
     def spread_of(self, parameter: torch.Tensor) -> Groups:
         """The groups whose ranks hold different parts of a parameter's gradient."""
         return spread_of(parameter)
@@ -165,6 +179,23 @@ class Engine:
     def extra_tensors(self, model: str = "") -> dict[str, torch.Tensor]:
         """What belongs into checkpoints beside the model and the optimizer; `model` stands before names of several."""
         return {}
+
+    def build_optimizer(
+        self, make: Callable[[Mapping[str, torch.nn.Parameter]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        """The optimizer that `make` builds of what is trained. Once, before the first pass."""
+        return make(self.named_trainable())
+
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """What checkpoints save of the model and fill in place, by name: whole, or this rank's parts."""
+        return {name: parameter.detach() for name, parameter in self.named_trainable().items()}
+
+    def optimizer_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """And of the optimizer, as `kind.parameter-name`; state that is not there yet is made first."""
+        return optimizer_tensors(optimizer, self.named_trainable())
+
+    def filled(self) -> None:
+        """These were filled in place: bring up to date what is made of them."""
 
     def resumed(self) -> None:
         """Weights and state came from a checkpoint: the first step must add as the later ones of that run did."""
@@ -218,7 +249,7 @@ class Engine:
                     world.heart.tell("backward", part=which)
                     if clock is not None:
                         clock.mark("backward")
-                    self.numerics.scaler.scale(mean_loss(losses, denominators)).backward()
+                    self.backward(self.numerics.scaler.scale(mean_loss(losses, denominators)))
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -244,6 +275,10 @@ class Engine:
     def exchange(self, last: bool) -> AbstractContextManager[None]:
         """Around the passes of one micro-batch: what they exchange. `last`: of the step."""
         return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """A micro-batch's backward pass, from its part of the step's loss."""
+        loss.backward()
 
     def check_all_used(self, fix: str) -> None:
         """Refuse a trained parameter without a gradient, where that would break the next exchange."""
@@ -274,6 +309,10 @@ class Engine:
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
+
+    def forget_gradients(self) -> None:
+        """Throw away what a pass left that was no step's."""
+        self.model.zero_grad(set_to_none=True)
 
     def _drop_gradients(self) -> None:
         for parameter in self.named_trainable().values():
@@ -311,9 +350,9 @@ class Engine:
             with compute_in(self.numerics.precision, device):
                 sums = objective.sums(self.model, self.part_of(micro), device)
             self.world.heart.tell("backward")
-            no_loss(sums.losses).backward()
+            self.backward(no_loss(sums.losses))
         if is_last:
-            self.model.zero_grad(set_to_none=True)
+            self.forget_gradients()
 
     def rehearsing(self, last: bool) -> AbstractContextManager[None]:
         """Around one pass whose gradients are thrown away."""

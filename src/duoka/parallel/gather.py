@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from duoka.comm.world import World
+from duoka.parallel.flat_shard import gather_cut, is_cut_flat
 
 
 def gather_state(lm: torch.nn.Module, *, keep: bool, pipeline: World | None = None) -> dict[str, torch.Tensor]:
@@ -25,7 +26,7 @@ def gather_state(lm: torch.nn.Module, *, keep: bool, pipeline: World | None = No
         if adapters_only and not tensor.requires_grad:
             continue
         if id(tensor) not in made:
-            whole = tensor.detach()
+            whole = gather_cut(tensor) if is_cut_flat(tensor) else tensor.detach()
             if isinstance(whole, DTensor):
                 # Offloaded shards lie in host memory, which the mesh's ranks cannot exchange.
                 whole = whole.to(whole.device_mesh.device_type).full_tensor()

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from duoka.optim.host import local_part
 from duoka.process.environ import INJECT
 from duoka.process.rank import NUM_RESTARTS
 
@@ -50,10 +49,10 @@ def strike_forward(step: int, rank: int) -> None:
         time.sleep(3600.0)
 
 
-def strike_gradients(parameters: Iterable[torch.Tensor], step: int, rank: int) -> None:
+def strike_gradients(gradients: Callable[[], Iterable[torch.Tensor]], step: int, rank: int) -> None:
+    """`gradients` finds this rank's parts of them."""
     if is_ordered("nan_grad", step, rank):
-        own = next(local for p in parameters if p.grad is not None and (local := local_part(p.grad)).numel())
-        own.view(-1)[0] = torch.nan
+        next(part for part in gradients() if part.numel()).view(-1)[0] = torch.nan
 
 
 def strike_weights(named: Mapping[str, torch.Tensor], step: int, rank: int) -> None:

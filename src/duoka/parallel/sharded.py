@@ -95,6 +95,9 @@ class Sharded(Engine):
         if self.on_disk is not None:
             self.on_disk.let_go()
 
+    def masters(self) -> list[torch.Tensor]:
+        return list(self.named_trainable().values()) if self.strategy in ("zero1", "zero2") else []
+
     def settle(self) -> None:
         """Give back weights that a pass without a backward (an evaluation) left gathered."""
         for module in _units(self.sharded):

@@ -9,6 +9,8 @@ import importlib.util
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from duoka.config.deepspeed_json import STAGES
+from duoka.config.rules_deepspeed import GET_DEEPSPEED, NO_DEEPSPEED
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES
 from duoka.config.schema import RunConfig, TrainConfig
@@ -71,6 +73,8 @@ def check_packages(config: RunConfig) -> list[Fault]:
         if not tracker.is_installed:
             what = f"log.to names {name}, and the package {tracker.package} is not installed here"
             faults.append(Fault(what, key="log.to", fix=f"type:   {tracker.install}"))
+    if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        faults.append(Fault(NO_DEEPSPEED, key="parallel.engine", fix=GET_DEEPSPEED))
     if importlib.util.find_spec("bitsandbytes") is not None:
         return faults
     if config.optim.name == "adamw8bit":
@@ -140,6 +144,8 @@ def choose_layout(
         layout, why = choose_strategy(config, task, layout, cluster, available_bytes)
         reasons |= {"parallel.strategy": why} if why else {}
         layout = replace(layout, ep=config.parallel.expert)
+    if config.parallel.engine == "deepspeed":
+        reasons["parallel.engine"] = f"DeepSpeed, ZeRO stage {STAGES[layout.strategy]}"
     if layout.sp > 1:
         reasons["parallel.sequence"] = f"{layout.sp}, {why_exchange(task.work.shape.num_heads // layout.tp, layout.sp)}"
     filled = fill_in(config.train, task, layout, available_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from duoka.plan import deepspeed
 from duoka.plan.activations import activation_bytes_per_token, boundary_bytes, loss_bytes, selective_bytes
 from duoka.plan.layout import Layout
 from duoka.plan.offload import buffer_bytes
@@ -92,7 +93,7 @@ def _estimate(
     slots = buffer_bytes(static.disk_bytes if layout.disk == "optimizer" else static.optimizer_bytes)
     slots = 0 if layout.disk == "none" else slots
     base |= {"disk buffers": slots} if slots and work.device == "cpu" else {}
-    gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") else {}
+    gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") or work.deepspeed else {}
     gradients = {"gradients": held["gradients"]}
     # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
     buckets = gradients if layout.strategy == "ddp" else {}
@@ -225,6 +226,10 @@ def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
 def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, int]:
     """What FSDP holds whole at each moment: layers that compute and are fetched, the ends, gradients on their way."""
     size = 4 if layout.precision == "fp32" else 2
+    if work.deepspeed is not None:
+        live = deepspeed.gathered_bytes(work, share) if layout.strategy == "fsdp" else 0
+        buckets = deepspeed.bucket_bytes(work, layout.strategy, share)
+        return {"loss": live, "start of the backward pass": live + buckets, _LAST_OF_PASS: live + buckets}
     if work.program is not None:
         whole = int(work.program.window * (2 + 2) * share.per_layer)
         return dict.fromkeys(("loss", "start of the backward pass", "end of the backward pass"), whole)
@@ -245,7 +250,8 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
 
 def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     """Half-precision copies that autocast keeps of the fp32 weights it multiplies with."""
-    if layout.precision == "fp32" or layout.is_sharded or work.program is not None:
+    comes_narrow = layout.is_sharded and work.deepspeed is None
+    if layout.precision == "fp32" or comes_narrow or work.program is not None:
         return 0  # what is gathered comes in half precision
     return 2 * (share.block_linear if work.lora is None else share.trainable)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
+from duoka.config.schema_running import DeepSpeedConfig
+from duoka.plan import deepspeed
 from duoka.plan.layout import Layout
 from duoka.plan.pipeline import Costs, cut_layers, most_in_flight, rank_of, stages_of
 from duoka.plan.shape import ModelShape, lora_parameters
@@ -66,6 +68,7 @@ class Work:
     weight_bits: int = 0  # in which weights travel, 0: as they compute
     gradient_bits: int = 0
     node_ranks: int = 0  # that share a copy of gathered weights until the backward pass
+    deepspeed: DeepSpeedConfig | None = None  # its switches, where it is the engine
     thin_gradients: bool = False  # PowerSGD: residuals of this step and the one before, each as large as the gradients
 
     @property
@@ -257,7 +260,12 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         frozen += int(work.references * frozen_size * (share.trainable + share.frozen))
         note += f" + {work.references * frozen_size:g}P of references"
     axes = "" if layout.tp * layout.pp == 1 else f", P of a rank's 1/{layout.tp * layout.pp}"
-    if layout.strategy in ("zero1", "zero2"):
+    if work.deepspeed is not None:
+        *parts, formula = deepspeed.static_parts(work, layout.strategy, ranks, share, frozen)
+        own = (parts[0], parts[1], parts[2])
+        formula += note
+        host = {"params": sum(own), "optimizer": own[2] + own[1]}.get(layout.offload, 0)
+    elif layout.strategy in ("zero1", "zero2"):
         gathered, formula = _gathered_whole(work, layout.precision, share)
         first = layout.strategy == "zero1"
         gradients = 4 * train if first else 4 * train // ranks
@@ -281,7 +289,7 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         own = tuple(size + int(each * share.experts) for size, each in zip(own, held, strict=True))  # type: ignore[assignment]
         formula += f" + {sum(held):.3g} of the experts/{layout.ep}"
     moments = int(state * train) // ranks
-    if layout.offload == "optimizer":
+    if layout.offload == "optimizer" and work.deepspeed is None:
         host = moments
     disk = {"none": 0, "optimizer": moments, "params": sum(own)}[layout.disk]
     return StaticMemory(layout.strategy, *own, formula, host - disk if work.device == "cuda" else 0, disk)

@@ -331,6 +331,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         thin_gradients=packed.gradients == "powersgd",
         weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
         node_ranks=local_size if config.parallel.reshard == "node" else 0,
+        deepspeed=config.parallel.deepspeed if config.parallel.engine == "deepspeed" else None,
         references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
     )  # fmt: skip
 

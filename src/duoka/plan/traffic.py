@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from duoka.plan import deepspeed
 from duoka.plan.activations import held_kv_size
 from duoka.plan.axes import deals_heads
 from duoka.plan.catalog import Cluster
@@ -217,6 +218,8 @@ def _data_traffic(
     if layout.strategy == "ddp":
         buckets = max(1.0, wide * trained / BUCKET_BYTES)
         return [Exchange(grads, "all-reduce", wide * trained, 1, everyone, "backward", buckets)]
+    if work.deepspeed is not None:
+        return _of_deepspeed(work, layout, share, everyone, micro)
     sent = _packed_bytes(work.weight_bits) or half  # per number, forward
     if layout.strategy in ("zero1", "zero2"):
         times = micro if layout.strategy == "zero2" else 1
@@ -238,3 +241,21 @@ def _data_traffic(
         part = wide * trained / layout.state_ranks
         found.append(Exchange("gradients, between copies", "all-reduce", part, 1, across, "backward", layers))
     return found
+
+
+def _of_deepspeed(work: Work, layout: Layout, share: ModelShare, everyone: Group, micro: int) -> list[Exchange]:
+    """Stages 1 to 3: weights travel as wide as they are, and stages 1 and 2 sum gradients by all-reduce."""
+    assert work.deepspeed is not None
+    wide = deepspeed.SIZE
+    trained, messages = wide * share.trainable, max(1.0, share.trainable / work.deepspeed.reduce_bucket_size)
+    if layout.strategy in ("zero1", "zero2"):
+        times = micro if layout.strategy == "zero2" else 1
+        return [
+            Exchange("weights", "all-gather", trained, 1, everyone, "end", messages),
+            Exchange("gradients", "all-reduce", trained, times, everyone, "backward", messages),
+        ]
+    weights, layers = wide * (share.trainable + share.frozen), share.num_layers + 2
+    found = [Exchange("weights, forward", "all-gather", weights, micro, everyone, "forward", layers)]
+    if deepspeed.gathers_twice(work, share):
+        found.append(Exchange("weights, backward", "all-gather", weights, micro, everyone, "backward", layers))
+    return [*found, Exchange("gradients", "reduce-scatter", trained, micro, everyone, "backward", messages)]

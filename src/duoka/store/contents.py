@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from duoka.optim.build import optimizer_tensors
 from duoka.parallel.engine import Engine
 from duoka.parallel.precision import Numerics
 from duoka.store.state import TrainState
@@ -25,7 +24,6 @@ class Contents:
         return self.engine.numerics
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        named = self.engine.named_trainable()
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-        tensors |= {f"optim.{name}": value for name, value in optimizer_tensors(self.optimizer, named).items()}
+        tensors = {f"model.{name}": value for name, value in self.engine.trained_tensors().items()}
+        tensors |= {f"optim.{name}": value for name, value in self.engine.optimizer_tensors(self.optimizer).items()}
         return tensors | self.engine.extra_tensors()

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from duoka.comm.world import World, close_side_world, open_side_world
 from duoka.errors import StorageError
 from duoka.model.result import base_dtype, copy_tokenizer, name_dtype, put_in_place, write_result
+from duoka.parallel.flat_shard import is_cut_flat, part_of_cut, real_shape
 from duoka.parallel.gather import gather_state
 from duoka.parallel.mesh import Mesh
 from duoka.runs.heart import Heart
@@ -176,7 +177,7 @@ def _begin(
     for name, tensor in lm.state_dict(keep_vars=True).items():
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         # Shared tensors stay shared, so that transformers finds tied heads and plans them once.
-        state[name] = metas.setdefault(id(tensor), torch.empty(tensor.shape, dtype=kind, device="meta"))
+        state[name] = metas.setdefault(id(tensor), torch.empty(real_shape(tensor), dtype=kind, device="meta"))
     # As transformers orders a model that it loaded itself: which tensors share a file depends on the order, and a model
     # that was built without its weights has another.
     state = {name: state[name] for name in sorted(state, key=_natural)}
@@ -267,21 +268,28 @@ def _write_own(lm: torch.nn.Module, draft: _Draft, mesh: Mesh, heart: Heart) -> 
     with contextlib.ExitStack() as open_files:
         files: dict[str, int] = {}
         for number, (name, slot) in enumerate(draft.slots.items()):
-            part = _own_part(state[name].detach(), number, mesh)
-            if part is None:
-                continue
-            if slot.file not in files:
-                files[slot.file] = os.open(Path(draft.folder, slot.file), os.O_WRONLY)
-                open_files.callback(os.close, files[slot.file])
-            local, offset = part
-            values = local.to("cpu", slot.dtype).contiguous()
-            write_box(files[slot.file], slot.start, values, tuple(state[name].shape), offset, heart)
+            for local, offset in _own_boxes(state[name], number, mesh):
+                if slot.file not in files:
+                    files[slot.file] = os.open(Path(draft.folder, slot.file), os.O_WRONLY)
+                    open_files.callback(os.close, files[slot.file])
+                values = local.to("cpu", slot.dtype).contiguous()
+                write_box(files[slot.file], slot.start, values, tuple(real_shape(state[name])), offset, heart)
         for handle in files.values():
             os.fsync(handle)  # before the name says that it is whole
 
 
-def _own_part(tensor: torch.Tensor, number: int, mesh: Mesh) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """(values, where they begin in the whole tensor) of what this rank writes; None when that is nothing."""
+_Box = tuple[torch.Tensor, tuple[int, ...]]
+
+
+def _own_boxes(tensor: torch.Tensor, number: int, mesh: Mesh) -> list[_Box]:
+    """(values, where they begin in the whole tensor) of what this rank writes."""
+    if is_cut_flat(tensor):
+        return [(values, offset) for offset, values in part_of_cut(tensor).boxes()]
+    box = _own_box(tensor.detach(), number, mesh)
+    return [] if box is None else [box]
+
+
+def _own_box(tensor: torch.Tensor, number: int, mesh: Mesh) -> _Box | None:
     if not isinstance(tensor, DTensor):
         world = mesh.everyone
         return (tensor, (0,) * tensor.dim()) if number % world.size == world.rank else None

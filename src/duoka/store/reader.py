@@ -18,16 +18,37 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from duoka.optim.disk_file import find_on_disk
 
 _BOUNCE_BYTES = 8 * 2**20  # through which goes what is filled on a disk
+PIECE = "#"  # in a file, before the number of a tensor's further box; no parameter has it in its name
 
 
 class CheckpointReader(dcp.HuggingFaceStorageReader):
     """DCP's view of a folder of safetensors files, with reads of our own."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._written_as: dict[MetadataIndex, str] = {}  # boxes that have another name in their file
+
+    def read_metadata(self) -> Metadata:
+        """Boxes of one tensor in one file are one tensor's."""
+        found = super().read_metadata()
+        tensors, places = found.state_dict_metadata, found.storage_data
+        for name in [name for name in tensors if PIECE in name]:
+            piece, whole = tensors.pop(name), tensors[name.split(PIECE)[0]]
+            whole.chunks += piece.chunks  # type: ignore[union-attr]
+            sizes = zip(whole.size, piece.size, strict=True)  # type: ignore[union-attr]
+            whole.size = torch.Size(max(pair) for pair in sizes)  # type: ignore[union-attr]
+        for index in [index for index in places if PIECE in index.fqn]:
+            joined = MetadataIndex(index.fqn.split(PIECE)[0], index.offset)
+            places[joined] = places.pop(index)
+            self._written_as[joined] = index.fqn
+        return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = {}
@@ -38,7 +59,9 @@ class CheckpointReader(dcp.HuggingFaceStorageReader):
             handle = os.open(name, os.O_RDONLY)
             try:
                 for item in items:
-                    self._read(handle, starts[item.storage_index.fqn], item, planner)
+                    self._read(
+                        handle, starts[self._written_as.get(item.storage_index, item.storage_index.fqn)], item, planner
+                    )
             finally:
                 os.close(handle)
         done: Future[None] = Future()

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from duoka.comm.world import World
 from duoka.model.dtypes import SAFETENSORS
 from duoka.optim.disk_file import find_on_disk
 from duoka.runs.manifest import FileRecord
+from duoka.store.reader import PIECE
 
 PAGE_BYTES = 4096  # what writing past the page cache wants addresses, offsets and lengths to be multiples of
 CHUNK_BYTES = 8 * 2**20  # what the C library takes from its heap, where passes have left as much room
@@ -67,7 +68,7 @@ def plan_share(tensors: Mapping[str, torch.Tensor], world: World) -> SavePlan:
     # Every rank finds the same division by itself: nothing has to be sent back.
     own = planner.create_global_plan(plans)[0][world.rank]
     # Widest types first, so that every tensor's bytes are aligned to its type.
-    items = sorted(own.items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
+    items = sorted(own.items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn, item.index.offset or ()))
     sizes = [item.tensor_data.chunk.sizes.numel() * _dtype(item).itemsize for item in items]  # type: ignore[union-attr]
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     header = _header(items, starts, sizes)
@@ -84,11 +85,14 @@ def _dtype(item: WriteItem) -> torch.dtype:
 
 def _header(items: list[WriteItem], starts: list[int], sizes: list[int]) -> bytes:
     """What a safetensors file begins with: the header's length, then JSON, padded to whole pages."""
-    entries, offsets = {}, {}
+    entries, offsets, found = {}, {}, Counter[str]()
     for item, start, size in zip(items, starts, sizes, strict=True):
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
-        name = item.index.fqn
+        # A rank's part of a tensor may be several boxes (parallel/flat_shard.py).
+        before = found[item.index.fqn]
+        found[item.index.fqn] += 1
+        name = f"{item.index.fqn}{PIECE}{before}" if before else item.index.fqn
         entries[name] = {
             "dtype": SAFETENSORS[_dtype(item)], "shape": list(chunk.sizes), "data_offsets": [start, start + size],
         }  # fmt: skip

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from duoka.comm.world import World
 from duoka.config.schema import OptimConfig
 from duoka.errors import ConfigError, StorageError
-from duoka.optim.build import optimizer_tensors
 from duoka.runs.folder import RunFolder
 from duoka.runs.manifest import find_requested, is_checkpoint
 from duoka.store.contents import Contents
@@ -39,7 +38,7 @@ def take_over_state(optim: OptimConfig, run: RunFolder, base: Path, world: World
             "its optimizer state is incompatible",
             fix=f"write   name: {before}   or {_AGAIN}",
         )
-    own = {f"optim.{k}": v for k, v in optimizer_tensors(contents.optimizer, contents.engine.named_trainable()).items()}
+    own = {f"optim.{k}": v for k, v in contents.engine.optimizer_tensors(contents.optimizer).items()}
     fault = ""
     with opened(folder) as (reader, saved):
         sizes = {name: tuple(one.size) for name, one in saved.items() if hasattr(one, "size")}

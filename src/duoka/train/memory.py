@@ -88,7 +88,7 @@ class MemoryWatch(Concern):
         self._optimizer = optimizer
         self._layout = layout
         # Before the first pass: this rank's own parts, frozen ones too.
-        self._own = list(engine.bare.parameters())
+        self._own = engine.lasting_weights()
         self._num_steps = 0
         self._held = Holdings()
 
@@ -144,15 +144,13 @@ class MemoryWatch(Concern):
             self._record.event("memory", step=end.step, ranks=held, imbalance=imbalance)
 
     def _look(self) -> None:
-        masters = self._layout.strategy in ("zero1", "zero2")
-        own = bytes_by_storage(self._engine.named_trainable().values())
-        if masters:
-            weights = {key: size for key, size in bytes_by_storage(self._all_parameters()).items() if key not in own}
-        else:
-            # FSDP's gathered layers pass by: what lasts is a rank's own part.
-            weights = bytes_by_storage(self._own)
+        masters = bytes_by_storage(self._engine.masters())
+        # FSDP's gathered layers pass by: what lasts is a rank's own part. Zero1 and zero2 have all whole from one step
+        # to the next.
+        shown = self._all_parameters() if self._layout.strategy in ("zero1", "zero2") else self._own
+        weights = {key: size for key, size in bytes_by_storage(shown).items() if key not in masters}
         state = bytes_by_storage(v for one in self._optimizer.state.values() for v in one.values())
-        state = {**state, **own} if masters else state
+        state = {**state, **masters}
         gradients, buffers = bytes_by_storage(self._gradients()), bytes_by_storage(self._engine.bare.buffers())
         on_host = 0
         if self._device.type == "cuda":
@@ -179,6 +177,7 @@ class MemoryWatch(Concern):
         for parameter in self._all_parameters():
             if parameter.grad is not None:
                 yield parameter.grad
+        yield from self._engine.gradients()
         for module in self._engine.bare.modules():
             if isinstance(module, FSDPModule):
                 yield from gradients_not_exchanged(module)

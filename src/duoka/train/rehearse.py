@@ -13,7 +13,6 @@ from duoka.comm.world import World
 from duoka.config.schema import TrainConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.errors import DoesNotFit
-from duoka.optim.build import optimizer_tensors
 from duoka.parallel.engine import Engine
 from duoka.parallel.objective import Objective
 from duoka.parallel.out_of_memory import is_out_of_memory
@@ -39,7 +38,7 @@ def rehearse_largest(
     world.heart.tell("rehearsal")
     try:
         # State is made as the first step would make it: it must be there when memory is tried.
-        optimizer_tensors(optimizer, engine.named_trainable())
+        engine.optimizer_tensors(optimizer)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -165,9 +166,9 @@ def build_run(inputs: Inputs, world: World) -> Run:
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
     objective_of = build_objective(config, engine, stage)
     notes += note_attention(find_core(engine.bare), plan.layout, world.device)
+    contents = build_contents(config, plan, engine, roles, inputs.run.path)  # with the optimizer, at step 0
     reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
     stage.take_start(engine)
-    contents = build_contents(config, plan, engine, roles, inputs.run.path)  # with the optimizer, at step 0
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
     model = model_fingerprint(inputs.folder)
@@ -275,10 +276,12 @@ def build_contents(
     config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role], run_folder: Path = Path()
 ) -> Contents:
     layout, folder = plan.layout, offload_folder(config.parallel.offloads, run_folder)
-    optimizer = build_optimizer(
-        engine.named_trainable(), config.optim, roles=roles,
-        on_host=layout.offload == "optimizer", on_disk=folder if layout.disk != "none" else None,
-        b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
+    optimizer = engine.build_optimizer(
+        partial(
+            build_optimizer, optim=config.optim, roles=roles,
+            on_host=layout.offload == "optimizer", on_disk=folder if layout.disk != "none" else None,
+            b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
+        )
     )  # fmt: skip
     # The same initial values everywhere; what people's own code draws differs from data rank to data rank.
     torch.manual_seed(config.train.seed + engine.mesh.data.rank)

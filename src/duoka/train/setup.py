@@ -182,6 +182,7 @@ def banner(
         f"  batch       {plan.batch.sentence()}{_why(plan, 'train.micro_batch')}",
         f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}; "
         f"{plan.reasons.get('train.precision', layout.precision)}"
+        + (f"; by {plan.reasons['parallel.engine']}" if "parallel.engine" in plan.reasons else "")
         + (f"; sequence cut in {plan.reasons['parallel.sequence']}" if layout.sp > 1 else ""),
         f"  memory      {plan.memory_sentence()}{recompute}{heap}",
         f"  steps       {settings.total_steps:,}{per_epoch}, {rates}; "

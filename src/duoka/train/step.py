@@ -73,7 +73,7 @@ def optimizer_step(
         return StepResult(is_short=True, shortage=shortage)
     world = engine.mesh.everyone
     waited, spent = LEDGER.waited_s, time.perf_counter() - began
-    inject.strike_gradients(engine.named_trainable().values(), world.heart.beat.step + 1, world.rank)
+    inject.strike_gradients(engine.gradients, world.heart.beat.step + 1, world.rank)
     norm = engine.clip(optimizer, clip, is_scaled=shortage is None)
     result = _sum_over_ranks(engine.mesh, batch, objective, sums, norm, local_flags())
     overflowed = not math.isfinite(result.norm)

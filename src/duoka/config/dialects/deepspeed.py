@@ -22,6 +22,7 @@ from duoka.config.dialects.rows import (
     implemented,
     is_true,
     number,
+    read_switch,
     refused,
     reported,
     shorten,
@@ -29,6 +30,7 @@ from duoka.config.dialects.rows import (
     table,
     whole,
 )
+from duoka.config.schema_running import DeepSpeedConfig
 
 _MICRO, _STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # Where a state lies decides; how it gets there and back is duoka's own.
@@ -151,9 +153,46 @@ def _scheduler(value: Any, asked: Asked) -> Any:
     raise Refusal(f"the scheduler {value} is not there yet", f"known: {', '.join(kinds)}")
 
 
+def _engine(value: Any, asked: Asked) -> Any:
+    if value in ("native", "deepspeed"):
+        return value
+    raise Refusal(f"engine is {shorten(value)}; there are native and deepspeed", 'write:   "engine": "deepspeed"')
+
+
+def _own_switch(name: str) -> Any:
+    """A switch of DeepSpeed's, which only DeepSpeed reads."""
+
+    def convert(value: Any, asked: Asked) -> Any:
+        if asked.get("engine") != "deepspeed":
+            return Answer(note=_BUNDLES)
+        if value == "auto":
+            return Answer()
+        long_name = f"{_ZERO}{name}"
+        if name == "overlap_comm":
+            return Answer({f"parallel.deepspeed.{name}": read_switch(value, long_name)})
+        return Answer({f"parallel.deepspeed.{name}": whole(value, long_name, least=0)})
+
+    return convert
+
+
+_BUNDLES = "bundles, fetching, gathering: duoka's own, and no result changes"
+
+
+def _switch_rows() -> list[Row]:
+    return [
+        *(Row(f"{_ZERO}{name}", "implemented", f"parallel.deepspeed.{name}", "with engine deepspeed; else " + _BUNDLES,
+              _own_switch(name)) for name in DeepSpeedConfig.model_fields),
+        *reported(_BUNDLES, *(f"{_ZERO}{name}" for name in (
+            "allgather_partitions", "reduce_scatter", "contiguous_gradients", "round_robin_gradients",
+            "ignore_unused_parameters", "load_from_fp32_weights", "memory_efficient_linear"))),
+    ]  # fmt: skip
+
+
 def deepspeed_rows() -> list[Row]:
     zero = _ZERO
     return [
+        *implemented("engine", "parallel.engine", _engine, "deepspeed: DeepSpeed itself does what the rest says; left "
+                     "out: duoka's own layout of that kind"),
         *implemented("train_batch_size", "train.global_batch", _auto(lambda v, a: whole(v, "train_batch_size"))),
         *implemented(_MICRO, "train.micro_batch", _auto(_micro_batch)),
         *implemented(_STEPS, "train.global_batch", _auto(_accumulation)),
@@ -181,16 +220,14 @@ def deepspeed_rows() -> list[Row]:
         *implemented("scheduler.params.warmup_num_steps", "optim.warmup",
                      _auto(lambda value, asked: whole(value, "scheduler.params.warmup_num_steps", least=0))),
         *implemented("scheduler.params.warmup_max_lr", "optim.lr", _auto()),
+        *implemented("scheduler.params.cos_min_ratio", "optim.min_lr", _auto()),
         *reported("the schedule climbs from 0, to the run's own end", "scheduler.params.warmup_min_lr",
+                  "scheduler.params.warmup_min_ratio",
                   "scheduler.params.total_num_steps", "scheduler.params.warmup_type"),
         *reported("duoka's own loss scale: it starts high and halves on overflow", "fp16.loss_scale",
                   "fp16.loss_scale_window", "fp16.initial_scale_power", "fp16.hysteresis", "fp16.min_loss_scale",
                   "fp16.auto_cast"),
-        *reported("bundles, fetching, gathering: duoka's own, and no result changes", *(f"{zero}{name}" for name in (
-            "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "reduce_bucket_size",
-            "contiguous_gradients", "round_robin_gradients", "sub_group_size", "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
-            "ignore_unused_parameters", "load_from_fp32_weights", "memory_efficient_linear"))),
+        *_switch_rows(),
         *reported(WHOLE_AT_THE_END, *(f"{zero}{name}" for name in (
             "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"))),
         *reported("a switch of DeepSpeed's own", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",

@@ -1,0 +1,163 @@
+"""The JSON that DeepSpeed is given for a run: complete, with no "auto", and with every default that changes results.
+
+For `parallel.engine: deepspeed`, and for `duoka config convert` (people who go on with DeepSpeed itself). Clipping is
+always written: left out it is 1.0 in DeepSpeed, which nobody sees in a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import Any
+
+from duoka.config.schema import OptimConfig, ParallelConfig, RunConfig
+from duoka.errors import Fault, Faults
+from duoka.units import Amount, parse_amount, parse_warmup
+
+STAGES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+
+
+def engine_json(
+    parallel: ParallelConfig, strategy: str, precision: str, offload: str, world_size: int
+) -> dict[str, Any]:
+    """What duoka gives DeepSpeed as its engine: batches, the loss's scale, clipping and the schedule stay duoka's."""
+    return {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": _zero(parallel, strategy, offload),
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "torch_autocast": _autocast(parallel, precision),
+        "steps_per_print": 1 << 60,
+    }
+
+
+def _zero(parallel: ParallelConfig, strategy: str, offload: str) -> dict[str, Any]:
+    own = parallel.deepspeed.model_dump()
+    stage = STAGES[strategy]
+    kept = {name: value for name, value in own.items() if stage == 3 or not name.startswith(("stage3", "sub_group"))}
+    zero: dict[str, Any] = {"stage": stage, "reduce_scatter": True, "contiguous_gradients": True}
+    zero |= kept if stage else {}
+    if offload != "none" and stage:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    if offload == "params" and stage == 3:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
+    if stage in (1, 2) and offload == "none":
+        zero["compute_grad_norm"] = False  # duoka's norm is there before the step
+    return zero
+
+
+def _autocast(parallel: ParallelConfig, precision: str) -> dict[str, Any]:
+    """bf16 as every strategy of duoka computes it: autocast over fp32 weights, whose gradients are added in fp32."""
+    if precision != "bf16":
+        return {"enabled": False}
+    travels: dict[str, Any] = {} if parallel.compress == "bf16" else {"lower_precision_safe_modules": []}
+    return {"enabled": True, "dtype": "bfloat16", **travels}
+
+
+def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[str, Any], list[str]]:
+    """(the JSON of a run for DeepSpeed alone, under a script of people's own; what it cannot say).
+
+    Raises Faults with all that stands in the way.
+    """
+    if faults := list(_unsayable(config, world_size)):
+        raise Faults(faults)
+    parallel, optim = config.parallel, config.optim
+    batch, micro = _samples(config.train.global_batch), _samples(config.train.micro_batch) or 1
+    zero = _zero(parallel, "zero3" if parallel.strategy == "hsdp" else parallel.strategy, parallel.offload)
+    zero.pop("compute_grad_norm", None)
+    if zero["stage"] == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if parallel.strategy == "hsdp":
+        zero["mics_shard_size"] = parallel.shard_ranks or world_size
+    params = {
+        "lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay,
+        "torch_adam": True,
+    }  # fmt: skip
+    facts: dict[str, Any] = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": batch // (micro * world_size),
+        "gradient_clipping": optim.clip,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": {"type": "AdamW", "params": params},
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    if parallel.compress in ("bf16", "fp16"):
+        facts["communication_data_type"] = parallel.compress
+    notes = [
+        "DeepSpeed divides a loss by rank and micro-batch, not by the tokens of the global batch, and lets all weights "
+        "decay; duoka with engine: deepspeed does neither",
+    ]
+    if config.train.micro_batch == "auto":
+        notes.append("train.micro_batch is auto, which is 1 in this file")
+    if config.train.max_steps is None:
+        notes.append("train.max_steps is not written, so the file has no scheduler: it counts steps, not epochs")
+    elif optim.schedule == "wsd":
+        notes.append("optim.schedule is wsd, which DeepSpeed does not have: the file has no scheduler")
+    else:
+        facts["scheduler"] = _scheduler(optim, config.train.max_steps)
+    return facts, notes
+
+
+def _scheduler(optim: OptimConfig, steps: int) -> dict[str, Any]:
+    warm = parse_warmup(optim.warmup)
+    climb = 0 if isinstance(warm, Amount) else ceil(warm * steps) if warm < 1 else int(warm)
+    if optim.schedule == "cosine":
+        own: dict[str, Any] = {"total_num_steps": steps, "cos_min_ratio": optim.min_lr, "warmup_min_ratio": 0.0}
+    else:
+        own = {"warmup_min_lr": 0.0, "warmup_max_lr": optim.lr}
+        own |= {"total_num_steps": steps} if optim.schedule == "linear" else {}
+    kind = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR"}[optim.schedule]
+    return {"type": kind, "params": {**own, "warmup_num_steps": max(1, climb), "warmup_type": "linear"}}
+
+
+def _samples(size: int | str) -> int:
+    """0: tokens, or auto."""
+    if size == "auto":
+        return 0
+    amount = parse_amount(size)
+    return amount.count if amount.unit == "samples" else 0
+
+
+def _unsayable(config: RunConfig, world_size: int) -> Iterator[Fault]:
+    parallel = config.parallel
+    if parallel.strategy == "auto":
+        yield Fault(
+            "parallel.strategy is auto, and a DeepSpeed JSON names its stage",
+            key="parallel.strategy",
+            fix="add for example   parallel.strategy=zero2   to the line; `duoka plan` says which one fits",
+        )
+    if parallel.tensor * parallel.pipeline * parallel.sequence * parallel.expert > 1:
+        yield Fault(
+            "axes beside data parallelism are no keys of a DeepSpeed JSON",
+            key="parallel",
+            fix="add   parallel.tensor=1 parallel.pipeline=1 parallel.sequence=1 parallel.expert=1",
+        )
+    if config.optim.name != "adamw":
+        yield Fault(
+            f"optim.name is {config.optim.name}, and the file would name AdamW",
+            key="optim.name",
+            fix="optim.name=adamw",
+        )
+    if parallel.compress == "powersgd":
+        yield Fault("parallel.compress powersgd is not DeepSpeed's", key="parallel.compress", fix="compress=none")
+    batch, micro = _samples(config.train.global_batch), _samples(config.train.micro_batch) or 1
+    at_once = micro * world_size
+    if not batch:
+        yield Fault(
+            f"train.global_batch is {config.train.global_batch}, and DeepSpeed counts samples",
+            key="train.global_batch",
+            fix="add for example   train.global_batch=64",
+        )
+    elif batch % at_once:
+        yield Fault(
+            f"train.global_batch is {batch}, which {world_size} processes with micro-batches of {micro} do not divide",
+            key="train.global_batch",
+            fix=f"add   train.global_batch={-(-batch // at_once) * at_once}   or another --nproc",
+        )

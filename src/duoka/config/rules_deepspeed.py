@@ -1,0 +1,145 @@
+"""Contradictions of `parallel.engine: deepspeed`: what DeepSpeed cannot do beside duoka's data plan, and what of its
+switches means nothing without it. Each refusal names the native way.
+
+A part of the table in rules.py, which evaluates it.
+"""
+
+from __future__ import annotations
+
+from duoka.config.rule import Rule
+from duoka.config.schema import RunConfig
+from duoka.config.schema_running import DeepSpeedConfig
+
+_NATIVE = "write:   engine: native"
+NO_DEEPSPEED = "parallel.engine is deepspeed, and the package deepspeed is not installed here"
+GET_DEEPSPEED = "DS_BUILD_OPS=0 pip install 'duoka[deepspeed]'   or write:   engine: native"
+
+
+def _is_on(c: RunConfig) -> bool:
+    return c.parallel.engine == "deepspeed"
+
+
+def _axes(c: RunConfig) -> int:
+    return c.parallel.tensor * c.parallel.pipeline * c.parallel.sequence * c.parallel.expert
+
+
+def _of_ddp(c: RunConfig) -> bool:
+    own = c.parallel
+    return own.find_unused_parameters or own.static_graph or not own.bucket_view or own.bucket_mb != 25.0
+
+
+DEEPSPEED_RULES: tuple[Rule, ...] = (
+    Rule(
+        "deepspeed-switches-without-it",
+        ("parallel.deepspeed", "parallel.engine"),
+        lambda c: not _is_on(c) and c.parallel.deepspeed != DeepSpeedConfig(),
+        "parallel.deepspeed has switches of DeepSpeed, and parallel.engine is native",
+        "write:   engine: deepspeed   or delete the block deepspeed",
+    ),
+    Rule(
+        "deepspeed-with-strategy",
+        ("parallel.strategy", "parallel.engine"),
+        lambda c: _is_on(c) and c.parallel.strategy in ("dp", "hsdp"),
+        "parallel.strategy is {c.parallel.strategy}, and parallel.engine is deepspeed, which has stages 0 to 3: ddp, "
+        "zero1, zero2 and zero3",
+        f"write:   strategy: zero3   or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-with-axes",
+        ("parallel.engine", "parallel.tensor", "parallel.pipeline", "parallel.sequence", "parallel.expert"),
+        lambda c: _is_on(c) and _axes(c) > 1,
+        "parallel.engine is deepspeed, beside tensor {c.parallel.tensor}, pipeline {c.parallel.pipeline}, sequence "
+        "{c.parallel.sequence} and expert {c.parallel.expert}: its pipeline takes no stage 2 or 3, and its sequence "
+        "parallelism scales gradients by stage",
+        f"{_NATIVE}   (which has these axes under every strategy), or delete them",
+    ),
+    Rule(
+        "deepspeed-with-optimizer",
+        ("optim.name", "parallel.engine"),
+        lambda c: _is_on(c) and c.optim.name != "adamw",
+        "optim.name is {c.optim.name}, which looks at whole matrices, and parallel.engine is deepspeed, which cuts "
+        "them anywhere",
+        f"write:   name: adamw   or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-in-fp16",
+        ("train.precision", "parallel.engine"),
+        lambda c: _is_on(c) and c.train.precision == "fp16",
+        "train.precision is fp16 and parallel.engine is deepspeed, whose loss scale this version does not keep",
+        f"write:   precision: bf16   or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-with-ddp-settings",
+        ("parallel.find_unused_parameters", "parallel.static_graph", "parallel.bucket_mb", "parallel.bucket_view"),
+        lambda c: _is_on(c) and _of_ddp(c),
+        "parallel.engine is deepspeed, and find_unused_parameters, static_graph, bucket_mb and bucket_view are "
+        "settings of torch's ddp",
+        "delete them   (buckets are deepspeed: {{reduce_bucket_size: 50000000}})",
+    ),
+    Rule(
+        "deepspeed-with-compress",
+        ("parallel.compress", "parallel.engine"),
+        lambda c: _is_on(c) and c.parallel.compress not in ("none", "bf16"),
+        "parallel.compress is {c.parallel.compress}, which parallel.engine deepspeed does not do",
+        f"write:   compress: bf16   or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-compressing-fp32",
+        ("parallel.compress", "train.precision"),
+        lambda c: _is_on(c) and c.parallel.compress == "bf16" and c.train.precision == "fp32",
+        "parallel.compress is bf16, train.precision is fp32, and parallel.engine deepspeed sends gradients as they are "
+        "computed",
+        f"write:   precision: bf16   or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-with-reshard",
+        ("parallel.reshard", "parallel.engine"),
+        lambda c: _is_on(c) and c.parallel.reshard is not True,
+        "parallel.reshard is {c.parallel.reshard}, a setting of native fsdp, and parallel.engine is deepspeed",
+        "delete it, or write:   deepspeed: {{stage3_max_live_parameters: 1000000000}}",
+    ),
+    Rule(
+        "deepspeed-with-disk",
+        ("parallel.offload", "parallel.engine"),
+        lambda c: _is_on(c) and c.parallel.offloads.uses_disk,
+        "parallel.offload is {c.parallel.offload}, and parallel.engine is deepspeed, whose files on a disk need its "
+        "compiled kernels",
+        f"write:   offload: optimizer   (host memory), or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-offload-of-whole-models",
+        ("parallel.offload", "parallel.strategy"),
+        lambda c: (
+            _is_on(c)
+            and (
+                (c.parallel.offload != "none" and c.parallel.strategy in ("auto", "single", "ddp"))
+                or (c.parallel.offload == "params" and c.parallel.strategy not in ("zero3", "fsdp"))
+            )
+        ),
+        "parallel.offload is {c.parallel.offload} and parallel.strategy is {c.parallel.strategy}: DeepSpeed offloads "
+        "the optimizer from stage 1 on, and weights at stage 3",
+        "write:   strategy: zero3",
+    ),
+    Rule(
+        "deepspeed-with-compile",
+        ("train.compile", "parallel.engine"),
+        lambda c: _is_on(c) and c.train.compile,
+        "train.compile is true, and parallel.engine is deepspeed, whose hooks gather weights inside the layers",
+        f"write:   compile: false   or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-with-packed-weights",
+        ("model.quantization", "parallel.engine"),
+        lambda c: _is_on(c) and c.model.quantization != "none",
+        "model.quantization is {c.model.quantization}, whose packed blocks DeepSpeed does not know",
+        f"write:   quantization: none   or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-with-rl",
+        ("stage.name", "parallel.engine"),
+        lambda c: _is_on(c) and c.stage.kind.draws,
+        "stage is {c.stage.name}, whose answers are drawn with the model that is trained, and parallel.engine is "
+        "deepspeed",
+        _NATIVE,
+    ),
+)

@@ -1,0 +1,184 @@
+"""DeepSpeed as one more engine: its ZeRO stages 0 to 3 carry a strategy out, all else stays duoka's.
+
+Data plan, loss, norm, clipping, learning rate, events and checkpoints are those of the other engines. DeepSpeed
+averages gradients over ranks: that is undone here, by the loss that it is given. Stage 3 fills and cuts one parameter
+after the other, so that no rank holds the model whole while it is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from duoka.config.deepspeed_json import STAGES, engine_json
+from duoka.data.feed.loader import GlobalBatch
+from duoka.model.build import named_part
+from duoka.model.shards import Weights
+from duoka.optim.clip import shorten_all
+from duoka.optim.spread import add_over
+from duoka.parallel.deepspeed_traffic import count_exchanges
+from duoka.parallel.deepspeed_zero import Zero3, Zero12, ZeroState
+from duoka.parallel.engine import Engine, EngineSpec
+from duoka.parallel.objective import Objective
+from duoka.parallel.out_of_memory import Shortage
+from duoka.parallel.single import bring
+from duoka.torch_private import foreach_norm
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """The package, told which device it is on: it looks for one otherwise, and says so on every rank."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    # With a C++ compiler it would build this at its first start, for minutes, without a word, and for inference;
+    # a build that was killed leaves a lock that the next start waits for.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+class DeepSpeed(Engine):
+    """The model stays as it is until `build_optimizer`: DeepSpeed begins with the optimizer that it is given there."""
+
+    exchanges_in_passes = True
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.stage = STAGES[spec.layout.strategy]
+        if self.stage < 3:
+            bring(spec)
+        super().__init__(spec)
+        self._made_of = spec
+        self.running: Any = None  # DeepSpeed's own engine
+        self.zero: ZeroState | None = None  # None: at stage 0 every rank has all, and it is a plain optimizer's
+
+    def build_optimizer(
+        self, make: Callable[[Mapping[str, torch.nn.Parameter]], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
+        spec, named = self._made_of, self.named_trainable()
+        optimizer = make(named)
+        package = load_deepspeed(self.world.device)
+        package.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
+        count_exchanges()
+        layout = spec.layout
+        settings = engine_json(spec.parallel, layout.strategy, layout.precision, layout.offload, self.mesh.loss.size)
+        if self.stage == 3:
+            _fill_and_cut(package, self.bare, spec.source, self.world.is_main, self.world.device, settings)
+        place = SimpleNamespace(device_rank=self.world.device.index or 0)
+        self.running, zero, *_ = package.initialize(args=place, model=self.bare, optimizer=optimizer, config=settings)
+        self.model = self.running
+        if self.stage:
+            self.zero = (Zero3 if self.stage == 3 else Zero12)(zero, named)
+        return optimizer
+
+    # --- what is trained ---
+
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        return super().trained_tensors() if self.zero is None else self.zero.trained()
+
+    def optimizer_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        return super().optimizer_tensors(optimizer) if self.zero is None else self.zero.state()
+
+    def filled(self) -> None:
+        if self.zero is not None:
+            self.zero.refresh()
+
+    def lasting_weights(self) -> list[torch.Tensor]:
+        return [getattr(parameter, "ds_tensor", parameter) for parameter in self.bare.parameters()]
+
+    def masters(self) -> list[torch.Tensor]:
+        return [] if self.zero is None else self.zero.lines()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return super().gradients() if self.zero is None else self.zero.gradients()
+
+    # --- one optimizer step ---
+
+    @contextlib.contextmanager
+    def exchange(self, last: bool) -> Iterator[None]:
+        self.running.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # The one place where DeepSpeed's mean over ranks is undone.
+        self.running.backward(loss * self.mesh.loss.size, scale_wrt_gas=False)
+
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> torch.Tensor:
+        if self.zero is None:
+            return super().clip(optimizer, max_norm, is_scaled=is_scaled)
+        gradients = self.gradients()
+        own = torch.stack(foreach_norm(gradients)).float().square().sum() if gradients else torch.zeros(())
+        groups = (self.mesh.loss.group,) if self.mesh.loss.size > 1 else ()
+        norm = add_over(own, groups, self.world.device.type).sqrt()
+        shorten_all(gradients, norm, max_norm)
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
+        self.running.step()
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Done: DeepSpeed's step ends with it, and what it accumulates into on the host has to stay."""
+        if self.zero is None:
+            super().zero_grad(optimizer)
+
+    def discard_exchange(self, *, is_short: bool = False) -> None:
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        if self.zero is None:
+            self.running.zero_grad()
+        else:
+            self.zero.discard()
+
+    # --- passes that are no step ---
+
+    def settle(self) -> None:
+        """Give back weights that a pass without a backward (an evaluation) left gathered."""
+        if self.stage == 3 and self.running is not None:
+            self.running.empty_partition_cache()
+
+    def rejoin(self, shortage: Shortage, batch: GlobalBatch, objective: Objective) -> bool:
+        """Impossible: DeepSpeed knows of no pass that stops in the middle."""
+        return False
+
+
+def _fill_and_cut(
+    package: Any,
+    bare: torch.nn.Module,
+    source: Weights | None,
+    is_first: bool,
+    device: torch.device,
+    settings: Mapping[str, Any],
+) -> None:
+    """Give a model its weights and each rank its parts of them, parameter by parameter; the first rank reads."""
+    names: dict[int, list[str]] = {}
+    lm = named_part(bare)
+    for name, parameter in lm.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    first: Any = None
+    for parameter in lm.parameters():
+        if parameter.is_meta and source is not None:
+            shape = parameter.shape
+            name = next(name for name in names[id(parameter)] if source.knows(name, shape))
+            # Others are sent the first one's.
+            values = source.read(name, shape) if is_first else torch.empty(shape)
+            filled = torch.nn.Parameter(values.to(device, parameter.dtype), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, filled)
+        if first is None:
+            alone = torch.nn.ParameterList([parameter])
+            package.zero.Init(module=alone, config_dict_or_path=dict(settings), mem_efficient_linear=False)
+            first = parameter
+        else:
+            first.convert_to_zero_parameters(param_list=[parameter])
+    if source is not None:
+        source.close()
+    for module in bare.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)

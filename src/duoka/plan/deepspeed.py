@@ -1,0 +1,59 @@
+"""What DeepSpeed holds and sends in place of duoka's own engines (parallel.engine: deepspeed), fp32 weights throughout.
+
+Stages 1 and 2 keep fp32 masters beside weights that are whole, and sum gradients by all-reduce, of which each rank
+keeps its part. Stage 3 keeps its part of the weights twice. bf16 is autocast here, as everywhere in duoka.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from duoka.plan.recipe import ModelShare, Work
+
+SIZE = 4  # bytes of a weight, and of a gradient, however it was computed
+
+
+def static_parts(
+    work: Work, strategy: str, ranks: int, share: ModelShare, frozen_bytes: int
+) -> tuple[int, int, int, str]:
+    """(weights, gradients, optimizer state) in bytes per rank, and the formula."""
+    train, state = share.trainable, work.state_bytes
+    whole, part = SIZE * train, SIZE * train // ranks
+    if strategy in ("single", "ddp"):
+        return whole + frozen_bytes, whole, int(state * train), f"4Pt + 4Pt + {state:.3g}Pt"
+    own_state = int((SIZE + state) * train) // ranks
+    if strategy == "zero1":
+        return whole + frozen_bytes, whole, own_state, f"4Pt + 4Pt + {SIZE + state:.3g}Pt/N"
+    if strategy == "zero2":
+        return whole + frozen_bytes, part, own_state, f"4Pt + 4Pt/N + {SIZE + state:.3g}Pt/N"
+    return (whole + frozen_bytes) // ranks, part, own_state, f"(4Pt + 4Pt + {SIZE + state:.3g}Pt)/N"
+
+
+def bucket_bytes(work: Work, strategy: str, share: ModelShare) -> int:
+    """Gradients on their way: one bucket, or two where exchanges run beside the backward pass."""
+    own = work.deepspeed
+    assert own is not None
+    if strategy in ("single", "ddp"):
+        return SIZE * share.trainable  # laid end to end for the all-reduce
+    size = own.reduce_bucket_size
+    # On a CPU, pages that nobody touches take no memory.
+    size = size if work.device == "cuda" else min(size, share.trainable)
+    return SIZE * size * (2 if own.overlap_comm else 1)
+
+
+def gathered_bytes(work: Work, share: ModelShare) -> int:
+    """Stage 3: weights that are whole at once, beside the part that lasts."""
+    own = work.deepspeed
+    assert own is not None
+    largest = max(share.per_layer, share.embedding, share.head)
+    window = own.stage3_max_live_parameters + own.stage3_prefetch_bucket_size + largest
+    return SIZE * min(share.trainable + share.frozen, window)
+
+
+def gathers_twice(work: Work, share: ModelShare) -> bool:
+    """Stage 3: whether weights are let go after the forward pass, and gathered again for the backward one."""
+    own = work.deepspeed
+    assert own is not None
+    whole = share.trainable + share.frozen
+    return whole > min(own.stage3_max_live_parameters, own.stage3_max_reuse_distance)

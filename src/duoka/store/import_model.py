@@ -1,0 +1,29 @@
+"""A checkpoint of DeepSpeed's as a model folder. Called by `duoka import-checkpoint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from duoka.config.schema import ModelConfig
+from duoka.hub.models import model_folder
+from duoka.model.build import quiet_loading
+from duoka.model.result import write_result
+from duoka.store.deepspeed_files import Found, named_as, read_deepspeed
+
+
+def import_model(folder: Path, model: str, target: Path) -> Found:
+    """Write `target`, with config and tokenizer of `model`, whose weights it takes the type of."""
+    found = read_deepspeed(folder)
+    base = model_folder(ModelConfig(name=model), Path.cwd())
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with quiet_loading(), torch.device("meta"):
+        config = AutoConfig.from_pretrained(base, local_files_only=True)
+        lm = AutoModelForCausalLM.from_config(config)
+        lm.tie_weights()
+    weights = named_as(found.weights, lm.state_dict(keep_vars=True))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_result(lm, base, target, weights)
+    return found

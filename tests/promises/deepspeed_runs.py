@@ -1,0 +1,46 @@
+"""DeepSpeed alone, as other people's scripts use it: checkpoints of its own, and what they hold."""
+
+import os
+from pathlib import Path
+
+import torch
+
+
+def save_checkpoints(model, folder, stages):
+    """In a world: two steps at each stage in bf16, a checkpoint, and beside it the fp32 weights and moments."""
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    dist.init_process_group("gloo")
+    for stage in stages:
+        torch.manual_seed(0)
+        lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        settings = {
+            "train_batch_size": 2, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+            "bf16": {"enabled": stage > 0}, "data_types": {"grad_accum_dtype": "fp32"},
+        }  # fmt: skip
+        optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-2)
+        engine, *_ = deepspeed.initialize(model=lm, optimizer=optimizer, config=settings)
+        for seed in range(2):
+            ids = torch.randint(0, 50, (1, 12), generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        place = Path(folder) / f"stage{stage}"
+        engine.save_checkpoint(str(place), tag="global_step2")
+        known = {}
+        for name, parameter in engine.module.named_parameters():
+            if stage:
+                known[name] = safe_get_full_fp32_param(parameter).clone()
+                known[f"exp_avg.{name}"] = safe_get_full_optimizer_state(parameter, "exp_avg").clone()
+            else:
+                known[name] = parameter.detach().clone()
+        if dist.get_rank() == 0:
+            save_file({name: value.contiguous() for name, value in known.items()}, place / "known.safetensors")
+        dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,96 @@
+"""What DeepSpeed saved by itself becomes a model folder, weight by weight, and no code in its files is run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from worlds import run_world
+
+from duoka.cli.import_checkpoint import command
+from duoka.errors import ConfigError, DuokaError, StorageError
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+pytestmark = pytest.mark.timeout(300)
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tiny_model):
+    from deepspeed_runs import save_checkpoints
+
+    folder = tmp_path_factory.mktemp("deepspeed")
+    run_world(2, save_checkpoints, str(tiny_model), str(folder), STAGES)
+    return folder
+
+
+def import_from(folder, model, target):
+    line = [str(folder), "--model", str(model), "-o", str(target)]
+    result = CliRunner().invoke(command, line, standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def check_weights(target, place):
+    found, known = load_file(target / "model.safetensors"), load_file(place / "known.safetensors")
+    known = {name: value for name, value in known.items() if not name.startswith("exp_avg")}
+    assert found.keys() == known.keys()
+    for name, value in known.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_stages_weights_are_the_folders(saved, tiny_model, tmp_path, stage):
+    told = import_from(saved / f"stage{stage}", tiny_model, tmp_path / "new")
+    assert "step 2" in told and ("stage 3" in told) == (stage == 3)
+    check_weights(tmp_path / "new", saved / f"stage{stage}")
+    start = load_file(tiny_model / "model.safetensors")
+    after = load_file(tmp_path / "new" / "model.safetensors")
+    assert all(not torch.equal(after[name], start[name]) for name in start), "two steps at a rate of 0.01 change all"
+    assert (tmp_path / "new" / "tokenizer.json").is_file()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_universal_checkpoint_too(saved, tiny_model, tmp_path, stage):
+    module = "deepspeed.checkpoint.ds_to_universal"
+    folders = ["--input_folder", str(saved / f"stage{stage}" / "global_step2"), "--output_folder", str(tmp_path / "u")]
+    subprocess.run([sys.executable, "-m", module, *folders, "--inject_missing_state"], check=True, timeout=240)
+    assert "universal" in import_from(tmp_path / "u", tiny_model, tmp_path / "new")
+    check_weights(tmp_path / "new", saved / f"stage{stage}")
+
+
+class Bomb:
+    def __reduce__(self):
+        return Path.touch, (Path("struck"),)
+
+
+def test_code_in_a_file_is_not_run_and_gaps_are_named(saved, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def refusal(folder, model=tiny_model) -> DuokaError:
+        with pytest.raises(DuokaError) as caught:
+            import_from(folder, model, tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+        return caught.value
+
+    (tmp_path / "bad").mkdir()
+    torch.save({"module": Bomb()}, tmp_path / "bad" / "mp_rank_00_model_states.pt")
+    fault = refusal(tmp_path / "bad")
+    assert isinstance(fault, ConfigError) and "could run code" in str(fault) and not Path("struck").exists()
+
+    (tmp_path / "half").mkdir()
+    for file in (saved / "stage2" / "global_step2").iterdir():
+        if "pp_rank_1" not in file.name:
+            (tmp_path / "half" / file.name).symlink_to(file)
+    fault = refusal(tmp_path / "half")
+    assert isinstance(fault, StorageError) and "1 ranks, and was written by 2" in str(fault)
+
+    (tmp_path / "none").mkdir()
+    assert "no checkpoint of DeepSpeed" in str(refusal(tmp_path / "none"))
+    (tmp_path / "none" / "latest").write_text("../elsewhere")
+    assert "no such folder beside it" in str(refusal(tmp_path / "none"))

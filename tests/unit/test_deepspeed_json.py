@@ -1,0 +1,102 @@
+"""DeepSpeed's JSON: with `engine` it is an order to DeepSpeed; and what a run's YAML is in it, complete."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from duoka.cli import config as config_cli
+from duoka.config.load import Start, load_config, read_side_file
+from duoka.errors import ConfigError
+from duoka.plan.choose import check_packages
+
+HEAD = "model: demo\ndata: {train: [identity]}\n"
+RUN = """
+optim: {lr: 3e-4, betas: [0.8, 0.95], eps: 1e-6, weight_decay: 0.2, warmup: 10, clip: 0, min_lr: 0.1}
+train: {max_steps: 100, global_batch: 24, micro_batch: 3, precision: bf16}
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def convert(text: str, *words: str, nproc: int = 2):
+    Path("run.yaml").write_text(HEAD + text, "utf-8")
+    Path("ds.json").unlink(missing_ok=True)
+    line = ["convert", "run.yaml", *words, "-o", "ds.json", "--nproc", str(nproc)]
+    return CliRunner().invoke(config_cli.command, line, standalone_mode=False)
+
+
+def read(text: str):
+    Path("x.json").write_text(text, "utf-8")
+    return read_side_file("x.json", Start(2, True)).text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3, offload: params", "zero2, offload: optimizer"])
+def test_a_runs_json_read_back_is_the_run(strategy: str) -> None:
+    result = convert(f"{RUN}parallel: {{strategy: {strategy}}}\n")
+    assert result.exit_code == 0, result.exception
+    facts = json.loads(Path("ds.json").read_text("utf-8"))
+    assert "auto" not in json.dumps(facts) and facts["gradient_clipping"] == 0
+    assert facts["gradient_accumulation_steps"] == 4
+    # As a whole config again, beside the lines that DeepSpeed has no words for.
+    shown = read(json.dumps(facts))
+    Path("again.yaml").write_text(HEAD + shown + "\n", "utf-8")
+    again, run = load_config("again.yaml").config, load_config("run.yaml").config
+    assert again.optim == run.optim and again.parallel == run.parallel
+    assert again.train.global_batch == 24 and again.train.precision == "bf16"
+
+
+def test_deepspeed_takes_the_json() -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    assert convert(f"{RUN}parallel: {{strategy: zero2}}\n", nproc=1).exit_code == 0
+    theirs = DeepSpeedConfig("ds.json")
+    assert theirs.zero_config.stage == 2 and theirs.train_batch_size == 24 and theirs.gradient_clipping == 0
+    assert theirs.scheduler_params["cos_min_ratio"] == 0.1 and theirs.optimizer_params["weight_decay"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "parallel.strategy is auto"),
+        (["parallel.strategy=zero2", "train.global_batch=8k tokens"], "DeepSpeed counts samples"),
+        (["parallel.strategy=zero2", "train.global_batch=10"], "do not divide"),
+        (["parallel.strategy=zero2", "parallel.tensor=2"], "axes beside data parallelism"),
+        (["parallel.strategy=zero2", "optim.name=lamb"], "optim.name is lamb"),
+    ],
+)
+def test_what_the_json_cannot_say_is_refused(words: list[str], told: str) -> None:
+    result = convert(RUN, *words)
+    assert isinstance(result.exception, ConfigError) and told in str(result.exception)
+    assert not Path("ds.json").exists()
+
+
+def test_with_engine_its_switches_are_deepspeeds() -> None:
+    zero = (
+        '"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e6, "overlap_comm": true, "sub_group_size": "auto"}'
+    )
+    shown = read('{"engine": "deepspeed", ' + zero + "}")
+    assert "engine: deepspeed" in shown and "strategy: zero3" in shown
+    assert "deepspeed: {reduce_bucket_size: 5000000, overlap_comm: true}" in shown
+    alone = read("{" + zero + "}")
+    assert "engine" not in alone and "reduce_bucket_size" not in alone and "strategy: zero3" in alone
+
+
+def test_without_the_package_it_is_refused_with_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("run.yaml").write_text(HEAD + "parallel: {engine: deepspeed, strategy: zero2}\n", "utf-8")
+    config = load_config("run.yaml").config
+    assert not any("deepspeed" in fault.what for fault in check_packages(config)) or not _has_it()
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name))
+    (fault,) = check_packages(config)
+    assert "deepspeed is not installed" in fault.what and "pip install 'duoka[deepspeed]'" in fault.fix
+
+
+def _has_it() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
