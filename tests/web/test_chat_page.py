@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from serving import KEY, address_of, serving
 from talking import write_talking_model
 
 from duoka.serve.api.server import Server
-from duoka.serve.api.start import Settings, build_service
-from duoka.serve.load_run import find_trained
 
 pytestmark = pytest.mark.web
-KEY = "the-key"
 WRITE_DOWN = """() => {
   const all = { subtree: true, childList: true, characterData: true };
   window.seen = [];
@@ -41,21 +38,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             if "lora_B" in name:
                 parameter.normal_(std=1e-4)
     wrapped.save_pretrained(folder.parent / "tuned")
-    settings = Settings(key=KEY, num_rows=4, max_waiting=8, cache_bytes=64 << 20, precision="fp32")
-    service = build_service(find_trained(str(folder), say=print), {}, settings)
-    made = Server(("127.0.0.1", 0), service)
-    service.scheduler.start()
-    service.load_adapter("tuned-多卡", folder.parent / "tuned")
-    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    yield made
-    made.shutdown()
-    service.scheduler.close()
-    made.server_close()
+    with serving(folder) as made:
+        made.service.load_adapter("tuned-多卡", folder.parent / "tuned")
+        yield made
 
 
 @pytest.fixture
 def address(server: Server) -> str:
-    return f"http://127.0.0.1:{server.server_address[1]}/#key={KEY}"
+    return f"{address_of(server)}/#key={KEY}"
 
 
 def settle(page: Any, **settings: object) -> None:
