@@ -89,12 +89,10 @@ def test_the_command_llm(server: Server, tmp_path: Path) -> None:
     llm = CLIENTS / "bin/llm"
     if not llm.exists():
         pytest.skip("other projects' clients are not installed: make clients")
-    (tmp_path / "extra-openai-models.yaml").write_text(
-        f"- {{model_id: duoka, model_name: talking, api_base: '{address_of(server)}/v1', api_key_name: duoka, supports_tools: true}}\n"
-    )
-    (tmp_path / "tools.py").write_text(
-        'def weather(city: str) -> str:\n    "The weather of a city."\n    return "sunny"\n'
-    )
+    known = {"model_id": "duoka", "model_name": "talking", "api_base": f"{address_of(server)}/v1"}
+    known |= {"api_key_name": "duoka", "supports_tools": True}
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([known]))
+    (tmp_path / "tools.py").write_text('def weather(city: str) -> str:\n    "Of a city."\n    return "sunny"\n')
 
     def ask(*words: str) -> str:
         env = {**os.environ, "LLM_USER_PATH": str(tmp_path), "PYTHONPATH": ""}
