@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WEB := $(VENV)/.web
+CLIENTS := $(VENV)/clients/.installed
 # Where Python is told to write no bytecode (many containers), each process would compile duoka anew: a second of CPU.
 COMPILE = $(BIN)/python -m compileall -q src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test gpu-check nightly dist check format clean
+.PHONY: help setup demo test test-web clients gpu-check nightly dist check format clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +36,25 @@ demo: $(STAMP)  ## fine-tune a real 135M chat model, ask it before and after, ex
 test: $(STAMP)  ## all tests
 	@$(COMPILE)
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# Pages in a real Chromium (Debian: apt install chromium), and what other projects' clients make of our server. Each is
+# skipped in red where what it needs is not there.
+test-web: $(WEB)  ## the pages in a real browser, and other projects' clients
+	@$(COMPILE)
+	@$(BIN)/python -m pytest -m web tests/web
+
+$(WEB): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[web]'
+	@touch $(WEB)
+
+clients: $(CLIENTS)  ## other projects' clients, for test-web: Python's in .venv/clients, and npm's where npm is
+
+$(CLIENTS): tests/web/clients/requirements.txt tests/web/clients/package.json
+	@$(PYTHON) -m venv $(VENV)/clients
+	@$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check -r tests/web/clients/requirements.txt
+	@cp tests/web/clients/package.json $(VENV)/clients/
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/clients; fi
+	@touch $(CLIENTS)
 
 gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of what holds
 	@DUOKA_TEST_GPUS=1 $(BIN)/python -m pytest tests/gpu

@@ -64,9 +64,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped:
         reason = str(skipped[0].longrepr[-1] if isinstance(skipped[0].longrepr, tuple) else skipped[0].longrepr)
         terminalreporter.write_line(f"NO FAKE GPU: {len(skipped)} checks were SKIPPED: {reason}", red=True)
-    clusters = [one for one in terminalreporter.getreports("skipped") if "tests/cluster/" in one.nodeid]
-    for reason in sorted({str(one.longrepr[-1]) for one in clusters if isinstance(one.longrepr, tuple)}):
-        terminalreporter.write_line(f"CLUSTER TESTS WERE SKIPPED: {reason}", red=True)
+    for folder, words in (("tests/cluster/", "CLUSTER TESTS"), ("tests/web/", "TESTS OF PAGES AND CLIENTS")):
+        reports = [one for one in terminalreporter.getreports("skipped") if folder in one.nodeid]
+        for reason in sorted({str(one.longrepr[-1]) for one in reports if isinstance(one.longrepr, tuple)}):
+            number = sum(reason == str(one.longrepr[-1]) for one in reports if isinstance(one.longrepr, tuple))
+            terminalreporter.write_line(f"{words} WERE SKIPPED ({number}): {reason}", red=True)
 
 
 @pytest.fixture(autouse=True)

@@ -72,7 +72,7 @@ def write_run(
         count = rank_steps or steps
         wait_s = 0.01 if rank == slow_rank else 0.1
         with (run.events / f"rank{rank:05d}.jsonl").open("w", encoding="utf-8") as file:
-            every = max(1, steps // count)
+            every = max(1, steps // max(1, count))
             file.writelines(
                 rank_line(rank, step, wait_s=wait_s, memory_bytes=GIB + rank * 2**20)
                 for step in range(every, steps + 1, every)

@@ -12,28 +12,18 @@ import threading
 from pathlib import Path
 
 import pytest
+from serving import KEY, serving
 from tiny import write_tiny_model
 
 from duoka.serve.api.server import MOST_BYTES, Server
-from duoka.serve.api.start import Settings, build_service
-from duoka.serve.load_run import find_trained
 
-KEY = "the-key"
 ASK = [{"role": "user", "content": "Who are you? 你是谁？"}]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory):
-    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", tied=False)
-    settings = Settings(key=KEY, num_rows=4, max_waiting=8, cache_bytes=64 << 20, precision="fp32")
-    service = build_service(find_trained(str(folder), say=print), {}, settings)
-    made = Server(("127.0.0.1", 0), service)
-    service.scheduler.start()
-    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    yield made
-    made.shutdown()
-    service.scheduler.close()
-    made.server_close()
+    with serving(write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", tied=False)) as made:
+        yield made
 
 
 def connect(server: Server) -> http.client.HTTPConnection:

@@ -18,7 +18,8 @@ h1{font-size:26px;line-height:1.2;margin:0;letter-spacing:-.01em}h2{font-size:15
 .under{color:var(--soft);margin:6px 0 22px}
 .badge{display:inline-block;font-size:12px;font-weight:600;border-radius:99px;padding:2px 10px;margin-left:10px;
 vertical-align:5px;border:1px solid var(--line);color:var(--soft)}
-.badge.done{color:#15803d;border-color:#15803d55}.badge.failed{color:#dc2626;border-color:#dc262655}
+.badge.done{color:light-dark(#146c34,#5fd38a)}.badge.failed{color:light-dark(#b91c1c,#ff8a8a)}
+.badge.done,.badge.failed{border-color:currentColor}
 .grid{display:grid;gap:14px;grid-template-columns:repeat(4,1fr)}
 .card{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:16px 18px;overflow:hidden}
 .figure b{display:block;font-size:24px;line-height:1.25;letter-spacing:-.01em;font-variant-numeric:tabular-nums}

@@ -142,7 +142,7 @@ def _memory_card(history: History) -> str:
     rows = [("predicted", f"{format_bytes(predicted['peak'])} ({spread})", track(predicted["peak"] / scale, soft=True))]
     if measured:
         off = (predicted["peak"] / measured - 1) * 100
-        rows.append(("measured", f"{format_bytes(measured)} (prediction {off:+.0f}%)", track(measured / scale)))
+        rows.append(("measured", f"{format_bytes(measured)} (prediction {round(off):+d}%)", track(measured / scale)))
     cells = "".join(
         f'<tr><td>{name}</td><td>{escape(text)}</td><td style="width:50%">{bar}</td></tr>' for name, text, bar in rows
     )

@@ -82,6 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: BoardServer
     protocol_version = "HTTP/1.1"
     timeout = _IDLE_S
+    disable_nagle_algorithm = True  # an answer's body would wait for the word that its head has come
     server_version, sys_version = "duoka", ""
 
     def do_GET(self) -> None:
@@ -107,6 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json({"error": "\n".join(error.lines())}, HTTPStatus.CONFLICT)
         except ValueError as error:
             self._send_json({"error": str(error)}, HTTPStatus.BAD_REQUEST)
+        except (TypeError, LookupError, AttributeError) as error:  # a run's files may hold what nobody writes
+            said = f"what is in this run's files cannot be shown ({type(error).__name__}: {error})"
+            self._send_json({"error": said}, HTTPStatus.INTERNAL_SERVER_ERROR)
         except (BrokenPipeError, ConnectionError, TimeoutError):
             self.close_connection = True  # the page has gone
 

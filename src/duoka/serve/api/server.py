@@ -85,6 +85,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = f"duoka/{__version__}"
     timeout = SILENCE_S
+    disable_nagle_algorithm = True  # a token would wait 40 ms for the client's word that it got the one before
 
     @property
     def service(self) -> Service:

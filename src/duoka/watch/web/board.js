@@ -1,7 +1,7 @@
 // The board: what is chosen, asking the server for what has changed, and putting it where it belongs.
 
 import { Chart, colorOf, el } from "./chart.js";
-import { Heat, badge, differences, events, overview, rankTable, stateClass, texts, timeBar } from "./panels.js";
+import { Heat, differences, emptyFolder, events, overview, rankTable, stateClass, texts, timeBar } from "./panels.js";
 import { count, number, percent, say, speak } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
@@ -85,7 +85,9 @@ function take(answer) {
   $("live").className = "";
   $("live").textContent = behind.length ? say("reading", percent(Math.min(...behind))) : `● ${say("live")}`;
   listRuns();
-  $("overview").replaceChildren(...(state.now ? overview(state.now, actions()) : [el("p", { text: state.runs.length ? "" : say("none") })]));
+  $("overview").replaceChildren(...(state.now ? overview(state.now, actions()) : state.runs.length ? [] : [emptyFolder()]));
+  for (const id of ["tabs", "panel"]) $(id).hidden = !state.now;
+  $("tools").hidden = !Object.values(state.series).some((one) => one.num_steps);
   if (isNew) {
     drawCharts();
     drawPanel();

@@ -166,7 +166,7 @@ export class Chart {
     }
     const bottom = this.height - BOTTOM;
     this.svg.append(svg("line", { class: "axis", x1: LEFT, x2: this.width - RIGHT, y1: bottom, y2: bottom }));
-    for (const tick of ticks(this.x[0], this.x[1], Math.max(2, Math.floor(this.width / 110)), this.logX)) {
+    for (const tick of ticks(this.x[0], this.x[1], Math.max(3, Math.floor(this.width / 110)), this.logX)) {
       const anchor = this.px(tick) > this.width - 40 ? "end" : "middle";
       this.svg.append(svg("text", { x: this.px(tick), y: bottom + 16, "text-anchor": anchor }, this.formatX(tick)));
     }

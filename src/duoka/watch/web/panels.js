@@ -29,6 +29,11 @@ function figure(name, value, note) {
   return el("div", { class: "card" }, el("span", { text: name }), el("b", { text: value }), note ? el("small", { text: note }) : null);
 }
 
+export function emptyFolder() {
+  return el("div", { class: "card empty" }, el("h2", { text: say("none") }), el("p", { class: "soft", text: say("noneHelp") }),
+    el("pre", { text: "duoka init\nduoka train sft.yaml" }));
+}
+
 export function overview(now, actions) {
   const isOver = ["done", "failed", "stopped", "dead"].includes(now.state);
   const title = el("div", { class: "title" }, el("h2", { text: now.name }), badge(now.state),
@@ -181,7 +186,7 @@ export function events(notes) {
 
 export function texts(samples) {
   if (!samples.length) return el("p", { class: "soft", text: say("noTexts") });
-  return el("div", {}, ...[...samples].reverse().map((one) => el("div", { class: "card" }, el("h2", { text: say("atStep", count(one.step)) }),
+  return el("div", { class: "stack" }, ...[...samples].reverse().map((one) => el("div", { class: "card" }, el("h2", { text: say("atStep", count(one.step)) }),
     ...(one.samples ?? []).map((pair) => el("blockquote", {}, el("span", { class: "soft", text: pair.prompt }), el("b", { text: pair.text }))))));
 }
 

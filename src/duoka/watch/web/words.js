@@ -7,6 +7,7 @@ const WORDS = {
   smooth: ["Smoothing", "平滑"], logX: ["log x", "横轴对数"], logY: ["log y", "纵轴对数"], unzoom: ["Whole run", "显示全程"],
   no: ["Cancel", "取消"], live: ["live", "实时"], reading: ["reading logs: {0}", "正在读取日志：{0}"],
   lost: ["no answer from the board; trying again", "看板没有响应，正在重试"], none: ["no runs in this folder yet", "此文件夹中还没有运行"],
+  noneHelp: ["Runs appear here by themselves as soon as they start, for example by:", "运行开始后会自动出现在这里，例如："],
   overlay: ["show the curves of {0}", "显示 {0} 的曲线"], nothing: ["nothing measured yet", "尚无数据"],
   loss: ["Loss", "损失"], grad_norm: ["Gradient norm", "梯度范数"], lr: ["Learning rate", "学习率"],
   tokens_per_s: ["Tokens per second", "每秒词元"], step_s: ["Seconds per step", "每步秒数"], wait_s: ["Seconds waiting per step", "每步等待秒数"],
@@ -82,7 +83,7 @@ export function bytes(value) {
   if (!value) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let place = 0;
-  for (; value >= 1024 && place < 4; place += 1) value /= 1024;
+  for (; value >= 1023.5 && place < 4; place += 1) value /= 1024;
   return `${trim(value, value >= 1000 ? 4 : 3)} ${units[place]}`;
 }
 

@@ -1,0 +1,33 @@
+"""`duoka serve` in this process, for as long as a test needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from duoka.serve.api.server import Server
+from duoka.serve.api.start import Settings, build_service
+from duoka.serve.load_run import find_trained
+
+KEY = "the-key"
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *, num_rows: int = 4, max_waiting: int = 8) -> Iterator[Server]:
+    settings = Settings(key=KEY, num_rows=num_rows, max_waiting=max_waiting, cache_bytes=64 << 20, precision="fp32")
+    service = build_service(find_trained(str(folder), say=print), {}, settings)
+    made = Server(("127.0.0.1", 0), service)
+    service.scheduler.start()
+    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        service.scheduler.close()
+        made.server_close()
+
+
+def address_of(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
