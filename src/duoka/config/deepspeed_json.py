@@ -11,21 +11,20 @@ from math import ceil
 from typing import Any
 
 from duoka.config.schema import OptimConfig, ParallelConfig, RunConfig
+from duoka.config.schema_running import OffloadConfig
 from duoka.errors import Fault, Faults
 from duoka.units import Amount, parse_amount, parse_warmup
 
 STAGES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
-def engine_json(
-    parallel: ParallelConfig, strategy: str, precision: str, offload: str, world_size: int
-) -> dict[str, Any]:
+def engine_json(parallel: ParallelConfig, strategy: str, precision: str, world_size: int) -> dict[str, Any]:
     """What duoka gives DeepSpeed as its engine: batches, the loss's scale, clipping and the schedule stay duoka's."""
     return {
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": _zero(parallel, strategy, offload),
+        "zero_optimization": _zero(parallel, strategy, parallel.offloads),
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -34,19 +33,25 @@ def engine_json(
     }
 
 
-def _zero(parallel: ParallelConfig, strategy: str, offload: str) -> dict[str, Any]:
+def _zero(parallel: ParallelConfig, strategy: str, offloads: OffloadConfig) -> dict[str, Any]:
     own = parallel.deepspeed.model_dump()
     stage = STAGES[strategy]
     kept = {name: value for name, value in own.items() if stage == 3 or not name.startswith(("stage3", "sub_group"))}
     zero: dict[str, Any] = {"stage": stage, "reduce_scatter": True, "contiguous_gradients": True}
     zero |= kept if stage else {}
-    if offload != "none" and stage:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
-    if offload == "params" and stage == 3:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
-    if stage in (1, 2) and offload == "none":
+    if offloads.moves_anything and stage:
+        zero["offload_optimizer"] = _place(offloads, "host" if offloads.optimizer == "none" else offloads.optimizer)
+    if offloads.params != "none" and stage == 3:
+        zero["offload_param"] = _place(offloads, offloads.params)
+    if stage in (1, 2) and not offloads.moves_anything:
         zero["compute_grad_norm"] = False  # duoka's norm is there before the step
     return zero
+
+
+def _place(offloads: OffloadConfig, where: str) -> dict[str, Any]:
+    if where == "disk":
+        return {"device": "nvme", "nvme_path": offloads.folder or "/local_nvme", "pin_memory": False}
+    return {"device": "cpu", "pin_memory": False}
 
 
 def _autocast(parallel: ParallelConfig, precision: str) -> dict[str, Any]:
@@ -66,7 +71,7 @@ def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[
         raise Faults(faults)
     parallel, optim = config.parallel, config.optim
     batch, micro = _samples(config.train.global_batch), _samples(config.train.micro_batch) or 1
-    zero = _zero(parallel, "zero3" if parallel.strategy == "hsdp" else parallel.strategy, parallel.offload)
+    zero = _zero(parallel, "zero3" if parallel.strategy == "hsdp" else parallel.strategy, parallel.offloads)
     zero.pop("compute_grad_norm", None)
     if zero["stage"] == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
@@ -145,8 +150,9 @@ def _unsayable(config: RunConfig, world_size: int) -> Iterator[Fault]:
             key="optim.name",
             fix="optim.name=adamw",
         )
-    if parallel.compress == "powersgd":
-        yield Fault("parallel.compress powersgd is not DeepSpeed's", key="parallel.compress", fix="compress=none")
+    if parallel.compress not in ("none", "bf16", "fp16"):
+        what = f"parallel.compress is {parallel.compress}, which is not DeepSpeed's"
+        yield Fault(what, key="parallel.compress", fix="parallel.compress=none")
     batch, micro = _samples(config.train.global_batch), _samples(config.train.micro_batch) or 1
     at_once = micro * world_size
     if not batch:

@@ -259,7 +259,7 @@ def hub_has_an_address() -> bool:
 
 
 def _is_whole(folder: Path) -> bool:
-    return not _check_folder(folder)
+    return not _check_folder(folder, ModelConfig(name=str(folder)))
 
 
 def _cached_hub_folder(hub_id: str, revision: str | None, is_enough: Callable[[Path], bool]) -> Path | None:

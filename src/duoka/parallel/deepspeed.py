@@ -68,7 +68,7 @@ class DeepSpeed(Engine):
         package.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
         count_exchanges()
         layout = spec.layout
-        settings = engine_json(spec.parallel, layout.strategy, layout.precision, layout.offload, self.mesh.loss.size)
+        settings = engine_json(spec.parallel, layout.strategy, layout.precision, self.mesh.loss.size)
         if self.stage == 3:
             _fill_and_cut(package, self.bare, spec.source, self.world.is_main, self.world.device, settings)
         place = SimpleNamespace(device_rank=self.world.device.index or 0)

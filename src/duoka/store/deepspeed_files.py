@@ -1,7 +1,8 @@
 """DeepSpeed's own checkpoints, read without DeepSpeed: the fp32 weights of its ranks, put together by name.
 
 They are pickles. torch reads them with `weights_only`, which makes tensors, numbers and containers and nothing else;
-the four types of DeepSpeed's that stand in them become empty ones of ours. Anything else in such a file is refused, unread.
+the four types of DeepSpeed's that stand in them become empty ones of ours. Anything else in such a file is refused,
+unread.
 """
 
 from __future__ import annotations
