@@ -104,6 +104,8 @@ class _Worker:
         self._read, self._is_new = b"", True
 
     def faults(self) -> list[str]:
+        if self._process is not None and not self._is_new:  # it was asked already, and its answers tell
+            return []
         line: bytes | None = b""
         with contextlib.suppress(OSError):
             line = self._line(self._started(), time.monotonic() + _START_S)
