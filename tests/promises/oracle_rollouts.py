@@ -104,6 +104,14 @@ def token_gains(form, clip, logps, old, advantage):
     return torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
 
 
+def note_ratios(seen, far, form, bounds, value, tokens):
+    """`far`: by how much each token's log-probability has moved."""
+    far = [sum(far) / len(far)] * len(far) if form == "sequence" else far
+    seen["ratio"] += sum(map(math.exp, far)) / tokens
+    seen["clip_low"] += sum(math.exp(one) < 1 - bounds[0] and value < 0 for one in far) / tokens
+    seen["clip_high"] += sum(math.exp(one) > 1 + bounds[1] and value > 0 for one in far) / tokens
+
+
 def train(
     folder, replay, num_steps, algorithm, *, lr, warmup, clip, weight_decay, max_new_tokens, updates=1, kl=0.0,
     temperature=1.0, mask=False, advantage=None, normalize=None, ratio_clip=None, adapt=None,
@@ -144,11 +152,7 @@ def train(
                 old[at] = logps.detach()
             gains = token_gains(form, bounds, logps, old[at], value)
             if bounds:
-                far = (logps.detach() - old[at]).tolist()
-                far = [sum(far) / len(far)] * len(far) if form == "sequence" else far
-                seen["ratio"] += sum(map(math.exp, far)) / tokens
-                seen["clip_low"] += sum(math.exp(one) < 1 - bounds[0] and value < 0 for one in far) / tokens
-                seen["clip_high"] += sum(math.exp(one) > 1 + bounds[1] and value > 0 for one in far) / tokens
+                note_ratios(seen, (logps.detach() - old[at]).tolist(), form, bounds, value, tokens)
             if kl:
                 with torch.no_grad():
                     apart, _ = answer_logps(start, answers[at], temperature)

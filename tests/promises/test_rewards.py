@@ -269,5 +269,8 @@ def test_the_command_scores_pairs_and_conversations(case, runs, capsys):
     (line,) = (runs["auto"].path / "scores.jsonl").read_text(encoding="utf-8").splitlines()
     assert set(json.loads(line)) == {"sample", "tokens", "score"}
     assert "1 answers, by 1 process" in capsys.readouterr().out
+    answers.with_name("plain.txt").write_text("words alone\n", encoding="utf-8")
+    assert duoka(["score", str(runs["auto"].path), str(answers.with_name("plain.txt"))]) == 2
+    assert "holds plain text, and a score is of an answer" in capsys.readouterr().err
     assert duoka(["score", str(case[2]), str(answers)]) == 2
     assert "gives no scores" in capsys.readouterr().err

@@ -13,12 +13,17 @@ from worlds import train_all
 pytestmark = pytest.mark.timeout(400)
 
 
+STOPS = [2, *range(20, 110)]
+
+
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rollouts-settings")
     model, drops = (write_tiny_model(folder / name, layers=2) for name in ("model", "drops"))
     facts = json.loads((drops / "config.json").read_text(encoding="utf-8"))
     (drops / "config.json").write_text(json.dumps({**facts, "attention_dropout": 0.5}), encoding="utf-8")
+    # A third of the words end an answer; of a model that was drawn at random, the one mark hardly ever comes.
+    (drops / "generation_config.json").write_text(json.dumps({"eos_token_id": STOPS}), encoding="utf-8")
     (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
     asked = {"messages": [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "it"}]}
     (folder / "asked.jsonl").write_text(json.dumps(asked) + "\n", encoding="utf-8")
@@ -65,6 +70,7 @@ def test_what_is_drawn_are_likely_tokens_at_the_temperature_as_transformers_has_
     model = AutoModelForCausalLM.from_pretrained(case / "model", dtype=torch.float32, attn_implementation="eager")
     (step,) = read_run(case / "narrow")
     assert step["logp_gap"] < 1e-5, "drawn without dropout, learned without it, both at the temperature"
+    assert step["num_targets"] == sum(len(one["ids"]) for one in lines_of(case / "narrow", 0)[1:])
     answers, ranks = lines_of(case / "narrow", 0)[1:], set()
     for one in answers:
         start = len(one["prompt_ids"])
@@ -75,7 +81,30 @@ def test_what_is_drawn_are_likely_tokens_at_the_temperature_as_transformers_has_
         assert (logps - torch.tensor(one["drawn"])).abs().max() < 1e-4
         ranks |= {int((row > row[token]).sum()) for row, token in zip(logits, ids[start:], strict=True)}
     assert ranks == {0, 1, 2}
-    assert any(one["ended"] for one in answers) or all(len(one["ids"]) == 10 for one in answers)
+    assert {one["ended"] for one in answers} == {True, False}
+    for one in answers:
+        *before, last = one["ids"]
+        assert not set(before) & set(STOPS) and one["ended"] == (last in STOPS), "the mark that ends it is learned"
+        assert one["ended"] or len(one["ids"]) == 10, "others are cut where they are as long as they may be"
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "number"), [("plain", 7, 0), ("one prompt", 7, 1), ("one prompt, seed 8", 8, 0)]
+)
+def test_each_token_is_the_one_that_its_number_falls_on(case, name, seed, number):
+    from transformers import AutoModelForCausalLM
+
+    from duoka.model.sampling import uniform
+
+    model = AutoModelForCausalLM.from_pretrained(case / "model", dtype=torch.float64, attn_implementation="eager")
+    for one in lines_of(case / name, number)[1:]:
+        ids = torch.tensor([*one["prompt_ids"], *one["ids"]])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, len(one["prompt_ids"]) - 1 : -1]
+        for position, (row, token) in enumerate(zip(logits, one["ids"], strict=True)):
+            passed = row.softmax(-1).cumsum(-1)
+            at = uniform(seed, number, one["prompt"], one["sample"], position)
+            assert (passed[token - 1] if token else 0.0) - 1e-5 < at < passed[token] + 1e-5, (one["sample"], position)
 
 
 def test_answers_of_other_steps_and_other_seeds_are_others(case):

@@ -115,6 +115,29 @@ def test_the_end_report_names_losses_speed_time_memory_and_the_next_commands(log
         assert words in text, f"{words!r} is missing in\n{text}"
 
 
+@pytest.mark.parametrize(
+    ("config", "first", "measured"),
+    [
+        ("stage: {name: reward}\ndata: {train: [a], eval: 0.1}\n", "score RUN DATA", None),
+        ("stage: {name: sft}\ndata: {train: [a], eval: 0.1}\n", "chat RUN", "eval RUN"),
+        ("stage: {name: sft}\ndata: {train: [a], eval: 0.0}\n", "chat RUN", "eval RUN --data NAME"),
+        ("stage: {name: dpo}\ndata: {train: [a], eval: 0.1}\n", "chat RUN", "eval RUN --data NAME"),
+        ("stage: {name: rl}\ndata: {train: ['task:sort', {name: 'task:gsm8k:x'}]}\n", "chat RUN",
+         "eval RUN --tasks sort,gsm8k:x"),
+        ("stage: {name: rl}\ndata: {train: [chat.jsonl]}\n", "chat RUN", "eval RUN --data NAME"),
+    ],
+)  # fmt: skip
+def test_the_next_commands_take_what_the_run_made(log, config, first, measured):
+    """Each of the others is refused: a reward model says no words, pairs have no likelihood of tokens."""
+    log.step(1, 1.0)
+    log.run.final.mkdir()
+    log.run.config.write_text(config, encoding="utf-8")
+    write_status(log.run, Status(state="done", step=1))
+    _, _, said = lines_of(log.run).partition("next\n")
+    commands = [line.strip().replace(str(log.run.path), "RUN") for line in said.splitlines()]
+    assert commands[0] == f"duoka {first}" and (commands[1:2] == ([f"duoka {measured}"] if measured else []))
+
+
 def test_the_page_shows_the_same_and_escapes_what_others_wrote(log):
     for step in range(1, 31):
         log.step(step, 3.0 - step / 20)

@@ -165,9 +165,7 @@ def apply_sharded(
     # Layers that are not transformers' may mix types in ways that only autocast sorts out.
     layers, policy = (find_layers(core), narrow) if is_transformer(core) else (find_blocks(core), wide)
     for layer in layers:
-        if half is not None:
-            _widen_norms(layer)
-        shard(layer, policy, reshard)
+        shard(_widen_norms(layer) if half else layer, policy, reshard)
     for module, policy in _ends(core, narrow, wide):
         shard(module, policy, reshard)
     if isinstance(bare, LossModel):
@@ -191,7 +189,7 @@ def apply_sharded(
     return bare
 
 
-def _widen_norms(layer: torch.nn.Module) -> None:
+def _widen_norms(layer: torch.nn.Module) -> torch.nn.Module:
     """LayerNorms compute as wide as what they read, the residual stream, though their weights come narrow.
 
     Norms of transformers' own do so by themselves. On CPUs torch refuses wide rows with narrow weights, and autocast
@@ -209,6 +207,7 @@ def _widen_norms(layer: torch.nn.Module) -> None:
             module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
         else:  # one that makes something of its weight first, as Nemotron's: its rows come as narrow
             module.register_forward_pre_hook(lambda norm, rows: (rows[0].to(norm.weight.dtype), *rows[1:]))
+    return layer
 
 
 def _offload_policy(layout: Layout, world: World) -> OffloadPolicy:

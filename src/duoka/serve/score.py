@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig, StageConfig
-from duoka.errors import DataError
+from duoka.errors import ConfigError, DataError
 from duoka.runs.folder import write_text_atomic
 from duoka.serve.load_run import Say, Trained, choose_dtype, load_trained
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from duoka.data.prepare import PreparedData
 
 SIDES = ("chosen", "rejected")
+_HAVE_ANSWERS = ("conversation", "preference", "labeled")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Scored:
 def read_answers(trained: Trained, name: str, *, max_length: int | None, say: Say) -> PreparedData:
     """The data set's answers, each with its prompt, by the run's template; a pair has two."""
     from duoka.data.prepare import prepare_data
+    from duoka.data.read.example import KIND_WORDS
+    from duoka.data.read.registry import find_sets
 
     known = trained.config
     model = ModelConfig(name=trained.name, template=trained.template, trust_remote_code=trained.trust_remote_code)
@@ -58,6 +61,12 @@ def read_answers(trained: Trained, name: str, *, max_length: int | None, say: Sa
     changed |= {} if max_length is None else {"max_length": max_length}
     data = config.data.model_copy(update=changed)
     config = config.model_copy(update={"data": data, "stage": StageConfig(name="reward")})
+    for found in find_sets(config, trained.config_base):
+        if found.form.kind not in _HAVE_ANSWERS:
+            raise ConfigError(
+                f"{name!r} holds {KIND_WORDS[found.form.kind]}, and a score is of an answer", where=str(found.files[0]),
+                fix="name a set of conversations, of preference pairs or of labeled answers",
+            )  # fmt: skip
     return prepare_data(config, trained.config_base, trained.base, say=say)
 
 

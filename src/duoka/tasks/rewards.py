@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,30 +57,24 @@ class RewardPool:
         """Rewards of all, in order; `alive` is called as they come. Only of the first ones where all of them would take
         longer than `for_s`."""
         found: dict[int, Rewarded] = {}
-        broken: list[BaseException] = []
         todo, ends = iter(range(len(questions))), time.monotonic() + for_s
         lock = threading.Lock()
 
         def work(worker: _Worker) -> None:
-            try:
-                while True:
-                    with lock:
-                        place = next(todo, None) if time.monotonic() < ends or not found else None
-                    if place is None:
-                        return
-                    found[place] = worker.ask(questions[place])
-            except BaseException as error:  # noqa: BLE001  a thread's own end would be taken for failed rewards
-                broken.append(error)
+            while True:
+                with lock:
+                    place = next(todo, None) if time.monotonic() < ends or not found else None
+                if place is None:
+                    return
+                found[place] = worker.ask(questions[place])
 
-        threads = [threading.Thread(target=work, args=(one,), name="duoka-rewards") for one in self._workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(1.0)
+        with ThreadPoolExecutor(len(self._workers), "duoka-rewards") as threads:
+            going = {threads.submit(work, one) for one in self._workers}
+            while going:
+                done, going = wait(going, timeout=1.0)
                 alive()
-        if broken:
-            raise broken[0]
+                for one in done:
+                    one.result()  # what a thread raised is raised here
         return [found[place] for place in range(len(found))]
 
     def faults(self) -> list[str]:
@@ -104,6 +99,8 @@ class _Worker:
         self._read, self._is_new = b"", True
 
     def faults(self) -> list[str]:
+        if self._process is not None and not self._is_new:  # it was asked already, and its answers tell
+            return []
         line: bytes | None = b""
         with contextlib.suppress(OSError):
             line = self._line(self._started(), time.monotonic() + _START_S)

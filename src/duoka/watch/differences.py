@@ -20,7 +20,7 @@ _NOT_THERE = None
 def find_differences(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Rows of source, key and one text a run; null where a run does not have the key."""
     out = []
-    for source, read in (("config", _config), ("environment", _environment), ("plan", _plan)):
+    for source, read in (("config", read_config), ("environment", _environment), ("plan", _plan)):
         found = [dict(_flatten(read(run))) for run in runs]
         for key in sorted(set().union(*found)):
             values = [one.get(key, _NOT_THERE) for one in found]
@@ -29,11 +29,13 @@ def find_differences(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     return out
 
 
-def _config(run: RunFolder) -> Any:
+def read_config(run: RunFolder) -> dict[str, Any]:
+    """What the run's config.yaml says; {} where it cannot be read."""
     try:
-        return yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        found = yaml.safe_load(run.config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _environment(run: RunFolder) -> Any:

@@ -18,6 +18,7 @@ from duoka.watch.costs import costs_to_json, exchange_rows, memory_rows
 from duoka.watch.curve import can_draw, draw_curve
 from duoka.watch.facts import run_facts
 from duoka.watch.history import History, read_history
+from duoka.watch.next_steps import next_commands
 from duoka.watch.page import card, facts_table, figure, grid_table, page, percent, time_bar, track
 from duoka.watch.scale import Point, points_of
 from duoka.watch.stop_cause import cause_lines, has_died
@@ -338,9 +339,4 @@ def _where_and_next(history: History) -> list[str]:
     if not run.final.is_dir():
         again = "goes on from the newest checkpoint" if history.checkpoints else "starts again: nothing was saved yet"
         return [*out, f"  {'log files':<12}{run.logs}", "", "next", f"  the same command {again}"]
-    commands = (
-        (f"duoka chat {run.path}", "talk to it"),
-        (f"duoka eval {run.path}", "measure it"),
-        (f"duoka export {run.path} -o {run.path.parent / (run.name + '-model')}", "a folder for transformers"),
-    )
-    return [*out, "", "next", *(f"  {command}" for command, _ in commands)]
+    return [*out, "", "next", *(f"  {command}" for command in next_commands(run))]
