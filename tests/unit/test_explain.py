@@ -76,7 +76,7 @@ def test_what_a_value_must_be_is_said_in_chinese_too() -> None:
         left = re.sub(r'"[^"]*"|\[[^]]*\]|[A-Za-z0-9]*[0-9][A-Za-z0-9]*', " ", words)
         english = (
             set(re.findall("[A-Za-z]{2,}", left))
-            - {part for one in key.choices for part in one.split("_")}
+            - {part for one in key.choices for part in re.split("[_-]", one)}
             - {"auto", "never", "all", "true", "false"}
         )
         assert not english, f"{key.name}: {words}"

@@ -77,3 +77,27 @@ def test_an_expert_axis_takes_a_strategy_that_shares_state():
     assert plan.layout.name == "fsdp4·ep2" and parse_layout("fsdp4·ep2").ep == 2
     with pytest.raises(ValueError, match="ranks that share state"):
         parse_layout("ddp2.ep2")
+    staged = make_plan(config(expert=2, pipeline=2), mixture(), CPU, 4)
+    assert staged.layout.name == "zero1x2·pp2·ep2"
+    whole, half = (
+        static_memory(Work(mixture(), None), parse_layout(name)) for name in ("zero1x2.ep2", "zero1x2.pp2.ep2")
+    )
+    assert half.total_bytes < 0.7 * whole.total_bytes
+
+
+@pytest.mark.parametrize("model_type", ["dots1", "granitemoe", "minimax_m2", "phimoe", "solar_open", "jetmoe"])
+def test_a_mixture_without_a_row_is_counted_by_what_its_config_says(model_type):
+    """Not refused: whether it is right is tried on a tiny copy of it, and its counts are said to be estimates."""
+    import torch
+    from families import family_config
+    from transformers import AutoModelForCausalLM
+
+    from duoka.model.build import quiet_loading
+    from duoka.model.tiny_copy import tiny_config
+
+    asked = tiny_config(family_config(model_type))
+    with quiet_loading(), torch.device("meta"):
+        core = AutoModelForCausalLM.from_config(asked, dtype=torch.float32)
+    shape = shape_from_config(asked.to_dict())
+    assert shape.experts is not None and not shape.exact
+    assert shape.num_parameters == pytest.approx(sum(p.numel() for p in core.parameters()), rel=0.1)

@@ -31,7 +31,7 @@ class Message(NamedTuple):
     micro: int
 
     def __str__(self) -> str:
-        return f"{self.what} of micro-batch {self.micro}"
+        return f"{self.what} of micro-batch {self.micro + 1}"
 
 
 def sent_after(one: Pass, stages: PipelineStages) -> Message | None:

@@ -181,3 +181,28 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_EXPERT_SIZES = ("moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+
+
+def guess_family(facts: Mapping[str, Any]) -> Family:
+    """A type without a row: a Llama, with experts and latent attention where its config has the keys for them."""
+
+    def first(names: tuple[str, ...], otherwise: str) -> str:
+        found = (name for name in names if isinstance(facts.get(name), int) and facts[name] > 0)
+        return next(found, otherwise)
+
+    guess = replace(UNKNOWN, latent=all(facts.get(name) for name in _LATENT))
+    count = first(EXPERT_COUNTS, "")
+    if not count:
+        return guess
+    step = facts.get("decoder_sparse_step") or facts.get("mlp_only_layers")
+    keys = ExpertKeys(
+        count,
+        first(_EXPERT_SIZES, guess.ffn),
+        shared="size" if facts.get("shared_expert_intermediate_size") else "count",
+        dense="first" if facts.get("first_k_dense_replace") else "step" if step else "none",
+    )
+    return replace(guess, experts=keys, defaults={"num_experts_per_tok": facts.get(first(_ACTIVE, ""), 2)})

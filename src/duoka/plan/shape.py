@@ -15,7 +15,7 @@ from typing import Any
 from duoka.config.derive import derive
 from duoka.config.schema import DataConfig, DataSource, LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError
-from duoka.plan.families import EXPERT_COUNTS, FAMILIES, OTHER_NAMES, UNKNOWN, ExpertKeys, Family
+from duoka.plan.families import EXPERT_COUNTS, FAMILIES, OTHER_NAMES, ExpertKeys, Family, guess_family
 from duoka.plan.sizes import Experts, Linear, ModelShape
 
 __all__ = [
@@ -65,14 +65,7 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
     facts = _with_usual_names(facts)
     model_type = str(facts.get("model_type", ""))
     known = FAMILIES.get(model_type)
-    has_experts = any(facts.get(key) for key in EXPERT_COUNTS)
-    if known is None and has_experts:
-        raise ConfigError(
-            f"{model_type} is a mixture of experts that is not in the plan's table",
-            where=where,
-            fix=f"known are {', '.join(name for name, family in FAMILIES.items() if family.experts)}",
-        )
-    family = known or UNKNOWN
+    family = known or guess_family(facts)
     read = _Reader(facts, family.defaults, where)
     sizes = _read_sizes(family, read)
     layers = read.whole("num_hidden_layers")
