@@ -166,6 +166,11 @@ class Engine:
         """What belongs into checkpoints beside the model and the optimizer; `model` stands before names of several."""
         return {}
 
+    @property
+    def disk_bytes(self) -> int:
+        """Of files in which weights and gradients lie."""
+        return 0
+
     def resumed(self) -> None:
         """Weights and state came from a checkpoint: the first step must add as the later ones of that run did."""
 
