@@ -46,7 +46,8 @@ def run(place: Path, tier: str, folder: Path) -> dict[str, Any]:
     output = place / f"run-{time.monotonic_ns()}"
     offload = TIERS[tier].replace("FOLDER", str(folder))
     command = [
-        sys.executable, "-m", "duoka", "train", str(place / "run.yaml"), f"parallel.offload={offload}", f"output={output}",
+        sys.executable, "-m", "duoka", "train", str(place / "run.yaml"), f"parallel.offload={offload}",
+        f"output={output}",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     peak = [0]

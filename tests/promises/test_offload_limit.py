@@ -17,14 +17,14 @@ YAML = """
 model: {model}
 data: {{train: [{data}], max_length: 128}}
 optim: {{lr: 1e-3}}
-train: {{max_steps: 3, global_batch: 4, precision: fp32, seed: 7, micro_batch: 2, recompute: full}}
-checkpoint: {{every: 2, keep: 9}}
+train: {{max_steps: 2, global_batch: 4, precision: fp32, seed: 7, micro_batch: 2, recompute: full}}
+checkpoint: {{every: 1, keep: 9}}
 parallel: {{strategy: zero3, check_replicas: 0}}
 log: {{to: []}}
 output: {output}
 """
 DISK = ["parallel.offload={params: disk}"]
-HIDDEN, LAYERS = 320, 24
+HIDDEN, LAYERS = 384, 20
 
 
 def own_bytes():
@@ -44,6 +44,7 @@ def under_a_limit(first, job, limit_bytes, slices, results):
     from duoka.errors import DuokaError
 
     rank = os.environ.get("RANK", "0")
+    threading.stack_size(2**18)  # what a thread may use counts against the limit, touched or not
     train_jobs([first])
     duoka.optim.disk.SLICE_BYTES = slices
     if limit_bytes:
@@ -107,7 +108,7 @@ def check(folder, found, state, sizes):
             lines = (run / "events" / "run.jsonl").read_text(encoding="utf-8").splitlines()
             steps = [one for one in map(json.loads, lines) if one["type"] == "step"]
             losses.append([(step["loss"], step["grad_norm"]) for step in steps])
-        assert losses[0] == losses[1] and len(losses[0]) == 3
+        assert losses[0] == losses[1] and len(losses[0]) == 2
         plain, limited = (load_file(run / "final" / "model.safetensors") for run in runs)
         assert [name for name in plain if not plain[name].equal(limited[name])] == []
 

@@ -192,7 +192,7 @@ class ParallelConfig(Section):
         """`offload` in its long form."""
         if isinstance(self.offload, OffloadConfig):
             return self.offload
-        return OffloadConfig(**_SHORT_OFFLOADS[self.offload])  # type: ignore[arg-type]
+        return OffloadConfig(**_SHORT_OFFLOADS[self.offload])
 
     @property
     def compression(self) -> CompressConfig:
