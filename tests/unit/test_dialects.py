@@ -193,7 +193,7 @@ def value_of(config: Any, key: str) -> Any:
 def test_a_deepspeed_key_has_its_effect(name: str, value: Any, beside: dict[str, Any], key: str, wanted: Any) -> None:
     def resolved(keys: dict[str, Any]) -> Any:
         Path("ds.json").write_text(json.dumps(nested(keys)), "utf-8")
-        return load(BASE | {"deepspeed": "ds.json"}, ranks=4).config
+        return load(BASE | {"finetuning_type": "full", "deepspeed": "ds.json"}, ranks=4).config
 
     config = resolved(beside | {name: value})
     assert value_of(config, key) == wanted

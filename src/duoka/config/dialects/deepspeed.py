@@ -22,7 +22,6 @@ from duoka.config.dialects.rows import (
     implemented,
     is_true,
     number,
-    only_if_on,
     refused,
     reported,
     shorten,
@@ -152,6 +151,13 @@ def _to_disk(name: str, what: str, value: Any, other: Any) -> Answer:
     return Answer({"parallel.offload": block | ({"folder": str(paths[0])} if paths else {})})
 
 
+def _quantized(value: Any, asked: Asked) -> Answer:
+    """Of both keys; each of them gives the same."""
+    ours = {"weights": "int8", "gradients": "int4"}
+    block = {part: bits for part, bits in ours.items() if is_true(asked.get(f"{_ZERO}zero_quantized_{part}"))}
+    return Answer({"parallel.compress": block} if block else {})
+
+
 def _copy_in_node(value: Any, asked: Asked) -> Answer:
     size = whole(value, f"{_ZERO}zero_hpz_partition_size")
     words = "the copy is shared by the processes of a node, however many these are"
@@ -230,10 +236,8 @@ def deepspeed_rows() -> list[Row]:
         *refused("it would change the result, and duoka has nothing like it", "compression_training",
                  "data_efficiency", "curriculum_learning", "progressive_layer_drop", "sparse_attention", "amp",
                  "hybrid_engine"),
-        *switch(f"{zero}zero_quantized_weights", "parallel.compress.weights",
-                only_if_on("parallel.compress.weights", "int8"), "qwZ"),
-        *switch(f"{zero}zero_quantized_gradients", "parallel.compress.gradients",
-                only_if_on("parallel.compress.gradients", "int4"), "qgZ"),
+        *switch(f"{zero}zero_quantized_weights", "parallel.compress", _quantized, "qwZ: weights in 8 bits"),
+        *switch(f"{zero}zero_quantized_gradients", "parallel.compress", _quantized, "qgZ: gradients in 4 bits"),
         *implemented(f"{zero}zero_hpz_partition_size", "parallel.reshard", _copy_in_node, "hpZ: of a node's processes"),
         *reported("weights are gathered over all ranks of a group; hsdp keeps groups inside a node",
                   f"{zero}mics_hierarchical_params_gather"),
