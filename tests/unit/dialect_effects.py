@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from duoka.config.schema_running import CompressConfig
+
 # The same for files beside the config, each at 4 ranks: dotted keys and values -> our key and its value.
 DEEPSPEED: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("train_batch_size", 24, {}, "train.global_batch", 24),
@@ -21,6 +23,11 @@ DEEPSPEED: list[tuple[str, Any, dict[str, Any], str, Any]] = [
      "params"),
     ("zero_optimization.cpu_offload", True, {"zero_optimization.stage": 1}, "parallel.offload", "optimizer"),
     ("zero_optimization.cpu_offload_params", True, {"zero_optimization.stage": 3}, "parallel.offload", "params"),
+    ("zero_optimization.zero_quantized_weights", True, {"zero_optimization.stage": 3}, "parallel.compress",
+     CompressConfig(weights="int8")),
+    ("zero_optimization.zero_quantized_gradients", True, {"zero_optimization.stage": 3}, "parallel.compress",
+     CompressConfig(gradients="int4")),
+    ("zero_optimization.zero_hpz_partition_size", 2, {"zero_optimization.stage": 3}, "parallel.reshard", "node"),
     ("zero_optimization.mics_shard_size", 2, {"zero_optimization.stage": 3}, "parallel.shard_ranks", 2),
     ("optimizer.type", "AdamW", {}, "optim.name", "adamw"),
     ("optimizer.params.lr", 3e-4, {}, "optim.lr", 3e-4),
@@ -77,6 +84,7 @@ SHOWN_BY = {
     "optim.clip": "promises/test_guides_keys.py::max_grad_norm",
     "train.precision": "promises/test_guides_keys.py::bf16",
     "parallel.strategy": "promises/test_any_split.py::strategy",
+    "parallel.compress": "promises/test_packed_exchange.py::weights: int8, gradients: int4",
     "parallel.offload": "promises/test_any_split.py::parallel.offload",
     "parallel.shard_ranks": "promises/test_sharded.py::shard_ranks",
     "parallel.reshard": "promises/test_any_split.py::reshard",

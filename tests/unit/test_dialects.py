@@ -20,6 +20,7 @@ from duoka.config.dialects.page import dialects_markdown
 from duoka.config.foreign_task import Purpose, describe_task, read_asked
 from duoka.config.load import Start, load_config, read_side_file
 from duoka.config.loaded import Loaded
+from duoka.config.schema_running import OffloadConfig
 from duoka.config.write import leaves
 from duoka.errors import Faults
 
@@ -192,7 +193,7 @@ def value_of(config: Any, key: str) -> Any:
 def test_a_deepspeed_key_has_its_effect(name: str, value: Any, beside: dict[str, Any], key: str, wanted: Any) -> None:
     def resolved(keys: dict[str, Any]) -> Any:
         Path("ds.json").write_text(json.dumps(nested(keys)), "utf-8")
-        return load(BASE | {"deepspeed": "ds.json"}, ranks=4).config
+        return load(BASE | {"finetuning_type": "full", "deepspeed": "ds.json"}, ranks=4).config
 
     config = resolved(beside | {name: value})
     assert value_of(config, key) == wanted
@@ -334,10 +335,19 @@ def test_deepspeed_has_comments_and_auto_and_conflicts_are_refused_with_both_val
         ({"stage": 3, "offload_param": {"device": "none"}, "cpu_offload": False}, ("zero3", "none", None)),
         ({"stage": 3, "mics_shard_size": 2}, ("hsdp", "none", 2)),
         ({"stage": 2, "offload_param": {"device": "cpu"}}, "stage is 2"),
-        ({"stage": 3, "offload_param": {"device": "nvme"}}, "nvme is not there yet"),
+        ({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/fast"}},
+         ("zero3", OffloadConfig(params="disk", folder="/fast"), None)),
+        ({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}},
+         ("zero2", OffloadConfig(optimizer="disk", folder="/fast"), None)),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
+         ("zero3", OffloadConfig(params="disk"), None)),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}},
+         ("zero3", OffloadConfig(optimizer="disk", params="host"), None)),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}, "goes first"),
+        ({"stage": 3, "offload_param": {"device": "tape"}}, "tape is not known"),
     ],
 )  # fmt: skip
-def test_what_deepspeed_offloads_lies_in_host_memory(zero: dict[str, Any], wanted: Any) -> None:
+def test_what_deepspeed_offloads_lies_in_host_memory_or_on_a_disk(zero: dict[str, Any], wanted: Any) -> None:
     Path("ds.json").write_text(json.dumps({"zero_optimization": zero}), "utf-8")
     if isinstance(wanted, str):
         assert wanted in refusal(BASE | {"deepspeed": "ds.json"}, ranks=4)

@@ -165,9 +165,9 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "packed-exchange-of-frozen-weights",
         ("parallel.compress", "lora", "train_only"),
         lambda c: c.parallel.compression.weights != "none" and (c.lora is not None or c.train_only is not None),
-        "parallel.compress has weights: {c.parallel.compression.weights}, which frozen weights do not need: "
-        "zero1 and zero2 never exchange them",
-        "write:   strategy: zero1   and delete weights, or train all weights",
+        "parallel.compress has weights: {c.parallel.compression.weights}, and small trained weights would share scales "
+        "with the frozen ones beside them, which round them away",
+        "write:   strategy: zero1   and delete weights: it never exchanges frozen ones",
     ),
     Rule(
         "powersgd-in-fp16",

@@ -197,6 +197,11 @@ class Engine:
     def filled(self) -> None:
         """These were filled in place: bring up to date what is made of them."""
 
+    @property
+    def disk_bytes(self) -> int:
+        """Of files in which weights and gradients lie."""
+        return 0
+
     def resumed(self) -> None:
         """Weights and state came from a checkpoint: the first step must add as the later ones of that run did."""
 

@@ -91,6 +91,10 @@ class Sharded(Engine):
         super().step(optimizer, overflowed=overflowed)
         self._let_go()
 
+    @property
+    def disk_bytes(self) -> int:
+        return 0 if self.on_disk is None else self.on_disk.size_bytes
+
     def _let_go(self) -> None:
         if self.on_disk is not None:
             self.on_disk.let_go()

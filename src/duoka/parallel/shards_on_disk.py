@@ -74,8 +74,7 @@ class ShardsOnDisk:
 
     def _store(self, start: int) -> Callable[[torch.Tensor], None]:
         def store(parameter: torch.Tensor) -> None:
-            assert isinstance(parameter, DTensor)
-            assert isinstance(parameter.grad, DTensor)
+            assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
             grad = local_part(parameter.grad)
             size = grad.numel() * grad.element_size()
             there = self._view(self.gradients, (start, size), grad.dtype, grad.shape)

@@ -329,11 +329,9 @@ def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
         if own.get("link_bytes_per_s"):
             latency = float(own.get("link_latency_s") or link.latency_s)
             link = Network("measured", float(own["link_bytes_per_s"]), latency, "measured by duoka bench hardware")
-        written, read = (float(own.get(key) or 0.0) for key in ("disk_bytes_per_s", "offload_bytes_per_s"))
+        disk, slices = (float(own.get(key) or 0.0) for key in ("disk_bytes_per_s", "offload_bytes_per_s"))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"hardware.json: {error}", fix="measure again: duoka bench hardware") from None
     notes = () if own.get("half_flops") or own.get("fp32_flops") else cluster.notes
-    return replace(
-        cluster, device=device, link=link, is_measured=True, notes=notes, disk_bytes_per_s=written,
-        offload_bytes_per_s=read,
-    )  # fmt: skip
+    return replace(cluster, device=device, link=link, is_measured=True, disk_bytes_per_s=disk,
+                   offload_bytes_per_s=slices, notes=notes)  # fmt: skip

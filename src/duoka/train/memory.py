@@ -160,7 +160,8 @@ class MemoryWatch(Concern):
                 for part in parts
             )
         weights_bytes, gradients_bytes, state_bytes = (sum(part.values()) for part in (weights, gradients, state))
-        on_disk = self._optimizer.file.size_bytes if isinstance(self._optimizer, DiskAdamW) else 0
+        on_disk = self._engine.disk_bytes
+        on_disk += self._optimizer.file.size_bytes if isinstance(self._optimizer, DiskAdamW) else 0
         on_host = max(0, on_host - on_disk)
         now = Holdings(weights_bytes, gradients_bytes, state_bytes, 0, sum(buffers.values()), on_host, on_disk)
         self._held = self._held.max(now)

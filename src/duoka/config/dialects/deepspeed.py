@@ -112,26 +112,58 @@ def _group(asked: Asked) -> int:
 
 
 def _offload(name: str, what: str) -> Any:
-    """What lies in host memory. Weights there take the optimizer's state along, so both together are `params`."""
+    """What lies in host memory or on a disk. Weights there take the optimizer's state along."""
 
     def convert(value: Any, asked: Asked) -> Any:
         where = _device(value)
         if where == "none":
             return Answer()
-        if where != "cpu":
-            raise Refusal(f"{name} to {shorten(where)} is not there yet", 'host memory is:   "device": "cpu"')
+        if where not in ("cpu", "nvme"):
+            raise Refusal(f"{name} to {shorten(where)} is not known", 'write:   "device": "cpu"   or "nvme"')
         stage = asked.get(f"{_ZERO}stage", 0)
         if what == "params" and str(stage) != "3":
             raise Refusal(
                 f"{name} moves weights that stage 3 has sharded, and stage is {shorten(stage)}", 'write:   "stage": 3'
             )
-        if what == "optimizer" and _device(asked.get(f"{_ZERO}offload_param")) == "cpu":
+        other = f"{_ZERO}offload_{'param' if what == 'optimizer' else 'optimizer'}"
+        if "nvme" in (where, _device(asked.get(other))):
+            return _to_disk(name, what, value, asked.get(other))
+        if what == "optimizer" and _device(asked.get(other)) == "cpu":
             return Answer()
         ratio = value.get("ratio") if isinstance(value, dict) else None
         part = "" if ratio in (None, 1) else f"ratio {shorten(ratio)}: all of it lies in host memory here, not a part"
         return Answer({"parallel.offload": what}, part)
 
     return convert
+
+
+def _to_disk(name: str, what: str, value: Any, other: Any) -> Answer:
+    """A block for both keys, of which at least one is on a disk; each of them gives the same."""
+    optimizer, params = (value, other) if what == "optimizer" else (other, value)
+    if _device(params) == "nvme" and _device(optimizer) == "cpu":
+        raise Refusal(
+            "offload_param to nvme with offload_optimizer to cpu: what is larger and needed less often goes first",
+            'write:   "offload_optimizer": {"device": "nvme"}',
+            name,
+        )
+    block = {"params": "disk"} if _device(params) == "nvme" else {"optimizer": "disk"}
+    if _device(params) == "cpu":
+        block["params"] = "host"
+    paths = [one["nvme_path"] for one in (optimizer, params) if isinstance(one, dict) and one.get("nvme_path")]
+    return Answer({"parallel.offload": block | ({"folder": str(paths[0])} if paths else {})})
+
+
+def _quantized(value: Any, asked: Asked) -> Answer:
+    """Of both keys; each of them gives the same."""
+    ours = {"weights": "int8", "gradients": "int4"}
+    block = {part: bits for part, bits in ours.items() if is_true(asked.get(f"{_ZERO}zero_quantized_{part}"))}
+    return Answer({"parallel.compress": block} if block else {})
+
+
+def _copy_in_node(value: Any, asked: Asked) -> Answer:
+    size = whole(value, f"{_ZERO}zero_hpz_partition_size")
+    words = "the copy is shared by the processes of a node, however many these are"
+    return Answer({"parallel.reshard": "node"}, words) if size > 1 else Answer()
 
 
 def _device(value: Any) -> str:
@@ -201,9 +233,9 @@ def deepspeed_rows() -> list[Row]:
         *switch("bfloat16.enabled", "train.precision", _auto(_enabled("bf16"))),
         *switch("fp16.enabled", "train.precision", _auto(_enabled("fp16"))),
         *implemented(f"{zero}stage", "parallel.strategy", _auto(_stage), "0 is ddp; what duoka lacks is refused"),
-        Row(f"{zero}offload_optimizer", "implemented", "parallel.offload", "cpu or none; nvme is refused",
+        Row(f"{zero}offload_optimizer", "implemented", "parallel.offload", "cpu, nvme or none",
             _offload("offload_optimizer", "optimizer"), parts=_OFFLOAD_PARTS),
-        Row(f"{zero}offload_param", "implemented", "parallel.offload", "cpu or none; nvme is refused",
+        Row(f"{zero}offload_param", "implemented", "parallel.offload", "cpu, nvme or none",
             _offload("offload_param", "params"), parts=_OFFLOAD_PARTS),
         *switch(f"{zero}cpu_offload", "parallel.offload", _offload("cpu_offload", "optimizer"),
                      "the older switch"),
@@ -240,9 +272,12 @@ def deepspeed_rows() -> list[Row]:
                  "sequence_parallel_size", off=(1, {"autotp_size": 1}, {"autotp_size": 0})),
         *refused("it would change the result, and duoka has nothing like it", "compression_training",
                  "data_efficiency", "curriculum_learning", "progressive_layer_drop", "sparse_attention", "amp",
-                 "hybrid_engine", f"{zero}zero_quantized_weights", f"{zero}zero_quantized_gradients"),
+                 "hybrid_engine"),
+        *switch(f"{zero}zero_quantized_weights", "parallel.compress", _quantized, "qwZ: weights in 8 bits"),
+        *switch(f"{zero}zero_quantized_gradients", "parallel.compress", _quantized, "qgZ: gradients in 4 bits"),
+        *implemented(f"{zero}zero_hpz_partition_size", "parallel.reshard", _copy_in_node, "hpZ: of a node's processes"),
         *reported("weights are gathered over all ranks of a group; hsdp keeps groups inside a node",
-                  f"{zero}zero_hpz_partition_size", f"{zero}mics_hierarchical_params_gather"),
+                  f"{zero}mics_hierarchical_params_gather"),
         *refused("what elastic batches may be is train.global_batch's business", "elasticity"),
     ]  # fmt: skip
 
