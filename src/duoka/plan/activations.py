@@ -37,8 +37,8 @@ _RULES: Mapping[tuple[bool, bool], ActivationRule] = {  # (adapters, half precis
     (True, False): ActivationRule(24, 8, 12, rank=4),
     (True, True): ActivationRule(24, 4, 6, rank=2),
 }
-# Half precision on a CPU, by the kernels of model/native.cpp: what a norm gives is kept once, and nothing twice. Without
-# a compiler the rules above hold there too.
+# Half precision on a CPU, by the kernels of model/native.cpp: what a norm gives is kept once, and nothing twice.
+# Without a compiler the rules above hold there too.
 _NARROW_RULES: Mapping[bool, ActivationRule] = {
     False: ActivationRule(16, 4, 4),
     True: ActivationRule(12, 4, 6, rank=2),
@@ -90,7 +90,7 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
     cut: float = 2 * size * shape.q_size + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
     cut += 4 * shape.num_heads
     whole += 8
-    if layout.sp > 1 or layout.packing and not narrow:
+    if layout.sp > 1 or (layout.packing and not narrow):
         cut += size * shape.q_size  # documents' outputs are joined, or exchanged, into one more tensor
         formula += f" + {size}h ({'packed' if layout.packing else 'exchanged'})"
     if layout.sp > 1:
