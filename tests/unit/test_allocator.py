@@ -49,6 +49,21 @@ def test_doctor_names_the_package_where_bf16_wants_it(tmp_path, monkeypatch):
     assert not list(doctor.check_heap(replace(patient, machine=replace(patient.machine, gpus=gpus))))
 
 
+def test_doctor_asks_for_a_compiler_where_bf16_wants_kernels(tmp_path, monkeypatch):
+    patient = Patient(tmp_path, tmp_path, Machine(4, 16 << 30, 8 << 30), 4)
+    assert not list(doctor.check_kernels(patient))
+    narrow = replace(patient, machine=replace(patient.machine, cpu_bf16="amx_bf16"))
+    monkeypatch.delenv("DUOKA_NATIVE", raising=False)
+    monkeypatch.setattr(doctor, "find_compiler", lambda: "/usr/bin/g++")
+    assert [one.severity for one in doctor.check_kernels(narrow)] == ["ok"]
+    monkeypatch.setattr(doctor, "find_compiler", lambda: None)
+    (slow,) = doctor.check_kernels(narrow)
+    assert slow.severity == "warn" and "apt install g++" in slow.fix
+    monkeypatch.setenv("DUOKA_NATIVE", "0")
+    (off,) = doctor.check_kernels(narrow)
+    assert off.fix == "unset DUOKA_NATIVE"
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(find_allocator() is None, reason="neither tcmalloc nor jemalloc is installed")
 def test_a_run_has_it_says_it_and_computes_the_same(tiny_model, tmp_path):

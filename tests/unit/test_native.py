@@ -11,6 +11,7 @@ from duoka.model.build import LossModel
 from duoka.model.dropout import dropped, level_of
 from duoka.model.fused import NarrowRmsNorm, SiluTimes, SiluTimesDown, apply_fused
 from duoka.model.rotary import own_rotation
+from duoka.process.compiler import SWITCH, find_compiler
 
 pytestmark = pytest.mark.skipif(native.find() is None, reason="no C++ compiler: native.cpp was not compiled")
 needs_attention = pytest.mark.skipif(
@@ -188,16 +189,16 @@ def test_a_whole_model_is_nearer_to_fp32_than_torchs_bf16(monkeypatch):
 def test_without_a_compiler_there_is_no_library(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
-    assert native.find_compiler() is None
+    assert find_compiler() is None
     assert native.find.__wrapped__() is None
 
 
 def test_it_is_compiled_once_and_a_broken_compiler_costs_nothing(tmp_path, monkeypatch):
-    path = native.compile_once(native.find_compiler(), tmp_path)
-    assert path.stat().st_mtime_ns == native.compile_once(native.find_compiler(), tmp_path).stat().st_mtime_ns
+    path = native.compile_once(find_compiler(), tmp_path)
+    assert path.stat().st_mtime_ns == native.compile_once(find_compiler(), tmp_path).stat().st_mtime_ns
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "other"))
     assert native.find.__wrapped__() is None
-    monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.setenv(SWITCH, "0")
     assert native.find.__wrapped__() is None

@@ -30,6 +30,8 @@ from duoka.cluster.probe import (
 )
 from duoka.plan.hardware import Machine, read_machine
 from duoka.process.allocator import INSTALL, find_allocator
+from duoka.process.compiler import INSTALL as INSTALL_COMPILER
+from duoka.process.compiler import SWITCH, find_compiler
 from duoka.process.environ import LOOPBACK
 from duoka.runs.cache import cache_folder
 from duoka.units import format_bytes
@@ -138,10 +140,23 @@ def check_heap(patient: Patient) -> Iterator[Finding]:
     if path is not None:
         yield Finding("ok", "heap", f"{path}: ranks on the CPU get it")
     elif patient.machine.has_native_bf16:
-        seen = "the C library's, which costs bf16 training on CPUs a third of its speed"
+        seen = "the C library's, which costs bf16 training on CPUs some of its speed (a fifth without compiled kernels)"
         yield Finding("warn", "heap", seen, "tcmalloc or jemalloc", INSTALL)
     else:
         yield Finding("ok", "heap", f"the C library's; less memory with tcmalloc: {INSTALL}")
+
+
+def check_kernels(patient: Patient) -> Iterator[Finding]:
+    if patient.machine.gpus or not patient.machine.has_native_bf16:
+        return
+    path = find_compiler()
+    if os.environ.get(SWITCH) == "0":
+        yield Finding("warn", "kernels", f"{SWITCH}=0: bf16 training goes without them", "unset", f"unset {SWITCH}")
+    elif path is None:
+        seen = "no C++ compiler: bf16 training on this CPU goes at two thirds of its speed"
+        yield Finding("warn", "kernels", seen, "g++ or clang++", INSTALL_COMPILER)
+    else:
+        yield Finding("ok", "kernels", f"compiled by {path} when a bf16 run first needs them")
 
 
 def check_memory(patient: Patient) -> Iterator[Finding]:
@@ -345,7 +360,7 @@ def check_clock(patient: Patient) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    check_python, check_packages, check_processor, check_heap, check_memory, check_gpu, check_driver,
+    check_python, check_packages, check_processor, check_heap, check_kernels, check_memory, check_gpu, check_driver,
     check_devices, check_communication,
     check_output_folder, check_cache_folder, check_shared_memory, check_open_files, check_loopback, check_host_name,
     check_text, check_clock,

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
@@ -21,9 +20,9 @@ from typing import Any
 
 import torch
 
+from duoka.process.compiler import SWITCH, find_compiler
 from duoka.runs.cache import cache_folder
 
-SWITCH = "DUOKA_NATIVE"
 SOURCE = Path(__file__).with_name("native.cpp")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 _COMPILE_WITHIN_S = 120
@@ -93,11 +92,6 @@ def find() -> Library | None:
     return None
 
 
-def find_compiler(env: Mapping[str, str] = os.environ) -> str | None:
-    names = (env.get("CXX"), "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
 def compile_once(compiler: str, folder: Path) -> Path:
     """For this source, compiler and kind of processor; whoever is first gives the file its name when it is whole."""
     key = hashlib.sha256(SOURCE.read_bytes())
@@ -124,9 +118,16 @@ def _processor() -> str:
     return platform.processor()
 
 
-def describe() -> str:
-    """For the banner."""
-    return "kernels compiled here" if find() is not None else ""
+def describe(device: torch.device, precision: str, *, compiled_layers: bool) -> str:
+    """For the banner of a run; "" where they have no part in it. Compiles them, where that was not done yet."""
+    if device.type != "cpu" or precision != "bf16" or compiled_layers:
+        return ""
+    library = find()
+    if library is None:
+        why = f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else "no C++ compiler that works (duoka doctor)"
+        return f"torch's own: {why}"
+    attention = "" if library.has_attention else "; attention is torch's: the processor has no AVX-512 with bf16"
+    return f"compiled for this processor{attention}"
 
 
 def _library() -> Any:

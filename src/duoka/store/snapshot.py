@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import mmap
 import os
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan as PlannedSave
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
@@ -64,13 +66,20 @@ def plan_share(tensors: Mapping[str, torch.Tensor], world: World) -> SavePlan:
     """Divide what has to be written: shards where they are, replicated tensors in equal parts. All ranks call it."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), is_coordinator=world.is_main)
-    plans = world.gather(planner.create_local_plan())
-    # Every rank finds the same division by itself: nothing has to be sent back.
-    own = planner.create_global_plan(plans)[0][world.rank]
+    return lay_out(divide(planner, world.gather(planner.create_local_plan()), world.rank))
+
+
+def divide(planner: DefaultSavePlanner, plans: list[PlannedSave], rank: int) -> PlannedSave:
+    """What `rank` writes, of what each rank has: all find the same division by themselves, nothing is sent back."""
+    return planner.create_global_plan(plans)[0][rank]
+
+
+def lay_out(own: PlannedSave) -> SavePlan:
+    """The file of one rank."""
     # Widest types first, so that every tensor's bytes are aligned to its type.
     items = sorted(own.items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn, item.index.offset or ()))
     sizes = [item.tensor_data.chunk.sizes.numel() * _dtype(item).itemsize for item in items]  # type: ignore[union-attr]
-    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
     header = _header(items, starts, sizes)
     pieces = tuple(
         SavedPart(item.index, len(header) + start, size) for item, start, size in zip(items, starts, sizes, strict=True)

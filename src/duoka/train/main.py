@@ -10,6 +10,7 @@ from duoka.data.prepare import prepare_data
 from duoka.errors import StoppedEarly
 from duoka.hub.models import model_folder, resolve_tokenizer
 from duoka.model.build import named_part
+from duoka.model.native import describe
 from duoka.optim.build import describe_optimizer
 from duoka.process.environ import read_rank_environment
 from duoka.runs.folder import RunFolder, write_json_atomic
@@ -92,6 +93,8 @@ def _announce(run: Run) -> None:
     parameters = contents.engine.count_parameters()
     learns = describe_optimizer(contents.optimizer, settings.config.optim, settings.batch_factor)
     lines = banner(settings, plan, inputs.prepared, inputs.run, parameters, learns, resumed)
+    kernels = describe(run.world.device, plan.layout.precision, compiled_layers=plan.layout.compile)
+    lines += [f"  kernels     {kernels}"] if kernels else []
     lines += [f"  loss        {said}"] if (said := run.stage.describe()) else []
     lines += [f"  reference   {run.reference}"] if run.reference else []
     print("\n".join([*lines, *(f"  note: {note}" for note in run.notes), ""]), flush=True)

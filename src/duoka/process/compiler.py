@@ -1,0 +1,15 @@
+"""The C++ compiler of this machine, which kernels for bf16 training on CPUs are compiled with (model/native.py)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+
+SWITCH = "DUOKA_NATIVE"  # 0: none are compiled
+INSTALL = "apt install g++   (Debian, Ubuntu; elsewhere gcc-c++ or clang)"
+
+
+def find_compiler(env: Mapping[str, str] = os.environ) -> str | None:
+    names = (env.get("CXX"), "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
