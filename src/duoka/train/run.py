@@ -270,9 +270,10 @@ def _find_reference(inputs: Inputs, plan: Plan, engine: Engine) -> str:
 
 
 def build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role]) -> Contents:
+    on_host = plan.layout.offload == "optimizer" and not engine.offloads_itself
     optimizer = engine.build_optimizer(
         partial(
-            build_optimizer, optim=config.optim, on_host=plan.layout.offload == "optimizer", roles=roles,
+            build_optimizer, optim=config.optim, on_host=on_host, roles=roles,
             b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
         )
     )  # fmt: skip
