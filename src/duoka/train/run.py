@@ -167,6 +167,8 @@ def build_run(inputs: Inputs, world: World) -> Run:
     contents = build_contents(config, plan, engine, roles)  # with the optimizer, at step 0
     reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
     stage.take_start(engine)
+    # The same initial values everywhere; what people's own code draws differs from data rank to data rank.
+    torch.manual_seed(config.train.seed + mesh.data.rank)
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
     model = model_fingerprint(inputs.folder)
@@ -277,8 +279,6 @@ def build_contents(config: RunConfig, plan: Plan, engine: Engine, roles: dict[st
             b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
         )
     )  # fmt: skip
-    # The same initial values everywhere; what people's own code draws differs from data rank to data rank.
-    torch.manual_seed(config.train.seed + engine.mesh.data.rank)
     return Contents(engine, optimizer, TrainState())
 
 
