@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,18 @@ def test_without_the_package_it_is_refused_with_the_line(monkeypatch: pytest.Mon
 
 def _has_it() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
+
+
+def test_saving_does_not_import_it(tmp_path: Path, tiny_model: Path) -> None:
+    """In a fresh process: Accelerate would, to ask whether the model is one of DeepSpeed's."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
+    code = (
+        "import sys, pathlib, torch\n"
+        "from duoka.model.build import load_model\n"
+        "from duoka.model.request import ModelRequest\n"
+        "from duoka.model.result import write_result\n"
+        f"base = pathlib.Path({str(tiny_model)!r})\n"
+        f"write_result(load_model(ModelRequest(base, dtype=torch.float32)), base, pathlib.Path({str(tmp_path / 'new')!r}))\n"
+        "assert 'deepspeed' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)

@@ -24,7 +24,7 @@ from duoka.model.build import load_model, quiet_loading
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.lora import save_adapter
 from duoka.model.request import ModelRequest
-from duoka.model.result import base_dtype, copy_tokenizer
+from duoka.model.result import base_dtype, copy_tokenizer, without_deepspeed
 from duoka.runs.folder import apply_umask
 
 # Text of several kinds: what adapters changed shows where the model is sure of itself, not on noise.
@@ -101,7 +101,8 @@ def export_model(
     _add_stop_token(lm, stop_id)
     with _draft_of(folder) as draft:
         most = {} if shard_gb is None else {"max_shard_size": f"{shard_gb}GB"}
-        lm.to(dtype).save_pretrained(os.fspath(draft), **most)  # type: ignore[operator]
+        with without_deepspeed():
+            lm.to(dtype).save_pretrained(os.fspath(draft), **most)  # type: ignore[operator]
         sources.copy_tokenizer(draft)
         with quiet_loading():
             written = load_model(

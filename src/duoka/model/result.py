@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -64,8 +67,25 @@ def _write_full(lm: torch.nn.Module, whole: dict[str, torch.Tensor], base_folder
     state = {}
     for name, tensor in whole.items():
         state[name] = cast.setdefault(tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor)
-    lm.save_pretrained(os.fspath(draft), state_dict=state)  # type: ignore[operator]
+    with without_deepspeed():
+        lm.save_pretrained(os.fspath(draft), state_dict=state)  # type: ignore[operator]
     name_dtype(draft, dtype)
+
+
+@contextlib.contextmanager
+def without_deepspeed() -> Iterator[None]:
+    """Around transformers' save_pretrained, which has Accelerate look whether the model is one of DeepSpeed's.
+
+    Where that is installed it would be imported for it: seconds of CPU, and a line of its own on the screen.
+    """
+    if "deepspeed" in sys.modules:
+        yield
+        return
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["deepspeed"]
 
 
 def name_dtype(folder: Path, dtype: torch.dtype) -> None:

@@ -49,6 +49,7 @@ class DeepSpeed(Engine):
     """The model stays as it is until `build_optimizer`: DeepSpeed begins with the optimizer that it is given there."""
 
     exchanges_in_passes = True
+    offloads_itself = True
 
     def __init__(self, spec: EngineSpec) -> None:
         self.stage = STAGES[spec.layout.strategy]
@@ -70,7 +71,7 @@ class DeepSpeed(Engine):
         layout = spec.layout
         settings = engine_json(spec.parallel, layout.strategy, layout.precision, self.mesh.loss.size)
         if self.stage == 3:
-            _fill_and_cut(package, self.bare, spec.source, self.world.is_main, self.world.device, settings)
+            fill_and_cut(package, self.bare, spec.source, self.world.is_main, self.world.device, settings)
         place = SimpleNamespace(device_rank=self.world.device.index or 0)
         self.running, zero, *_ = package.initialize(args=place, model=self.bare, optimizer=optimizer, config=settings)
         self.model = self.running
@@ -149,7 +150,7 @@ class DeepSpeed(Engine):
         return False
 
 
-def _fill_and_cut(
+def fill_and_cut(
     package: Any,
     bare: torch.nn.Module,
     source: Weights | None,

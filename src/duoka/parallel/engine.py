@@ -117,6 +117,8 @@ class Engine:
     checks_all_used = True
     # Ranks exchange weights inside a pass: one that fails in it leaves the others waiting there.
     exchanges_in_passes = False
+    # It keeps the optimizer's state in host memory by itself: it is given an optimizer that does not.
+    offloads_itself = False
 
     def __init__(self, spec: EngineSpec, model: torch.nn.Module | None = None) -> None:
         self.bare = spec.bare

@@ -1,8 +1,7 @@
 """DeepSpeed's own checkpoints, read without DeepSpeed: the fp32 weights of its ranks, put together by name.
 
 They are pickles. torch reads them with `weights_only`, which makes tensors, numbers and containers and nothing else;
-the four types of DeepSpeed's that stand in them become empty ones of ours. Anything else in such a file is refused,
-unread.
+the four types of DeepSpeed's that stand in them become empty ones of ours. Anything else is refused, unread.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ class Found:
 def read_deepspeed(folder: Path) -> Found:
     """The weights of a checkpoint: a step's folder, or the one that holds `latest`."""
     place = _find(folder)
-    if (place / "zero").is_dir():
-        return Found(_universal(place / "zero"), "universal", _step_of(place))
     models = sorted(place.glob("*model_states.pt"), key=_rank_of)
     if not models:
         raise ConfigError(
@@ -63,18 +60,23 @@ def read_deepspeed(folder: Path) -> Found:
         )
     first, parts = _load(models[0]), sorted(place.glob("*_optim_states.pt"), key=_rank_of)
     step = int(first.get("global_steps", 0))
+    if (place / "zero").is_dir():
+        return Found(_with_others(_universal(place / "zero", first), first), "universal", step)
     if not parts:
         return Found({name: value for name, value in first["module"].items() if value is not None}, "stage 0", step)
     states = [_load(part)["optimizer_state_dict"] for part in parts]
     _check_ranks(place, states, int(first.get("dp_world_size", len(states))))
     stage = 3 if "fp32_flat_groups" in states[0] else 2
     weights = _of_stage3(first, states, models) if stage == 3 else _of_stage2(place, first, states)
-    for name in first["buffer_names"]:
-        weights[name] = first["module"][name]
-    for alias, name in dict(first.get("shared_params") or {}).items():
-        if name in weights:
-            weights[alias] = weights[name]
-    return Found(weights, "stage 3" if stage == 3 else "stage 1 or 2", step)
+    return Found(_with_others(weights, first), "stage 3" if stage == 3 else "stage 1 or 2", step)
+
+
+def _with_others(weights: dict[str, torch.Tensor], first: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Buffers too, and shared weights under each of their names: the narrow copy of one may be there beside it."""
+    weights |= {name: first["module"][name] for name in first.get("buffer_names") or ()}
+    return weights | {
+        alias: weights[name] for alias, name in dict(first.get("shared_params") or {}).items() if name in weights
+    }
 
 
 def _find(folder: Path) -> Path:
@@ -91,11 +93,6 @@ def _find(folder: Path) -> Path:
 
 def _rank_of(path: Path) -> int:
     found = re.search(r"pp_rank_(\d+)", path.name)
-    return int(found.group(1)) if found else 0
-
-
-def _step_of(place: Path) -> int:
-    found = re.search(r"(\d+)(?!.*\d)", place.name)
     return int(found.group(1)) if found else 0
 
 
@@ -160,12 +157,14 @@ def _of_stage3(first: Mapping[str, Any], states: list[Any], models: list[Path]) 
     return weights
 
 
-def _universal(folder: Path) -> dict[str, torch.Tensor]:
-    """A folder per parameter, each with its weight."""
+def _universal(folder: Path, first: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A folder per parameter, each with its weight; of stage 3 flat, and maybe padded."""
+    shapes = {name: torch.Size(shape) for group in first.get("param_shapes") or () for name, shape in group.items()}
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*/fp32.pt")):
-        held = _load(file)
-        weights[file.parent.name] = held["param"] if isinstance(held, dict) else held
+        held, name = _load(file), file.parent.name
+        value = (held["param"] if isinstance(held, dict) else held).detach()
+        weights[name] = value.flatten()[: shapes[name].numel()].view(shapes[name]) if name in shapes else value
     if not weights:
         raise ConfigError(f"{folder} has no fp32.pt of any parameter", fix="convert with --inject_missing_state")
     return weights

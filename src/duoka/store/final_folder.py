@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from duoka.comm.world import World, close_side_world, open_side_world
 from duoka.errors import StorageError
-from duoka.model.result import base_dtype, copy_tokenizer, name_dtype, put_in_place, write_result
+from duoka.model.result import base_dtype, copy_tokenizer, name_dtype, put_in_place, without_deepspeed, write_result
 from duoka.parallel.flat_shard import is_cut_flat, part_of_cut, real_shape
 from duoka.parallel.gather import gather_state
 from duoka.parallel.mesh import Mesh
@@ -229,7 +229,8 @@ def _plan_files(lm: torch.nn.Module, draft: Path, state: dict[str, torch.Tensor]
     # Its one call of safetensors; which names, splits and ties lead there is transformers' own affair.
     write, modeling_utils.safe_save_file = modeling_utils.safe_save_file, note  # type: ignore[assignment]
     try:
-        lm.save_pretrained(os.fspath(draft), state_dict=state, **options)  # type: ignore[operator]
+        with without_deepspeed():
+            lm.save_pretrained(os.fspath(draft), state_dict=state, **options)  # type: ignore[operator]
     finally:
         modeling_utils.safe_save_file = write
     return files

@@ -169,6 +169,8 @@ def build_run(inputs: Inputs, world: World) -> Run:
     contents = build_contents(config, plan, engine, roles, inputs.run.path)  # with the optimizer, at step 0
     reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
     stage.take_start(engine)
+    # The same initial values everywhere; what people's own code draws differs from data rank to data rank.
+    torch.manual_seed(config.train.seed + mesh.data.rank)
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
     model = model_fingerprint(inputs.folder)
@@ -276,15 +278,14 @@ def build_contents(
     config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role], run_folder: Path = Path()
 ) -> Contents:
     layout, folder = plan.layout, offload_folder(config.parallel.offloads, run_folder)
+    on_host = layout.offload == "optimizer" and not engine.offloads_itself
     optimizer = engine.build_optimizer(
         partial(
             build_optimizer, optim=config.optim, roles=roles,
-            on_host=layout.offload == "optimizer", on_disk=folder if layout.disk != "none" else None,
+            on_host=on_host, on_disk=folder if layout.disk != "none" else None,
             b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
         )
     )  # fmt: skip
-    # The same initial values everywhere; what people's own code draws differs from data rank to data rank.
-    torch.manual_seed(config.train.seed + engine.mesh.data.rank)
     return Contents(engine, optimizer, TrainState())
 
 

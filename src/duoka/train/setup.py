@@ -169,6 +169,7 @@ def banner(
     board = "tensorboard" in config.log.to
     watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
     watch += f"; {', '.join(others)}" if others else ""
+    engine = f", by {plan.reasons['parallel.engine']}" if "parallel.engine" in plan.reasons else ""
     recompute = f"; recompute {plan.reasons.get('train.recompute', layout.recompute)}"
     heap = f"; heap {name}" if (name := describe_allocator()) else ""
     per_epoch = f" ({settings.steps_per_epoch:,} an epoch)" if settings.steps_per_epoch else ""
@@ -180,9 +181,8 @@ def banner(
         *_from_depth(config),
         f"  data        {prepared.report.sentence()}",
         f"  batch       {plan.batch.sentence()}{_why(plan, 'train.micro_batch')}",
-        f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}; "
+        f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}{engine}; "
         f"{plan.reasons.get('train.precision', layout.precision)}"
-        + (f"; by {plan.reasons['parallel.engine']}" if "parallel.engine" in plan.reasons else "")
         + (f"; sequence cut in {plan.reasons['parallel.sequence']}" if layout.sp > 1 else ""),
         f"  memory      {plan.memory_sentence()}{recompute}{heap}",
         f"  steps       {settings.total_steps:,}{per_epoch}, {rates}; "
