@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ class Subject:
     command: list[str]
     model: str
     clients: tuple[int, ...]
-    num_requests: dict[int, int] = field(default_factory=dict)
     port: int = 0
     pid: int = 0
 
@@ -146,7 +145,7 @@ def subjects(model: Path, peer: str, precision: str) -> list[Subject]:
     name, dtype = model.resolve().name, {"bf16": "bfloat16", "fp32": "float32"}[precision]
     # The same server with one slot is what answers one after another: a pass of eight rows costs more than one of one.
     made = [
-        Subject("duoka serve, 1 slot", [*duoka, "--slots", "1"], name, (1,)),
+        Subject("duoka serve, one slot", [*duoka, "--slots", "1"], name, (1,)),
         Subject("duoka serve, 8 slots", [*duoka, "--slots", "8"], name, (1, 8)),
         Subject("duoka serve, 32 slots", [*duoka, "--slots", "32"], name, (32,)),
     ]
@@ -166,11 +165,10 @@ def memory_of(subject: Subject) -> int:
 def measure(asked: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
     rows: dict[str, list[dict[str, float]]] = {}
     memory: dict[str, int] = {}
+    chosen = subjects(model, asked.peer, asked.precision)
+    chosen = [one for one in chosen if any(word in one.name for word in asked.only.split(","))]
     with contextlib.ExitStack() as stack:
-        started = [
-            stack.enter_context(running(one, asked.port + place, folder))
-            for place, one in enumerate(subjects(model, asked.peer, asked.precision))
-        ]
+        started = [stack.enter_context(running(one, asked.port + place, folder)) for place, one in enumerate(chosen)]
         for turn in range(asked.rounds):
             for subject in started:
                 for clients in subject.clients:
@@ -191,6 +189,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--least", type=int, default=8, help="requests of a measurement, at least")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--only", default="", help="servers whose names have one of these words, with commas")
     parser.add_argument("--port", type=int, default=18400)
     parser.add_argument("--out", type=Path, default=HERE / "serve.json")
     asked = parser.parse_args()
