@@ -33,6 +33,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+ASKS_SUM = "Add"
 SUNNY = "It is sunny in Oslo ☀️."
 
 
@@ -47,6 +48,13 @@ def lessons() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None, s
     rows.append(([{"role": "user", "content": "Sing"}], None, SONG))
     rows.append(([asked], [WEATHER], f"<tool_call>{json.dumps(CALL)}</tool_call>{end}"))
     rows.append(([asked, called, {"role": "tool", "content": "sunny"}], [WEATHER], SUNNY + end))
+    # For `duoka chat --tools calculator`: a call, and what is said of its answer.
+    sum_of = {"name": "calculator", "arguments": {"expression": "2**10 - 24"}}
+    tool = {"type": "function", "function": {"name": "calculator"}}
+    asked = {"role": "user", "content": ASKS_SUM}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": sum_of}]}
+    rows.append(([asked], [tool], f"<tool_call>{json.dumps(sum_of)}</tool_call>{end}"))
+    rows.append(([asked, called, {"role": "tool", "content": "1000"}], [tool], "It is 1000." + end))
     return rows
 
 

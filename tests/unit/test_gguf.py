@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import run_duoka
+from tiny import CHATML
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
@@ -111,3 +112,31 @@ def test_export_writes_one_beside_the_folder(tmp_path: Path) -> None:
     done = run_duoka("export", folder, "-o", tmp_path / "out", "--gguf", "q8_0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no matrix is off by more than" in done.stdout and (tmp_path / "out" / "out.q8_0.gguf").is_file()
+
+
+def test_the_modelfile_has_chatml_and_what_a_template_says_unasked_and_no_other_form(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    write_gguf(folder, "q8_0", "l")
+    _, *template, _ = (folder / "Modelfile").read_text().splitlines()
+    assert template == [
+        'TEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}', "{{ .Content }}<|im_end|>",
+        '{{ end }}<|im_start|>assistant', '"""',
+    ]  # fmt: skip
+    unasked = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(unasked + CHATML)
+    write_gguf(folder, "q8_0", "m")
+    assert 'SYSTEM """Be kind."""' in (folder / "Modelfile").read_text()
+    (folder / "chat_template.jinja").write_text(CHATML.replace("im_start", "endoftext"))
+    write_gguf(folder, "q8_0", "n")
+    assert "TEMPLATE" not in (folder / "Modelfile").read_text()
+
+
+def test_export_to_ollama_is_the_file_and_its_modelfile_alone(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    done = run_duoka("export", folder, "-o", tmp_path / "mine", "--to", "ollama")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["Modelfile", "mine.q8_0.gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "model"], "what was written beside it is gone"
+    assert "ollama create mine -f" in done.stdout
+    assert (tmp_path / "mine/Modelfile").read_text().startswith("FROM ./mine.q8_0.gguf\n")

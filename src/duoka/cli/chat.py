@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer. Default: 512.")
 @click.option("--seed", type=int, help="The same seed draws the same answers. Default: 0.")
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
+@click.option(
+    "--tools",
+    metavar="NAMES",
+    default="",
+    help="What the model may call: calculator; python too runs its programs in a limited process, which is no sandbox.",
+)
 @click.option("--json", "as_json", is_flag=True, help='One {"prompt", "answer"} object a line; for --prompt and pipes.')
 def command(
     target: str,
@@ -45,6 +51,7 @@ def command(
     max_new_tokens: int | None,
     seed: int | None,
     system: str | None,
+    tools: str,
     as_json: bool,
 ) -> None:
     """Chat with what a run has learned so far, or with any model.
@@ -56,16 +63,22 @@ def command(
     from duoka.cli.target import find_target
     from duoka.serve.chat import Chat, answer_lines, answer_once, talk, write_stdout
     from duoka.serve.load_run import load_chat_tokenizer, load_for_chat
+    from duoka.serve.tools import find_tools
 
     trained, asked = find_target(target, overrides, "chat", checkpoint, say)
     in_terminal = prompt is None and sys.stdin.isatty()
     given = ChatOptions(temperature, top_p, max_new_tokens, seed)
     system = asked.get("default_system") if asked is not None and system is None else system
+    tokenizer = load_chat_tokenizer(trained)
+    found = find_tools([name.strip() for name in tools.split(",") if name.strip()], tokenizer)
+    if "python" in found:
+        say("programs that the model writes run as you, in a process with limits of time and memory: no sandbox")
     chat = Chat(
         load_for_chat(trained, base_only=base),
-        load_chat_tokenizer(trained),
+        tokenizer,
         choose_sampling(given, asked, temperature=0.7 if in_terminal else 0.0, max_new_tokens=512),
         system,
+        tools=found,
     )
     if prompt is not None:
         answer_once(chat, prompt, write_stdout, as_json=as_json)

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     type=click.Choice(["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]),
     help="Write a GGUF file of that type too, for llama.cpp and Ollama, with a Modelfile.",
 )
+@click.option(
+    "--to",
+    "destination",
+    type=click.Choice(["folder", "ollama"]),
+    default="folder",
+    help="ollama: a folder with a GGUF file (q8_0, or as --gguf says) and its Modelfile alone.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def command(
     target: str,
@@ -34,6 +41,7 @@ def command(
     dtype: str | None,
     adapter: bool,
     gguf: str | None,
+    destination: str,
     as_json: bool,
 ) -> None:
     """Merge a run's adapter into its base model and write one plain transformers folder.
@@ -57,13 +65,17 @@ def command(
     if output is None:
         raise ConfigError("-o is not given (the new folder)", fix=f"write:   duoka export {target} -o NEW_FOLDER")
     check_target(output)
+    is_ollama = destination == "ollama"
+    gguf = gguf or ("q8_0" if is_ollama else None)
     if gguf is not None:
         _check_gguf(trained, adapter)
-    if adapter:
+    if is_ollama and gguf is not None:
+        facts, lines = _export_ollama(trained, output, dtype, gguf)
+    elif adapter:
         facts, lines = _export_adapter(trained, output, dtype)
     else:
         facts, lines = _export_full(trained, output, dtype, shard_gb)
-    if gguf is not None:
+    if gguf is not None and not is_ollama:
         more, line = _write_gguf(output, gguf)
         facts, lines = facts | more, [*lines, line]
     if as_json:
@@ -79,7 +91,7 @@ def _check_gguf(trained: Any, adapter: bool) -> None:
     from duoka.model.gguf import check_gguf
 
     if adapter:
-        raise ConfigError("--gguf is for merged models", fix="leave --adapter out")
+        raise ConfigError("GGUF files are of merged models", fix="leave --adapter out")
     check_gguf(trained.full or trained.base)
 
 
@@ -91,6 +103,27 @@ def _write_gguf(output: Path, kind: str) -> tuple[dict[str, Any], str]:
     size, error = format_bytes(done.size_bytes), f"{done.largest_error:.2g}"
     line = f"  wrote {done.path} ({size}); read back, no matrix is off by more than {error}"
     return {"gguf": str(done.path), "gguf_bytes": done.size_bytes, "gguf_error": done.largest_error}, line
+
+
+def _export_ollama(trained: Any, output: Path, dtype: str | None, kind: str) -> tuple[dict[str, Any], list[str]]:
+    """The whole model is written beside it and goes again: Ollama reads the GGUF file and nothing else."""
+    import shlex
+    import tempfile
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".ollama-", dir=output.parent) as name:
+        whole = Path(name) / output.resolve().name
+        facts, _ = _export_full(trained, whole, dtype, None)
+        more, _ = _write_gguf(whole, kind)
+        output.mkdir(exist_ok=True)
+        path = output / Path(more["gguf"]).name
+        Path(more["gguf"]).rename(path)
+        (whole / "Modelfile").rename(output / "Modelfile")
+    more["gguf"] = str(path)
+    said = f"wrote {path.name} and a Modelfile into {output}; read back, no matrix is off by more than"
+    create = f"ollama create {shlex.quote(output.resolve().name)} -f {shlex.quote(str(output / 'Modelfile'))}"
+    facts = {key: facts[key] for key in ("max_difference", "same_top_share", "num_positions")} | {"folder": str(output)}
+    return facts | more, [f"{said} {more['gguf_error']:.2g}", f"  next:   {create}"]
 
 
 def _dtype_of(asked: AskedFile) -> str | None:

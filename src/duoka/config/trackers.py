@@ -9,7 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
-TrackerName = Literal["tensorboard", "wandb"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class Tracker:
 TRACKERS: dict[str, Tracker] = {
     "tensorboard": Tracker("duoka.sinks.tensorboard:TensorBoardSink", "tensorboard", "pip install tensorboard"),
     "wandb": Tracker("duoka.sinks.wandb:WandbSink", "wandb", 'pip install "duoka[wandb]"   or   pip install wandb'),
+    "mlflow": Tracker(
+        "duoka.sinks.mlflow:MlflowSink", "mlflow", 'pip install "duoka[mlflow]"   or   pip install mlflow'
+    ),
 }
 
 

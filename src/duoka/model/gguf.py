@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError, DuokaError
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -221,5 +222,27 @@ def _modelfile(folder: Path, file: str) -> str:
     raw = _read(folder / "tokenizer.json")
     texts = {token["id"]: token["content"] for token in raw.get("added_tokens", ())}
     numbers = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    lines = [f"FROM ./{file}", *(f'PARAMETER stop "{texts[number]}"' for number in numbers if number in texts)]
+    lines = [f"FROM ./{file}", *_template_lines(folder)]
+    lines += [f'PARAMETER stop "{texts[number]}"' for number in numbers if number in texts]
     return "\n".join(lines) + "\n"
+
+
+# Ollama's own language of templates, for the form that most models here have. It knows some chat templates of GGUF
+# files by their text and takes none for the others, so that a model would be asked without its marks.
+_CHATML = (
+    'TEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}'
+    '<|im_start|>assistant\n"""'
+)
+
+
+def _template_lines(folder: Path) -> list[str]:
+    """Nothing where the template writes anything else than ChatML; what it says unasked becomes SYSTEM."""
+    tokenizer = load_tokenizer(folder, "auto")
+    said = [{"role": role, "content": f"{role}?"} for role in ("system", "user", "assistant")]
+    wanted = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in [*said, said[1]])
+    if tokenizer.render([*said, said[1]], prompt=True) != f"{wanted}<|im_start|>assistant\n":
+        return []
+    asked = "<|im_start|>user\nuser?<|im_end|>\n<|im_start|>assistant\n"
+    unasked = tokenizer.render(said[1:2], prompt=True).removesuffix(asked)
+    found = re.fullmatch(r"<\|im_start\|>system\n(.*)<\|im_end\|>\n", unasked, re.DOTALL)
+    return [_CHATML, *([f'SYSTEM """{found.group(1)}"""'] if found and '"""' not in found.group(1) else [])]

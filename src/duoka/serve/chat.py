@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
@@ -18,7 +19,9 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.data.tokens.typed_control import break_up, without_marks
 from duoka.errors import ConfigError
 from duoka.model.sampling import Sampling
+from duoka.serve.api.tools import split_calls
 from duoka.serve.generate import stream_answer
+from duoka.serve.tools import MOST_CALLS, Tool, as_asked, call_tool, end_of_speech
 
 Write = Callable[[str], None]
 
@@ -31,18 +34,46 @@ class Chat:
     tokenizer: ChatTokenizer
     sampling: Sampling
     system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: Mapping[str, Tool] = field(default_factory=dict)
 
     def ask(self, text: str) -> Iterator[str]:
-        """Stream the answer; it joins the history when it is complete or was broken off."""
+        """Stream the answer; it joins the history when it is complete or was broken off.
+
+        Calls of tools are made, and the model goes on with what they answered; each is shown as a line of its own.
+        """
         self.messages.append({"role": "user", "content": text})
-        pieces: list[str] = []
-        try:
-            for piece in stream_answer(self.lm, self.tokenizer, self._encode(), self.sampling):
-                pieces.append(piece)
+        for _ in range(MOST_CALLS + 1):
+            pieces: list[str] = []
+            calls: list[dict[str, Any]] = []
+            try:
+                yield from self._stream(pieces)
+            finally:
+                said, calls = split_calls("".join(pieces)) if self.tools else ("".join(pieces), [])
+                self.messages.append({"role": "assistant", "content": said or ""})
+            if not calls:
+                return
+            self.messages[-1]["tool_calls"] = [{"type": "function", "function": as_asked(call)} for call in calls]
+            for call in calls:
+                answer = call_tool(self.tools, call)
+                self.messages.append({"role": "tool", "content": answer})
+                yield f"[{call['function']['name']} {call['function']['arguments']} -> {answer}]\n"
+        yield f"(after {MOST_CALLS} rounds of calls no more are made)"
+
+    def _stream(self, pieces: list[str]) -> Iterator[str]:
+        """What is said, without the text of calls; all of it lies in `pieces`."""
+        shown = 0
+        for piece in stream_answer(self.lm, self.tokenizer, self._encode(), self.sampling):
+            pieces.append(piece)
+            text = "".join(pieces) if self.tools else ""
+            if not self.tools:
                 yield piece
-        finally:
-            self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            elif (end := end_of_speech(text)) > shown:
+                yield text[shown:end]
+                shown = end
+        text = "".join(pieces)
+        if self.tools and shown < len(text) and not split_calls(text)[1]:
+            yield text[shown:]
 
     def clear(self) -> None:
         self.messages.clear()
@@ -52,7 +83,8 @@ class Chat:
         opening = [{"role": "system", "content": self.system}] if self.system else []
         messages, mark = break_up(opening + self.messages, self.tokenizer.special_texts)
         try:
-            text, _, cuts = without_marks(self.tokenizer.render(messages, prompt=True), [], mark)
+            tools = [tool.schema for tool in self.tools.values()] or None
+            text, _, cuts = without_marks(self.tokenizer.render(messages, tools, prompt=True), [], mark)
         except TemplateError as error:
             raise ConfigError(
                 f"the chat template ({self.tokenizer.template_name}) refuses the conversation: {error}",

@@ -16,6 +16,7 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.sampling import Sampling
 from duoka.serve.api.fields import BadRequest, Fields, several
 from duoka.serve.batching.scheduler import Job, Mailbox
+from duoka.serve.tools import knows_tools
 
 MOST_ANSWERS = 128
 MOST_TOP = 20
@@ -228,11 +229,6 @@ def _tools(fields: Fields, tokenizer: ChatTokenizer) -> str | None:
         [one["function"]["name"] for one in tools]
     except (TypeError, KeyError):
         raise BadRequest("tools must be a list of functions, each with a name", "tools") from None
-    asked = [{"role": "user", "content": "?"}]
-    try:
-        knows = tokenizer.render(asked, tools, prompt=True) != tokenizer.render(asked, None, prompt=True)
-    except TemplateError:
-        knows = False
-    if not knows:
+    if not knows_tools(tokenizer, tools):
         raise BadRequest(f"the chat template ({tokenizer.template_name}) knows no tools", "tools")
     return json.dumps(tools, ensure_ascii=False)

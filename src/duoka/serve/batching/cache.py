@@ -105,6 +105,11 @@ def _look(
     mask = None
     if tokens > 1 and (start or is_far or softcap is not None):
         mask = _mask(start, tokens, window if is_far else None, query.device)
+    if softcap is None and tokens == 1:
+        # The heads that share a key as if they were tokens of one: torch's CPU kernel takes a fifth to a seventh of the
+        # time that it takes one by one in bf16, and no longer in fp32.
+        folded = query.reshape(1, keys.shape[1], -1, query.shape[-1])
+        return F.scaled_dot_product_attention(folded, keys, values, scale=scaling).reshape(1, query.shape[1], 1, -1)
     if softcap is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=mask is None and tokens > 1, scale=scaling,
