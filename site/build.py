@@ -7,6 +7,7 @@ pages link to outside of docs/, and calls the generator for each language. A lin
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import shutil
@@ -171,13 +172,9 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def config_of(language: str) -> dict[str, object]:
-    config: dict[str, object] = yaml.safe_load((HERE / "site.yml").read_text(encoding="utf-8"))
-    config["docs_dir"], config["site_dir"] = "docs", "out"
-    config["nav"] = _nav(navigation(), language)
-    theme = dict(config["theme"])  # type: ignore[call-overload]
-    config["theme"] = theme | {"language": language}
-    return config
+def config_of(language: str) -> str:
+    text = (HERE / "site.yml").read_text(encoding="utf-8").replace("LANGUAGE", language)
+    return text + yaml.safe_dump({"nav": _nav(navigation(), language)}, allow_unicode=True, sort_keys=False)
 
 
 def _nav(pages: dict[str, object], language: str) -> list[dict[str, object]]:
@@ -199,9 +196,11 @@ def main() -> int:
         shutil.rmtree(work, ignore_errors=True)
         lay_out(language, work / "docs")
         config = work / "mkdocs.yml"
-        config.write_text(yaml.safe_dump(config_of(language), allow_unicode=True, sort_keys=False), encoding="utf-8")
+        config.write_text(config_of(language), encoding="utf-8")
         built = subprocess.run(
-            [str(Path(sys.executable).with_name("zensical")), "build", "--strict", "-f", str(config)], cwd=work
+            [str(Path(sys.executable).with_name("zensical")), "build", "--strict", "-f", str(config)],
+            cwd=work,
+            env=os.environ | {"NO_COLOR": "1"},
         )
         if built.returncode:
             return built.returncode
