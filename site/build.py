@@ -83,14 +83,14 @@ def _without_code(text: str) -> str:
     return FENCE.sub("", text)
 
 
-def mended(text: str, here: str, source: str) -> str:
+def mended(text: str, here: str, source: str, language: str) -> str:
     """A page's text with links as they are in the site. `here`: its name there; `source`: in the repository."""
 
     def moved(match: re.Match[str]) -> str:
         if ":" in match[2] or not match[2]:
             return match[0]
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
-        return f"{match[1]}{_link(here, target)}{match[3] or ''}{match[4]}"
+        return f"{match[1]}{_link(here, target)}{_anchor(target, match[3] or '', language)}{match[4]}"
 
     parts = FENCE.split(text)
     return "".join(part if part.startswith("```") else LINK.sub(moved, part) for part in parts)
@@ -108,17 +108,32 @@ def _link(here: str, target: str) -> str:
     return posixpath.relpath(there, posixpath.dirname(here) or ".")
 
 
+def _anchor(target: str, mark: str, language: str) -> str:
+    """A link to a heading of an English page is, in Chinese, one to the same heading of its Chinese side."""
+    other = ROOT / (target.removesuffix(".md") + CHINESE)
+    if not mark or language != "zh" or target.endswith(CHINESE) or not other.exists():
+        return mark
+    theirs, ours = anchors_of(ROOT / target), anchors_of(other)
+    return f"#{ours[theirs.index(mark[1:])]}" if mark[1:] in theirs and mark[1:] not in ours else mark
+
+
+def anchors_of(page: Path) -> list[str]:
+    """The marks of a page's headings, in its order, as GitHub and the generator make them."""
+    heads = re.findall(r"^#+ (.*)$", _without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
+
+
 def lay_out(language: str, folder: Path) -> None:
     """Write the pages of one language to `folder`."""
     pages = sources(language)
     for name, path in pages.items():
-        text = mended(path.read_text(encoding="utf-8"), name, path.relative_to(ROOT).as_posix())
+        text = mended(path.read_text(encoding="utf-8"), name, path.relative_to(ROOT).as_posix(), language)
         first, below, rest = in_the_generators_markdown(text).partition("\n")  # the title, and what stands below it
         _write(folder / name, first + below + "\n" + _aside(language, name, path) + rest)
     for path in sorted(outside(pages)):
         name = path.relative_to(ROOT).as_posix()
         if path.suffix == ".md":
-            text = mended(path.read_text(encoding="utf-8"), OUTSIDE + name, name)
+            text = mended(path.read_text(encoding="utf-8"), OUTSIDE + name, name, language)
             _write(folder / OUTSIDE / name, in_the_generators_markdown(text))
         else:
             (folder / OUTSIDE / name).parent.mkdir(parents=True, exist_ok=True)

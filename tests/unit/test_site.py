@@ -52,6 +52,17 @@ def test_a_page_in_chinese_stands_beside_one_in_english() -> None:
     assert not alone
 
 
+def test_a_page_in_chinese_has_the_headings_of_its_other_side() -> None:
+    """Links to headings are turned by their order."""
+    differ = {
+        path.name: (len(build.anchors_of(path)), len(build.anchors_of(other)))
+        for path in (ROOT / "docs").rglob(f"*{build.CHINESE}")
+        if len(build.anchors_of(path))
+        != len(build.anchors_of(other := path.with_name(path.name.removesuffix(build.CHINESE) + ".md")))
+    }
+    assert not differ
+
+
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_links_lead_somewhere_in_the_site(language: str, tmp_path: Path) -> None:
     build.lay_out(language, tmp_path)
@@ -61,7 +72,12 @@ def test_links_lead_somewhere_in_the_site(language: str, tmp_path: Path) -> None
         f"{page.relative_to(tmp_path)}: {match[2]}"
         for page in pages
         for match in build.LINK.finditer(build._without_code(page.read_text(encoding="utf-8")))
-        if match[2] and ":" not in match[2] and not (page.parent / match[2]).exists()
+        if match[2]
+        and ":" not in match[2]
+        and not (
+            (page.parent / match[2]).exists()
+            and (not match[3] or match[3][1:] in build.anchors_of(page.parent / match[2]))
+        )
     ]
     assert not broken
 
