@@ -94,6 +94,12 @@ def test_the_other_side_of_a_page_is_where_its_link_leads(tmp_path: Path) -> Non
         assert back and (other.parent / back[1].replace(".html", ".md")).resolve() == (tmp_path / f"{page}.md"), page
 
 
+def test_a_link_to_a_heading_leads_to_the_same_heading_in_chinese() -> None:
+    told = "see [it](faults.md#machines-that-come-and-go)"
+    assert build.mended(told, "x.md", "docs/x.md", "en") == told
+    assert build.mended(told, "x.md", "docs/x.md", "zh") == "see [it](faults.md#会走会回来的机器)"
+
+
 def test_the_generator_is_given_markdown_that_it_reads_as_we_do() -> None:
     told = build.in_the_generators_markdown
     assert told("why:\n- one\n  more\n- two\n") == "why:\n\n- one\n  more\n- two\n"

@@ -48,12 +48,7 @@ def _may_be_packed(task: Task, layout: Layout) -> bool:
     """Whether the base under adapters could be packed into 4 bits: QLoRA, of a base that is not cut."""
     work = task.work
     return (
-        work.lora is not None
-        and not work.frozen_bits
-        and work.device == "cuda"
-        and not layout.axes
-        and not layout.is_sharded
-        and layout.ep == 1
+        work.lora is not None and work.device == "cuda" and not layout.axes and not layout.is_sharded and layout.ep == 1
     )
 
 
