@@ -9,7 +9,7 @@ CLIENTS := $(VENV)/clients/.installed
 COMPILE = $(BIN)/python -m compileall -q src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-web clients gpu-check nightly dist check format clean
+.PHONY: help setup demo test test-web clients gpu-check nightly site dist check format clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,10 @@ gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of wha
 
 nightly: $(STAMP)  ## the trials that are too many for every day: kills, damage, full disks
 	@$(BIN)/python -m pytest -m nightly
+
+site: $(STAMP)  ## the pages as a site in two languages, searchable without the network, in build/site
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	@$(BIN)/python site/build.py
 
 # The wheel is built from the sdist, so that what an sdist lacks is missing here and not at somebody else's.
 dist: $(STAMP)  ## a wheel and an sdist, in dist/

@@ -234,7 +234,10 @@ def test_a_line_is_said_and_done(line: str, meaning: str, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("line", "what", "fix"),
     [
-        ("llamafactory-cli webchat x.yaml", "webchat is not there yet", "duoka chat FILE"),
+        ("llamafactory-cli webchat x.yaml", "webchat is another command here", "duoka chat FILE"),
+        ("llamafactory-cli api x.yaml", "api is another command here", "duoka serve RUN"),
+        ("torchrun --standalone -m scripts.chat_web", "scripts.chat_web is a command of its own here", "duoka serve"),
+        ("torchrun --nproc_per_node=8 -m scripts.tok_train", "scripts.tok_train", "duoka data tokenizer"),
         ("llamafactory-cli trian x.yaml", "no command 'trian' here", "did you mean train"),
         ("accelerate config", "duoka needs no accelerate config", "duoka accelerate launch --config_file"),
         ("accelerate estimate-memory gpt2", "what gpt2 needs depends on how it is trained", "duoka plan x.yaml"),
@@ -247,7 +250,7 @@ def test_a_line_is_said_and_done(line: str, meaning: str, capsys: pytest.Capture
         ),
         (
             "torchrun --nproc_per_node=8 -m scripts.chat_sft --source=mid",
-            "a stage of its own",
+            "a command of its own",
             "model: runs/NAME/final",
         ),
         ("chat examples/inference/llama3_lora_sft.yaml", "no file examples/inference", "name a run"),

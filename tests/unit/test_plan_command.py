@@ -208,3 +208,19 @@ def test_the_planner_keeps_its_promises_on_published_runs():
     assert all(fold["num_others"] > 0 and fold["constants"] for fold in folds.values())
     flops = next(row for row in answer["errors"] if row["quantity"] == "FLOPs")
     assert flops["num_rows"] > 200 and flops["p90"] < 0.01
+
+
+def test_a_base_that_does_not_fit_under_adapters_is_offered_packed_and_only_there():
+    """QLoRA is what a 13B model on 24 GB needs; a packed base, and one that is cut, are not offered it."""
+    words = ["--params", "13B", "--on", "RTX4090", "lora={rank: 16}"]
+    refused = plan(*words)
+    packed = plan(*words, "model.quantization=nf4")
+    assert (refused.return_value, packed.return_value) == (4, 0)
+    offered = [line for line in refused.output.splitlines() if line.strip().startswith("model.quantization: nf4")]
+    assert len(offered) == 1 and "does not fit" not in offered[0]
+    assert "model.quantization: nf4" not in packed.output
+    assert (
+        "model.quantization: nf4"
+        not in plan("--params", "13B", "--on", "2xRTX4090", "--layout", "fsdp2", words[-1]).output
+    )
+    assert "model.quantization: nf4" not in plan("--params", "7B", "--on", "A100-80G").output

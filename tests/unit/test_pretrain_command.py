@@ -97,7 +97,7 @@ def test_a_guides_torchrun_line_is_duoka_pretrain(tmp_path, monkeypatch):
     assert meaning.env == {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
     with pytest.raises(ConfigError, match="fixed number of machines"):
         meaning_of_torchrun(["--nnodes=1:2", "-m", "scripts.base_train", "--depth=12"])
-    with pytest.raises(ConfigError, match="stage of its own") as caught:
+    with pytest.raises(ConfigError, match="command of its own") as caught:
         meaning_of_torchrun(["--nproc_per_node=8", "-m", "scripts.chat_sft", "--source=mid"])
     assert "stage: sft" in caught.value.fix
     (tmp_path / "scripts").mkdir()

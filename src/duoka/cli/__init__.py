@@ -143,7 +143,7 @@ def _commands() -> dict[str, str]:
 
 def _python_module(words: list[str]) -> str:
     """What `python -m MODULE ...` of a guide is here."""
-    from duoka.cli.lines import LATER_MODULES, PYTHON_MODULES
+    from duoka.cli.guide_modules import LATER_MODULES, PYTHON_MODULES
 
     module, *rest = words
     if module in LATER_MODULES:

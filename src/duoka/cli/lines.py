@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from duoka.cli.guide_modules import LATER_MODULES, MID_MODULE, PRETRAIN_MODULES, PYTHON_MODULES, RL_MODULE, THEIR_DEPTH
 from duoka.config.dialects.all import dialects
 from duoka.config.dialects.rows import is_false, is_true
 from duoka.config.paths import given_path, is_file
@@ -71,25 +72,6 @@ _VARIABLES = {
 _OF_DEEPSPEED = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
                  "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile",
                  "deepspeed_multinode_launcher")  # fmt: skip
-# A guide's modules: the first stage, and those that begin from the result of one before.
-PRETRAIN_MODULES = ("scripts.base_train", "duoka.pretrain")
-_FROM = "with   model: runs/NAME/final   (the result of the stage before)"
-MID_MODULE = "scripts.mid_train"
-RL_MODULE = "scripts.chat_rl"
-LATER_MODULES = {
-    "scripts.chat_sft": f"write a YAML with   stage: sft   and {_FROM}:   duoka train sft.yaml",
-}
-THEIR_DEPTH = 20  # what scripts.base_train takes where --depth is not given
-# Modules that a guide starts with `python -m`, and the command that stands for it here.
-PYTHON_MODULES = {
-    "torch.distributed.launch": "torchrun",
-    "torch.distributed.run": "torchrun",
-    "accelerate.commands.launch": "accelerate launch",
-    **dict.fromkeys(PRETRAIN_MODULES, "pretrain"),
-    MID_MODULE: "mid",
-    RL_MODULE: "rl",
-    "duoka": "",
-}
 _RDZV = ("rdzv_backend", "rdzv_id", "rdzv_conf")
 
 
@@ -320,7 +302,7 @@ def _meaning(
             notes = [*notes, f"{line.program} without --depth is a model of {THEIR_DEPTH} layers"]
         return Meaning((*words, *own), env, tuple(notes))
     if line.is_module and line.program in LATER_MODULES and not is_theirs:
-        raise ConfigError(f"{line.program} is a stage of its own here", fix=LATER_MODULES[line.program])
+        raise ConfigError(f"{line.program} is a command of its own here", fix=LATER_MODULES[line.program])
     config = _config_of(line)
     if config is None and not line.is_module and not Path(line.program).is_file():
         raise ConfigError(

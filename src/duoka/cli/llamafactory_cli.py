@@ -5,7 +5,11 @@ from __future__ import annotations
 import click
 
 _ACTIONS = {"train": "train", "export": "export", "chat": "chat", "eval": "eval", "env": "doctor"}
-_NOT_YET = ("api", "webchat", "webui")
+_ELSEWHERE = {
+    "api": "OpenAI's API, and a chat page, of a run, a model or a folder of weights:   duoka serve RUN",
+    "webchat": "in the terminal:   duoka chat FILE   or as a page:   duoka serve RUN",
+    "webui": "a config by five questions:   duoka new FILE   and runs as a page:   duoka board",
+}
 
 
 @click.command(
@@ -29,8 +33,8 @@ def command(action: str, words: tuple[str, ...]) -> int:
     if action == "version":
         click.echo(f"duoka {__version__}")
         return 0
-    if action in _NOT_YET:
-        raise ConfigError(f"{action} is not there yet", fix="talk to a model in the terminal:   duoka chat FILE")
+    if action in _ELSEWHERE:
+        raise ConfigError(f"{action} is another command here", fix=_ELSEWHERE[action])
     if action not in _ACTIONS:
         guess = nearest(action, _ACTIONS)
         known = ", ".join(_ACTIONS)

@@ -13,6 +13,8 @@ from duoka.plan.speed import estimate_speed
 from duoka.plan.task import Task, load_of, memory_of
 from duoka.units import Amount, format_bytes
 
+PACKED = "model.quantization: nf4"
+
 
 @dataclass(frozen=True)
 class Change:
@@ -42,6 +44,14 @@ def single_changes(task: Task, layout: Layout, cluster: Cluster, available_bytes
     return found
 
 
+def _may_be_packed(task: Task, layout: Layout) -> bool:
+    """Whether the base under adapters could be packed into 4 bits: QLoRA, of a base that is not cut."""
+    work = task.work
+    return (
+        work.lora is not None and work.device == "cuda" and not layout.axes and not layout.is_sharded and layout.ep == 1
+    )
+
+
 def _shorter(task: Task, length: int) -> Task:
     return replace(task, max_length=length, lengths=task.lengths.cut(length) if task.lengths else None)
 
@@ -68,6 +78,8 @@ def _tries(task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
         yield "parallel.offload: optimizer", task, replace(layout, offload="optimizer")
     if work.may_have_adapters:
         yield "lora: {rank: 8}", replace(task, work=replace(work, lora=LoraConfig())), layout
+    if _may_be_packed(task, layout):
+        yield PACKED, replace(task, work=replace(work, frozen_bits=4)), layout
     half = length // 2
     fewer = Amount(max(half, layout.micro.count // 2), "tokens") if layout.micro.unit == "tokens" else layout.micro
     yield f"data.max_length: {half // task.sequences}", _shorter(task, half), replace(layout, micro=fewer)
@@ -111,6 +123,8 @@ def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_byte
     tries.append((f"data.max_length: {length // 2 // task.sequences}", _shorter(task, length // 2), half))
     if task.work.may_have_adapters:
         tries.append(("lora: {rank: 8}", adapters, shared))
+    if _may_be_packed(task, layout):
+        tries.append((PACKED, replace(task, work=replace(task.work, frozen_bits=4)), shared))
     found: list[str] = []
     for words, changed, how in tries:
         if changed == task and how == layout:
