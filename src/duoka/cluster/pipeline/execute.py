@@ -6,6 +6,7 @@ the same command goes on wherever it was interrupted: in a stage as that stage's
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ _CHILD = (
     "from duoka.cli import main; main(sys.argv[1:])"
 )
 _STOPPED = (StoppedEarly.exit_code, 130)
+_ANSWER_TOKENS = 96  # of a chat stage
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,10 @@ class Executor:
         before = self.manifest.stages.get(node.name, {})
         spent = float(before.get("seconds", 0.0)) if before.get("folder") == node.folder else 0.0
         self.manifest.note(node, "running", why=why)
-        makers = {"train": self._train, "eval": self._eval, "export": self._export, "tokenizer": self._tokenizer}
+        makers = {
+            "train": self._train, "eval": self._eval, "export": self._export, "tokenizer": self._tokenizer,
+            "chat": self._chat,
+        }  # fmt: skip
         code = makers[node.spec.kind](node)
         took = round(spent + time.monotonic() - started, 1)
         if code == 0 and not self.manifest.is_done(node):
@@ -104,7 +109,8 @@ class Executor:
     def _tokenizer(self, node: Node) -> int:
         draft = self._draft(node)
         base = self.nodes.pipeline.base
-        files = [name if Path(name).exists() else str(base / name) for name in node.spec.words]
+        files = [name if Path(name).exists() or not (base / name).exists() else str(base / name)
+                 for name in node.spec.words]  # fmt: skip
         code = run_command("data", "tokenizer", *files, f"--out={draft}", f"--vocab-size={node.spec.vocab_size}")
         return code or self._finish(draft, node)
 
@@ -128,6 +134,30 @@ class Executor:
             for one in scores:
                 self.say(f"  {name}: {one['task']} {one['score']:.1%} ± {one['se']:.1%} (n {one['n']})")
         write_json_atomic(self.root / node.folder / RESULT, found)
+        return 0
+
+    def _chat(self, node: Node) -> int:
+        """The same questions to each of the models, each for itself, answered by the likeliest tokens."""
+        found: dict[str, dict[str, str]] = {}
+        for name in node.spec.of:
+            asked = "".join(question.replace("\n", " ") + "\n" for question in node.spec.words)
+            code, said = read_command(
+                "chat",
+                self._folder(name),
+                "--temperature=0",
+                f"--max-new-tokens={_ANSWER_TOKENS}",
+                "--json",
+                told=asked,
+            )
+            if code:
+                return code
+            lines = [json.loads(line) for line in said.splitlines()]
+            found[name] = {one["prompt"]: one["answer"] for one in lines}
+            for one in lines:
+                self.say(f"  {name}: {one['prompt']} -> {one['answer']}")
+        folder = self.root / node.folder
+        folder.mkdir(exist_ok=True)
+        write_json_atomic(folder / RESULT, found)
         return 0
 
     def _folder(self, name: str) -> str:
@@ -212,10 +242,14 @@ def run_command(*words: str) -> int:
     return _wait(subprocess.Popen(_command(words)))
 
 
-def read_command(*words: str) -> tuple[int, str]:
-    """The same, with what it prints."""
-    process = subprocess.Popen(_command(words), stdout=subprocess.PIPE, text=True, encoding="utf-8")
+def read_command(*words: str, told: str | None = None) -> tuple[int, str]:
+    """The same, with what it prints; `told` is what it reads."""
+    stdin = None if told is None else subprocess.PIPE
+    process = subprocess.Popen(_command(words), stdin=stdin, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     assert process.stdout is not None
+    if process.stdin is not None and told is not None:
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # a few lines: less than a pipe holds
+            pipe.write(told)
     with process.stdout as pipe:
         said: list[str] = []
         code = _wait(process, lambda: said.append(pipe.read()))
