@@ -52,6 +52,8 @@ def test_stages_run_once_and_are_kept_after(tmp_path):
         "mid": "done", "sft": "done", "score": "done", "ship": "done", "ask": "done",
         "never": "skipped",
     }  # fmt: skip
+    ran = [one for one in stages.values() if one["state"] == "done"]
+    assert all(one["seconds"] > 0 and one["cpu_seconds"] > 0 for one in ran), "what each of them took"
     assert "gate: score.sft.sort (0.000 ± 0.000, n 4) >= 0: yes" in done.stderr
     assert (place / "out" / stages["ship"]["folder"] / "model.safetensors").is_file()
     card = (place / "out" / "card.md").read_text(encoding="utf-8")

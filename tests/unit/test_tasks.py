@@ -11,7 +11,7 @@ from duoka.data.read.registry import check_data, find_sets
 from duoka.errors import ConfigError, DataError, Faults
 from duoka.serve.score_tasks import Asked, find_asked
 from duoka.tasks.check import check_tasks
-from duoka.tasks.drawn import Arithmetic, Reverse, Sort, Spelling
+from duoka.tasks.drawn import Arithmetic, Reverse, Sort, Spaced, Spelling
 from duoka.tasks.find import find_tasks, in_order, task_data
 from duoka.tasks.run_code import passes
 
@@ -69,6 +69,14 @@ def test_stories_are_text_to_read_and_no_score(tmp_path, monkeypatch):
     assert [found.form.kind for found in find_sets(loaded.config, loaded.base)] == ["text", "text"]
     with pytest.raises(Faults, match="is text to read"):
         load_config(tmp_path / "a.yaml", ["train.eval_tasks=[stories]"], checks=(check_data, check_tasks))
+
+
+def test_spaced_answers_in_another_form_what_spelling_asks():
+    spaced = Spaced()
+    items = (*spaced.items("train")[:200], *spaced.items("test"))
+    assert all(item.answer == " ".join(item.question[0][1].removeprefix("Spell the word: ")) for item in items)
+    learned = {item.question for item in spaced.items("train")}
+    assert not learned & {item.question for item in Spelling().items("test")}, "no word that spelling tests is learned"
 
 
 def test_they_are_the_same_for_ever():

@@ -312,6 +312,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine) -> Work:
         saves_beside=config.checkpoint.is_async, is_new=config.model.depth is not None,
         thin_gradients=config.parallel.compress == "powersgd",
         references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
+        keeps_start=config.stage.kind.draws and config.rl.kl > 0,
     )  # fmt: skip
 
 

@@ -23,7 +23,8 @@ from duoka.tasks.task import Item, Split, Task
 
 PREFIX = "task:"
 DRAWN: dict[str, Callable[[], Drawn]] = {
-    "spelling": Spelling, "arithmetic": Arithmetic, "reverse": Reverse, "sort": Sort, "spaced": Spaced, "stories": Stories,
+    "spelling": Spelling, "arithmetic": Arithmetic, "reverse": Reverse, "sort": Sort, "spaced": Spaced,
+    "stories": Stories,
 }  # fmt: skip
 PUBLISHED: dict[str, Callable[[Path], Published]] = {
     "gsm8k": Gsm8k, "mmlu": Mmlu, "arc": Arc, "humaneval": HumanEval,

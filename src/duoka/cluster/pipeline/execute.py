@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -82,7 +83,9 @@ class Executor:
     def _run(self, node: Node, why: str) -> int:
         started = time.monotonic()
         before = self.manifest.stages.get(node.name, {})
-        spent = float(before.get("seconds", 0.0)) if before.get("folder") == node.folder else 0.0
+        goes_on = before.get("folder") == node.folder
+        spent, cpu = (float(before.get(key, 0.0)) if goes_on else 0.0 for key in ("seconds", "cpu_seconds"))
+        cpu -= _children_cpu_s()
         self.manifest.note(node, "running", why=why)
         makers = {
             "train": self._train, "eval": self._eval, "export": self._export, "tokenizer": self._tokenizer,
@@ -93,11 +96,11 @@ class Executor:
         if code == 0 and not self.manifest.is_done(node):
             raise WorkerFailed(f"stage {node.name} ended well and left no result in {self.root / node.folder}")
         state = "done" if code == 0 else "stopped" if code in _STOPPED else "failed"
-        self.manifest.note(node, state, seconds=took, exit_code=code)
+        cpu = round(cpu + _children_cpu_s(), 1)
+        self.manifest.note(node, state, seconds=took, cpu_seconds=cpu, exit_code=code)
         if code:
-            goes_on = "the same command goes on with it"
             word = "was stopped" if state == "stopped" else f"failed with exit code {code}"
-            self.say(f"stage {node.name} {word}; {goes_on}")
+            self.say(f"stage {node.name} {word}; the same command goes on with it")
         return code
 
     def _train(self, node: Node) -> int:
@@ -207,6 +210,12 @@ class Executor:
         if not own:
             raise ConfigError(f"{name} has no score of {task} for {stage}", fix=f"it has: {', '.join(scores)}")
         return own[0]["score"], f"({own[0]['score']:.3f} ± {own[0]['se']:.3f}, n {own[0]['n']})"
+
+
+def _children_cpu_s() -> float:
+    """Of all commands that have ended, with the processes that they waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def decide(node: Node, manifest: Manifest) -> Decision:

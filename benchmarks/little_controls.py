@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
 from collections import deque
+from pathlib import Path
 from typing import Any
 
-from duoka.tasks.find import find_tasks
-from duoka.tasks.task import Item
-
 SHIFT = 20  # answers; a prompt has 8, so that a reward comes from another prompt's answer
+earned = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "little_rewards.py"))["far"]
 _waiting: deque[float] = deque()  # one process computes all rewards of a run, in the order of the answers
 
 
-def right(question: str, wanted: str, said: str) -> float:
-    """What the task itself says of an answer."""
-    (task,) = find_tasks(question.partition("/")[0])
-    return task.check(Item(question, answer=wanted), said)
-
-
 def negated(messages: Any, completion: str, example: dict[str, Any]) -> float:
-    return -right(example["id"], example["answer"], completion)
+    return -earned(messages, completion, example)
 
 
 def constant(messages: Any, completion: str, example: dict[str, Any]) -> float:
@@ -28,5 +22,5 @@ def constant(messages: Any, completion: str, example: dict[str, Any]) -> float:
 
 def permuted(messages: Any, completion: str, example: dict[str, Any]) -> float | None:
     """The rewards that were earned, each given to an answer that comes later, to another prompt."""
-    _waiting.append(right(example["id"], example["answer"], completion))
+    _waiting.append(earned(messages, completion, example))
     return _waiting.popleft() if len(_waiting) > SHIFT else None
