@@ -9,7 +9,7 @@ CLIENTS := $(VENV)/clients/.installed
 COMPILE = $(BIN)/python -m compileall -q src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-web clients gpu-check nightly site dist check format clean
+.PHONY: help setup demo little test test-web clients gpu-check nightly site dist check format clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## fine-tune a real 135M chat model, ask it before and after, export it (5 minutes on 2 cores)
 	@$(BIN)/duoka demo
+
+# The same command again goes on, or does nothing but ask.
+little: $(STAMP)  ## a model from nothing: tokenizer, base, mid, SFT, RL, report card, chat (minutes on 2 cores)
+	@$(BIN)/duoka run examples/little.yaml
+	@if [ -t 0 ]; then $(BIN)/duoka chat runs/little; fi
 
 # Three files at a time, on two cores: what one waits for (a world that ends, a grace time) the others use.
 test: $(STAMP)  ## all tests

@@ -24,9 +24,11 @@ ROOT = Path(__file__).parents[1]
 MACHINES = ("1xRTX4090", "8xA100-80G", "2x8xH100")
 # In the order of a first reading.
 EXAMPLES = (
-    "own_data", "lora", "qlora", "full", "preferences", "pretrain", "gpt2_small", "two_processes", "two_machines",
-    "slurm", "resume", "tensor", "pipeline", "sequence", "serve", "export",
+    "own_data", "little", "lora", "qlora", "full", "preferences", "pretrain", "gpt2_small", "two_processes",
+    "two_machines", "slurm", "resume", "tensor", "pipeline", "sequence", "serve", "export",
 )  # fmt: skip
+# Several stages in one file: they make a model of their own, and are planned one by one as they run.
+OF_STAGES = {"little": "minutes on two cores of a CPU: [measured](../benchmarks/little.md)"}
 # Llama 2 7B's sizes, in place of the demo model; all samples as long as this.
 LARGE = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}  # fmt: skip
@@ -101,7 +103,11 @@ def title(name: str) -> str:
 def page() -> str:
     rows = [
         f"| [{name}.yaml](../examples/{name}.yaml) | {title(name)} | "
-        + " | ".join(cell(plan(name, machines)) for machines in MACHINES)
+        + (
+            " | ".join([OF_STAGES[name], "", ""])
+            if name in OF_STAGES
+            else " | ".join(cell(plan(name, machines)) for machines in MACHINES)
+        )
         + " |"
         for name in EXAMPLES
     ]

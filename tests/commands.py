@@ -150,13 +150,16 @@ def _fork_instead(command, *, stdin, stdout, stderr, env, start_new_session):
 class _Stage:
     """In `duoka run`: the command of a stage, as far as subprocess.Popen's face is used."""
 
-    def __init__(self, command, stdout=None, text=True, encoding="utf-8"):
+    def __init__(self, command, stdin=None, stdout=None, text=True, encoding="utf-8"):
         assert command[0] == sys.executable and text
         reader, writer = os.pipe() if stdout == subprocess.PIPE else (None, 1)
+        told, teller = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
         self.pid = os.fork()
         if not self.pid:
-            _start_anew(os.open(os.devnull, os.O_RDONLY), writer, 2, dict(os.environ))
+            _start_anew(told, writer, 2, dict(os.environ))
             _leave_after(partial(_be_python, command[1:]))
+        os.close(told)
+        self.stdin = None if teller is None else os.fdopen(teller, "w", encoding=encoding)
         if reader is not None:
             os.close(writer)
             self.stdout = os.fdopen(reader, encoding=encoding)

@@ -75,7 +75,8 @@ DAILY = [
     ("reinforce", "whole"), ("reinforce", "2, ddp"), ("rloo", "one at a time"), ("rloo", "2, zero1"), ("grpo", "auto"),
     ("grpo", "2, ddp, auto"), ("grpo, KL", "LoRA"), ("grpo, KL", "2, ddp"), ("dr_grpo", "two at a time, padded"),
     ("dapo", "2, ddp"), ("gspo", "2, zero2, padded"), ("gspo, KL, wide", "2, ddp, LoRA, padded"), ("cispo", "2, fsdp"),
-    ("cispo, narrow", "one at a time"), ("of the batch", "2, ddp"), ("gspo, KL, wide", "two at a time, padded"),
+    ("grpo, KL", "2, fsdp"), ("grpo, KL", "2, zero2, padded"), ("cispo, narrow", "one at a time"),
+    ("of the batch", "2, ddp"), ("gspo, KL, wide", "two at a time, padded"),
 ]  # fmt: skip
 
 

@@ -44,6 +44,9 @@ def sometimes(messages, completion, example):
 def never(messages, completion, example):
     raise RuntimeError("the judge is gone")
 """
+# Scores of a task on the way; an evaluation changes no result, and the best step is one of those that were scored.
+SCORED = ["train.eval_tasks=[sort]", "train.eval_every=2", "train.eval_items=4", "checkpoint.keep_best=true",
+          "checkpoint.best_by=sort"]  # fmt: skip
 FEW = ["train.global_batch=2", "rl.samples=2"]  # where there is nothing to learn
 # Fewer, larger steps on the same prompts, to see what is learned.
 LEARNING = ["rl.algorithm=reinforce", "rl.updates=1", "train.max_steps=16", "train.global_batch=8", "rl.samples=8",
@@ -81,7 +84,7 @@ def case(tmp_path_factory):
         [
             job("whole"),
             job("rows", "rl.rows=3", "train.max_steps=1", "rl.updates=1"),
-            job("again", f"rl.replay={folder / 'whole' / 'rollouts'}"),
+            job("again", f"rl.replay={folder / 'whole' / 'rollouts'}", *SCORED),
             job("some fail", f"rl.rewards=[{mine}sometimes]", "train.max_steps=2"),
             job("up", *LEARNING),
             job("down", *LEARNING, f"rl.rewards=[{mine}less]"),
@@ -93,8 +96,8 @@ def case(tmp_path_factory):
     train_all(
         [
             job("two", *two, f"rl.replay={folder / 'whole' / 'rollouts'}"),
-            job("two, drawn", *two, "train.max_steps=1", "rl.updates=1"),
-            job("two, fsdp", "parallel.strategy=fsdp", "train.max_steps=1", "rl.updates=1"),
+            job("two, drawn", *two, "train.max_steps=1", "rl.updates=1", *SCORED),
+            job("two, fsdp", "parallel.strategy=fsdp", "train.max_steps=1", "rl.updates=1", *SCORED),
             job("two, zero2", "parallel.strategy=zero2", "train.max_steps=1", "rl.updates=1"),
         ],
         2,
@@ -129,6 +132,16 @@ def test_what_is_drawn_is_what_is_learned(case):
     assert all(one["ended"] == (one["ids"][-1] == 2) for one in answers), "the stop mark is a part of what is learned"
     assert first["answer_tokens"] == sum(len(one["ids"]) for one in answers) / 12
     assert first["num_targets"] == sum(len(one["ids"]) for one in answers)
+
+
+def test_tasks_are_scored_on_the_way_without_other_data(case):
+    scored = {name: events_of(case / name, "tasks") for name in ("again", "two, drawn", "two, fsdp")}
+    assert [event["step"] for event in scored["again"]] == [2, 4, 6]
+    assert all(event["scores"][0]["task"] == "sort" and event["scores"][0]["n"] == 4 for event in scored["again"])
+    (file,) = (case / "again" / "checkpoints").glob("step-*6/state.json")
+    assert json.loads(file.read_text(encoding="utf-8"))["progress"]["best_step"] == 2, "equal scores: the first"
+    assert [event["step"] for event in scored["two, drawn"]] == [1]
+    assert scored["two, drawn"][0]["scores"] == scored["two, fsdp"][0]["scores"]
 
 
 def test_rewards_that_fail_are_counted_and_leave_their_answers_out(case):

@@ -24,6 +24,7 @@ pipeline:
   sft: {data: {train: [chat.jsonl]}, lora: {rank: 2}}
   score: {eval: [sort], of: [mid, sft], limit: 4}
   ship: {export: model, of: sft, when: score.sft.sort >= 0}
+  ask: {chat: ["Who are you?", "2 | 3"], of: [mid, ship]}
   never: {export: model, of: mid, when: score.sft.sort > 0.99}
 output: out
 """
@@ -48,16 +49,26 @@ def test_stages_run_once_and_are_kept_after(tmp_path):
     assert done.returncode == 0, done.stderr
     stages = stages_of(place)
     assert {name: one["state"] for name, one in stages.items()} == {
-        "mid": "done", "sft": "done", "score": "done", "ship": "done", "never": "skipped"
+        "mid": "done", "sft": "done", "score": "done", "ship": "done", "ask": "done",
+        "never": "skipped",
     }  # fmt: skip
+    ran = [one for one in stages.values() if one["state"] == "done"]
+    assert all(one["seconds"] > 0 and one["cpu_seconds"] > 0 for one in ran), "what each of them took"
     assert "gate: score.sft.sort (0.000 ± 0.000, n 4) >= 0: yes" in done.stderr
     assert (place / "out" / stages["ship"]["folder"] / "model.safetensors").is_file()
     card = (place / "out" / "card.md").read_text(encoding="utf-8")
+    asked = json.loads((place / "out" / stages["ask"]["folder"] / "result.json").read_text(encoding="utf-8"))
+    assert set(asked) == {"mid", "ship"} and set(asked["ship"]) == {"Who are you?", "2 | 3"}
+    told = run_duoka("chat", "out", "--prompt", "Who are you?", "--max-new-tokens", "96", cwd=place)
+    assert told.stdout.strip() == asked["ship"]["Who are you?"].strip(), (
+        "chat of the folder is the last stage that trained"
+    )
+    assert "| Who are you?" in card and "2 \\| 3" in card
     assert "| mid" in card and "| sort" in card and "(n 4)" in card and card.strip() in done.stdout
     before = {path: path.stat().st_mtime_ns for path in (place / "out").glob("*-*/**/*") if path.is_file()}
 
     again = run_duoka("run", "p.yaml", cwd=place)
-    assert again.returncode == 0 and again.stderr.count("kept (") == 4, again.stderr
+    assert again.returncode == 0 and again.stderr.count("kept (") == 5, again.stderr
     assert before == {path: path.stat().st_mtime_ns for path in (place / "out").glob("*-*/**/*") if path.is_file()}
 
 

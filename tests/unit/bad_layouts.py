@@ -2,7 +2,7 @@
 
 HEAD = "model: demo\ndata: {train: [identity]}\n"
 LAYOUT_CONTRADICTIONS = {
-    "eval-tasks-without-eval": HEAD + "train: {eval_tasks: [sort]}\n",
+    "eval-tasks-of-scores": "model: demo\ndata: {train: [a]}\ntrain: {eval_tasks: [sort]}\nstage: reward\n",
     "eval-tasks-with-axes": "model: demo\ndata: {train: [a], eval: 0.1}\n"
     "train: {eval_tasks: [sort]}\nparallel: {tensor: 2}\n",
     "best-by-no-task": "model: demo\ndata: {train: [a], eval: 0.1}\ncheckpoint: {best_by: sort, keep_best: true}\n",

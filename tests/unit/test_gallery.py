@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from test_pages import fault_of_line
 
+from duoka.cluster.pipeline.nodes import Nodes
 from duoka.config.load import load_config
+from duoka.config.pipeline import read_pipeline
 from duoka.data.read.registry import check_data
 
 ROOT = Path(__file__).parents[2]
@@ -19,10 +21,14 @@ PAGE = ROOT / "docs" / "gallery.md"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_whole_and_says_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_is_whole_and_says_why(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert load_config(path.relative_to(ROOT), checks=(check_data,)).config.output == f"runs/{path.stem}"
     text = path.read_text(encoding="utf-8")
+    if "\npipeline:\n" in text:
+        pipeline = read_pipeline(path.relative_to(ROOT))
+        assert Nodes(pipeline, tmp_path, {}).faults == [] and str(pipeline.output) == f"runs/{path.stem}"
+    else:
+        assert load_config(path.relative_to(ROOT), checks=(check_data,)).config.output == f"runs/{path.stem}"
     assert "# Why so:" in text and sum(line.startswith("#") for line in text.splitlines()) >= 9
     # The command ends where its explanation begins, three spaces later.
     lines = [re.split(r"\s{3,}", line)[0] for line in re.findall(r"^#   (duoka .*)$", text, flags=re.MULTILINE)]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
 
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
+from duoka.config.stages import StageConfig
 from duoka.errors import ConfigError
 from duoka.hub.base import model_fingerprint
 from duoka.hub.models import check_model, find_model, model_folder, resolve_tokenizer
@@ -46,6 +47,17 @@ def test_a_finished_run_is_the_model_that_it_made(tmp_path, tiny_model):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "final").symlink_to(tiny_model)
     assert find_model(ModelConfig(name="run"), tmp_path).folder == tiny_model.resolve()
+
+
+def test_a_reward_models_folder_is_refused_where_words_are_learned(tmp_path, tiny_model):
+    folder = tmp_path / "judge"
+    shutil.copytree(tiny_model, folder)
+    facts = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps({**facts, "architectures": ["LlamaForSequenceClassification"]}))
+    (fault,) = check_model(config_of(str(folder)), tmp_path)
+    assert "a reward model" in fault.what and fault.key == "model.name" and "stage: reward" in fault.fix
+    goes_on = config_of(str(folder)).model_copy(update={"stage": StageConfig(name="reward")})
+    assert check_model(goes_on, tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["./x", "/x/y", "~/x", "a/b/c", "a b", "C:\\models\\x"])

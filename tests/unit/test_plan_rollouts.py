@@ -7,8 +7,10 @@ from tiny import write_tiny_model
 
 from duoka.config.load import load_config
 from duoka.plan.batch import count_steps
+from duoka.plan.hardware import read_machine
 from duoka.plan.layout import Layout
 from duoka.plan.lengths import Lengths
+from duoka.plan.report import make_plan
 from duoka.plan.rollouts import cache_bytes, rollout_notes
 from duoka.plan.shape import read_shape
 
@@ -28,6 +30,11 @@ def test_the_cache_is_what_a_model_holds_while_it_answers(tmp_path):
     assert cache_bytes(config, read_shape(folder), layout) == held
     (said,) = rollout_notes(config, read_shape(folder), layout)
     assert "3 prompts x 4 answers of up to 8 tokens" in said
+    held = {
+        kl: make_plan(load_config(yaml, [f"rl.kl={kl}"]).config, read_shape(folder), read_machine(), 1) for kl in (0, 1)
+    }
+    trained = read_shape(folder).num_parameters
+    assert held[1].memory.parts["weights"] - held[0].memory.parts["weights"] == 4 * trained, "the run's start"
     two = load_config(yaml, ["rl.algorithm=grpo", "rl.updates=2", "train.epochs=1"]).config
     steps = count_steps(two.train, Lengths("tokenized", 30, 20.0, 20), updates=two.updates)
     assert steps is not None and steps.total == 20

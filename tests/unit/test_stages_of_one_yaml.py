@@ -114,7 +114,8 @@ def test_it_says_what_changed_and_what_follows(place):
     assert decide(again.by_name["sft"], manifest).why == "runs: follows from mid"
 
 
-def test_what_is_wrong_with_stages_is_said_together():
+def test_what_is_wrong_with_stages_is_said_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     said = faults_of(
         "pipeline:\n  a: {eval: [sort], of: [b], vocab: 3}\n  b: {from: c, model: demo}\n  'x y': {stage: sft}\n"
         "  d: {export: gguf q8_0, of: b}\n  e: {}\n  f: {from: b, when: good}\n"
@@ -129,6 +130,7 @@ def test_what_is_wrong_with_stages_is_said_together():
     assert "wait for each other" in faults_of(
         "pipeline:\n  a: {optim: {state: b}}\n  b: {optim: {state: a}, from: null}\n"
     )
+    assert "does not say of which stages" in faults_of("pipeline:\n  c: {chat: [Hi]}\n")
     assert "has no stages" in faults_of("model: demo\n")
     assert "when asks for s.a.x" in faults_of(
         "pipeline:\n  a: {model: demo}\n  s: {eval: [sort], of: a}\n  b: {from: a, when: s.a.x > 1}\n"

@@ -9,7 +9,9 @@ import pytest
 from duoka.config.load import load_config
 from duoka.data.read.registry import check_data, find_sets
 from duoka.errors import ConfigError, DataError, Faults
-from duoka.tasks.drawn import Arithmetic, Reverse, Sort, Spelling
+from duoka.serve.score_tasks import Asked, find_asked
+from duoka.tasks.check import check_tasks
+from duoka.tasks.drawn import Arithmetic, Reverse, Sort, Spaced, Spelling
 from duoka.tasks.find import find_tasks, in_order, task_data
 from duoka.tasks.run_code import passes
 
@@ -48,6 +50,33 @@ def test_drawn_tasks_are_right_distinct_and_never_test_what_is_learned(kind):
     assert [item.id for item in kind().items("test")] == [item.id for item in test]
     assert all(task.check(item, f" {item.answer}\n") == 1.0 for item in test[:50])
     assert not any(task.check(item, item.answer + "0") for item in test[:50])
+
+
+def test_stories_are_text_to_read_and_no_score(tmp_path, monkeypatch):
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path))
+    (task,) = find_tasks("stories")
+    train, test = task.texts("train"), task.texts("test")
+    assert len({*train, *test}) == len(train) + len(test) == 4100
+    assert all("." in text and 200 < len(text) < 800 for text in train[:100])
+    lines = task_data("task:stories", tmp_path, "test").read_text("utf-8").splitlines()
+    assert [json.loads(line)["text"] for line in lines] == list(test)
+    with pytest.raises(ConfigError, match="is text to read"):
+        find_asked(Asked(("stories",)))
+    (tmp_path / "a.yaml").write_text(
+        "model: {depth: 2, tokenizer: demo}\ndata: {train: ['task:stories'], eval: ['task:stories']}\n"
+    )
+    loaded = load_config(tmp_path / "a.yaml", checks=(check_data, check_tasks))
+    assert [found.form.kind for found in find_sets(loaded.config, loaded.base)] == ["text", "text"]
+    with pytest.raises(Faults, match="is text to read"):
+        load_config(tmp_path / "a.yaml", ["train.eval_tasks=[stories]"], checks=(check_data, check_tasks))
+
+
+def test_spaced_answers_in_another_form_what_spelling_asks():
+    spaced = Spaced()
+    items = (*spaced.items("train")[:200], *spaced.items("test"))
+    assert all(item.answer == " ".join(item.question[0][1].removeprefix("Spell the word: ")) for item in items)
+    learned = {item.question for item in spaced.items("train")}
+    assert not learned & {item.question for item in Spelling().items("test")}, "no word that spelling tests is learned"
 
 
 def test_they_are_the_same_for_ever():

@@ -76,6 +76,15 @@ def test_its_template_learns_answers_and_calls_and_nothing_else(folder, learned)
     assert tokenizer.decode(plain.input_ids.tolist()).startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assist")
 
 
+def test_sets_that_duoka_has_are_named_not_filed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    found = train_tokenizer(["task:stories", "identity"], tmp_path / "a", vocab_size=300, max_bytes=10**9)
+    assert found.num_documents >= 4000 + 2 * 120, "every story, and each message of every talk"
+    with pytest.raises(ConfigError, match="no task named"):
+        train_tokenizer(["task:storys"], tmp_path / "b", vocab_size=300, max_bytes=10**9)
+
+
 def test_talks_are_read_too_and_reading_ends_where_asked(tmp_path):
     talk = {"messages": [{"role": "user", "content": "ab ab"}, {"role": "assistant", "content": "cd cd"}]}
     (tmp_path / "talks.jsonl").write_text((json.dumps(talk) + "\n") * 50, encoding="utf-8")

@@ -124,8 +124,9 @@ def list_sets(config: str | None, as_json: bool) -> None:
 def tokenizer(
     files: tuple[str, ...], out: str, vocab_size: int, max_bytes: str, column: str | None, skip_bad: bool
 ) -> None:
-    """Make a tokenizer from the text in FILES (or folders): byte-level BPE, ready for model.tokenizer.
+    """Make a tokenizer from the text in FILES: byte-level BPE, ready for model.tokenizer.
 
+    FILES are files, folders, or sets that duoka has: task:stories, identity.
     It knows the marks of chats and tools, and a chat template. The same files give the same tokenizer.
     """
     from duoka.data.tokens.train_tokenizer import train_tokenizer

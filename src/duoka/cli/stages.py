@@ -111,9 +111,11 @@ def _run(pipeline: Pipeline, begin: str | None, chosen: list[str], nproc: int | 
             manifest.write()
             folders = {node.name: pipeline.output / node.folder for node in nodes.all() if node.spec.kind == "train"}
             results = [manifest.result(node) for node in nodes.all() if node.spec.kind == "eval"]
-            card = write_card(pipeline.output, folders, results)
+            answers = [manifest.result(node) for node in nodes.all() if node.spec.kind == "chat"]
+            card = write_card(pipeline.output, folders, results, answers)
             if card:
                 click.echo("\n".join(card))
+                click.echo(f"as a page: {pipeline.output / 'card.html'}; talk to it:   duoka chat {pipeline.output}")
     return code
 
 

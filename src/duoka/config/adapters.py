@@ -85,6 +85,8 @@ def read_adapter(name: str, base: Path, key: str = "lora.adapter") -> AdapterFac
         dropout = float(facts.get("lora_dropout", 0.0))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise refuse(f"whose {FACTS} cannot be read ({error})", "copy the adapter again") from None
+    if facts.get("task_type") == "SEQ_CLS":
+        raise refuse("the adapter of a reward model: it was trained to give scores, not words", "name another adapter")
     if kind != "LORA":
         raise refuse(f"an adapter of kind {kind}, and duoka trains LoRA", _MERGED)
     for name, off, reason in _ODD:

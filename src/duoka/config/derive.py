@@ -140,7 +140,7 @@ _FROM_DEPTH: tuple[Derived, ...] = (
     Derived("optim.schedule", _always("wsd")),
     Derived("optim.decay", lambda c: 0.5 if c.optim.schedule == "wsd" else None),
     Derived("optim.warmup", _always(0.01)),
-    Derived("train.eval_every", lambda c: 250 if c.data.eval else None),
+    Derived("train.eval_every", lambda c: 250 if c.is_evaluated else None),
     Derived("log.samples", lambda c: 2 if c.data.eval else None),
 )
 _MID = "from stage mid"

@@ -22,12 +22,13 @@ from duoka.config.yaml_text import EnvText, yaml_text
 from duoka.errors import Fault, Faults
 from duoka.registry import nearest
 
-Kind = Literal["train", "eval", "export", "tokenizer"]
+Kind = Literal["train", "eval", "export", "tokenizer", "chat"]
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _OWN_KEYS: dict[Kind, tuple[str, ...]] = {
     "eval": ("eval", "of", "limit", "when"),
     "export": ("export", "of", "when"),
     "tokenizer": ("tokenizer", "vocab_size"),
+    "chat": ("chat", "of", "when"),
 }
 _GATE = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*(\S+)\s*")
 # What a model is made of when it is new; a stage that begins from another has that one's.
@@ -61,7 +62,7 @@ class StageSpec:
     body: dict[str, Any] = field(default_factory=dict)
     source: str | None = None  # the stage that its model is of
     of: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()  # tasks, files
+    words: tuple[str, ...] = ()  # tasks, files, questions
     limit: int | None = None
     vocab_size: int = 32768
     when: Gate | None = None
@@ -201,7 +202,7 @@ class _Reader:
         words, of = _texts(entry[kind]), _texts(entry.get("of"))
         if not words:
             self._refuse(path, kind, f"stage {name}: {kind} names nothing", "write a list, or one name")
-        if kind in ("eval", "export") and not of:
+        if kind != "tokenizer" and not of:
             self._refuse(path, kind, f"stage {name} does not say of which stages", "write:   of: [sft]")
         if kind == "export" and (len(of) > 1 or words[:1] != list(EXPORTS)):
             what = f"stage {name}: export {' '.join(words)} of {', '.join(of)} is not there"
@@ -337,7 +338,7 @@ def _check(specs: Sequence[StageSpec], faults: list[Fault]) -> None:
                 fix = f"did you mean {guess}?" if guess else f"stages: {', '.join(kinds)}"
                 faults.append(spec.place.fault(f"stage {spec.name} names {name}, which is no stage", fix=fix))
         for name in (*([spec.source] if spec.source else []), *spec.of):
-            allowed = ("train", "export") if name == spec.source or spec.kind == "eval" else ("train",)
+            allowed = ("train",) if spec.kind == "export" and name != spec.source else ("train", "export")
             if kinds.get(name, "train") not in allowed:
                 what = f"stage {spec.name} needs a model, and {name} is a stage of kind {kinds[name]}"
                 faults.append(spec.place.fault(what, fix="name a stage that trains"))

@@ -86,10 +86,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "eval-every-without-eval",
-        ("train.eval_every", "data.eval"),
-        lambda c: not c.data.eval and c.train.eval_every != "1 epoch",
-        "train.eval_every is {c.train.eval_every}, but data.eval is 0: there is nothing to evaluate",
-        "write:   eval: 0.1   under data:, or delete eval_every",
+        ("train.eval_every", "data.eval", "train.eval_tasks"),
+        lambda c: not c.is_evaluated and c.train.eval_every != "1 epoch",
+        "train.eval_every is {c.train.eval_every}, but data.eval is 0 and train.eval_tasks names none: nothing "
+        "is to be evaluated",
+        "write:   eval: 0.1   under data:, or eval_tasks: [sort]   beside it, or delete eval_every",
     ),
     Rule(
         "train-set-twice",
@@ -169,17 +170,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "keep-best-of-nothing",
-        ("checkpoint.keep_best", "data.eval"),
-        lambda c: c.checkpoint.keep_best and not c.data.eval,
-        "checkpoint.keep_best is on, but data.eval is 0: nothing says which checkpoint is the best",
-        "write:   eval: 0.1   under data:, or delete keep_best",
+        ("checkpoint.keep_best", "checkpoint.best_by", "data.eval"),
+        lambda c: c.checkpoint.keep_best and c.checkpoint.best_by == "loss" and not c.data.eval,
+        "checkpoint.keep_best is on, but data.eval is 0: no evaluation loss says which checkpoint is the best",
+        "write:   eval: 0.1   under data:, or best_by: TASK   of train.eval_tasks, or delete keep_best",
     ),
     Rule(
-        "eval-tasks-without-eval",
-        ("train.eval_tasks", "data.eval"),
-        lambda c: bool(c.train.eval_tasks) and not c.data.eval,
-        "train.eval_tasks are scored after each evaluation, but data.eval is 0: there is none",
-        "write:   eval: 0.1   under data:, or score them after the run:   duoka eval RUN --tasks A,B",
+        "eval-tasks-of-scores",
+        ("train.eval_tasks", "stage"),
+        lambda c: bool(c.train.eval_tasks) and c.stage.kind.scores,
+        "train.eval_tasks asks the model questions, and stage {c.stage.name} trains one that says no words",
+        "delete it; data.eval measures a reward model",
     ),
     Rule(
         "eval-tasks-with-axes",

@@ -23,7 +23,7 @@ def _counts_in_epochs(every: int | str) -> bool:
 
 
 def _names_epochs(c: RunConfig) -> bool:
-    return _counts_in_epochs(c.checkpoint.every) or bool(c.data.eval and _counts_in_epochs(c.train.eval_every))
+    return _counts_in_epochs(c.checkpoint.every) or bool(c.is_evaluated and _counts_in_epochs(c.train.eval_every))
 
 
 TEXT_RULES: tuple[Rule, ...] = (

@@ -70,6 +70,11 @@ class RunConfig(Section):
         return self.data.max_length * self.stage.kind.sequences
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether anything is measured while it trains: a loss over data, or scores of tasks."""
+        return bool(self.data.eval or self.train.eval_tasks)
+
+    @property
     def updates(self) -> int:
         """Optimizer steps on each global batch of data."""
         return self.rl.updates if self.stage.kind.draws else 1

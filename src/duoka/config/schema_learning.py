@@ -278,8 +278,8 @@ class TrainConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile each layer: slower to start, faster after it on GPUs.")
     seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")
-    eval_every: Often = Field("1 epoch", description="How often the evaluation data is measured.")
+    eval_every: Often = Field("1 epoch", description="How often data.eval is measured and eval_tasks are scored.")
     eval_tasks: tuple[str, ...] = Field(
-        (), description="Tasks that are scored after each evaluation, such as [arithmetic] (docs/tasks.md)."
+        (), description="Tasks that are scored every eval_every, such as [arithmetic] (docs/tasks.md)."
     )
     eval_items: Annotated[Whole, Field(ge=1)] = Field(100, description="How many items of each of these tasks.")

@@ -24,8 +24,10 @@ from duoka.hub.adapter_files import check_fit
 from duoka.hub.demo_model import INSTALL, convert_demo_model, missing_packages
 from duoka.hub.new_model import TOKENIZER_FILES, new_model_folder, scratch_folder
 from duoka.runs.cache import cache_folder
+from duoka.runs.folder import read_json
 
 DEMO = "demo"
+SCORES_ANSWERS = "ForSequenceClassification"  # how transformers calls architectures of reward models
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
@@ -78,12 +80,29 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
     if source.hub_id is not None:
         cached = _cached_hub_folder(source.hub_id, config.model.revision, _is_whole)
         if cached is not None:
-            return check_fit(config.lora, base, cached)
+            return _check_says_words(config, cached) or check_fit(config.lora, base, cached)
         return _check_hub("model.name", source.hub_id, _WRITE) or check_adapters(config, base)
     if source.folder is None:
         return []
     faults = _check_folder(source.folder, config.model) or _check_dp(config.parallel, source.folder)
-    return faults or check_fit(config.lora, base, source.folder)
+    return faults or _check_says_words(config, source.folder) or check_fit(config.lora, base, source.folder)
+
+
+def gives_scores(folder: Path) -> bool:
+    """Whether a model, or an adapter, gives an answer one number, as reward models do, and says no words."""
+    facts = [read_json(folder / name) or {} for name in ("adapter_config.json", "config.json")]
+    names = facts[1].get("architectures") or ()
+    return facts[0].get("task_type") == "SEQ_CLS" or any(str(name).endswith(SCORES_ANSWERS) for name in names)
+
+
+def _check_says_words(config: RunConfig, folder: Path) -> list[Fault]:
+    """transformers would read such a folder, and draw a new head at random."""
+    stage = config.stage
+    if stage.kind.scores or not gives_scores(folder):
+        return []
+    what = f"model.name is {str(folder)!r}, a reward model: it gives an answer a score, and has no head for words"
+    fix = "name the model that the reward model was made from, or write   stage: reward   to train it further"
+    return [Fault(f"{what}; stage {stage.name} needs one that says words", key="model.name", fix=fix)]
 
 
 def _check_demo(key: str) -> list[Fault]:

@@ -124,13 +124,14 @@ def make_prompts(
     for place, item in enumerate(items):
         if task.kind == "generate":
             ids = _question_ids(item, tokenizer)
-            rows.append(_fit(Row(place, 0, tuple(ids), len(ids)), window, most_new))
+            rows.append(fit_row(Row(place, 0, tuple(ids), len(ids)), window, most_new))
         else:
-            rows += [_fit(row, window, 0) for row in _option_rows(place, item, tokenizer)]
+            rows += [fit_row(row, window, 0) for row in _option_rows(place, item, tokenizer)]
     return Prompts(task, tuple(items), tuple(rows), most_new, tokenizer)
 
 
-def _fit(row: Row, window: int | None, room: int) -> Row:
+def fit_row(row: Row, window: int | None, room: int) -> Row:
+    """What fits into the model's window with `room` tokens behind it: the beginning of the prompt is cut."""
     excess = 0 if window is None else len(row.ids) + room - window
     if excess <= 0:
         return row

@@ -64,7 +64,7 @@ def _compute(
     device = next(model.parameters()).device
     with compute_in(precision, device):
         if not prompts.generates:
-            found: list[Result] = [{"logp": logp} for logp in _score(model, rows, device)]
+            found: list[Result] = [{"logp": logp} for logp in score_rows(model, rows, device)]
         else:
             # A greedy measure compares all tokens that are wanted: a stop token is one of them.
             stops = stop_ids if prompts.task.kind == "generate" else frozenset[int]()
@@ -75,8 +75,27 @@ def _compute(
 
 
 @torch.no_grad()
-def _score(model: LossModel, rows: Sequence[Row], device: torch.device) -> list[float]:
+def score_rows(model: LossModel, rows: Sequence[Row], device: torch.device) -> list[float]:
     """Log-probability of each row's wanted tokens. Padding is on the right, where causal attention never looks."""
+    ids, labels, positions = _laid_out(rows, device)
+    logps, _ = model(ids, labels, positions, answer="logps")  # (rows, tokens)
+    totals: list[float] = logps.float().sum(-1).tolist()
+    return totals
+
+
+@torch.no_grad()
+def are_likeliest(model: LossModel, rows: Sequence[Row], device: torch.device) -> list[bool]:
+    """Whether each of a row's wanted tokens is the likeliest behind those before it."""
+    ids, labels, positions = _laid_out(rows, device)
+    core: Any = model.core
+    logits = core(input_ids=ids, position_ids=positions, use_cache=False).logits  # (rows, tokens, vocab)
+    is_right = (logits.argmax(-1) == labels) | (labels == UNLABELED)
+    found: list[bool] = is_right.all(-1).tolist()
+    return found
+
+
+def _laid_out(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, labels and positions (rows, tokens)."""
     longest = max(len(row.ids) for row in rows) - 1
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     labels = torch.full((len(rows), longest), UNLABELED)
@@ -85,6 +104,4 @@ def _score(model: LossModel, rows: Sequence[Row], device: torch.device) -> list[
         ids[place, :length] = torch.tensor(row.ids[:-1])
         labels[place, row.start - 1 : length] = torch.tensor(row.wanted)
     positions = torch.arange(longest).expand(len(rows), -1)
-    logps, _ = model(ids.to(device), labels.to(device), positions.to(device), answer="logps")  # (rows, tokens)
-    totals: list[float] = logps.float().sum(-1).tolist()
-    return totals
+    return ids.to(device), labels.to(device), positions.to(device)

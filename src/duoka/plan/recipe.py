@@ -64,6 +64,7 @@ class Work:
     saves_beside: bool = False  # checkpoints are written while training goes on
     is_new: bool = False  # begins from random weights, beside which adapters make no sense
     references: int = 0  # frozen copies of the model that a stage reads beside the trained one
+    keeps_start: bool = False  # a copy of what is trained, as it was when the run began
     looks: int = 0  # passes without gradients that come before a step's loss, each over as many tokens as it has
     weight_bits: int = 0  # in which weights travel, 0: as they compute
     gradient_bits: int = 0
@@ -259,6 +260,10 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     if work.references:
         frozen += int(work.references * frozen_size * (share.trainable + share.frozen))
         note += f" + {work.references * frozen_size:g}P of references"
+    start = 4 * train if work.keeps_start else 0
+    if start:
+        frozen += start
+        note += " + 4Pt of the start"
     axes = "" if layout.tp * layout.pp == 1 else f", P of a rank's 1/{layout.tp * layout.pp}"
     if work.deepspeed is not None:
         *parts, formula = deepspeed.static_parts(work, layout.strategy, ranks, share, frozen)
@@ -270,11 +275,12 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         first = layout.strategy == "zero1"
         gradients = 4 * train if first else 4 * train // ranks
         formula += f" + {'4Pt' if first else '4Pt/N'} + {4 + state:.3g}Pt/N{note}{axes}"
-        own = (gathered + frozen, gradients, int((4 + state) * train) // ranks)
+        own = (gathered + frozen - start + start // ranks, gradients, int((4 + state) * train) // ranks)
         host = own[2] + 4 * train // ranks if layout.offload == "params" else 0
     elif layout.strategy in ("fsdp", "hsdp"):
         divisor = "N" if layout.strategy == "fsdp" else "S"
-        note_sharded = f" + {frozen_size:g}(P-Pt)/{divisor}" if frozen else ""
+        note_sharded = f" + {frozen_size:g}(P-Pt)/{divisor}" if frozen > start else ""
+        note_sharded += f" + 4Pt/{divisor} of the start" if start else ""
         formula = f"(4Pt + 4Pt + {state:.3g}Pt)/{divisor}{note_sharded}{axes}"
         own = ((4 * train + frozen) // ranks, 4 * train // ranks, int(state * train) // ranks)
         host = sum(own) if layout.offload == "params" else 0

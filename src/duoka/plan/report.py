@@ -333,6 +333,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         node_ranks=local_size if config.parallel.reshard == "node" else 0,
         deepspeed=config.parallel.deepspeed if config.parallel.engine == "deepspeed" else None,
         references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
+        keeps_start=config.stage.kind.draws and config.rl.kl > 0,
     )  # fmt: skip
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from duoka.errors import ConfigError
 from duoka.registry import nearest
-from duoka.runs.folder import RunFolder
+from duoka.runs.folder import RunFolder, read_json
+
+STAGES_FILE = "pipeline.json"  # in the folder of `duoka run`
 
 
 def is_run(folder: Path) -> bool:
@@ -23,14 +25,23 @@ def runs_in(folder: Path) -> list[RunFolder]:
 
 
 def find_run(name: str, folder: Path) -> RunFolder:
-    """A run by its folder, or by its name in `folder`."""
+    """A run by its folder, or by its name in `folder`; of several stages, the last."""
     for path in (Path(name).expanduser(), folder / name):
         if path.is_dir() and is_run(path):
             return RunFolder(path)
+        if (last := last_of_stages(path)) is not None:
+            return last
     names = [run.name for run in runs_in(folder)] if folder.is_dir() else []
     guess = nearest(name, names)
     hint = f"did you mean {guess}? " if guess else ""
     raise ConfigError(f"there is no run {name}", fix=f"{hint}`duoka runs {folder}` lists them")
+
+
+def last_of_stages(folder: Path) -> RunFolder | None:
+    """The last stage that trained, in a folder of `duoka run`; None: it is no such folder, or none is done."""
+    stages = (read_json(folder / STAGES_FILE) or {}).get("stages", {}).values()
+    done = [one["folder"] for one in stages if one["kind"] == "train" and one["state"] == "done"]
+    return RunFolder(folder / done[-1]) if done else None
 
 
 def newest_run(folder: Path) -> RunFolder:

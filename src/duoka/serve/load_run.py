@@ -19,6 +19,8 @@ from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
 from duoka.errors import ConfigError, Faults
 from duoka.hub.base import other_base, read_base, read_identity, refuse_other_base
 from duoka.hub.models import find_model, model_folder
+from duoka.hub.models import gives_scores as folder_gives_scores
+from duoka.runs.find import last_of_stages
 from duoka.runs.folder import RunFolder, read_json
 
 if TYPE_CHECKING:
@@ -64,11 +66,13 @@ class Trained:
 
 
 def find_run(name: str) -> RunFolder | None:
-    """The run of that folder, or of that name under runs/; None when there is none."""
+    """The run of that folder, or of that name under runs/; of several stages, the last; None when there is none."""
     for path in (Path(name).expanduser(), Path("runs") / name):
         run = RunFolder(path)
         if run.exists():
             return run
+        if (last := last_of_stages(path)) is not None:
+            return last
     return None
 
 
@@ -203,10 +207,7 @@ def gives_scores(trained: Trained) -> bool:
     """Whether it is a reward model: one number for an answer, and no words."""
     if trained.config is not None:
         return trained.config.stage.kind.scores
-    if trained.adapter is not None:
-        return (read_json(trained.adapter / "adapter_config.json") or {}).get("task_type") == "SEQ_CLS"
-    facts = read_json((trained.full or trained.base) / "config.json") or {}
-    return any(str(name).endswith("ForSequenceClassification") for name in facts.get("architectures") or ())
+    return folder_gives_scores(trained.adapter or trained.full or trained.base)
 
 
 def _wrong_kind(trained: Trained, scores: bool) -> ConfigError:

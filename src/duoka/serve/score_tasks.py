@@ -24,7 +24,7 @@ from duoka.hub.base import model_fingerprint
 from duoka.runs.folder import read_json, write_json_atomic, write_text_atomic
 from duoka.runs.manifest import MANIFEST
 from duoka.serve.load_run import Trained, choose_dtype, load_chat_tokenizer, load_trained
-from duoka.tasks.find import find_tasks, in_order
+from duoka.tasks.find import find_scored, in_order
 from duoka.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Asked:
 
 def find_asked(asked: Asked, base: Path = Path()) -> list[Task]:
     """The tasks, refused before a model is loaded where they cannot be measured."""
-    tasks = [task for name in asked.names for task in find_tasks(name, base)]
+    tasks = [task for name in asked.names for task in find_scored(name, base)]
     names = [task.name for task in tasks]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:

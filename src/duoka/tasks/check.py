@@ -10,7 +10,7 @@ from duoka.config.rl import TASK_REWARD
 from duoka.config.rule import names_of
 from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, Fault
-from duoka.tasks.find import find_tasks, is_task
+from duoka.tasks.find import find_scored, find_tasks, is_task
 from duoka.tasks.task import Task
 
 
@@ -20,7 +20,7 @@ def check_tasks(config: RunConfig, base: Path) -> list[Fault]:
     for place, name in enumerate(config.train.eval_tasks):
         key = f"train.eval_tasks.{place}"
         try:
-            tasks = find_tasks(name, base)
+            tasks = find_scored(name, base)
             if any(task.runs_code for task in tasks):
                 what = f"task {name} runs programs that the model wrote, and no training does that"
                 faults.append(

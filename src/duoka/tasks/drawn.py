@@ -10,13 +10,14 @@ import hashlib
 import random
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import ClassVar
 
 from duoka.tasks.task import Item, Split, Task, ask
 
 SEED = 1
-SIZES: dict[Split, int] = {"train": 5000, "test": 500}
+SIZES: Mapping[Split, int] = {"train": 5000, "test": 500}
 _TEST_ONE_IN = 5
 _CONSONANTS, _VOWELS = "bcdfghjklmnprstvwz", "aeiou"
 _NUMBER = re.compile(r"-?\d+")
@@ -25,12 +26,17 @@ _NUMBER = re.compile(r"-?\d+")
 class Drawn(Task):
     """Items are distinct; those of a shorter list are the first of a longer one."""
 
+    sizes: ClassVar[Mapping[Split, int]] = SIZES
+
     def items(self, split: Split) -> Sequence[Item]:
         return _draw_all(self, split)
 
     @abstractmethod
     def draw(self, dice: random.Random) -> tuple[str, str]:
         """A question and its answer."""
+
+    def item(self, name: str, question: str, answer: str) -> Item:
+        return Item(name, ask(question), answer)
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -43,10 +49,10 @@ class Drawn(Task):
 def _draw_all(task: Drawn, split: Split) -> tuple[Item, ...]:
     dice = random.Random(f"{task.name}/{split}/{SEED}")
     found: dict[str, Item] = {}
-    while len(found) < SIZES[split]:
+    while len(found) < task.sizes[split]:
         question, answer = task.draw(dice)
         if is_for_test(question) == (split == "test") and question not in found:
-            found[question] = Item(f"{split}-{len(found)}", ask(question), answer)
+            found[question] = task.item(f"{split}-{len(found)}", question, answer)
     return tuple(found.values())
 
 
@@ -61,6 +67,16 @@ class Spelling(Drawn):
         syllables = [dice.choice(_CONSONANTS) + dice.choice(_VOWELS) for _ in range(dice.randint(2, 4))]
         word = "".join(syllables) + dice.choice(("", dice.choice(_CONSONANTS)))
         return f"Spell the word: {word}", "-".join(word)
+
+
+class Spaced(Spelling):
+    """The same questions, answered in another form: what a model that was shown both does by halves, rewards decide."""
+
+    name = "spaced"
+
+    def draw(self, dice: random.Random) -> tuple[str, str]:
+        question, answer = super().draw(dice)
+        return question, answer.replace("-", " ")
 
 
 class Arithmetic(Drawn):

@@ -16,13 +16,15 @@ from duoka.registry import nearest
 from duoka.runs.cache import cache_folder, make_folder
 from duoka.runs.folder import write_text_atomic
 from duoka.tasks.core import read_core
-from duoka.tasks.drawn import Arithmetic, Drawn, Reverse, Sort, Spelling
+from duoka.tasks.drawn import Arithmetic, Drawn, Reverse, Sort, Spaced, Spelling
 from duoka.tasks.published import Arc, Gsm8k, HumanEval, Mmlu, Published
+from duoka.tasks.stories import Stories
 from duoka.tasks.task import Item, Split, Task
 
 PREFIX = "task:"
 DRAWN: dict[str, Callable[[], Drawn]] = {
-    "spelling": Spelling, "arithmetic": Arithmetic, "reverse": Reverse, "sort": Sort,
+    "spelling": Spelling, "arithmetic": Arithmetic, "reverse": Reverse, "sort": Sort, "spaced": Spaced,
+    "stories": Stories,
 }  # fmt: skip
 PUBLISHED: dict[str, Callable[[Path], Published]] = {
     "gsm8k": Gsm8k, "mmlu": Mmlu, "arc": Arc, "humaneval": HumanEval,
@@ -53,19 +55,29 @@ def find_tasks(name: str, base: Path = Path()) -> list[Task]:
     return read_core(place) if word == CORE else [PUBLISHED[word](place)]
 
 
+def find_scored(name: str, base: Path = Path()) -> list[Task]:
+    """The same, for a score; text to read has none."""
+    tasks = find_tasks(name, base)
+    if any(task.kind == "text" for task in tasks):
+        raise ConfigError(
+            f"task {name} is text to read, and has no questions that could be scored",
+            fix=f"learn it (stage pretrain):   data: {{train: [{PREFIX}{name.removeprefix(PREFIX)}]}}",
+        )
+    return tasks
+
+
 def is_task(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
 def task_data(name: str, base: Path, split: Split) -> Path:
-    """A task's items as conversations, one a line, in a file of the cache that is named by its content."""
+    """A task's items as conversations, or its texts, one a line, in a file of the cache that its content names."""
     tasks = find_tasks(name, base)
-    lines = [
-        json.dumps({"messages": messages}, ensure_ascii=False)
-        for task in tasks
-        for item in task.items(split)
-        if (messages := task.example(item))
+    records: list[dict[str, object]] = [{"text": text} for task in tasks for text in task.texts(split)]
+    records += [
+        {"messages": messages} for task in tasks for item in task.items(split) if (messages := task.example(item))
     ]
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
     if not lines:
         raise DataError(f"{name} has no {split} items that are conversations", fix="it can be measured: duoka eval RUN")
     text = "\n".join(lines) + "\n"

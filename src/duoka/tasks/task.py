@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-Kind = Literal["choice", "generate"]
+Kind = Literal["choice", "generate", "text"]  # text: to read, without questions
 Split = Literal["train", "test"]
 # How an option is measured: log-probability of its tokens, or that by token; greedy: whether each is the likeliest.
 Measure = Literal["sum", "mean", "greedy"]
@@ -61,6 +61,10 @@ class Task(ABC):
             return []
         turns = [{"role": role, "content": text} for role, text in item.question]
         return [*turns, {"role": "assistant", "content": item.answer}]
+
+    def texts(self, split: Split) -> Sequence[str]:
+        """Of kind text: what there is to read."""
+        return ()
 
     def check(self, item: Item, answer: str) -> float:
         """How good an answer is, from 0 to 1; of a choice, the answer is the label."""

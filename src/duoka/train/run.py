@@ -120,6 +120,10 @@ class Run:
     def world(self) -> World:
         return self.mesh.everyone
 
+    @property
+    def is_evaluated(self) -> bool:
+        return self.evaluate is not None or bool(self.inputs.config.train.eval_tasks)
+
     def open_record(self) -> Recorder:
         """Open the log; the caller closes it, whatever happens."""
         settings, state = self.settings, self.contents.state

@@ -1,4 +1,4 @@
-"""`train.eval_tasks`: scores of tasks after each evaluation, with the weights as they are, shared among the ranks.
+"""`train.eval_tasks`: scores of tasks every `train.eval_every`, with the weights as they are, shared among the ranks.
 
 Under a layout that shards weights all ranks compute every group together, as the weights are gathered for it.
 """

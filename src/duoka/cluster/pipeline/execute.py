@@ -6,9 +6,11 @@ the same command goes on wherever it was interrupted: in a stage as that stage's
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -32,6 +34,7 @@ _CHILD = (
     "from duoka.cli import main; main(sys.argv[1:])"
 )
 _STOPPED = (StoppedEarly.exit_code, 130)
+_ANSWER_TOKENS = 96  # of a chat stage
 
 
 @dataclass(frozen=True)
@@ -80,19 +83,24 @@ class Executor:
     def _run(self, node: Node, why: str) -> int:
         started = time.monotonic()
         before = self.manifest.stages.get(node.name, {})
-        spent = float(before.get("seconds", 0.0)) if before.get("folder") == node.folder else 0.0
+        goes_on = before.get("folder") == node.folder
+        spent, cpu = (float(before.get(key, 0.0)) if goes_on else 0.0 for key in ("seconds", "cpu_seconds"))
+        cpu -= _children_cpu_s()
         self.manifest.note(node, "running", why=why)
-        makers = {"train": self._train, "eval": self._eval, "export": self._export, "tokenizer": self._tokenizer}
+        makers = {
+            "train": self._train, "eval": self._eval, "export": self._export, "tokenizer": self._tokenizer,
+            "chat": self._chat,
+        }  # fmt: skip
         code = makers[node.spec.kind](node)
         took = round(spent + time.monotonic() - started, 1)
         if code == 0 and not self.manifest.is_done(node):
             raise WorkerFailed(f"stage {node.name} ended well and left no result in {self.root / node.folder}")
         state = "done" if code == 0 else "stopped" if code in _STOPPED else "failed"
-        self.manifest.note(node, state, seconds=took, exit_code=code)
+        cpu = round(cpu + _children_cpu_s(), 1)
+        self.manifest.note(node, state, seconds=took, cpu_seconds=cpu, exit_code=code)
         if code:
-            goes_on = "the same command goes on with it"
             word = "was stopped" if state == "stopped" else f"failed with exit code {code}"
-            self.say(f"stage {node.name} {word}; {goes_on}")
+            self.say(f"stage {node.name} {word}; the same command goes on with it")
         return code
 
     def _train(self, node: Node) -> int:
@@ -104,7 +112,8 @@ class Executor:
     def _tokenizer(self, node: Node) -> int:
         draft = self._draft(node)
         base = self.nodes.pipeline.base
-        files = [name if Path(name).exists() else str(base / name) for name in node.spec.words]
+        files = [name if Path(name).exists() or not (base / name).exists() else str(base / name)
+                 for name in node.spec.words]  # fmt: skip
         code = run_command("data", "tokenizer", *files, f"--out={draft}", f"--vocab-size={node.spec.vocab_size}")
         return code or self._finish(draft, node)
 
@@ -128,6 +137,30 @@ class Executor:
             for one in scores:
                 self.say(f"  {name}: {one['task']} {one['score']:.1%} ± {one['se']:.1%} (n {one['n']})")
         write_json_atomic(self.root / node.folder / RESULT, found)
+        return 0
+
+    def _chat(self, node: Node) -> int:
+        """The same questions to each of the models, each for itself, answered by the likeliest tokens."""
+        found: dict[str, dict[str, str]] = {}
+        for name in node.spec.of:
+            asked = "".join(question.replace("\n", " ") + "\n" for question in node.spec.words)
+            code, said = read_command(
+                "chat",
+                self._folder(name),
+                "--temperature=0",
+                f"--max-new-tokens={_ANSWER_TOKENS}",
+                "--json",
+                told=asked,
+            )
+            if code:
+                return code
+            lines = [json.loads(line) for line in said.splitlines()]
+            found[name] = {one["prompt"]: one["answer"] for one in lines}
+            for one in lines:
+                self.say(f"  {name}: {one['prompt']} -> {one['answer']}")
+        folder = self.root / node.folder
+        folder.mkdir(exist_ok=True)
+        write_json_atomic(folder / RESULT, found)
         return 0
 
     def _folder(self, name: str) -> str:
@@ -179,6 +212,12 @@ class Executor:
         return own[0]["score"], f"({own[0]['score']:.3f} ± {own[0]['se']:.3f}, n {own[0]['n']})"
 
 
+def _children_cpu_s() -> float:
+    """Of all commands that have ended, with the processes that they waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def decide(node: Node, manifest: Manifest) -> Decision:
     """Kept, or run with the reason: new, goes on, what changed, or what it follows from."""
     if manifest.is_done(node):
@@ -212,10 +251,14 @@ def run_command(*words: str) -> int:
     return _wait(subprocess.Popen(_command(words)))
 
 
-def read_command(*words: str) -> tuple[int, str]:
-    """The same, with what it prints."""
-    process = subprocess.Popen(_command(words), stdout=subprocess.PIPE, text=True, encoding="utf-8")
+def read_command(*words: str, told: str | None = None) -> tuple[int, str]:
+    """The same, with what it prints; `told` is what it reads."""
+    stdin = None if told is None else subprocess.PIPE
+    process = subprocess.Popen(_command(words), stdin=stdin, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     assert process.stdout is not None
+    if process.stdin is not None and told is not None:
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # a few lines: less than a pipe holds
+            pipe.write(told)
     with process.stdout as pipe:
         said: list[str] = []
         code = _wait(process, lambda: said.append(pipe.read()))

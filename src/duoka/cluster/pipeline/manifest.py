@@ -10,17 +10,18 @@ from typing import Any
 
 from duoka.cluster.pipeline.nodes import Node
 from duoka.errors import ConfigError, StorageError
+from duoka.runs.find import STAGES_FILE
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
 from duoka.runs.status import read_status
 
-MANIFEST, RESULT = "pipeline.json", "result.json"
+RESULT = "result.json"
 
 
 class Manifest:
     """Read once, written after each change, in one step."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.file = root, root / MANIFEST
+        self.root, self.file = root, root / STAGES_FILE
         found = read_json(self.file) or {}
         self.stages: dict[str, dict[str, Any]] = found.get("stages", {})
         self.generations: dict[str, int] = found.get("generations", {})
@@ -44,11 +45,11 @@ class Manifest:
             run = RunFolder(folder)
             status = read_status(run)
             return status is not None and status.state == "done" and run.final.is_dir()
-        mark = {"eval": RESULT, "export": "config.json", "tokenizer": "tokenizer.json"}[node.spec.kind]
+        mark = {"eval": RESULT, "chat": RESULT, "export": "config.json", "tokenizer": "tokenizer.json"}[node.spec.kind]
         return (folder / mark).is_file()
 
     def result(self, node: Node) -> dict[str, Any]:
-        """The scores of an eval stage: by stage, by task."""
+        """Scores of an eval stage, by stage and task; answers of a chat stage, by stage and question."""
         found = read_json(self.root / node.folder / RESULT)
         return found or {}
 

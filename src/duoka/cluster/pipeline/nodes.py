@@ -20,13 +20,13 @@ from duoka.config.write import result_leaves
 from duoka.config.yaml_text import yaml_text
 from duoka.data.prepare import file_digest
 from duoka.data.read.dataset_info import files_of
-from duoka.data.read.registry import find_sets
+from duoka.data.read.registry import find_sets, set_with_name
 from duoka.errors import ConfigError, Fault, Faults
 from duoka.hub.base import model_fingerprint
 from duoka.hub.models import find_model, local_tokenizer
 from duoka.runs.cache import cache_folder, make_folder
 from duoka.tasks.check import reward_files
-from duoka.tasks.find import find_tasks
+from duoka.tasks.find import find_scored
 
 RESULTS_VERSION = 1  # raise it when the same config would give other results: all stages run again then
 
@@ -70,7 +70,10 @@ class Nodes:
 
     def _add(self, spec: StageSpec) -> None:
         try:
-            makers = {"train": self._train, "eval": self._eval, "export": self._export, "tokenizer": self._tokenizer}
+            makers = {
+                "train": self._train, "eval": self._eval, "export": self._export, "tokenizer": self._tokenizer,
+                "chat": self._chat,
+            }  # fmt: skip
             node = makers[spec.kind](spec)
         except Faults as error:
             self.faults += [self.pipeline.place(fault, spec) for fault in error.faults]
@@ -121,7 +124,7 @@ class Nodes:
     def _eval(self, spec: StageSpec) -> Node:
         facts = {"limit": str(spec.limit), "of": self._folders(spec)}
         for name in spec.words:
-            for task in find_tasks(name, self.pipeline.base):
+            for task in find_scored(name, self.pipeline.base):
                 if task.runs_code:
                     fix = f"score it by hand:   duoka eval RUN --tasks {name} --run-code"
                     raise ConfigError(f"task {name} runs programs that the model wrote", fix=fix)
@@ -134,12 +137,19 @@ class Nodes:
     def _export(self, spec: StageSpec) -> Node:
         return self._node(spec, {"export": " ".join(spec.words), "of": self._folders(spec)})
 
+    def _chat(self, spec: StageSpec) -> Node:
+        return self._node(spec, {"questions": _digest(spec.words), "of": self._folders(spec)})
+
     def _tokenizer(self, spec: StageSpec) -> Node:
         starts = (Path(), self.pipeline.base)
-        places = [next((start / name for start in starts if (start / name).exists()), None) for name in spec.words]
+        found = [[set_with_name(name, self.pipeline.base), *(start / name for start in starts)] for name in spec.words]
+        places = [next((place for place in some if place is not None and place.exists()), None) for some in found]
         if None in places:
             missing = spec.words[places.index(None)]
-            raise ConfigError(f"there is no file or folder {missing!r} to make a tokenizer from", fix="name text files")
+            raise ConfigError(
+                f"there is no file or folder {missing!r} to make a tokenizer from",
+                fix="name text files, or sets such as task:stories",
+            )
         files = [file for place in places if place is not None for file in files_of(place)]
         digests = [file_digest(file.resolve(), _memory()) for file in files]
         return self._node(spec, {"contents of the text": _digest(digests), "vocab_size": str(spec.vocab_size)})

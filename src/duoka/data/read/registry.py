@@ -182,8 +182,8 @@ def _find_one(source: DataSource, infos: list[Info], base: Path, key: str) -> Re
     for info in infos:
         if source.name in info.entries:
             return set_from_info(source, info, key)
-    builtin = BUILTIN_FOLDER / f"{source.name}.jsonl"
-    if re.fullmatch(r"[\w-]+", source.name) and builtin.is_file():
+    builtin = set_with_name(source.name, base)
+    if builtin is not None:
         return ResolvedSet(source.name, (builtin,), _messages(), max_samples=source.max_samples)
     given = given_path(source.name)
     places = [given, base / given, *(info.path.parent / given for info in infos)]
@@ -196,6 +196,14 @@ def _find_one(source: DataSource, infos: list[Info], base: Path, key: str) -> Re
     return [_unknown(source.name, infos, key)]
 
 
+def set_with_name(name: str, base: Path) -> Path | None:
+    """The file of a set that duoka has or makes: a task's items for training, or a builtin one. Raises ConfigError."""
+    if is_task(name):
+        return task_data(name, base, "train")
+    builtin = BUILTIN_FOLDER / f"{name}.jsonl"
+    return builtin if re.fullmatch(r"[\w-]+", name) and builtin.is_file() else None
+
+
 def _messages() -> SetFormat:
     return SetFormat("messages", FORMATS.get("messages").columns, FORMATS.get("messages").tags)
 
@@ -206,7 +214,9 @@ def _from_task(source: DataSource, base: Path, key: str) -> ResolvedSet | list[F
         file = task_data(source.name, base, "test" if key.startswith("data.eval") else "train")
     except ConfigError as error:
         return [Fault(error.what, key=key, fix=error.fix or "")]
-    return ResolvedSet(source.name, (file,), _messages(), max_samples=source.max_samples)
+    record, _ = first_record(file)
+    form = detect_format(record.value) if record else None
+    return ResolvedSet(source.name, (file,), form or _messages(), max_samples=source.max_samples)
 
 
 def _unknown(name: str, infos: list[Info], key: str) -> Fault:

@@ -20,6 +20,7 @@ from duoka.data.read.formats import check_whole
 from duoka.data.read.record import Record
 from duoka.data.read.record_kinds import read_record
 from duoka.data.read.records import check_file, find_pieces, is_data_file, read_piece
+from duoka.data.read.registry import set_with_name
 from duoka.errors import ConfigError, DataError, Fault, Faults, StorageError
 from duoka.runs.folder import apply_umask
 from duoka.units import format_bytes
@@ -130,7 +131,9 @@ def _find_files(names: Sequence[str]) -> list[Path]:
     paths: list[Path] = []
     for name in names:
         path = Path(name).expanduser()
-        if path.is_dir():
+        if (made := None if path.exists() else set_with_name(name, Path())) is not None:
+            paths.append(made)
+        elif path.is_dir():
             found = sorted(file for file in path.iterdir() if file.is_file() and is_data_file(file))
             if not found:
                 raise DataError(f"the folder {name} holds no file that duoka reads", fix="name files of text")

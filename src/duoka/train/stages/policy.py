@@ -65,11 +65,6 @@ class Policy(Stage):
     def feed(self, feed: Feed, around: Around) -> Feed:
         assert isinstance(feed, Loader) and isinstance(feed.store, PromptRows)
         rl, config, engine, layout = self.rl, self.config, around.engine, around.layout
-        if self._start is not None and layout.is_sharded:
-            raise ConfigError(
-                f"rl.kl is {rl.kl:g}, and under {layout.strategy} no rank has the whole model to compare with",
-                fix="write   kl: 0   or   parallel: {strategy: ddp}",
-            )
         longest = config.data.max_length
 
         def add_start(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
