@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os.path
+import itertools
 from typing import Any
 
 
 def far(messages: list[dict[str, str]], completion: str, example: dict[str, Any]) -> float:
     """The share of the right answer that comes before the first mistake: from 0 to 1."""
     said, wanted = completion.strip(), example["answer"]
-    return len(os.path.commonprefix([said, wanted])) / max(len(said), len(wanted))
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(said, wanted, strict=False))
+    return len(list(alike)) / max(len(said), len(wanted))
