@@ -99,6 +99,8 @@ def ask_many(subject: Subject, clients: int, number: int, tokens: int, turn: int
     for thread in threads:
         thread.join()
     wall_s, cpu_s = time.perf_counter() - began, tree.look() - cpu
+    if len(found) < number:
+        raise SystemExit(f"{subject.name} left {number - len(found)} of {number} requests without an answer")
     total = sum(count for count, _, _ in found)
     return {
         "tokens": total, "wall_s": round(wall_s, 2), "cpu_s": round(cpu_s, 2),
