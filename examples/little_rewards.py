@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os.path
 from typing import Any
 
 
 def far(messages: list[dict[str, str]], completion: str, example: dict[str, Any]) -> float:
     """The share of the right answer that comes before the first mistake: from 0 to 1."""
     said, wanted = completion.strip(), example["answer"]
-    return len(os.path.commonprefix([said, wanted])) / max(len(said), len(wanted))
+    pairs = list(zip(said, wanted, strict=False))
+    right = next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), len(pairs))
+    return right / max(len(said), len(wanted))
