@@ -58,15 +58,22 @@ def measure(root: Path, seeds: list[int], out: Path) -> None:
     for place, seed in enumerate(seeds):
         with ThreadPoolExecutor(len(ARMS)) as pool:  # their results do not hang on what runs beside them
             found["arms"] += pool.map(lambda arm, seed=seed: measure_arm(yaml, root / "arms", seed, arm), ARMS)
+        write(found, root, out)
         if place == 0:
             run_duoka("run", str(EXAMPLE), f"output={root}")
-        found["card"] = (root / "card.md").read_text(encoding="utf-8")
-        found["stages"] = [
-            {"stage": name, "cpu_s": one.get("cpu_seconds"), "wall_s": one["seconds"]}
-            for name, one in read_stages(root).items()
-        ]
-        found |= stamp() | {"cores": os.cpu_count(), "versions": package_versions(sys.executable, ("torch", "duoka"))}
-        out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            write(found, root, out)
+
+
+def write(found: Row, root: Path, out: Path) -> None:
+    card = root / "card.md"
+    found["card"] = card.read_text(encoding="utf-8") if card.is_file() else ""
+    found["stages"] = [
+        {"stage": name, "cpu_s": one.get("cpu_seconds"), "wall_s": one["seconds"]}
+        for name, one in read_stages(root).items()
+        if one["state"] == "done"
+    ]
+    found |= stamp() | {"cores": os.cpu_count(), "versions": package_versions(sys.executable, ("torch", "duoka"))}
+    out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_stages(root: Path) -> Row:
@@ -114,13 +121,15 @@ def rises(found: Row) -> list[Row]:
 
 
 def page_text(found: Row) -> str:
-    total = {key: sum(row[key] or 0 for row in found["stages"]) for key in ("cpu_s", "wall_s")}
+    total: Row = {"wall_s": sum(row["wall_s"] for row in found["stages"])}
+    is_known = all(row["cpu_s"] is not None for row in found["stages"])  # not of stages that an older duoka ran
+    total["cpu_s"] = sum(row["cpu_s"] for row in found["stages"]) if is_known else None
     lines = ["| stage | CPU-seconds | seconds, on a machine with other work |", "|---|---|---|"]
     for row in [*found["stages"], {"stage": "all", **total}]:
         cpu = "" if row["cpu_s"] is None else f"{row['cpu_s']:.0f}"
         lines.append(f"| {row['stage']} | {cpu} | {row['wall_s']:.0f} |")
     lines.append("")
-    lines += ["The report card:", "", found["card"].strip(), ""]
+    lines += ["The report card:", "", found["card"].strip(), ""] if found["card"] else []
     steps = len(found["arms"][0]["earned"])
     lines += [f"Mean reward of the last {LAST} of {steps} steps, and how far it is above the SFT model's:", ""]
     lines += ["| seed | SFT model | its rewards | permuted | constant | negated |", "|---|---|---|---|---|---|"]

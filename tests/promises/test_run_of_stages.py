@@ -24,7 +24,7 @@ pipeline:
   sft: {data: {train: [chat.jsonl]}, lora: {rank: 2}}
   score: {eval: [sort], of: [mid, sft], limit: 4}
   ship: {export: model, of: sft, when: score.sft.sort >= 0}
-  ask: {chat: ["Who are you?", "2 | 3"], of: [mid, ship]}
+  ask: {chat: ["Who are you?", "2 | 3"], of: [sft, ship]}
   never: {export: model, of: mid, when: score.sft.sort > 0.99}
 output: out
 """
@@ -58,9 +58,9 @@ def test_stages_run_once_and_are_kept_after(tmp_path):
     assert (place / "out" / stages["ship"]["folder"] / "model.safetensors").is_file()
     card = (place / "out" / "card.md").read_text(encoding="utf-8")
     asked = json.loads((place / "out" / stages["ask"]["folder"] / "result.json").read_text(encoding="utf-8"))
-    assert set(asked) == {"mid", "ship"} and set(asked["ship"]) == {"Who are you?", "2 | 3"}
+    assert set(asked) == {"sft", "ship"} and set(asked["ship"]) == {"Who are you?", "2 | 3"}
     told = run_duoka("chat", "out", "--prompt", "Who are you?", "--max-new-tokens", "96", cwd=place)
-    assert told.stdout.strip() == asked["ship"]["Who are you?"].strip(), (
+    assert told.stdout.strip() == asked["sft"]["Who are you?"].strip(), (
         "chat of the folder is the last stage that trained"
     )
     assert "| Who are you?" in card and "2 \\| 3" in card

@@ -36,8 +36,8 @@ def write_card(
         for name, scores in result.items():
             facts.setdefault(name, {"tasks": {}})["tasks"].update(scores)
     for chat in answers:
-        for name, said in chat.items():
-            facts.setdefault(name, {"tasks": {}}).setdefault("answers", {}).update(said)
+        for name, replies in chat.items():
+            facts.setdefault(name, {"tasks": {}}).setdefault("answers", {}).update(replies)
     facts = {name: one for name, one in facts.items() if one.get("steps") or one["tasks"] or one.get("answers")}
     if not facts:
         return []
