@@ -6,10 +6,42 @@ keeps its part. Stage 3 keeps its part of the weights twice. bf16 is autocast he
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from duoka.plan.recipe import ModelShare, Work
+from duoka.config.schema_running import DeepSpeedConfig
+
+
+class Work(Protocol):
+    """What is asked of recipe.Work, which asks this file."""
+
+    @property
+    def deepspeed(self) -> DeepSpeedConfig | None: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def state_bytes(self) -> float: ...
+
+
+class ModelShare(Protocol):
+    """And of recipe.ModelShare: numbers of parameters."""
+
+    @property
+    def trainable(self) -> int: ...
+
+    @property
+    def frozen(self) -> int: ...
+
+    @property
+    def per_layer(self) -> int: ...
+
+    @property
+    def embedding(self) -> int: ...
+
+    @property
+    def head(self) -> int: ...
+
 
 SIZE = 4  # bytes of a weight, and of a gradient, however it was computed
 
