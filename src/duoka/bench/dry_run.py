@@ -89,6 +89,8 @@ def dry_run(
         raise ValueError("a dry run is of duoka's own engine, and parallel.engine is deepspeed")
     if config.model.quantization != "none":
         raise ValueError("packed bases are not run here; the plan above counts them")
+    if layout.disk != "none":
+        raise ValueError("a dry run touches no disk; the plan above counts what lies there")
     started = time.perf_counter()
     layers = int(_text(facts)["num_hidden_layers"])
     # One kind of layer only: windows and experts that alternate need a whole period, as 4 and 8 have of 2 and 4.

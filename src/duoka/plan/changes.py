@@ -72,7 +72,7 @@ def _tries(task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
         for strategy in ("ddp", "zero1", "zero2", "fsdp"):
             if strategy != layout.strategy and (layout.ep == 1 or strategy != "ddp"):
                 shard = 1 if strategy == "ddp" else layout.dp
-                how = replace(layout, strategy=strategy, shard=shard, offload="none")
+                how = replace(layout, strategy=strategy, shard=shard, offload="none", disk="none")
                 yield f"parallel.strategy: {strategy}", task, how
     if layout.offload == "none" and work.device == "cuda" and layout.ep == 1:
         yield "parallel.offload: optimizer", task, replace(layout, offload="optimizer")

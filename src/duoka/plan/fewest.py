@@ -24,7 +24,7 @@ def fewest_ranks(task: Task, layout: Layout, strategy: Strategy, available_bytes
     def fits(ranks: int) -> bool:
         shard = 1 if strategy in ("single", "ddp") else ranks
         frugal = replace(
-            layout, strategy=strategy, dp=ranks, shard=shard, recompute="full", offload="none",
+            layout, strategy=strategy, dp=ranks, shard=shard, recompute="full", offload="none", disk="none",
             micro=Amount(task.max_length, "tokens"), sp=1 if strategy == "single" else layout.sp, ep=1,
         )  # fmt: skip
         length = task.max_length // task.sequences

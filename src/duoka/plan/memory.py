@@ -211,7 +211,7 @@ def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
         "gradients": static.gradients_bytes,
         "optimizer": static.optimizer_bytes - static.disk_bytes,
     }
-    if layout.disk == "params":
+    if layout.disk == "params" and layout.strategy in ("fsdp", "hsdp"):
         return dict.fromkeys(parts, 0)
     if not static.host_bytes:
         return parts

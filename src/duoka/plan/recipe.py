@@ -297,7 +297,9 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     moments = int(state * train) // ranks
     if layout.offload == "optimizer" and work.deepspeed is None:
         host = moments
-    disk = {"none": 0, "optimizer": moments, "params": sum(own)}[layout.disk]
+    # Weights that are whole on each rank stay in memory, where another strategy is only compared with.
+    all_of_it = sum(own) if layout.strategy in ("fsdp", "hsdp") else moments
+    disk = {"none": 0, "optimizer": moments, "params": all_of_it}[layout.disk]
     return StaticMemory(layout.strategy, *own, formula, host - disk if work.device == "cuda" else 0, disk)
 
 

@@ -42,6 +42,7 @@ class Candidate:
     def name(self) -> str:
         notes = [] if self.layout.recompute == "none" else [f"recompute {self.layout.recompute}"]
         notes += [] if self.layout.offload == "none" else [f"offload {self.layout.offload}"]
+        notes += [] if self.layout.disk == "none" else [f"{self.layout.disk} on disk"]
         return ", ".join([self.layout.name, f"{self.layout.micro.count:,} tokens", *notes])
 
 
