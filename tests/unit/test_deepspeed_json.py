@@ -112,8 +112,8 @@ def test_saving_does_not_import_it(tmp_path: Path, tiny_model: Path) -> None:
         "from duoka.model.build import load_model\n"
         "from duoka.model.request import ModelRequest\n"
         "from duoka.model.result import write_result\n"
-        f"base = pathlib.Path({str(tiny_model)!r})\n"
-        f"write_result(load_model(ModelRequest(base, dtype=torch.float32)), base, pathlib.Path({str(tmp_path / 'new')!r}))\n"
+        f"base, new = pathlib.Path({str(tiny_model)!r}), pathlib.Path({str(tmp_path / 'new')!r})\n"
+        "write_result(load_model(ModelRequest(base, dtype=torch.float32)), base, new)\n"
         "assert 'deepspeed' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
