@@ -215,7 +215,7 @@ def test_loading_at_stage_3_never_holds_a_full_copy_per_rank(tmp_path, case):  #
     yaml.write_text(any_split.YAML.format(model=model, data=case[3], output=tmp_path / "out"), encoding="utf-8")
     run_world(2, load_at_stage_3, str(yaml), str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first["count"] == first["read"] > 5e7 and second["read"] == 0, "one rank reads, once"
+    assert first["count"] == first["read"] > 4e7 and second["read"] == 0, "one rank reads, once"
     for rank, one in enumerate((first, second)):
         share = one["grew"] / (4 * first["count"])
         assert 0.4 < share < 0.65, f"rank {rank} held {share:.2f} of the model; its share is a half"

@@ -99,7 +99,9 @@ def test_no_pickle_is_opened_or_written() -> None:
     pickles = []
     for path in SOURCES:
         for node in nodes_of(path):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.save"):
+            # What DeepSpeed saved is a pickle: one file reads it, for tensors alone.
+            alone = name_of(path).endswith("store/deepspeed_files.py") and "weights_only=True" in ast.unparse(node)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.save") and not alone:
                 pickles.append(f"{name_of(path)}:{node.lineno}")
             if isinstance(node, (ast.Import, ast.ImportFrom)) and "pickle" in ast.unparse(node):
                 pickles.append(f"{name_of(path)}:{node.lineno}")

@@ -7,7 +7,6 @@ the four types of DeepSpeed's that stand in them become empty ones of ours. Anyt
 from __future__ import annotations
 
 import math
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ def _load(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(_STAND_INS):  # type: ignore[arg-type]
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
+    except torch.serialization.pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f" ({asked.group(1)})" if asked else ""
         raise ConfigError(
