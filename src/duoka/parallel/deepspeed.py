@@ -2,7 +2,7 @@
 
 Data plan, loss, norm, clipping, learning rate, events and checkpoints are those of the other engines. DeepSpeed
 averages gradients over ranks: that is undone here, by the loss that it is given. Stage 3 fills and cuts one parameter
-after the other, so that no rank holds the model whole while it is loaded.
+after the other.
 """
 
 from __future__ import annotations
