@@ -1,17 +1,14 @@
 """Promise 1 with DeepSpeed as the engine: its stages give the plain loop's numbers, and go on where others stopped."""
 
-import json
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import test_any_split as any_split
 import torch
 from safetensors.torch import load_file
 from test_any_split import CUT, LORA, PADDED, TOLERANCE, WHOLE, batches, case, oracles  # noqa: F401  (fixtures)
-from tiny import write_tiny_model
-from worlds import run_world, train_all
+from worlds import train_all
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
 pytestmark = pytest.mark.timeout(400)
@@ -180,42 +177,3 @@ def test_native_zero_equals_deepspeeds_of_the_same_stage_and_sends_no_more(runs)
             num_micro = round(sent - 1 if stage == 2 else sent / 3)
             wanted = {1: (2, 3), 2: (num_micro + 1, 2 * num_micro + 1), 3: (3 * num_micro, 3 * num_micro)}[stage]
             assert (sent, by_deepspeed) == pytest.approx(wanted, rel=0.01), f"stage {stage}, step {step['step']}"
-
-
-def load_at_stage_3(yaml, folder):
-    """What this rank reads, and how much its own memory grows, while the model gets its weights."""
-    from test_sharded import build, grow
-
-    from duoka.comm.world import end_world
-    from duoka.model.shards import WeightSource
-    from duoka.parallel import deepspeed
-
-    plain_read, plain_fill, seen = WeightSource.read, deepspeed.fill_and_cut, {"read": 0, "grew": 0}
-
-    def read(self, *arguments, **options):
-        values = plain_read(self, *arguments, **options)
-        seen["read"] += values.numel()
-        return values
-
-    def fill(*arguments):
-        _, seen["grew"] = grow(lambda: plain_fill(*arguments))
-
-    WeightSource.read, deepspeed.fill_and_cut = read, fill
-    _, world, _, contents, _ = build(yaml, use(3), folder)
-    seen["count"] = contents.engine.count_parameters()[0]
-    Path(folder, f"{world.rank}.json").write_text(json.dumps(seen))
-    end_world(world)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_loading_at_stage_3_never_holds_a_full_copy_per_rank(tmp_path, case):  # noqa: F811
-    model = write_tiny_model(tmp_path / "model", tied=False, hidden=768, layers=8, dtype="bfloat16")
-    yaml = tmp_path / "run.yaml"
-    yaml.write_text(any_split.YAML.format(model=model, data=case[3], output=tmp_path / "out"), encoding="utf-8")
-    run_world(2, load_at_stage_3, str(yaml), str(tmp_path))
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first["count"] == first["read"] > 5e7 and second["read"] == 0, "one rank reads, once"
-    for rank, one in enumerate((first, second)):
-        share = one["grew"] / (4 * first["count"])
-        assert 0.4 < share < 0.65, f"rank {rank} held {share:.2f} of the model; its share is a half"

@@ -49,8 +49,7 @@ LAYOUT_CONTRADICTIONS = {
     "deepspeed-with-compress": HEAD + "parallel: {engine: deepspeed, strategy: ddp, compress: powersgd}\n",
     "deepspeed-compressing-fp32": HEAD + "parallel: {engine: deepspeed, compress: bf16}\ntrain: {precision: fp32}\n",
     "deepspeed-with-reshard": HEAD + "parallel: {engine: deepspeed, strategy: zero3, reshard: false}\n",
-    "deepspeed-with-disk": HEAD
-    + "parallel: {engine: deepspeed, strategy: zero2, offload: {optimizer: disk}}\n",
+    "deepspeed-with-disk": HEAD + "parallel: {engine: deepspeed, strategy: zero2, offload: {optimizer: disk}}\n",
     "deepspeed-offload-of-whole-models": HEAD + "parallel: {engine: deepspeed, strategy: ddp, offload: optimizer}\n",
     "deepspeed-with-compile": HEAD + "train: {compile: true}\nparallel: {engine: deepspeed}\n",
     "deepspeed-with-packed-weights": "data: {train: [identity]}\n\n"

@@ -2,7 +2,7 @@
 
 Data plan, loss, norm, clipping, learning rate, events and checkpoints are those of the other engines. DeepSpeed
 averages gradients over ranks: that is undone here, by the loss that it is given. Stage 3 fills and cuts one parameter
-after the other, so that no rank holds the model whole while it is loaded.
+after the other.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class DeepSpeed(Engine):
         if self.stage < 3:
             bring(spec)
         super().__init__(spec)
+        self._counts = super().count_parameters()  # before stage 3 cuts them
         self._made_of = spec
         self.running: Any = None  # DeepSpeed's own engine
         self.zero: ZeroState | None = None  # None: at stage 0 every rank has all, and it is a plain optimizer's
@@ -80,6 +81,9 @@ class DeepSpeed(Engine):
         return optimizer
 
     # --- what is trained ---
+
+    def count_parameters(self) -> tuple[int, int]:
+        return self._counts
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         return super().trained_tensors() if self.zero is None else self.zero.trained()

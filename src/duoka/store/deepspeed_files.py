@@ -99,18 +99,16 @@ def _load(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(_STAND_INS):  # type: ignore[arg-type]
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except Exception as error:  # torch names its refusal by a class of the pickle module, which nothing here imports
-        if isinstance(error, (OSError, RuntimeError, EOFError)):
-            reason = str(error).strip().splitlines()[0]
-            raise StorageError(f"{path} cannot be read: {reason}", fix="name another step") from None
-        if type(error).__name__ != "UnpicklingError":
-            raise
+    except torch.serialization.pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f" ({asked.group(1)})" if asked else ""
         raise ConfigError(
             f"{path} holds more than tensors{what}: it is a pickle that could run code, and is not read",
             fix="where you trust it, convert it with DeepSpeed's own zero_to_fp32.py --safe_serialization",
         ) from None
+    except (OSError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise StorageError(f"{path} cannot be read: {reason}", fix="name another step") from None
 
 
 def _check_ranks(place: Path, states: list[Any], num_ranks: int) -> None:
