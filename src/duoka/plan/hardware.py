@@ -117,7 +117,7 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
     hindrance = f"ONEDNN_MAX_CPU_ISA={highest}" if cpu_bf16 and highest in _BELOW_BF16 else ""
     return Machine(
         _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, hindrance,
-        int(threads) if threads.isdigit() else 0,
+        threads_per_rank=int(threads) if threads.isdigit() else 0,
     )  # fmt: skip
 
 
