@@ -56,7 +56,8 @@ def count_step(
     )  # fmt: skip
     config = RunConfig(model={"name": "none"}, data={"train": "none"}, lora=lora, optim={"name": optim})
     folder = model_folder(family, num_layers, vocab)
-    inputs = SimpleNamespace(config=config, folder=folder, loaded=SimpleNamespace(base=folder))
+    run_folder = SimpleNamespace(path=folder)
+    inputs = SimpleNamespace(config=config, folder=folder, loaded=SimpleNamespace(base=folder), run=run_folder)
     plan = SimpleNamespace(layout=layout)
     _try_fusions(folder, config)
     batches = [global_batch(tokens, packed, number) for number in (1, MICRO_BATCHES)]
