@@ -36,8 +36,8 @@ def strike_itself(world, phase, step, number):
     """This rank sends itself the signal in that phase of that step; the list says whether it has."""
     sent, tell = [], type(world.heart).tell
 
-    def tell_and_strike(new_phase, new_step=None):
-        tell(world.heart, new_phase, new_step)
+    def tell_and_strike(new_phase, new_step=None, **more):
+        tell(world.heart, new_phase, new_step, **more)
         here = world.heart.beat.step + (new_phase in ("forward", "backward"))
         if number and not sent and (new_phase, here) == (phase, step):
             sent.append(here)

@@ -350,7 +350,7 @@ def test_averages_of_others_are_refused_by_name(stages):
     from duoka.comm.world import World
     from duoka.config.load import load_config
     from duoka.errors import ConfigError
-    from duoka.optim.build import build_optimizer
+    from duoka.optim.build import build_optimizer, optimizer_tensors
     from duoka.runs.folder import RunFolder
     from duoka.store.takeover import take_over_state
 
@@ -358,7 +358,8 @@ def test_averages_of_others_are_refused_by_name(stages):
         config = load_config(stages / "run.yaml", [f"optim.state={state}", *overrides]).config
         named = {"model.norm.weight": torch.nn.Parameter(torch.zeros(3))}
         optimizer = build_optimizer(named, config.optim)
-        contents = SimpleNamespace(optimizer=optimizer, engine=SimpleNamespace(named_trainable=lambda: named))
+        engine = SimpleNamespace(optimizer_tensors=lambda optimizer: optimizer_tensors(optimizer, named))
+        contents = SimpleNamespace(optimizer=optimizer, engine=engine)
         with pytest.raises(ConfigError) as caught:
             take_over_state(config.optim, RunFolder(stages / "new"), stages, World(), contents, print)
         return str(caught.value)

@@ -19,7 +19,7 @@ from tensor_models import (
 )
 from worlds import run_world
 
-FAMILIES = tuple(name for name in MODELS if name != "smollm")  # 9 heads are for three ranks
+FAMILIES = tuple(name for name in MODELS if name not in ("smollm", "moe"))  # 9 heads are for three ranks
 SHORT = 1e-5
 LORA = {"rank": 4, "alpha": 8.0}
 

@@ -75,6 +75,9 @@ class Snapshot:
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.named
 
+    def filled(self) -> None:
+        """Nothing is made of them."""
+
 
 def save_snapshot(
     target: Path, parts: Parts, numerics: Numerics, world: World, step: int, opened: Opened | None

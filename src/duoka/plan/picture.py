@@ -185,7 +185,7 @@ def ranking_lines(plan: Plan) -> list[str]:
     best = plan.ranking.best()
     if best is not None and best not in plan.ranking.candidates[:5]:
         out.append(f"     {_candidate(best)}")
-    if best is not None and best.speed.tokens_per_s > WORTH_IT * plan.speed.tokens_per_s:
+    if best is not None and best.speed.tokens_per_s > WORTH_IT[plan.work.device] * plan.speed.tokens_per_s:
         name = best.layout.name.replace("·", ".")
         out.append(f"     this plan is of {plan.layout.name}, as asked; the fastest:   parallel.layout={name}")
     if not plan.ranking.candidates:

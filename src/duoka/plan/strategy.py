@@ -61,8 +61,7 @@ def choose_strategy(
 def rank_layouts(config: RunConfig, task: Task, start: Layout, cluster: Cluster, available_bytes: int) -> Ranking:
     """The table of a run: what its config leaves open is filled in, what its keys rule out is left out."""
     asked = {axis: size for axis, size in axes_of(config.parallel).items() if size > 1}
-    broken = {rule.id for rule in check_rules(config)}
-
+    broken, device = {rule.id for rule in check_rules(config)}, task.work.device
     wishes = ddp_settings(config)
 
     def refused(one: Layout) -> str | None:
@@ -84,7 +83,15 @@ def rank_layouts(config: RunConfig, task: Task, start: Layout, cluster: Cluster,
         if not own or one.axes == asked:
             return ""
         kind, model = config.stage.kind, task.work.shape.model_type
-        if asked or "sp" in own or kind.judges or kind.draws or kind.scores or model not in TRIED_WITH_AXES:
+        if (
+            asked
+            or "sp" in own
+            or device == "cpu"
+            or kind.judges
+            or kind.draws
+            or kind.scores
+            or model not in TRIED_WITH_AXES
+        ):
             return "when asked for"
         return ""
 

@@ -341,7 +341,8 @@ class CheckpointStore:
         folder = target.final.parent
         what = f"the checkpoint of step {target.step} could not be written to {folder}"
         reasons = "; ".join(dict.fromkeys(error.strerror or str(error) for error in errors))
-        if not folder.is_dir():
+        # Half gone, too: somebody is deleting it at this moment.
+        if not folder.is_dir() or {error.errno for error in errors} == {errno.ENOENT}:
             gone = f"{folder} is gone: it was deleted while this run worked in it"
             return SaveFault(target.step, what, gone, "earlier checkpoints went with it; start the run again")
         try:

@@ -27,3 +27,7 @@ class Contents:
         tensors = {f"model.{name}": value for name, value in self.engine.trained_tensors().items()}
         tensors |= {f"optim.{name}": value for name, value in self.engine.optimizer_tensors(self.optimizer).items()}
         return tensors | self.engine.extra_tensors()
+
+    def filled(self) -> None:
+        """These were filled in place: bring up to date what is made of them."""
+        self.engine.filled()

@@ -57,7 +57,7 @@ def _fill_tensors(folder: Path, contents: Contents, world: World) -> None:
         inheritance = inherit(own, saved, world.rank, world.size)
         dcp.load(inheritance.named, storage_reader=reader, no_dist=world.size == 1)
         inheritance.settle()
-    contents.engine.filled()
+    contents.filled()
 
 
 def _check_all_are_trained(saved: Collection[str], own: Collection[str], world: World) -> None:
