@@ -21,15 +21,15 @@ parallel: {{strategy: zero3, check_replicas: 1}}
 log: {{to: [], every: 1}}
 output: {output}
 """
-LONG = "train.max_steps=100"
+LONG = ("train.max_steps=100", "train.epochs=1000")
 # name -> (processes, settings)
 RUNS = {
-    "plain": (2, [LONG]),
-    "int8": (2, ["parallel.compress={weights: int8, gradients: int8}", LONG]),
+    "plain": (2, [*LONG]),
+    "int8": (2, ["parallel.compress={weights: int8, gradients: int8}", *LONG]),
     "weights": (2, ["parallel.compress={weights: int8}", "train.precision=bf16"]),
     "gradients": (2, ["parallel.compress={gradients: int8}", "parallel.strategy=zero2"]),
     "zero1": (2, ["parallel.compress={weights: int8, gradients: int8}", "parallel.strategy=zero1"]),
-    "int4": (2, ["parallel.compress={weights: int8, gradients: int4}", LONG]),
+    "int4": (2, ["parallel.compress={weights: int8, gradients: int4}", *LONG]),
     "plain, 4": (4, []),
     "nodes": (4, ["parallel.compress={weights: int8, gradients: int8}"]),
     "copies": (4, ["parallel.reshard=node"]),

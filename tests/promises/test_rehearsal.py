@@ -76,10 +76,10 @@ def test_state_that_does_not_fit_is_said_in_second_one(monkeypatch):
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
 
-    monkeypatch.setattr(rehearse, "optimizer_tensors", out_of_memory)
     config = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}})
     plan = make_plan(config, demo_shape(), Machine(2, 2**34, 2**33), 1)
-    parallel, guard = SimpleNamespace(named_trainable=dict), SimpleNamespace(world=World(), plan=plan)
+    parallel = SimpleNamespace(named_trainable=dict, optimizer_tensors=out_of_memory)
+    guard = SimpleNamespace(world=World(), plan=plan)
     with pytest.raises(DoesNotFit, match="optimizer's state do not fit") as caught:
         rehearse.rehearse_largest(parallel, None, None, guard)
     assert "lora" in str(caught.value) and caught.value.exit_code == 4

@@ -299,7 +299,6 @@ CONTRADICTIONS = {
     "scratch-of-no-name": NEW + ", from_scratch: true}\n",
     "code-of-a-model-from-scratch": "data: {train: [a]}\nstage: pretrain\n"
     "model: {name: m, from_scratch: true, trust_remote_code: true}\n",
-    "answers-before-language": "data: {train: [a]}\n\nmodel: {name: demo, from_scratch: true}\nstage: sft\n",
     "tokens-of-no-text": HEAD + "train: {tokens: 20x}\n",
     "tokens-below-a-batch": TEXT + "train: {tokens: 20, global_batch: 4}\ndata: {train: [a]}\n",
     "samples-that-begin-with-nothing": TEXT + 'log: {samples: [""]}\ndata: {train: [a], eval: 0.1}\n',
