@@ -20,12 +20,12 @@ YAML = """
 model: {model}
 data: {{train: [{data}], max_length: 256}}
 optim: {{lr: 2e-3}}
-train: {{epochs: 20, global_batch: 20, micro_batch: 1, precision: fp32}}
+train: {{epochs: 60, global_batch: 20, micro_batch: 1, precision: fp32}}
 parallel: {{strategy: ddp}}
 checkpoint: {{every: 5}}
 output: {output}
 """
-STEPS = 40
+STEPS = 120
 LONG = "train.epochs=25"  # 50 steps
 WITHIN_S = 200  # for a world to begin, on a machine that others use too
 
@@ -98,7 +98,7 @@ def test_a_machine_is_lost_comes_back_and_leaves_in_good_order(tmp_path, tiny_mo
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
     assert {event["num_samples"] for event in steps} == {20}, "the same global batch in every world"
     state = json.loads((sorted(run.checkpoints.iterdir())[-1] / "state.json").read_text())["progress"]
-    assert state["num_samples"] == 40 * 20, "each sample once an epoch, over the whole story"
+    assert state["num_samples"] == 40 * 60, "each sample once an epoch, over the whole story"
     whole = {event["step"]: event["loss"] for event in read_steps(RunFolder(tmp_path / "whole"))}
     assert max(abs(event["loss"] / whole[event["step"]] - 1) for event in steps) < 1e-4
     ours, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.path, tmp_path / "whole"))

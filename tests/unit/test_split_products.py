@@ -33,7 +33,7 @@ def test_gradients_are_the_same_and_those_of_matrices_come_later(kind, config, p
     plain, split = make(kind, config), make(kind, config)
     later = split_products(split)
     for model in (plain, split):
-        apply_fused(model, adapters=True)
+        apply_fused(model)
         if recompute != "none":
             apply_recompute(model, recompute)
     loss_of(plain, precision).backward()

@@ -17,6 +17,7 @@ from duoka.plan.batch import spread_batch
 from duoka.plan.catalog import Cluster
 from duoka.plan.fill_in import fill_in
 from duoka.plan.layout import SHARDED, Layout, Strategy
+from duoka.plan.memory import FITS
 from duoka.plan.search import NOT_TRAINED, Candidate, Ranking, search
 from duoka.plan.shape import ASSUMED
 from duoka.plan.task import Task, memory_of
@@ -142,7 +143,7 @@ def _reason(best: Candidate, ranking: Ranking, task: Task, layout: Layout, avail
 
 
 def _least(config: RunConfig, task: Task, layout: Layout, available_bytes: int) -> tuple[Layout, str]:
-    """Where no row is left, what needs least of what the config's keys go with: the plan says then what is short."""
+    """Where no row is left: ddp where it fits, else what needs least of what the config's keys go with."""
     broken = {rule.id for rule in check_rules(config)}
     found: list[tuple[int, Layout]] = []
     wishes = ddp_settings(config)
@@ -150,8 +151,10 @@ def _least(config: RunConfig, task: Task, layout: Layout, available_bytes: int) 
         one = replace(layout, strategy=strategy, shard=1 if strategy == "ddp" else layout.dp)  # type: ignore[arg-type]
         rules = {rule.id for rule in check_rules(_with_parallel(config, one)) if not rule.is_note}
         if rules <= broken and one.is_trainable and not (one.pp > 1 and strategy == "fsdp"):
-            filled = fill_in(config.train, task, one, available_bytes).layout
-            found.append((memory_of(task, filled).peak_bytes, one))
+            need = memory_of(task, fill_in(config.train, task, one, available_bytes).layout).peak_bytes
+            if not wishes and strategy == "ddp" and need <= FITS * available_bytes:
+                return one, f"ddp: {_KINDS['ddp'].format(n=one.dp * one.sp)}"
+            found.append((need, one))
     if not found:
         return layout, f"{layout.strategy}: what other keys ask for goes with nothing else"
     need, best = min(found, key=lambda pair: pair[0])
