@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from traffic import loopback_bytes, report, run_world
+from traffic import begin_alone, loopback_bytes, report, run_world
 
 # Layers, width, feed-forward, heads, key-value heads, words.
 L, D, F, H, K, V = 8, 192, 512, 4, 2, 512
@@ -297,10 +297,7 @@ def main() -> None:
         run(options.folder)
         return
     if not options.alone:
-        words = " ".join(f"'{word}'" for word in [sys.executable, *sys.argv, "--alone"])
-        inside = ["unshare", "-rn", "sh", "-c", f"ip link set lo up && exec {words}"]
-        can = subprocess.run([*inside[:4], "ip link set lo up"], capture_output=True).returncode == 0
-        os.execvp(inside[0], inside) if can else None
+        begin_alone()
     with tempfile.TemporaryDirectory() as made:
         import torch
         from transformers import AutoModelForCausalLM

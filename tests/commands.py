@@ -28,6 +28,15 @@ from worlds import PRELOADED
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
+# A script that knows nothing of duoka: the sum of 2 to the power of each rank.
+OWN_SCRIPT = """import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([2.0 ** dist.get_rank()])
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():g} {sys.argv[1]}", flush=True)
+dist.destroy_process_group()
+"""
+
 
 class Command:
     """As much of subprocess.Popen as tests use; the output goes to files, which `communicate` reads."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import run_duoka
+from commands import OWN_SCRIPT, run_duoka
 from namespaces import Network, machines, why_not
 from safetensors.torch import load_file
 from tiny import write_conversations
@@ -189,19 +189,20 @@ def test_folders_that_are_not_shared_are_refused_before_anything_starts(
     assert not list((home / "out").iterdir())
 
 
-OWN_SCRIPT = """import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor([2.0 ** dist.get_rank()])
-dist.all_reduce(total)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():g}", flush=True)
-dist.destroy_process_group()
-"""
-
-
 def test_an_own_script_meets_between_machines_by_a_line_of_torchrun(net: Network, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_SCRIPT, encoding="utf-8")
     meets = f"--rdzv_id=456 --rdzv_backend=c10d --rdzv_endpoint={net.nodes[0].address}:29517"
-    line = (sys.executable, "-m", "duoka", "torchrun", "--nnodes=2", "--nproc_per_node=1", *meets.split(), "own.py")
+    line = (
+        sys.executable,
+        "-m",
+        "duoka",
+        "torchrun",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        *meets.split(),
+        "own.py",
+        "word",
+    )
     nodes = [
         subprocess.Popen(
             net.inside(number, *line), cwd=tmp_path, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -213,4 +214,4 @@ def test_an_own_script_meets_between_machines_by_a_line_of_torchrun(net: Network
     assert [code for code, _, _ in ends] == [0, 0], ends
     logs = "".join(path.read_text(encoding="utf-8") for path in tmp_path.glob("runs/own-456/logs/*"))
     said = logs + "".join(out for _, out, _ in ends)
-    assert "rank 0 of 2: 3" in said and "rank 1 of 2: 3" in said, ends
+    assert "rank 0 of 2: 3 word" in said and "rank 1 of 2: 3 word" in said, ends

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import run_duoka, start_duoka
+from commands import OWN_SCRIPT, run_duoka, start_duoka
 from worlds import free_port
 
 from duoka.runs.events import read_steps
@@ -107,6 +107,17 @@ def test_a_rank_of_a_training_run_that_is_killed_is_named_with_its_step(home: Pa
     assert status is not None and (status.state, status.exit_code) == ("failed", 5)
 
 
+def ended_well(nodes):
+    """What the launchers of two machines said."""
+    try:
+        outputs = [node.communicate(timeout=150) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    return outputs
+
+
 def test_two_starts_with_the_guides_environment_make_one_world(home: Path) -> None:
     alone = run_duoka("train", "sft.yaml", "output=runs/alone", cwd=home)
     assert alone.returncode == 0, alone.stderr
@@ -114,27 +125,13 @@ def test_two_starts_with_the_guides_environment_make_one_world(home: Path) -> No
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     line, how = ("llamafactory-cli", "train", "sft.yaml"), {"cwd": home, "merged": False}
     nodes = [start_duoka(*line, env={**env, "NODE_RANK": str(node)}, **how) for node in (1, 0)]
-    try:
-        outputs = [node.communicate(timeout=150) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    outputs = ended_well(nodes)
     said = "".join(out for out, _ in outputs)
     assert said.count("\nstep     1 ") == 1 and "4 ranks" in said, said
     assert "node 1 of 2: ranks 2 to 3 of 4" in outputs[0][1], outputs[0][1]
     assert len(list((home / "runs" / "sft" / "tensorboard").glob("events.*"))) == 1, "of four ranks one writes"
     losses = [[event["loss"] for event in read_steps(RunFolder(home / "runs" / name))] for name in ("alone", "sft")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) > 3
-
-
-OWN_SCRIPT = """import os, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor([2.0 ** dist.get_rank()])
-dist.all_reduce(total)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item():g} {sys.argv[1]}", flush=True)
-dist.destroy_process_group()
-"""
 
 
 @pytest.mark.parametrize("form", ["places", "meeting"])
@@ -149,12 +146,7 @@ def test_an_own_script_runs_on_several_machines_by_the_lines_of_torchrun(tmp_pat
         place = [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}"]
         typed = [*line, *(place if form == "places" else []), "own.py", "word"]
         nodes.append(start_duoka(*typed, env={"DUOKA_ALLOW_LOOPBACK": "1"}, cwd=tmp_path, merged=False))
-    try:
-        outputs = [node.communicate(timeout=100) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    outputs = ended_well(nodes)
     logs = [path.read_text(encoding="utf-8") for path in tmp_path.glob("runs/own-456/logs/*")]
     said = "".join((*(out for out, _ in outputs), *logs))
     assert "rank 0 of 2: 3 word" in said and "rank 1 of 2: 3 word" in said, outputs

@@ -142,7 +142,7 @@ class DiskAdamW(HostAdamW):
                 self.file.read(number * self._half_bytes + one.start_bytes, half)
                 if one.sums is not None and checksum(half) != one.sums[number]:
                     raise self.file.damaged()
-        except BaseException:
+        except BaseException:  # a Ctrl-C too must give the buffer back; raised again
             self._free.put(slot)
             raise
         return slot
