@@ -78,6 +78,26 @@ def test_a_warm_hub_cache_needs_no_network_and_keeps_to_the_revision(tmp_path, m
     assert "switched off" in fault.what
 
 
+def test_from_scratch_takes_no_weights_from_the_hub(tmp_path, monkeypatch, tiny_model):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    asked = []
+
+    def fetch(name, *, revision, allow_patterns):
+        asked.append(allow_patterns)
+        return tiny_model
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert model_folder(ModelConfig(name="me/chat"), Path()) == tiny_model
+    model_folder(ModelConfig(name="me/chat", from_scratch=True), Path())
+    assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
+    warm = write_snapshot(tmp_path, "me/chat", "aaa", branch="main", model=tiny_model)
+    for file in warm.glob("*.safetensors"):
+        file.unlink()
+    model_folder(ModelConfig(name="me/chat", from_scratch=True), Path())
+    assert len(asked) == 2, "a cache without weights is enough"
+
+
 def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -78,7 +79,7 @@ def check_model(config: RunConfig, base: Path) -> list[Fault]:
     if source.is_demo:
         return _check_demo("model.name") or check_fit(config.lora, base, None)
     if source.hub_id is not None:
-        cached = _cached_hub_folder(source.hub_id, config.model.revision, _is_whole)
+        cached = _cached_hub_folder(source.hub_id, config.model.revision, partial(_is_whole, config.model))
         if cached is not None:
             return _check_says_words(config, cached) or check_fit(config.lora, base, cached)
         return _check_hub("model.name", source.hub_id, _WRITE) or check_adapters(config, base)
@@ -224,7 +225,7 @@ def _named_model(source: ModelSource, model: ModelConfig, say: Callable[[str], N
     if source.is_demo:
         return _demo_folder(say)
     assert source.hub_id is not None
-    cached = _cached_hub_folder(source.hub_id, model.revision, _is_whole)
+    cached = _cached_hub_folder(source.hub_id, model.revision, partial(_is_whole, model))
     return cached or _fetch_hub_folder("model.name", source.hub_id, model, say)
 
 
@@ -277,8 +278,8 @@ def hub_has_an_address() -> bool:
     return True
 
 
-def _is_whole(folder: Path) -> bool:
-    return not _check_folder(folder, ModelConfig(name=str(folder)))
+def _is_whole(model: ModelConfig, folder: Path) -> bool:
+    return not _check_folder(folder, model)
 
 
 def _cached_hub_folder(hub_id: str, revision: str | None, is_enough: Callable[[Path], bool]) -> Path | None:
@@ -318,7 +319,8 @@ def _fetch_hub_folder(key: str, hub_id: str, model: ModelConfig, say: Callable[[
 
     revision, patterns = None, list(TOKENIZER_FILES)
     if key == "model.name":
-        revision, patterns = model.revision, ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        revision, patterns = model.revision, ["*.json", "*.model", "*.jinja", "*.txt"]
+        patterns += [] if model.from_scratch else ["*.safetensors"]
     patterns += ["*.py"] if model.trust_remote_code else []
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
