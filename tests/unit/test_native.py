@@ -1,5 +1,8 @@
 """The compiled parts of a bf16 step beside torch's own form in float64: as close as bf16 numbers can be."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,7 @@ from duoka.model.build import LossModel
 from duoka.model.dropout import dropped, level_of
 from duoka.model.fused import NarrowRmsNorm, SiluTimes, SiluTimesDown, apply_fused
 from duoka.model.rotary import own_rotation
-from duoka.process.compiler import SWITCH, find_compiler
+from duoka.plan.compiler import SWITCH, find_compiler, has_kernels
 
 pytestmark = pytest.mark.skipif(native.find() is None, reason="no C++ compiler: native.cpp was not compiled")
 needs_attention = pytest.mark.skipif(
@@ -186,19 +189,97 @@ def test_a_whole_model_is_nearer_to_fp32_than_torchs_bf16(monkeypatch):
     assert ours < 1.2 * plain, (ours, plain)
 
 
-def test_without_a_compiler_there_is_no_library(monkeypatch):
+@pytest.mark.parametrize("label", (8, -1, -100))
+def test_a_label_outside_of_the_head_is_refused_as_torch_does(label):
+    logits = draw(3, 8)
+    with pytest.raises(IndexError, match="outside of the head's 8 words"):
+        native.cross_entropy_(logits.clone(), torch.tensor([0, label, 7]))
+    losses = native.cross_entropy_(logits.clone(), torch.tensor([0, 3, 7], dtype=torch.int32))
+    want = F.cross_entropy(logits.double(), torch.tensor([0, 3, 7]), reduction="none")
+    assert torch.allclose(losses, want, rtol=1e-6)
+
+
+@needs_attention
+@pytest.mark.parametrize("edges", ([0, 4, 7], [0, 4, 12], [2, 4, 10]))
+def test_documents_that_do_not_fill_their_row_are_not_attended(edges):
+    """Memory that nobody wrote would be the answer: torch's form refuses them."""
+    model, (ids, labels, places, _) = model_of((6, 4))
+    apply_fused(model.lm)
+    documents = Documents.of(torch.tensor(edges, dtype=torch.int32), torch.device("cpu"))
+    with pytest.raises(RuntimeError), torch.autocast("cpu", torch.bfloat16):
+        model(ids, labels, places, documents)
+
+
+def test_sums_that_lie_otherwise_are_left_to_torch():
+    assert native.adds(draw(8, 4, dtype=torch.float32), draw(8, 4))
+    assert not native.adds(draw(4, 8, dtype=torch.float32).t(), draw(8, 4))
+
+
+@needs_attention
+def test_the_count_of_threads_changes_no_bit():
+    model, inputs = model_of((40, 7, 70))
+    apply_fused(model.lm)
+    answers = []
+    for count in (1, 2):
+        torch.set_num_threads(count)  # conftest.py sets it back
+        answers.append(learn(model, inputs))
+    (one, grads), (two, again) = answers
+    assert one == two and all(torch.equal(grads[name], again[name]) for name in grads)
+
+
+@pytest.fixture
+def anew(monkeypatch):
+    """Found again, as by another process."""
+    native.forget()
+    yield
+    native.forget()
+
+
+def test_without_a_compiler_there_is_no_library(monkeypatch, anew):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
-    assert find_compiler() is None
-    assert native.find.__wrapped__() is None
+    assert find_compiler() is None and not has_kernels()
+    assert native.find() is None and native.level() == 0
 
 
-def test_it_is_compiled_once_and_a_broken_compiler_costs_nothing(tmp_path, monkeypatch):
-    path = native.compile_once(find_compiler(), tmp_path)
-    assert path.stat().st_mtime_ns == native.compile_once(find_compiler(), tmp_path).stat().st_mtime_ns
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+def test_it_is_compiled_once_and_a_broken_compiler_costs_nothing(tmp_path, monkeypatch, anew):
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    assert native.find() is not None
+    (path,) = (tmp_path / "cache" / "native").glob("*.so")
+    made = path.stat().st_mtime_ns
+    native.forget()
+    assert native.find() is not None and path.stat().st_mtime_ns == made
+    whole = path.read_bytes()
+    path.unlink()  # this process has it in its memory: what a new one finds is asked of one
+    path.write_bytes(whole[:5000])  # by a machine that went down
+    asked = "from duoka.model import native; print(native.level())"
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=120, check=True)
+    assert said.stdout.strip() == str(native.level())
+    made_again = [one for one in path.parent.glob("*.so") if one.stat().st_size > 5000]
+    assert len(made_again) == 1
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "other"))
-    assert native.find.__wrapped__() is None
+    native.forget()
+    assert native.find() is None
+    said = native.describe(torch.device("cpu"), "bf16", compiled_layers=False)
+    assert said.startswith("torch's own: ") and "false could not make them" in said
     monkeypatch.setenv(SWITCH, "0")
-    assert native.find.__wrapped__() is None
+    native.forget()
+    assert native.find() is None and not has_kernels()
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_go_without(tmp_path, monkeypatch, anew):
+    (tmp_path / "cache").write_text("a file, where a folder should be")
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
+    assert native.find() is not None
+
+
+def test_ranks_use_what_all_have(anew):
+    best = native.level()
+    native.use_at_most(best)
+    assert native.level() == best
+    native.use_at_most(1)
+    assert native.level() == 1 and not native.serves(draw(2), attention=True) and native.serves(draw(2))
+    native.use_at_most(0)
+    assert native.find() is None and not native.serves(draw(2))
+    assert native.describe(torch.device("cpu"), "bf16", compiled_layers=False) == "torch's own: another rank has none"

@@ -238,6 +238,7 @@ def test_a_scratch_folder_takes_another_tokenizers_vocabulary(tiny_model, tmp_pa
     monkeypatch.setenv("DUOKA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "gpt2").mkdir()
     facts = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    facts["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # of weights that stay there
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(facts))
     assert round(shape_from_config(facts, where="gpt2").num_parameters / 1e6, 1) == 124.4
     config = RunConfig.model_validate({
@@ -249,6 +250,7 @@ def test_a_scratch_folder_takes_another_tokenizers_vocabulary(tiny_model, tmp_pa
     made = json.loads((folder / "config.json").read_text())
     assert is_new(folder) and made["vocab_size"] % 64 == 0 and made["vocab_size"] < 1000 and made["n_layer"] == 12
     assert (folder / "tokenizer.json").is_file() and not list(folder.glob("*.safetensors"))
+    assert "quantization_config" not in made
     alone = config.model.model_copy(update={"tokenizer": None})
     faults = check_model(config.model_copy(update={"model": alone}), tmp_path)
     assert "which has no tokenizer" in faults[0].what

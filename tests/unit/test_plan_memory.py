@@ -9,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from duoka.config.schema import LoraConfig
+from duoka.model import native
 from duoka.plan.activations import LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS
+from duoka.plan.compiler import SWITCH, has_kernels
 from duoka.plan.layout import Layout
 from duoka.plan.memory import CPU_FRAMEWORK_BYTES, estimate_memory
 from duoka.plan.recipe import Work, static_memory
@@ -104,12 +106,29 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,)):
 def test_predicted_peak_is_what_a_real_step_allocates(dropout, precision, recompute):
     lora = None if dropout is None else LoraConfig(dropout=dropout)
     layout = Layout(precision=precision, recompute=recompute, micro=Amount(TOKENS, "tokens"))
-    memory = estimate_memory(Work(SHAPE, lora), layout, TOKENS, later=0)
+    memory = estimate_memory(Work(SHAPE, lora, has_kernels=has_kernels()), layout, TOKENS, later=0)
     predicted = memory.peak_bytes - CPU_FRAMEWORK_BYTES[1]
     measured = measured_peak(lora, precision, recompute)
     allowed = 0.05 if recompute == "none" else 0.15
     ratio = predicted / measured
     assert abs(ratio - 1) < allowed, f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
+
+
+@pytest.mark.parametrize("dropout", [None, 0.05])
+def test_without_compiled_kernels_a_step_keeps_more(dropout, monkeypatch, request):
+    request.addfinalizer(native.forget)
+    monkeypatch.setenv(SWITCH, "0")
+    native.forget()
+    lora = None if dropout is None else LoraConfig(dropout=dropout)
+    layout = Layout(precision="bf16", recompute="none", micro=Amount(TOKENS, "tokens"))
+    memory = estimate_memory(Work(SHAPE, lora, has_kernels=has_kernels()), layout, TOKENS, later=0)
+    predicted = memory.peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    measured = measured_peak(lora, "bf16", "none")
+    assert abs(predicted / measured - 1) < 0.05, (
+        f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
+    )
+    with_them = estimate_memory(Work(SHAPE, lora), layout, TOKENS, later=0)
+    assert with_them.peak_bytes < memory.peak_bytes
 
 
 @pytest.mark.parametrize("later", [64, 128, 256])

@@ -76,3 +76,11 @@ def test_auto_takes_the_fastest_row_of_its_own_table(on):
         assert asked or not any("the fastest:" in line for line in ranking_lines(plan)), where
         taken.add(plan.layout.name)
     assert len(taken) > (2 if on != "1xH100" else 0), taken
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_row_of_the_table_is_as_fast_as_the_run_it_stands_for(reshard):
+    way = {"parallel": {"strategy": "fsdp", "reshard": reshard}}
+    plan = planned(7e9, "8xH100", 256, way)
+    (row,) = (one for one in plan.ranking.candidates if one.layout == plan.layout)
+    assert row.speed.step_s == plan.speed.step_s

@@ -5,8 +5,8 @@ from __future__ import annotations
 from duoka.config.rule import Rule
 from duoka.config.rules_parallel import ddp_settings
 from duoka.config.schema import RunConfig
+from duoka.config.schema_running import ADDS_ONCE
 
-_ADDS_ONCE = ("interleaved", "zero-bubble", "zbv")
 _SHARE_STATE = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
 
 
@@ -69,7 +69,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         "interleaved-with-zero",
         ("parallel.schedule", "parallel.strategy"),
-        lambda c: _has_stages(c) and c.parallel.schedule in _ADDS_ONCE and c.parallel.strategy in _SHARE_STATE,
+        lambda c: _has_stages(c) and c.parallel.schedule in ADDS_ONCE and c.parallel.strategy in _SHARE_STATE,
         "parallel.schedule is {c.parallel.schedule} and strategy is {c.parallel.strategy}: gradients would be "
         "exchanged when some of them are there, and others are not",
         "write:   schedule: 1f1b   or   strategy: ddp",
@@ -81,8 +81,8 @@ PIPELINE_RULES: tuple[Rule, ...] = (
             c.parallel.virtual_stages not in (None, 2 if c.parallel.schedule == "zbv" else None)
             and c.parallel.schedule != "interleaved"
         ),
-        "parallel.virtual_stages is {c.parallel.virtual_stages}, which only the schedule interleaved knows; "
-        "schedule is {c.parallel.schedule}",
+        "parallel.virtual_stages is {c.parallel.virtual_stages}, which only the schedule interleaved may choose (zbv "
+        "has 2); schedule is {c.parallel.schedule}",
         "delete it, or write:   schedule: interleaved",
     ),
     Rule(

@@ -31,6 +31,9 @@ Strategy = Literal["single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 
 # In which order a pipeline's ranks compute (plan/pipeline.py).
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+SPLIT: tuple[Schedule, ...] = ("zero-bubble", "zbv")
+# Their ranks have gradients of weights when the last backward pass is over, or of some of their stages only.
+ADDS_ONCE: tuple[Schedule, ...] = ("interleaved", *SPLIT)
 
 
 class OffloadConfig(Section):

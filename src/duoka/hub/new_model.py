@@ -56,6 +56,8 @@ def scratch_folder(named: Path, tokenizer: Path | None, say: Callable[[str], Non
     With another tokenizer its vocabulary is as large as that needs.
     """
     facts: dict[str, Any] = json.loads((named / "config.json").read_text(encoding="utf-8"))
+    for part in (facts, facts.get("text_config") or {}):
+        part.pop("quantization_config", None)  # of weights that are not these
     if tokenizer is not None:
         tokens = _read_tokenizer(tokenizer)
         sizes = facts if "vocab_size" in facts or "text_config" not in facts else facts["text_config"]

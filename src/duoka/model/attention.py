@@ -154,7 +154,10 @@ def _attend_by_own_kernel(
         return None
     rows, _, tokens, dim = query.shape
     longest, count = (tokens, rows) if documents is None else (documents.longest, len(documents.lengths))
-    if (how.window is not None and how.window < longest) or (documents is not None and rows > 1):
+    if how.window is not None and how.window < longest:
+        return None
+    # Edges that do not fill the row are for torch's form to refuse.
+    if documents is not None and (rows > 1 or int(documents.edges[0]) or int(documents.edges[-1]) != tokens):
         return None
     if not native.attention_fits(query, key, value, count):
         return None

@@ -180,7 +180,7 @@ class _Factors:
             self._narrow_grad = torch.mm(slope.t(), part, out=self._narrow_grad)
             if start == 0:
                 self.weight_grad.copy_(self._narrow_grad)
-            elif native.serves(self.weight_grad, self._narrow_grad) and slope.dtype is torch.bfloat16:
+            elif slope.dtype is torch.bfloat16 and native.adds(self.weight_grad, self._narrow_grad):
                 native.add_(self.weight_grad, self._narrow_grad)
             else:
                 self.weight_grad.add_(self._narrow_grad)

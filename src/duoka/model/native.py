@@ -15,16 +15,18 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from duoka.process.compiler import SWITCH, find_compiler
-from duoka.runs.cache import cache_folder
+from duoka.plan.compiler import SWITCH, find_compiler
+from duoka.runs.cache import cache_folder, hold_lock
 
 SOURCE = Path(__file__).with_name("native.cpp")
-_OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
+_OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
+            "-fno-strict-aliasing", "-fPIC")  # fmt: skip
 _COMPILE_WITHIN_S = 120
 _NORM_PARTS = 64  # sums of rows that a norm's weight gradient is added up from, whatever the threads
 
@@ -81,31 +83,86 @@ class Library:
         raise AttributeError(name)
 
 
+@dataclass
+class _Found:
+    library: Library | None = None
+    why_not: str = ""
+
+
 @functools.cache
+def _find() -> _Found:
+    if os.environ.get(SWITCH) == "0":
+        return _Found(why_not=f"{SWITCH}=0")
+    compiler = find_compiler()
+    if compiler is None:
+        return _Found(why_not="no C++ compiler (duoka doctor)")
+    try:
+        try:
+            return _Found(load_compiled(compiler, cache_folder() / "native"))
+        except OSError:  # a cache that cannot be written, or holds no programs: for this process alone
+            with tempfile.TemporaryDirectory() as place:
+                return _Found(load_compiled(compiler, Path(place)))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", b"") or b""
+        first = next(iter(said.decode(errors="replace").strip().splitlines()), str(error))
+        return _Found(why_not=f"{compiler} could not make them: {first}")
+
+
 def find() -> Library | None:
     """The library, compiled where it is not there yet; None where there is no compiler or it is switched off."""
-    compiler = None if os.environ.get(SWITCH) == "0" else find_compiler()
-    if compiler is None:
-        return None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return Library(compile_once(compiler, cache_folder() / "native"))
-    return None
+    return _find().library
 
 
-def compile_once(compiler: str, folder: Path) -> Path:
-    """For this source, compiler and kind of processor; whoever is first gives the file its name when it is whole."""
+def forget() -> None:
+    """Look again, as another process would."""
+    _find.cache_clear()
+
+
+def level() -> int:
+    """What this process has: 0 nothing, 1 all but attention, 2 all."""
+    library = find()
+    return 0 if library is None else 1 + library.has_attention
+
+
+def use_at_most(level: int) -> None:
+    """What all ranks have: copies of a weight that learn by other kernels would differ in their last digits."""
+    found = _find()
+    if level == 0 and found.library is not None:
+        found.library, found.why_not = None, "another rank has none"
+    elif level == 1 and found.library is not None:
+        found.library.has_attention = False
+
+
+def load_compiled(compiler: str, folder: Path) -> Library:
+    """For this source, compiler and kind of processor: whoever is first compiles, others wait for it."""
     key = hashlib.sha256(SOURCE.read_bytes())
     key.update(repr((_OPTIONS, compiler, os.stat(compiler).st_mtime_ns, _processor())).encode())
-    path = folder / f"kernels-{key.hexdigest()[:20]}.so"
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
+    name = f"kernels-{key.hexdigest()[:20]}"
+    path = _compiled(folder, name)
+    if path is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with hold_lock(folder / "compile.lock", on_wait=lambda: None):
+            path = _compiled(folder, name) or _compile(compiler, folder, name)
+    return Library(path)
+
+
+def _compiled(folder: Path, name: str) -> Path | None:
+    """The file that is what its name says: loading one that was cut short would end the process."""
+    return next((path for path in folder.glob(f"{name}-*.so") if path.stem == f"{name}-{_digest(path)}"), None)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def _compile(compiler: str, folder: Path, name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         made = Path(place, "kernels.so")
         subprocess.run(
             [compiler, *_OPTIONS, "-shared", str(SOURCE), "-o", str(made)],
             check=True, timeout=_COMPILE_WITHIN_S, stdin=subprocess.DEVNULL, capture_output=True,
         )  # fmt: skip
+        path = folder / f"{name}-{_digest(made)}.so"
         os.replace(made, path)
     return path
 
@@ -114,18 +171,20 @@ def _processor() -> str:
     """What -march=native asks: a cache folder may be shared by machines of several kinds."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
-    return platform.processor()
+        told = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+        if told:
+            return "\n".join(told)
+    return f"{platform.processor()} {platform.node()}"  # nobody says which: a machine's own
 
 
 def describe(device: torch.device, precision: str, *, compiled_layers: bool) -> str:
     """For the banner of a run; "" where they have no part in it. Compiles them, where that was not done yet."""
     if device.type != "cpu" or precision != "bf16" or compiled_layers:
         return ""
-    library = find()
-    if library is None:
-        why = f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else "no C++ compiler that works (duoka doctor)"
-        return f"torch's own: {why}"
+    found = _find()
+    if found.library is None:
+        return f"torch's own: {found.why_not}"
+    library = found.library
     attention = "" if library.has_attention else "; attention is torch's: the processor has no AVX-512 with bf16"
     return f"compiled for this processor{attention}"
 
@@ -205,11 +264,19 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -
 
 def cross_entropy_(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """-log p of each row's target (fp64); the logits become the slope of its sum: softmax less 1 at the target."""
+    targets = targets.long().contiguous()
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[-1]:
+        raise IndexError(f"a label is outside of the head's {logits.shape[-1]} words")
     losses = torch.empty(len(targets), dtype=torch.float64)
     _library().cross_entropy(
         _at(logits), _at(targets), _at(losses), len(targets), logits.shape[-1], torch.get_num_threads()
     )
     return losses
+
+
+def adds(sums: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether `add_` takes them."""
+    return sums.is_contiguous() and part.is_contiguous() and serves(sums, part)
 
 
 def add_(sums: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -277,7 +344,10 @@ def _lie(inputs: Any, edges: torch.Tensor) -> tuple[Any, ...]:
 
 
 def attention_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_documents: int) -> bool:
-    """Whether `Attention` takes them, and has work for every thread: else torch's kernel is the faster one."""
+    """Whether `Attention` takes them in bf16, and has work for every thread: else torch's kernel is the faster one.
+
+    So a run of more threads may attend by torch's kernel, whose results differ by bf16's last digit.
+    """
     heads, groups, dim = query.shape[1], key.shape[1], query.shape[-1]
     fits = dim % 16 == 0 and dim == value.shape[-1] and heads % groups == 0 and query.shape[2] == key.shape[2]
     return fits and num_documents * groups >= torch.get_num_threads() and serves(query, key, value, attention=True)

@@ -79,7 +79,8 @@ def own_rotation(theirs: Any) -> Callable[..., Rotated] | None:
     def turn(
         query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *how: Any, **named: Any
     ) -> Any:
-        fits = cos.ndim == 3 and cos.shape[-1] == query.shape[-1] == key.shape[-1]
+        fits = cos.ndim == 3 and cos.shape == sin.shape and cos.shape[-1] == query.shape[-1] == key.shape[-1]
+        fits = fits and query.ndim == 4 and cos.shape[1] == query.shape[2] == key.shape[2]
         if fits and not how and not named and not cos.requires_grad:
             if query.is_cuda:
                 return rotate(query, key, cos, sin)

@@ -31,7 +31,9 @@ class Waiting:
         """Compute it, in the order of the backward pass; each product's tensors are let go when it is done."""
         while self._left:
             weight, find = self._left.popleft()
-            torch.autograd.backward(weight, find())
+            with torch.no_grad():
+                grad = find()
+            torch.autograd.backward(weight, grad)
 
 
 class Later:

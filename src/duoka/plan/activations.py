@@ -47,7 +47,8 @@ _NARROW_RULES: Mapping[bool, ActivationRule] = {
 
 def is_narrow(work: Work, layout: Layout) -> bool:
     """Whether compiled kernels compute what lies between products."""
-    return work.program is None and work.device == "cpu" and layout.precision == "bf16" and not layout.compile
+    on_cpu = work.program is None and work.device == "cpu" and work.has_kernels
+    return on_cpu and layout.precision == "bf16" and not layout.compile
 
 
 def activation_bytes_per_token(work: Work, layout: Layout, length: int = 0) -> tuple[float, str]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from duoka.plan.compiler import has_kernels
+
 # Instructions that multiply bf16 matrices in hardware. Without them bf16 is emulated, and slower than fp32.
 _CPU_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 # Values of ONEDNN_MAX_CPU_ISA that keep torch from using them.
@@ -44,6 +46,7 @@ class Machine:
     bf16_hindrance: str = ""  # the setting that keeps torch from the CPU's bf16
     disk_free_bytes: int | None = None  # where a run offloads to; None: not looked at
     threads_per_rank: int = 0  # OMP_NUM_THREADS; 0: not set, so that ranks share all cores
+    has_kernels: bool = True  # compiled ones, for bf16 on CPUs
 
     def cores_used(self, num_local_ranks: int) -> int:
         """By all ranks together, when CPUs compute."""
@@ -117,7 +120,7 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
     hindrance = f"ONEDNN_MAX_CPU_ISA={highest}" if cpu_bf16 and highest in _BELOW_BF16 else ""
     return Machine(
         _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, hindrance,
-        threads_per_rank=int(threads) if threads.isdigit() else 0,
+        threads_per_rank=int(threads) if threads.isdigit() else 0, has_kernels=has_kernels(env),
     )  # fmt: skip
 
 

@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from duoka.config.schema_running import ADDS_ONCE as ADDS_ONCE
+from duoka.config.schema_running import SPLIT as SPLIT
 from duoka.config.schema_running import Schedule as Schedule
-
-SPLIT: tuple[Schedule, ...] = ("zero-bubble", "zbv")
-# Their ranks have gradients of weights when the last backward pass is over, or of some of their stages only.
-ADDS_ONCE: tuple[Schedule, ...] = ("interleaved", *SPLIT)
 
 
 class Pass(NamedTuple):

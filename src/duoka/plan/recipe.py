@@ -70,6 +70,7 @@ class Work:
     gradient_bits: int = 0
     node_ranks: int = 0  # that share a copy of gathered weights until the backward pass
     deepspeed: DeepSpeedConfig | None = None  # its switches, where it is the engine
+    has_kernels: bool = True  # compiled ones, for bf16 on a CPU
     thin_gradients: bool = False  # PowerSGD: residuals of this step and the one before, each as large as the gradients
 
     @property

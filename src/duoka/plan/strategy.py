@@ -96,7 +96,17 @@ def rank_layouts(config: RunConfig, task: Task, start: Layout, cluster: Cluster,
             return "when asked for"
         return ""
 
-    return search(task, cluster, start, available_bytes, train=config.train, asked=asked, refused=refused, mark=mark)
+    return search(
+        task,
+        cluster,
+        start,
+        available_bytes,
+        train=config.train,
+        reshard=config.parallel.reshard,
+        asked=asked,
+        refused=refused,
+        mark=mark,
+    )
 
 
 def _with_parallel(config: RunConfig, one: Layout) -> RunConfig:

@@ -24,6 +24,7 @@ from duoka.data.prepare import PreparedData, read_tokenizer
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.hub.adapter_files import note_other_bases
 from duoka.hub.base import BaseIdentity, model_fingerprint
+from duoka.model import native
 from duoka.model.adapters import Earlier
 from duoka.model.build import find_core, load_model
 from duoka.model.dtypes import BY_PRECISION
@@ -41,6 +42,7 @@ from duoka.parallel.mesh import Mesh, build_mesh
 from duoka.parallel.objective import Objective
 from duoka.plan.catalog import local_cluster
 from duoka.plan.hardware import read_machine
+from duoka.plan.layout import Layout
 from duoka.plan.offload import offload_folder, with_disk
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
@@ -163,6 +165,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
     found = _find_start(inputs, world, notes)  # refuses ranks whose code, config, model or data differ
     rows = choose_rows(config, inputs.folder)  # packed, or padded where that changed the architecture's numbers
     plan = _agree_on_plan(inputs, world, found, rows, notes)  # rank 0's on every rank
+    _agree_on_kernels(plan.layout, world)
     mesh = build_mesh(plan.layout, world)  # who reads the same data, holds the same bits, adds the same loss
     world.heart.stand_at(mesh.describe_place())
     stage = build_stage(config)  # what an optimizer step minimizes
@@ -233,6 +236,12 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowCh
         drafts = clean_drafts(inputs.run.checkpoints)
         notes += [f"removed {name}, which a killed process left half-written" for name in drafts]
     return plan
+
+
+def _agree_on_kernels(layout: Layout, world: World) -> None:
+    """Of compiled ones ranks use what all have: copies of a weight learn the same bits."""
+    if world.size > 1 and world.device.type == "cpu" and layout.precision == "bf16" and not layout.compile:
+        native.use_at_most(min(world.gather(native.level())))
 
 
 def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[Engine, dict[str, Role]]:
