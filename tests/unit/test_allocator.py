@@ -33,6 +33,9 @@ def test_what_the_user_set_stays(monkeypatch):
     monkeypatch.setattr(allocator, "find_allocator", lambda: Path("/lib/libjemalloc.so.2"))
     made = allocator_environment({})
     assert made == {"LD_PRELOAD": "/lib/libjemalloc.so.2"} and describe_allocator(made) == "jemalloc"
+    monkeypatch.setattr(allocator, "find_allocator", lambda: Path("/lib/libtcmalloc_minimal.so.4"))
+    assert allocator_environment({})["TCMALLOC_RELEASE_RATE"] == "0"
+    assert allocator_environment({"TCMALLOC_RELEASE_RATE": "2"}) == {"LD_PRELOAD": "/lib/libtcmalloc_minimal.so.4"}
     assert allocator_environment({"LD_PRELOAD": "/opt/libmine.so"}) == {}
     assert allocator_environment({"DUOKA_MALLOC": "0"}) == {}
     assert describe_allocator({"LD_PRELOAD": "/opt/libmine.so"}) == describe_allocator({}) == ""
