@@ -65,5 +65,7 @@ def test_the_machine_with_the_slow_cable_is_named(tmp_path: Path) -> None:
         done = subprocess.run(
             command, cwd=tmp_path, env={**os.environ, "DUOKA_SSH": net.ssh}, capture_output=True, text=True, timeout=120
         )
-    (found,) = [one for one in json.loads(done.stdout)["findings"] if one["check"] == "bandwidth"]
+    findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+    found = findings["bandwidth"]
     assert found["severity"] == "fail" and list(found["nodes"]) == ["b"], found
+    assert findings["exchange"]["severity"] == "ok" and "3 ranks over gloo" in str(findings["exchange"]), findings

@@ -156,6 +156,7 @@ def test_the_probe_is_asked_over_ssh_and_one_node_out_of_reach_hides_no_other(
     findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
     bad = {name: one for name, one in findings.items() if one["severity"] == "fail"}
     assert not bad and findings["links"]["severity"] == "ok" and "2 connections" in findings["links"]["nodes"]["all"]
+    assert "2 ranks over" in findings["exchange"]["nodes"]["all"]
     assert findings[str(tmp_path / "run.yaml")]["severity"] == "ok" and findings[str(tiny_model)]["severity"] == "ok"
     assert "shared" in findings["output folder"]["nodes"]["all"] and not list(tmp_path.glob(".duoka-*"))
     done = CliRunner().invoke(cli, ["doctor", "--hosts", "a,gone"], standalone_mode=False)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from duoka.cluster import node_probe
 from duoka.cluster.compare import COMPARISONS, compare_links, compare_rates
+from duoka.cluster.exchange import exchange_nodes
 from duoka.cluster.findings import NodeFinding, Survey
 from duoka.cluster.ssh import CONNECT_S, Connection, Reader, ask, run_sent_python, silent, why_lost
 from duoka.config.hosts import Host
@@ -131,7 +132,9 @@ def _try_links(nodes: list[Connection], reader: Reader, survey: Survey) -> list[
     found = compare_links(reached, {name: f"{address}:{port}" for name, (address, port) in where.items()})
     if any(one.severity == "fail" for one in found):
         return found  # what does not connect has no speed
-    return found + compare_rates(_measure_rates(nodes, reader, where))
+    found += compare_rates(_measure_rates(nodes, reader, where))
+    addresses = {name: address for name, (address, _) in where.items()}
+    return found + exchange_nodes([node.host for node in nodes], survey.folder, addresses)
 
 
 def _measure_rates(

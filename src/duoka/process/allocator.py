@@ -37,7 +37,7 @@ def allocator_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]
     path = find_allocator()
     if path is None:
         return {}
-    # At its own rate tcmalloc gives pages back that the next micro-batch asks for again: a tenth of the first steps' speed.
+    # At its own rate tcmalloc gives pages back that the next micro-batch asks for: a tenth of the first steps' speed.
     keeps = {} if _RATE in env or _LIBRARIES[path.name] != "tcmalloc" else {_RATE: "0"}
     return {PRELOAD: str(path), **keeps}
 
