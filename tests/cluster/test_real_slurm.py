@@ -80,6 +80,44 @@ def test_a_job_is_queued_again_when_its_time_is_over_and_ends_with_the_same_bits
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs), "the same world, the same bits"
 
 
+@pytest.mark.timeout(1200)
+def test_a_drained_node_ends_its_job_and_a_failed_one_costs_no_bit(
+    tmp_path: Path, tiny_model: Path, env: dict[str, str]
+) -> None:
+    """Drained: no new job, this one goes on. Down: Slurm ends it and queues it again, until the node is back."""
+    data = write_conversations(tmp_path / "chats.jsonl", 40, seed=2)
+    (tmp_path / "run.yaml").write_text(YAML.format(model=tiny_model, data=data, epochs=20), encoding="utf-8")
+    run = RunFolder(tmp_path / "out")
+
+    def set_node(state: str) -> None:
+        update = ["scontrol", "update", "nodename=n2", f"state={state}", "reason=test"]
+        subprocess.run(update, env=env, check=True, capture_output=True)
+
+    process = start(tmp_path, env)
+    try:
+        wait_for(process, tmp_path, lambda: len(read_steps(run)) >= 3)
+        set_node("drain")
+        drained_at = len(read_steps(run))
+        wait_for(process, tmp_path, lambda: len(read_steps(run)) >= drained_at + 5)
+        set_node("down")
+        wait_for(process, tmp_path, lambda: "pending" in (tmp_path / "said").read_text().split("running", 1)[-1])
+        assert len(read_steps(run)) < 100
+        set_node("resume")
+        code = process.wait(600)
+    finally:
+        process.kill()
+        process.wait()
+    assert code == 0, (tmp_path / "said").read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "duoka", "train", "run.yaml", "output=alone", "--nproc", "2"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, env=dict(os.environ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [step["step"] for step in read_steps(run)] == list(range(1, 101)), "each step once"
+    ours, theirs = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("out", "alone"))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs), "the same world, the same bits"
+
+
 STAND_IN = """
 import json, os, signal, sys, time
 from duoka.process.slurm import slurm_variables

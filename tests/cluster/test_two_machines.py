@@ -153,6 +153,29 @@ def test_ctrl_c_a_lost_machine_and_a_lost_terminal_cost_no_bit(tmp_path: Path, t
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_machine_that_dies_in_a_save_costs_no_bit(tmp_path: Path, tiny_model: Path, net: Network, which: int) -> None:
+    """The one that writes the manifest, and the other one. The terminal's own machine goes with all that it started."""
+    home = write_home(tmp_path / "home", tiny_model, 8)
+    run = RunFolder(home / "out")
+    process = start(net, home, "--hosts", "a,b")
+    wait_for_ranks(run, 2, lambda beat: beat.step >= 5, within_s=WITHIN_S)
+    deadline = time.monotonic() + WITHIN_S
+    while not any(name.endswith(".draft") for name in os.listdir(run.checkpoints)):
+        assert time.monotonic() < deadline and process.poll() is None, "no save was seen"
+    net.nodes[which].kill_all()
+    code, _, err = finish(process)
+    assert code == (5 if which else -signal.SIGKILL), err
+    net.revive(which)
+    code, _, err = finish(start(net, home, "--hosts", "a,b"))
+    assert code == 0, err
+    assert [step["step"] for step in read_steps(run)] == list(range(1, 41)), "each step once"
+    assert same_bits(run, train_alone(home))
+    assert not any(name.endswith(".draft") for name in os.listdir(run.checkpoints)), "nothing half-written is left"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_a_cable_that_is_pulled_for_good_ends_the_run_with_the_machines_name(
     tmp_path: Path, tiny_model: Path, net: Network
 ) -> None:
