@@ -15,10 +15,12 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors
 from namespaces import Network, machines, why_not
 from test_doctor_between import filter_new_connections
 from test_two_machines import WITHIN_S, finish, same_bits, start, train_alone, write_home
 
+import duoka.errors as duoka_errors
 from duoka.cluster.fault_injection import wait_for_ranks
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
@@ -86,6 +88,40 @@ def test_all_processors_of_both_machines_are_burned(tmp_path: Path) -> None:
     found = [one for one in json.loads(done.stdout)["findings"] if one["check"] in ("speed", "arithmetic", "burn")]
     assert [one["check"] for one in found] == ["speed"], found
     assert any(words in str(found) for words in ("2 x CPU", "a cpu", "b cpu")), found
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_another_name_package_and_line_of_code_are_found_on_the_machine_that_has_them(tmp_path: Path) -> None:
+    """Machine b has a host name, a package's version and a file of duoka of its own, by mount and UTS namespaces."""
+    installed, code = Path(safetensors.__file__).parent.parent, Path(duoka_errors.__file__)
+    real, links, other = tmp_path / "real", tmp_path / "links", tmp_path / "errors.py"
+    for folder in (real, links):
+        folder.mkdir()
+    for one in installed.iterdir():
+        other_name = "safetensors-0.0.1.dist-info" if one.match("safetensors-*.dist-info") else one.name
+        (links / other_name).symlink_to(real / one.name)
+    other.write_text(code.read_text() + "\n# changed\n")
+    mounts = (
+        f"mount --bind {installed} {real}; mount --bind {links} {installed}; mount --bind {other} {code}; hostname odd"
+    )
+    inside = tmp_path / "inside"
+    inside.write_text(f'#!/bin/sh\nexec unshare -m -u sh -c \'{mounts}; exec sh -c "$0"\' "$1"\n')
+    wrapped = tmp_path / "ssh"
+    with machines(tmp_path / "net") as net:
+        wrapped.write_text(
+            '#!/bin/bash\nwords=("$@")\n'
+            f'case " $* " in *" b "*) words[-1]="{inside} $(printf %q "${{words[-1]}}")";; esac\n'
+            f'exec {net.ssh} "${{words[@]}}"\n'
+        )
+        for script in (inside, wrapped):
+            script.chmod(0o755)
+        looked = duoka(net, tmp_path, str(wrapped), "doctor", "--hosts", "a,b", "--json")
+        alike = duoka(net, tmp_path, net.ssh, "doctor", "--hosts", "a,b", "--json")
+    bad = {one["check"]: one for one in json.loads(looked.stdout)["findings"] if one["severity"] == "fail"}
+    assert looked.returncode == 3 and bad.keys() == {"safetensors", "duoka"}, bad
+    assert bad["safetensors"]["nodes"]["b"] == "0.0.1" and "pip install" in bad["safetensors"]["fix"], bad
+    assert not [one for one in json.loads(alike.stdout)["findings"] if one["severity"] == "fail"], alike.stdout
 
 
 @pytest.mark.nightly

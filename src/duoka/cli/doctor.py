@@ -28,6 +28,15 @@ _MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", 
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @host_options
 @click.option(
+    "--slurm",
+    is_flag=False,
+    flag_value="job",
+    default="",
+    metavar="KEY=VALUE,...",
+    help="Nodes of Slurm: partition=gpu,nodes=2; without keys those of the job that this is in.",
+)
+@click.option("--k8s", default="", metavar="NAME", help="The pods of a running Kubernetes Job.")
+@click.option(
     "--level", type=click.Choice(["quick", "net", "burn"]), default="quick", show_default=True,
     help="net: connect all pairs of hosts, both ways; burn: each processor computes, and is compared.",
 )  # fmt: skip
@@ -36,9 +45,10 @@ _MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", 
 @click.option("--output", default="", help="The folder that runs will be written to; default: CONFIG's, or runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
-    config: str | None, overrides: tuple[str, ...], hosts: str, hostfile: str, include: str, exclude: str, level: str,
-    seconds: float, fix: bool, output: str, as_json: bool,
+    config: str | None, overrides: tuple[str, ...], hosts: str, hostfile: str, include: str, exclude: str, slurm: str,
+    k8s: str, level: str, seconds: float, fix: bool, output: str, as_json: bool,
 ) -> int:  # fmt: skip
+    from duoka.cluster.allocation import HERE, look_in_job, nodes_of_job, pods_of_job
     from duoka.cluster.burn import burn_here
     from duoka.cluster.doctor import examine
     from duoka.config.hosts import read_hosts
@@ -47,6 +57,14 @@ def command(
 
     loaded = load_config(config, overrides) if config else None
     found = typed_hosts(HostFlags(hosts, hostfile, include, exclude))
+    if sum(map(bool, (found, slurm, k8s))) > 1:
+        raise ConfigError("--hosts, --slurm and --k8s each name machines", fix="keep one of them")
+    if slurm not in ("", HERE):
+        words = [*filter(None, (config, *overrides)), "--level", level, "--seconds", f"{seconds:g}"]
+        words += ["--output", output] if output else []
+        return look_in_job(slurm, [*words, *(["--json"] if as_json else []), *(["--fix"] if fix else [])])
+    if slurm or k8s:
+        found = nodes_of_job(os.environ) if slurm else pods_of_job(k8s)
     if not found and loaded is not None and loaded.config.cluster.hosts:
         found = read_hosts(loaded.config.cluster.hosts)
     output = output or (loaded.config.output if loaded is not None else "runs")

@@ -96,14 +96,19 @@ def compare_files(survey: Survey) -> Iterator[NodeFinding]:
         node = next(iter(odd or gone))
         good = next((name for name in files if name not in odd and name not in gone), "")
         full = os.path.join(survey.folder, os.path.expanduser(path))
-        fix = (
-            f"rsync -a {full}{'/' if files[good]['kind'] == 'folder' else ''} {survey.ssh[node].split()[-1]}:{full}"
-            if (good)
-            else "put it there, on all machines"
-        )
+        fix = "put it there, on all machines"
+        if good:
+            fix = _copying(full, survey.ssh[node], files[good]["kind"] == "folder")
         cause = "not there" if gone else "another content"
         shown = both(values, {name: values[name] for name in odd or gone})
         yield NodeFinding("fail", path, shown, cause, fix)
+
+
+def _copying(path: str, way: str, is_folder: bool) -> str:
+    """`way`: what a person types in front of a command to run it on the node."""
+    if way.startswith("kubectl"):
+        return f"kubectl cp {path} {way.split()[2]}:{path}"
+    return f"rsync -a {path}{'/' if is_folder else ''} {way.split()[-1].removeprefix('--nodelist=')}:{path}"
 
 
 def _file_words(one: Mapping[str, Any]) -> str:

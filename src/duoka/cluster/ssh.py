@@ -35,7 +35,12 @@ _OPTIONS = (
 
 
 def ssh_command(host: Host, script: str) -> list[str]:
-    """`script` is for sh, whatever shell the user logs in to."""
+    """`script` is for sh, whatever shell the user logs in to. Nodes of a Slurm job and pods: by their own commands."""
+    if host.way == "slurm":
+        step = ["srun", "--overlap", "--quiet", "--unbuffered", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}"]
+        return [*step, "sh", "-c", script]
+    if host.way == "pod":
+        return ["kubectl", "exec", "--stdin", host.name, "--", "sh", "-c", script]
     port = ("-p", str(host.port)) if host.port else ()
     program = shlex.split(os.environ.get(SSH) or "ssh")
     return [*program, *_OPTIONS, *port, host.target, f"exec sh -c {shlex.quote(script)}"]
@@ -71,10 +76,10 @@ class Connection:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
         except OSError as error:
-            raise ConfigError(
-                f"cannot start {command[0]}: {error.strerror or error}",
-                fix=f"install OpenSSH's client, or write another command in {SSH}",
-            ) from None
+            fix = f"install OpenSSH's client, or write another command in {SSH}"
+            if host.way != "ssh":
+                fix = f"type this where {command[0]} is"
+            raise ConfigError(f"cannot start {command[0]}: {error.strerror or error}", fix=fix) from None
         self._waiting = b""
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert stream is not None
@@ -188,7 +193,7 @@ def why_lost(connection: Connection, errors: str) -> tuple[str, str]:
     said = [line.strip() for line in errors.splitlines() if line.strip()]
     last = said[-1] if said else "it said nothing"
     name = connection.host
-    by_hand = f"try it by hand:   ssh {f'-p {name.port} ' if name.port else ''}{name.target} true"
+    by_hand = f"try it by hand:   {name.by_hand} true"
     if connection.code == NO_FOLDER:
         return f"{name}: {last}", "the working folder must be on all machines, under the same path"
     if connection.code == NO_PYTHON:
@@ -205,7 +210,7 @@ def why_lost(connection: Connection, errors: str) -> tuple[str, str]:
 
 
 def silent(node: Connection, seconds: float) -> tuple[str, str]:
-    return f"{node.host} has not answered within {seconds:.0f} s", f"try it by hand:   ssh {node.host.target} true"
+    return f"{node.host} has not answered within {seconds:.0f} s", f"try it by hand:   {node.host.by_hand} true"
 
 
 def ask(

@@ -21,6 +21,7 @@ from duoka.cluster.findings import NodeFinding, Survey
 from duoka.cluster.ssh import CONNECT_S, Connection, Reader, ask, run_sent_python, silent, why_lost
 from duoka.config.hosts import Host
 from duoka.process.interface import address_towards
+from duoka.process.slurm import find_address
 
 Level = Literal["quick", "net"]
 LOOK_S = CONNECT_S + 45.0
@@ -76,7 +77,8 @@ def _examine(nodes: list[Connection], reader: Reader, question: Question, level:
     clocks = ask(alive, reader, [{"now": True}] * len(alive), 10) or []
     for node, clock in zip(alive, clocks, strict=True):
         facts[str(node.host)]["time"] = clock["time"] if isinstance(clock, dict) else asked_at
-    survey = Survey(facts, question.folder, asked_at, time.time(), {name: _target(nodes, name) for name in facts})
+    ways = {str(node.host): node.host.by_hand for node in alive}
+    survey = Survey(facts, question.folder, asked_at, time.time(), ways)
     if not findings:
         findings.append(NodeFinding("ok", "reach", dict.fromkeys(facts, "answers")))
     for comparison in COMPARISONS if facts else ():
@@ -85,11 +87,6 @@ def _examine(nodes: list[Connection], reader: Reader, question: Question, level:
     if level == "net" and len(alive) > 1:
         findings += _try_links(alive, reader, survey)
     return findings
-
-
-def _target(nodes: Sequence[Connection], name: str) -> str:
-    host = next(node.host for node in nodes if str(node.host) == name)
-    return f"ssh {f'-p {host.port} ' if host.port else ''}{host.target}"
 
 
 def _look_at_output(nodes: list[Connection], reader: Reader, question: Question) -> list[NodeFinding]:
@@ -163,7 +160,11 @@ def rounds_of(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def _address(node: Connection, survey: Survey) -> str:
-    """By which the others are to reach it: as ssh has, or, for this very machine, towards another one."""
+    """By which the others are to reach it: as ssh or Slurm has, or, for this very machine, towards another one."""
+    if node.host.way == "slurm":
+        return find_address(node.host.name)
+    if node.host.way == "pod":  # its name in the cluster may need a Service, its address does not
+        return next(iter(survey.facts[str(node.host)]["resolves_to"]), "")
     found = str(survey.facts[str(node.host)]["address"])
     if not found.startswith("127.") and found not in ("", "::1"):
         return found

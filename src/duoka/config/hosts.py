@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
@@ -30,10 +30,20 @@ class Host:
     port: int = 0  # of sshd; 0: as the ssh config says
     slots: int | None = None  # None: one per GPU
     devices: tuple[int, ...] = ()  # the GPUs that were chosen of it; empty: all
+    way: Literal["ssh", "slurm", "pod"] = "ssh"  # to it: ssh, srun in its job, kubectl exec
 
     @property
     def target(self) -> str:
         return f"{self.user}@{self.name}" if self.user else self.name
+
+    @property
+    def by_hand(self) -> str:
+        """What a person types in front of a command to run it there."""
+        if self.way == "slurm":
+            return f"srun --overlap --nodes=1 --nodelist={self.name}"
+        if self.way == "pod":
+            return f"kubectl exec {self.name} --"
+        return f"ssh {f'-p {self.port} ' if self.port else ''}{self.target}"
 
     def __str__(self) -> str:
         return f"{self.target}:{self.port}" if self.port else self.target
