@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import safetensors
-from namespaces import Network, machines, why_not
+from namespaces import Network, machines, run, why_not
 from test_doctor_between import filter_new_connections
 from test_two_machines import WITHIN_S, finish, same_bits, start, train_alone, write_home
 
@@ -192,6 +192,31 @@ def test_a_rendezvous_behind_a_firewall_is_said_in_time(tmp_path: Path, tiny_mod
         filter_new_connections(net.nodes[0].space, "drop")
         code, _, err = finish(start(net, home, "--hosts", "a,b", "--wait", "8s"))
     assert (code == 5 and "machines joined within" in err) or "no rendezvous at" in err, err
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_slow_network_shows_in_the_time_that_ranks_wait_and_is_named(tmp_path: Path, tiny_model: Path) -> None:
+    home = write_home(tmp_path / "home", tiny_model, 6)
+    waited = {}
+    with machines(tmp_path / "net") as net:
+        for name in ("fast", "slow"):
+            if name == "slow":
+                limit = ["rate", "10mbit", "burst", "16kb", "latency", "400ms"]
+                for node in net.nodes:
+                    run("ip", "netns", "exec", node.space, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+            process, folder = start(net, home, "--hosts", "a,b", f"output={name}"), RunFolder(home / name)
+            deadline = time.monotonic() + WITHIN_S
+            while len(read_steps(folder)) < 20 and time.monotonic() < deadline and process.poll() is None:
+                time.sleep(0.1)
+            shown = duoka(net, home, net.ssh, "top", name, "--once").stdout
+            code, _, err = finish(process)
+            assert code == 0, err
+            steps = read_steps(folder)[5:]
+            waited[name] = sum(one["wait_s"] for one in steps) / sum(one["step_s"] for one in steps)
+    assert waited["slow"] > max(0.7, waited["fast"] + 0.1), waited
+    assert "the exchange is slow, not a rank" in shown and "`duoka comm test` measures" in shown, shown
+    assert same_bits(RunFolder(home / "slow"), RunFolder(home / "fast"))
 
 
 @pytest.mark.nightly
