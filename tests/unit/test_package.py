@@ -98,7 +98,7 @@ def test_what_the_dockerfile_installs_works_without_the_repository(tmp_path: Pat
     assert "installed" in type_line("duoka env") and str(environment) in type_line("duoka env --json").replace(
         "~", str(tmp_path)
     )
-    assert "零" in type_line("duoka explain zero --lang zh") or "显存" in type_line("duoka explain zero --lang zh")
+    assert "混合精度" in type_line("duoka explain zero --lang zh")
     assert "verdict  fits" in type_line("duoka new mine.yaml --on 1xRTX4090 < /dev/null")
     assert "median" in type_line("duoka plan --validate"), "the tables of published runs are there"
     assert "quantization" in type_line("duoka config schema")

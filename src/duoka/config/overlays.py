@@ -259,7 +259,7 @@ def read_text(path: Path, faults: list[Fault], asked_at: SourcePlace | None) -> 
 def _yaml_files(folder: Path, wanted: str) -> str:
     try:
         files = sorted(item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml"))
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in its name
         files = []
     guess = nearest(wanted, files)
     if guess:

@@ -201,7 +201,7 @@ def set_with_name(name: str, base: Path) -> Path | None:
     if is_task(name):
         return task_data(name, base, "train")
     builtin = BUILTIN_FOLDER / f"{name}.jsonl"
-    return builtin if re.fullmatch(r"[\w-]+", name) and builtin.is_file() else None
+    return builtin if re.fullmatch(r"[\w-]{1,64}", name) and builtin.is_file() else None
 
 
 def _messages() -> SetFormat:
