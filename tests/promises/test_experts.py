@@ -90,6 +90,10 @@ def test_four_ranks_share_experts_beside_copies_and_sequences():
     run_world(4, compare_all, [("fsdp4·ep4", few[:1]), ("fsdp4·ep2", few), ("fsdp2·sp2·ep2", few)])
 
 
+def test_tensor_ranks_share_experts_and_send_a_part_of_the_tokens_each():
+    run_world(2, compare_all, [("single·tp2·ep2", ["Qwen3", "balanced", "two take all", "LoRA", "Mixtral, padded"])])
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_mixture_learns_alike_under_every_strategy():
@@ -97,6 +101,9 @@ def test_every_mixture_learns_alike_under_every_strategy():
     run_world(2, compare_all, [*two, *((f"{name}·ep2", SHARED) for name in ("zero1x2", "zero2x2", "fsdp2"))])
     layouts = ("fsdp4·ep4", "fsdp4·ep2", "zero2x4·ep2", "hsdp2x2·ep2", "fsdp2·sp2·ep2")
     run_world(4, compare_all, [(name, SOME) for name in layouts])
+    # Latent attention has no part in transformers' plan: see test_tensor_families.py.
+    cut = [name for name in SHARED if not name.startswith("DeepSeek")]
+    run_world(4, compare_all, [(name, cut) for name in ("fsdp2·tp2·ep2", "fsdp2·tp2·ep4", "zero1x1·sp2·tp2·ep4")])
 
 
 def count_bytes():

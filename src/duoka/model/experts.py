@@ -22,6 +22,14 @@ EXCHANGE = "expert_exchange"
 class ExpertExchange(Protocol):
     """How rows come to the ranks that have their experts: parallel/expert.py puts it on modules."""
 
+    def enter(self, *tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of tensors with a row for each token, the rows that this rank sends; others have the same tokens."""
+        ...
+
+    def leave(self, out: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The rows of all tokens, of those that this rank sent."""
+        ...
+
     def compute(
         self, rows: torch.Tensor, counts: torch.Tensor, own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
@@ -61,12 +69,15 @@ def mix(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """The weighted sum of what each token's experts make of it: (tokens, dim)."""
+    num_tokens = len(top_k_index)
+    exchange: ExpertExchange | None = getattr(module, EXCHANGE, None)
+    if exchange is not None:
+        hidden_states, top_k_index, top_k_weights = exchange.enter(hidden_states, top_k_index, top_k_weights)
     tokens, chosen = top_k_index.shape
     flat = top_k_index.reshape(-1)
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(module.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
     rows = hidden_states[order // chosen].to(_dtype_of(hidden_states))
-    exchange: ExpertExchange | None = getattr(module, EXCHANGE, None)
 
     def own(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return compute_experts(module, rows, counts)
@@ -74,8 +85,9 @@ def mix(
     out = own(rows, counts) if exchange is None else exchange.compute(rows, counts, own)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    weighted = out[back].view(tokens, chosen, -1) * top_k_weights.unsqueeze(-1)
-    return weighted.sum(dim=1).to(hidden_states.dtype)
+    weighted = out[back].view(tokens, chosen, out.shape[-1]) * top_k_weights.unsqueeze(-1)
+    summed = weighted.sum(dim=1).to(hidden_states.dtype)
+    return summed if exchange is None else exchange.leave(summed, num_tokens)
 
 
 def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The expert axis: data ranks that each have some of every layer's experts, and send each other the tokens for them.
 
-It is carved out of the ranks whose gradients are added (data ranks, and those of a sequence): neighbors share the
-experts, all else lies as its strategy has it. `share_experts` makes a layer's experts DTensors cut by expert, so that
+It is carved out of the ranks of a stage: data ranks, those of a sequence, and tensor ranks, which have the same tokens
+and send a part of them each. Neighbors share the experts, all else lies as its strategy has it. `share_experts` makes a layer's experts DTensors cut by expert, so that
 checkpoints, optimizers and the final folder know what of them a rank has, and gives their forward an exchange
 (model/experts.py asks it). A rank's experts see the tokens of all ranks that share them, so their gradients are whole
 but for the other copies of the same experts: `sum_copies` adds these up once a step. Nobody else may exchange them.
@@ -23,15 +23,25 @@ from duoka.model.experts import EXCHANGE, find_experts, weight_names
 from duoka.model.lora import adapted_experts
 from duoka.optim.host import local_part
 from duoka.parallel.mesh import EXPERT_AXIS, Mesh
+from duoka.parallel.tensor_exchange import joined, own_part
 
 
 class TokenExchange:
     """Rows to the ranks that have their experts, and back (model/experts.py: ExpertExchange)."""
 
-    def __init__(self, world: World, num_experts: int) -> None:
-        """`world`: the ranks that share the experts, in the order of these."""
-        self._world = world
+    def __init__(self, world: World, num_experts: int, tensor: World) -> None:
+        """`world`: the ranks that share the experts, in the order of these; `tensor`: those with the same tokens."""
+        self._world, self._tensor = world, tensor
         self._own = num_experts // world.size
+
+    def enter(self, *tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._tensor.size == 1:
+            return tokens
+        # Their gradients are joined on the way back: routers, which are whole on each rank, have whole ones.
+        return tuple(own_part(one, self._tensor, dim=0) for one in tokens)
+
+    def leave(self, out: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        return out if self._tensor.size == 1 else joined(out, self._tensor, num_tokens, dim=0)
 
     def compute(
         self, rows: torch.Tensor, counts: torch.Tensor, own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -105,7 +115,7 @@ def share_experts(core: torch.nn.Module, mesh: Mesh) -> None:
             part = distribute_tensor(whole.detach(), grid, [Replicate(), Shard(0)], src_data_rank=None)
             # A copy: a view would keep all experts in memory.
             module._parameters[own] = torch.nn.Parameter(part.clone(), requires_grad=whole.requires_grad)
-        setattr(module, EXCHANGE, TokenExchange(world, module.num_experts))
+        setattr(module, EXCHANGE, TokenExchange(world, module.num_experts, mesh.tensor))
 
 
 def is_shared_expert(tensor: torch.Tensor) -> bool:
