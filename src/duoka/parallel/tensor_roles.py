@@ -47,8 +47,9 @@ def find_parts(core: torch.nn.Module, num_ranks: int, *, shares_experts: bool = 
         style = next((style for pattern, style in plan if pattern.fullmatch(name)), None)
         if style is not None and any(True for _ in module.parameters()):
             parts[name] = _part_of(name, style, num_ranks)
-    if "experts" in parts.values() and not shares_experts:
-        what = "this model is a mixture of experts, which a tensor axis alone does not share out"
+    mixture = next((name for name, part in parts.items() if part == "experts"), None)
+    if mixture is not None and not shares_experts:
+        what = f"{mixture} are experts, which a tensor axis alone does not share out"
         raise _refusal(num_ranks, what, f"write beside it   expert: {num_ranks}   , or delete tensor:")
     names = {id(module): name for name, module in core.named_modules()}
     ends: tuple[tuple[Any, Part], ...]
