@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from duoka.torch_private import FakeTensor
+
 NAME = "duoka"
 EXCHANGE = "expert_exchange"
 
@@ -108,6 +110,15 @@ def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> to
     return module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[no-any-return]
 
 
+def sizes_of(counts: torch.Tensor, total: int) -> list[int]:
+    """How many rows each place has. Nothing is in a fake tensor (of a dry run): there all have as many."""
+    if not isinstance(counts, FakeTensor):
+        found: list[int] = counts.tolist()
+        return found
+    each, more = divmod(total, len(counts))
+    return [each + (place < more) for place in range(len(counts))]
+
+
 def _dtype_of(rows: torch.Tensor) -> torch.dtype:
     """What products compute in, and rows travel in."""
     kind = rows.device.type
@@ -128,7 +139,7 @@ def _multiply_each(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """One product an expert. An expert without rows has a gradient of zero, also where none of a rank's has any."""
-    sizes = counts.tolist()
+    sizes = sizes_of(counts, len(rows))
     # Taken apart at once: each expert's gradient by itself would be as large as that of all.
     weights = weight.unbind()
     biases = [None] * len(sizes) if bias is None else bias.unbind()

@@ -1,10 +1,11 @@
 """The expert axis: data ranks that each have some of every layer's experts, and send each other the tokens for them.
 
 It is carved out of the ranks of a stage: data ranks, those of a sequence, and tensor ranks, which have the same tokens
-and send a part of them each. Neighbors share the experts, all else lies as its strategy has it. `share_experts` makes a layer's experts DTensors cut by expert, so that
-checkpoints, optimizers and the final folder know what of them a rank has, and gives their forward an exchange
-(model/experts.py asks it). A rank's experts see the tokens of all ranks that share them, so their gradients are whole
-but for the other copies of the same experts: `sum_copies` adds these up once a step. Nobody else may exchange them.
+and send a part of them each. Neighbors share the experts, all else lies as its strategy has it. `share_experts` makes
+a layer's experts DTensors cut by expert, so that checkpoints, optimizers and the final folder know what of them a rank
+has, and gives their forward an exchange (model/experts.py asks it). A rank's experts see the tokens of all ranks that
+share them, so their gradients are whole but for the other copies of the same experts: `sum_copies` adds these up once
+a step. Nobody else may exchange them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from duoka.comm.collectives import all_reduce, all_to_all
 from duoka.comm.world import World
 from duoka.errors import ConfigError
-from duoka.model.experts import EXCHANGE, find_experts, weight_names
+from duoka.model.experts import EXCHANGE, find_experts, sizes_of, weight_names
 from duoka.model.lora import adapted_experts
 from duoka.optim.host import local_part
 from duoka.parallel.mesh import EXPERT_AXIS, Mesh
@@ -49,12 +50,12 @@ class TokenExchange:
         size = self._world.size
         with self._world.heart.exchange("all_to_all of counts (over experts)"):
             arrived = all_to_all(torch.empty_like(counts), counts, self._world.group).view(size, self._own)
-        sent, came = (one.view(size, self._own).sum(dim=1).tolist() for one in (counts, arrived))
+        sent, came = (sizes_of(one.view(size, self._own).sum(dim=1), len(rows)) for one in (counts, arrived))
         # Ranks without a single row come to each exchange too: the others wait for them, in the backward pass as well.
         here = travel(rows, self, sent, came)
         # They came rank after rank, each expert after expert; an expert's rows lie in the order of ranks.
         place = torch.arange(self._own, device=rows.device).repeat(size)
-        order = place.repeat_interleave(arrived.view(-1)).argsort(stable=True)
+        order = place.repeat_interleave(arrived.view(-1), output_size=sum(came)).argsort(stable=True)
         out = own(here[order], arrived.sum(dim=0))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)

@@ -168,7 +168,7 @@ def parse_layout(text: str) -> Layout:
     layout = Layout(dp=dp, strategy=strategy, shard=shard, tp=tp, pp=pp, sp=sp, ep=name.ep)
     shares = layout.is_sharded or (layout.strategy == "single" and tp > 1)
     if name.ep > 1 and (not shares or layout.state_ranks * tp % name.ep):
-        raise ValueError(f"{text!r}: experts are shared by ranks that share state (fsdp4.ep2), or layers (single.tp2.ep2)")
+        raise ValueError(f"{text!r}: experts are shared by ranks that share state (fsdp4.ep2) or layers (tp2.ep2)")
     return layout
 
 

@@ -189,12 +189,13 @@ def _without_experts(work: Work, layout: Layout, whole: ModelShare) -> ModelShar
     each = experts.num_experts * experts.num_parameters_each
     everywhere = each * experts.num_layers * whole.num_layers // work.shape.num_layers
     trained = work.lora is None and work.train_only is None
+    cut = everywhere // layout.tp  # as they were counted among what tensor ranks cut
     return replace(
         whole,
-        trainable=whole.trainable - (everywhere if trained else 0),
-        frozen=max(0, whole.frozen - (0 if trained else everywhere)),
-        per_layer=whole.per_layer - each,
-        block_linear=whole.block_linear - everywhere,
+        trainable=whole.trainable - (cut if trained else 0),
+        frozen=max(0, whole.frozen - (0 if trained else cut)),
+        per_layer=whole.per_layer - each // layout.tp,
+        block_linear=whole.block_linear - cut,
         experts=everywhere // layout.ep,
     )
 
