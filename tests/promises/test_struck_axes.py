@@ -69,11 +69,12 @@ def test_a_rank_of_an_axis_stops_with_a_save_and_is_named_when_it_is_killed(case
     assert "rank 1 of 2 was killed by SIGKILL" in output and f"it was {place}, in " in output, output
 
 
-@pytest.mark.parametrize("axis", ["pp", pytest.param("tp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("axis", ["pp", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("tp", "sp", "ep"))])
 def test_a_rank_that_stands_still_ends_the_run_by_its_place_and_micro_batch(case, axis):
     layout, place = AXES[axis]
     run = RunFolder(case / f"still-{axis}")
-    process = start(case / "dense.yaml", run.path, layout, "--restarts", "0", f"faults.hang_after={HANG_S}")
+    yaml = case / ("experts.yaml" if axis == "ep" else "dense.yaml")
+    process = start(yaml, run.path, layout, "--restarts", "0", f"faults.hang_after={HANG_S}")
     strike_at(run, 2, "SIGSTOP")
     struck = time.monotonic()
     code, output = finish(process)

@@ -128,6 +128,7 @@ def sum_copies(parameters: Iterable[torch.nn.Parameter], world: World) -> None:
     """Add the gradients of experts over the ranks that have the same ones; once a step, after its last backward."""
     if world.size == 1:
         return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            all_reduce(local_part(parameter.grad), world.group)
+    with world.heart.exchange("all_reduce of gradients (over copies of experts)"):
+        for parameter in parameters:
+            if parameter.grad is not None:
+                all_reduce(local_part(parameter.grad), world.group)

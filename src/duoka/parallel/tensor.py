@@ -188,12 +188,13 @@ def share_words(module: Any, world: World) -> None:
     num_words = layer.out_features
     first, size = bounds(num_words, world)
 
-    def largest(values: torch.Tensor) -> torch.Tensor:
-        return all_reduce(values, world.group, torch.distributed.ReduceOp.MAX)
+    def all_ranks(values: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
+        with world.heart.exchange("all_reduce of the loss's sums (over tensor)"):
+            return all_reduce(values, world.group, op)
 
     shared = SharedVocabulary(
         first, size, num_words, -(-num_words // world.size),
-        add=functools.partial(all_reduce, group=world.group), most=largest,
+        add=all_ranks, most=functools.partial(all_ranks, op=torch.distributed.ReduceOp.MAX),
         spread_rows=functools.partial(spread, world=world),
     )  # fmt: skip
     setattr(layer, VOCABULARY, shared)
@@ -257,6 +258,7 @@ def sum_parts(parameters: Iterable[torch.nn.Parameter], world: World) -> None:
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return
-    summed = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]), world.group)
+    with world.heart.exchange("all_reduce of parts of gradients (over tensor)"):
+        summed = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]), world.group)
     for gradient, whole in zip(gradients, summed.split([one.numel() for one in gradients]), strict=True):
         gradient.copy_(whole.view_as(gradient))

@@ -30,14 +30,13 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        # A copy: other branches of the graph may hold the same gradient.
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.world.group), None
+        return _sum(grad, ctx.world, "all_reduce of activations' gradients"), None
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, world: World) -> torch.Tensor:
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), world.group)
+        return _sum(x, world, "all_reduce of activations")
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
@@ -66,11 +65,18 @@ class _OwnPart(torch.autograd.Function):
         return _join(grad, *ctx.how), None, None
 
 
+def _sum(x: torch.Tensor, world: World, what: str) -> torch.Tensor:
+    # Of a copy: other branches of the graph may hold the same tensor.
+    with world.heart.exchange(f"{what} (over tensor)"):
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), world.group)
+
+
 def _join(x: torch.Tensor, world: World, size: int, dim: int) -> torch.Tensor:
     short = list(x.shape)
     short[dim] = -(-size // world.size) - x.shape[dim]
     sent = (torch.cat([x, x.new_zeros(short)], dim) if short[dim] else x).contiguous()
-    arrived = all_gather(sent.new_empty(world.size * sent.numel()), sent.view(-1), world.group)
+    with world.heart.exchange("all_gather of activations (over tensor)"):
+        arrived = all_gather(sent.new_empty(world.size * sent.numel()), sent.view(-1), world.group)
     parts = arrived.view(world.size, *sent.shape).unbind()
     return torch.cat(parts, dim).narrow(dim, 0, size)
 

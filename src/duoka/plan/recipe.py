@@ -45,6 +45,7 @@ class Program:
     boundary: float = 2  # what full recompute keeps of each layer
     logits: float = 10  # per token and word of the vocabulary, at the loss
     window: float = 2.0  # layers that are gathered at once
+    shares_rows: bool = False  # tensor ranks share what norms read, too: each has some rows (sequence parallelism)
     in_place: bool = False  # the optimizer steps in the backward pass: gradients never exist together
     offloads_kept: bool = False
 
