@@ -36,6 +36,7 @@ def learn_on_two(folder, config, world):
     from duoka.data.feed.loader import GlobalBatch
     from duoka.model.build import LossModel, load_model
     from duoka.model.exactness import SelfTest
+    from duoka.model.experts import find_experts
     from duoka.model.request import ModelRequest
     from duoka.model.shards import build_without_memory
     from duoka.parallel.apply import parallelize
@@ -45,7 +46,7 @@ def learn_on_two(folder, config, world):
     request = ModelRequest(folder, dtype=torch.float32)
     # As a run does: what cannot be read by boxes is loaded whole.
     lm, source = build_without_memory(request) or (load_model(request), None)
-    layout = parse_layout("single.tp2")
+    layout = parse_layout("single.tp2.ep2" if any(True for _ in find_experts(lm)) else "single.tp2")
     own = SelfTest(config).trial("packed").own_logits
     engine = parallelize(LossModel(lm, own_logits=own), layout, ParallelConfig(), build_mesh(layout, world), source)
     micro = pack([document(config.get_text_config().vocab_size)], [0])
