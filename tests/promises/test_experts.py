@@ -91,7 +91,9 @@ def test_four_ranks_share_experts_beside_copies_and_sequences():
 
 
 def test_tensor_ranks_share_experts_and_send_a_part_of_the_tokens_each():
-    run_world(2, compare_all, [("single·tp2·ep2", ["Qwen3", "balanced", "two take all", "LoRA", "Mixtral, padded"])])
+    run_world(
+        2, compare_all, [("single·tp2·ep2", ["Qwen3", "balanced", "two take all", "LoRA", "Mixtral, padded", "Qwen2"])]
+    )
 
 
 @pytest.mark.nightly

@@ -63,13 +63,18 @@ def judge(folder, names):
     from duoka.comm.world import end_world, start_world
     from duoka.config.schema import ParallelConfig
     from duoka.errors import DuokaError
+    from duoka.model.exactness import SelfTest
 
     world = start_world(ParallelConfig(strategy="fsdp"))
     verdicts = {}
     for name in names:
         wanted = torch.load(folder / f"{name}.pt", weights_only=True)
+        config = AutoConfig.from_pretrained(folder / name)
+        if SelfTest(config).layout is None:
+            verdicts[name] = "refused: its rows, under any layout"
+            continue
         try:
-            loss, found = learn_on_two(folder / name, AutoConfig.from_pretrained(folder / name), world)
+            loss, found = learn_on_two(folder / name, config, world)
         except DuokaError as error:
             verdicts[name] = f"refused: {error.what}"
             continue
