@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -29,6 +29,7 @@ __all__ = [
     "AllGather",
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "FakeTensor",
     "FakeTensorMode",
     "NormBase",
     "ReduceScatter",

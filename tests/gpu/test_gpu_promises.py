@@ -86,6 +86,7 @@ def test_a_model_cut_over_gpus_learns_what_one_process_learns(two_gpus, tmp_path
         ("qwen3", "single.tp2", "sgd", 3, ""),
         ("tied", "single.pp2", "sgd", 3, ""),
         ("llama", "ddp1.sp2", "sgd", 3, ""),
+        ("moe", "single.tp2.ep2", "sgd", 3, ""),
     ]
     run_cases(tmp_path, two_gpus, cut)
 

@@ -23,7 +23,14 @@ RUNS = {
     "zero1, shared": ("deepseek_v3", 2, ("parallel.strategy=zero1", "parallel.expert=2", "data.eval=0.2")),
 }
 # Each goes on from what the one before it saved, after as many steps.
-CHAIN = (("alone", 1, "then ep2", 2, SHARED), ("then ep2", 2, "then alone", 1, ()))
+CUT = ("parallel.tensor=2", "parallel.expert=2", "parallel.check_replicas=1")
+WIDER = ("parallel.tensor=2", "parallel.expert=4", "parallel.check_replicas=1")
+CHAIN = (
+    ("alone", 1, "then ep2", 2, SHARED),
+    ("then ep2", 2, "then alone", 1, ()),
+    ("alone", 1, "then fsdp2.tp2.ep4", 4, WIDER),
+    ("then fsdp2.tp2.ep4", 2, "then tp2.ep2", 2, CUT),
+)
 
 
 @pytest.fixture(scope="module")

@@ -90,6 +90,12 @@ def test_four_ranks_share_experts_beside_copies_and_sequences():
     run_world(4, compare_all, [("fsdp4·ep4", few[:1]), ("fsdp4·ep2", few), ("fsdp2·sp2·ep2", few)])
 
 
+def test_tensor_ranks_share_experts_and_send_a_part_of_the_tokens_each():
+    run_world(
+        2, compare_all, [("single·tp2·ep2", ["Qwen3", "balanced", "two take all", "LoRA", "Mixtral, padded", "Qwen2"])]
+    )
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_mixture_learns_alike_under_every_strategy():
@@ -97,6 +103,9 @@ def test_every_mixture_learns_alike_under_every_strategy():
     run_world(2, compare_all, [*two, *((f"{name}·ep2", SHARED) for name in ("zero1x2", "zero2x2", "fsdp2"))])
     layouts = ("fsdp4·ep4", "fsdp4·ep2", "zero2x4·ep2", "hsdp2x2·ep2", "fsdp2·sp2·ep2")
     run_world(4, compare_all, [(name, SOME) for name in layouts])
+    # Latent attention has no part in transformers' plan: see test_tensor_families.py.
+    cut = [name for name in SHARED if not name.startswith("DeepSeek")]
+    run_world(4, compare_all, [(name, cut) for name in ("fsdp2·tp2·ep2", "fsdp2·tp2·ep4", "zero1x1·sp2·tp2·ep4")])
 
 
 def count_bytes():
@@ -205,3 +214,56 @@ def make_mistakes():
 
 def test_each_mistake_would_be_seen():
     run_world(4, make_mistakes)
+
+
+def make_mistakes_beside_tensor():
+    """Tensor ranks have the same tokens: what would come of each sending all, and of a part of a gradient."""
+    from unittest import mock
+
+    import duoka.parallel.expert as expert
+    from duoka.comm.world import end_world, start_world
+    from duoka.config.schema import ParallelConfig
+    from duoka.parallel import tensor_exchange
+    from duoka.parallel.mesh import build_mesh
+    from duoka.plan.layout import parse_layout
+
+    def own_gradient_alone(x, world, dim):
+        first, size = tensor_exchange.bounds(x.shape[dim], world)
+        return x.narrow(dim, first, size)
+
+    def summed(x, world, size, dim):
+        return tensor_exchange.joined(x, world, size, dim) * world.size
+
+    sends_all = {"enter": lambda self, *tokens: tokens, "leave": lambda self, out, count: out}
+    mistakes = {
+        "none": {},
+        "each sends all tokens": {(expert.TokenExchange, name): wrong for name, wrong in sends_all.items()},
+        "gradients of a part of the tokens": {(expert, "own_part"): own_gradient_alone},
+        "answers counted by each": {(expert, "joined"): summed},
+        "copies not summed": {(engine_module(), "sum_copies"): lambda *_: None},
+    }
+    world = start_world(ParallelConfig(strategy="fsdp"))
+    layout = parse_layout("fsdp2·tp2·ep2")
+    mesh, case = build_mesh(layout, world), replace(OWN["Qwen3"], rows=WIDE)
+    alone = learn_alone(case, adapt_of(case))
+    seen = {}
+    for name, patches in mistakes.items():
+        with contextlib.ExitStack() as stack:
+            for (where, what), wrong in patches.items():
+                stack.enter_context(mock.patch.object(where, what, wrong))
+            seen[name] = distance(learn_together(case, layout, mesh), alone)
+    print(seen, flush=True)
+    world.barrier()
+    end_world(world)
+    assert seen.pop("none")[0] < TOLERANCE
+    assert all(error > 1e-3 for error, _ in seen.values()), seen
+
+
+def engine_module():
+    from duoka.parallel import engine
+
+    return engine
+
+
+def test_each_mistake_beside_tensor_would_be_seen():
+    run_world(4, make_mistakes_beside_tensor)

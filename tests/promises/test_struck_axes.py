@@ -69,17 +69,20 @@ def test_a_rank_of_an_axis_stops_with_a_save_and_is_named_when_it_is_killed(case
     assert "rank 1 of 2 was killed by SIGKILL" in output and f"it was {place}, in " in output, output
 
 
-@pytest.mark.parametrize("axis", ["pp", pytest.param("tp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("axis", ["pp", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("tp", "sp", "ep"))])
 def test_a_rank_that_stands_still_ends_the_run_by_its_place_and_micro_batch(case, axis):
     layout, place = AXES[axis]
     run = RunFolder(case / f"still-{axis}")
-    process = start(case / "dense.yaml", run.path, layout, "--restarts", "0", f"faults.hang_after={HANG_S}")
+    yaml = case / ("experts.yaml" if axis == "ep" else "dense.yaml")
+    process = start(yaml, run.path, layout, "--restarts", "0", f"faults.hang_after={HANG_S}")
     strike_at(run, 2, "SIGSTOP")
     struck = time.monotonic()
     code, output = finish(process)
     assert time.monotonic() - struck < 120, "not the half of an hour that a stopped rank could stay"
     assert code == 5 and "rank 1 of 2 is stopped (SIGSTOP" in output, output
     own, other = (next(line for line in output.splitlines() if f"rank {rank} (pid" in line) for rank in (1, 0))
-    assert place in own and place.replace("rank 1", "rank 0") in other and "in which it waits" in other, output
+    assert place in own and place.replace("rank 1", "rank 0") in other, output
+    # Under zero1 it may be FSDP's gathering of weights, which goes on beside the pass and says that it was the last.
+    assert "in which it waits" in other or axis == "ep", output
     for line in (own, other):  # struck between two steps, it was in none
         assert " of micro-batch " in line or not re.search(r"in (forward|backward)", line), output

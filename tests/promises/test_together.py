@@ -21,6 +21,9 @@ PAIRS = [
     ("qwen3", "ddp1.pp2.sp2", "sgd", 3, ""),
     ("qwen3", "fsdp2.pp2", "sgd", 3, ""),
     ("moe", "zero1x2.pp2.ep2", "sgd", 3, ""),
+    ("moe", "fsdp2.tp2.ep2", "sgd", 3, ""),
+    ("moe", "fsdp2.tp2.ep4", "sgd", 3, "full"),
+    ("moe", "single.tp2.pp2.ep2", "sgd", 1, ""),
 ]
 FAMILIES = ("llama", "tied", "qwen3", "qwen2", "phi3", "gemma2", "gemma3", "olmo2")
 LONG = [
@@ -39,6 +42,8 @@ LONG = [
     ("phi3", "single.tp2.pp2", "sgd", 3, "zero-bubble"),
     ("llama", "ddp1.pp2.sp2", "adamw", 3, "zbv"),
     ("llama", "single.pp4", "sgd", 3, "zbv"),
+    *(("moe", layout, "sgd", 3, "") for layout in ("zero1x1.tp2.sp2.ep4", "zero2x2.tp2.ep2", "hsdp2x1.tp2.ep2")),
+    ("moe", "zero1x2.tp2.ep2", "adamw", 1, "full"),
 ]
 EIGHT = [
     *((name, "fsdp2.tp2.pp2", "sgd", 3, "") for name in ("llama", "qwen3", "gemma2")),
@@ -50,6 +55,8 @@ EIGHT = [
     ("tied", "ddp2.pp2.sp2", "sgd", 3, ""),
     ("moe", "zero1x4.pp2.ep2", "sgd", 3, ""),
     ("moe", "fsdp2.pp2.sp2.ep4", "sgd", 3, "full"),
+    ("moe", "fsdp2.tp2.pp2.ep4", "sgd", 3, ""),
+    ("moe", "hsdp2x2.tp2.ep4", "adamw", 3, ""),
 ]
 
 

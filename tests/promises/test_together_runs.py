@@ -98,7 +98,7 @@ LAYOUTS = ("", "tp2", "pp2", "fsdp2.tp2", "sp2", "pp2.tp2", "ddp4", "")
 def test_one_run_goes_through_every_layout_as_it_is_typed(case):
     """Stopped by a signal and started again, eight times, with another layout each: the run of one process."""
     folder, yaml = case
-    longer = ("train.max_steps=100", "optim.lr=5e-4", "train.eval_every=100", "checkpoint.every=100")
+    longer = ("train.max_steps=100", "train.epochs=20", "optim.lr=5e-4", "train.eval_every=100", "checkpoint.every=100")
     train_all([(str(yaml), list(longer), str(folder / "undisturbed"))], 1)
     run, pids, step = RunFolder(folder / "typed"), [], 0
     for place, layout in enumerate(LAYOUTS):

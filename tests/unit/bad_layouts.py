@@ -19,7 +19,6 @@ LAYOUT_CONTRADICTIONS = {
     "expert-with-one-process": HEAD + "parallel: {expert: 2, strategy: single}\n",
     "expert-with-ddp": HEAD + "parallel: {expert: 2, strategy: ddp}\n",
     "expert-with-ddp-settings": HEAD + "parallel: {expert: 2, bucket_mb: 5.0}\n",
-    "expert-with-other-axes": HEAD + "parallel: {expert: 2, tensor: 2}\n",
     "expert-with-late-gradients": HEAD + "parallel: {expert: 2, pipeline: 2, schedule: zbv}\n",
     "expert-with-compress": HEAD + "parallel: {expert: 2, strategy: fsdp, compress: bf16}\n",
     "expert-with-optimizer": HEAD + "optim: {name: adafactor}\nparallel: {expert: 2}\n",

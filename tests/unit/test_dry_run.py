@@ -131,6 +131,28 @@ def test_a_dry_run_walks_along_the_axes(name):
     assert found.peak_bytes == pytest.approx(planned, rel=0.25), (found.phases, memory.parts)
 
 
+MIXTURE = {
+    "model_type": "qwen3_moe", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "head_dim": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
+    "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 352,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["single", "fsdp4.ep4", "fsdp4.ep2", "fsdp2.tp2.ep4", "single.tp2.ep2"])
+def test_a_dry_run_walks_along_the_axis_of_experts(name):
+    """As if all experts were asked equally often: memory beside the plan's, and what travels."""
+    layout = replace(parse_layout(name), packing=False)
+    work = Work(shape_from_config(MIXTURE), None, "cpu")
+    memory = estimate_memory(work, layout, TOKENS)
+    found = dry_run(PLAIN, MIXTURE, layout, [TOKENS])
+    planned = memory.peak_bytes - memory.parts.get("framework", 0) - memory.parts.get("checkpoint copy", 0)
+    assert found.peak_bytes == pytest.approx(planned, rel=0.25), (found.phases, memory.parts)
+    theory = traffic(work, layout, 8, accumulation=1, tokens=TOKENS)
+    wanted = sum(one.sent_bytes for one in theory)
+    sent = sum(one.sent_bytes for one in found.traffic.values())
+    assert sent == pytest.approx(wanted, rel=0.05), ({k: vars(v) for k, v in found.traffic.items()}, theory)
+
+
 def test_what_is_only_planned_has_no_code_to_run():
     with pytest.raises(ValueError, match="planned only"):
         dry_run(PLAIN, FACTS, parse_layout("ddp4·tp2"), [TOKENS])

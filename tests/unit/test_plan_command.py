@@ -204,7 +204,7 @@ def test_the_planner_keeps_its_promises_on_published_runs():
     ]
     assert len(kept_aside) >= 4 and all(row["p90"] <= 0.35 for row in kept_aside), kept_aside
     folds = {(fold["quantity"], fold["source"]): fold for fold in answer["folds"]}
-    assert len(folds) == 6 and sum(fold["num_rows"] for fold in answer["folds"]) > 250
+    assert len(folds) == 8 and sum(fold["num_rows"] for fold in answer["folds"]) > 250
     assert all(fold["num_others"] > 0 and fold["constants"] for fold in folds.values())
     flops = next(row for row in answer["errors"] if row["quantity"] == "FLOPs")
     assert flops["num_rows"] > 200 and flops["p90"] < 0.01

@@ -56,6 +56,7 @@ def mixture(count=8):
         ({"expert": 3}, 4, ["among the 4 ranks that add their gradients", "expert: 4   or   expert: 2"]),
         ({"expert": 4, "sequence": 2}, 6, ["among the 6 ranks", "expert: 3   or   expert: 6"]),
         ({"expert": 4, "strategy": "hsdp", "shard_ranks": 2}, 4, ["among the 2 ranks that share a copy"]),
+        ({"expert": 4, "tensor": 2, "pipeline": 2}, 4, ["among the 2 ranks that have the same layers", "expert: 2"]),
     ],
 )
 def test_an_expert_axis_that_does_not_divide_its_ranks_is_told_what_does(parallel, world, words):
@@ -68,6 +69,9 @@ def test_experts_that_do_not_divide_are_refused_before_anything_starts():
     assert check_shape(ParallelConfig(expert=4), mixture(), 4) == []
     (fault,) = check_shape(ParallelConfig(expert=4), mixture(6), 4)
     assert "has 6 experts" in fault.what and "expert: 2" in fault.fix
+    assert check_shape(ParallelConfig(expert=4, tensor=2), mixture(), 4) == []
+    (fault,) = check_shape(ParallelConfig(tensor=2), mixture(), 4)
+    assert "8 experts are shared out by expert: only" in fault.what and "expert: 2" in fault.fix
     (fault,) = check_shape(ParallelConfig(expert=2), demo_shape(), 2)
     assert "no mixture of experts" in fault.what
 
@@ -77,6 +81,12 @@ def test_an_expert_axis_takes_a_strategy_that_shares_state():
     assert plan.layout.name == "fsdp4·ep2" and parse_layout("fsdp4·ep2").ep == 2
     with pytest.raises(ValueError, match="ranks that share state"):
         parse_layout("ddp2.ep2")
+    cut = [make_plan(config(expert=2, tensor=2), mixture(), CPU, world).layout.name for world in (2, 4)]
+    assert cut == ["single·tp2·ep2", "fsdp2·tp2·ep2"]
+    alone, beside = (
+        static_memory(Work(mixture(), None), parse_layout(name)) for name in ("fsdp2.ep2", "fsdp2.tp2.ep4")
+    )
+    assert beside.total_bytes == pytest.approx(alone.total_bytes / 2, rel=0.05), "half of both kinds"
     staged = make_plan(config(expert=2, pipeline=2), mixture(), CPU, 4)
     assert staged.layout.name == "zero1x2·pp2·ep2"
     whole, half = (

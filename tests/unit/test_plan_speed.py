@@ -184,3 +184,12 @@ def test_mfu_is_held_against_all_devices_and_a_cpu_nobody_measured_has_none():
     assert yardstick_of(task, layout, cpu).mfu(1e5) is None
     measured = replace(cpu, device=replace(cpu.device, measured=True))
     assert yardstick_of(task, layout, measured).peak_flops == 2 * NODES.device.half_flops  # one CPU a node
+
+
+def test_tensor_parallel_rows_on_h100_are_planned_near_what_ran():
+    """8B and 70B with TP8, of a program whose tensor ranks share rows between norms; nothing was fitted to them."""
+    rows = [one for one in read_points()[0] if one.layout.tp == 8 and one.cluster.device.name.startswith("H100")]
+    assert {one.model for one in rows} == {"Llama 3.1 8B", "Llama 3.1 70B"} and {one.split for one in rows} == {"judge"}
+    for one in rows:
+        assert one.plan_speed().step_s == pytest.approx(one.step_s, rel=0.25), one.id
+        assert one.plan_memory().peak_bytes < 0.9 * one.cluster.device.memory_bytes, one.id

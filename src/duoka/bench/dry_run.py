@@ -26,6 +26,7 @@ from duoka.config.schema import RunConfig
 from duoka.model.attention import register_attention
 from duoka.model.build import LossModel, named_part, quiet_loading
 from duoka.model.dtypes import BY_PRECISION
+from duoka.model.experts import use_own_experts
 from duoka.model.freeze import apply_train_only
 from duoka.model.lora import apply_lora
 from duoka.model.split_products import Waiting
@@ -83,8 +84,6 @@ def dry_run(
     """
     if not layout.is_trainable:
         raise ValueError(f"{layout.name} is planned only: there is no code that would train with it")
-    if layout.ep > 1:
-        raise ValueError(f"{layout.name} is planned only: a dry run does not walk along the axis of experts yet")
     if config.parallel.engine != "native":
         raise ValueError("a dry run is of duoka's own engine, and parallel.engine is deepspeed")
     if config.model.quantization != "none":
@@ -209,6 +208,7 @@ def _step(
             loss.backward()
             del loss
             phases["backward"] = max(live.start_phase(), phases.get("backward", 0))
+    engine.sum_axes()
     return phases | _update(engine, optimizer, layout, clip, live)
 
 
@@ -276,6 +276,7 @@ def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: Wor
             _model_config(facts), dtype=half if config.lora else torch.float32, attn_implementation="duoka"
         )
         core.tie_weights()
+        use_own_experts(core)
         if config.train_only is not None:
             apply_train_only(core, config.train_only)
         lm = apply_lora(core, config.lora) if config.lora else core

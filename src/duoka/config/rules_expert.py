@@ -35,14 +35,6 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "delete bucket_mb, bucket_view, static_graph, find_unused_parameters and compress, or expert",
     ),
     Rule(
-        "expert-with-other-axes",
-        ("parallel.expert", "parallel.tensor"),
-        lambda c: _shares_experts(c) and c.parallel.tensor > 1,
-        "parallel.expert is {c.parallel.expert}, beside tensor {c.parallel.tensor}, whose ranks would all send the "
-        "same tokens to the same experts",
-        "write:   tensor: 1   (pipeline and sequence go with it), or delete expert",
-    ),
-    Rule(
         "expert-with-late-gradients",
         ("parallel.schedule", "parallel.expert"),
         lambda c: _shares_experts(c) and c.parallel.pipeline > 1 and c.parallel.schedule not in ("1f1b", "gpipe"),

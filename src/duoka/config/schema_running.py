@@ -187,8 +187,8 @@ class ParallelConfig(Section):
     )
     expert: Annotated[Whole, Field(ge=1)] = Field(
         1,
-        description="Expert parallelism: how many of the ranks that add gradients share the experts of a mixture; "
-        "tokens travel to the ranks that have theirs. It takes no ranks more.",
+        description="Expert parallelism: how many of the ranks that add gradients, or share layers (tensor), share the "
+        "experts of a mixture; tokens travel to the ranks that have theirs. It takes no ranks more.",
     )
     reshard: bool | Literal["node"] = Field(
         True,

@@ -15,12 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from duoka.torch_private import FakeTensor
+
 NAME = "duoka"
 EXCHANGE = "expert_exchange"
 
 
 class ExpertExchange(Protocol):
     """How rows come to the ranks that have their experts: parallel/expert.py puts it on modules."""
+
+    def enter(self, *tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of tensors with a row for each token, the rows that this rank sends; others have the same tokens."""
+        ...
+
+    def leave(self, out: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The rows of all tokens, of those that this rank sent."""
+        ...
 
     def compute(
         self, rows: torch.Tensor, counts: torch.Tensor, own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -61,12 +71,15 @@ def mix(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """The weighted sum of what each token's experts make of it: (tokens, dim)."""
+    num_tokens = len(top_k_index)
+    exchange: ExpertExchange | None = getattr(module, EXCHANGE, None)
+    if exchange is not None:
+        hidden_states, top_k_index, top_k_weights = exchange.enter(hidden_states, top_k_index, top_k_weights)
     tokens, chosen = top_k_index.shape
     flat = top_k_index.reshape(-1)
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(module.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
     rows = hidden_states[order // chosen].to(_dtype_of(hidden_states))
-    exchange: ExpertExchange | None = getattr(module, EXCHANGE, None)
 
     def own(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return compute_experts(module, rows, counts)
@@ -74,8 +87,9 @@ def mix(
     out = own(rows, counts) if exchange is None else exchange.compute(rows, counts, own)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    weighted = out[back].view(tokens, chosen, -1) * top_k_weights.unsqueeze(-1)
-    return weighted.sum(dim=1).to(hidden_states.dtype)
+    weighted = out[back].view(tokens, chosen, out.shape[-1]) * top_k_weights.unsqueeze(-1)
+    summed = weighted.sum(dim=1).to(hidden_states.dtype)
+    return summed if exchange is None else exchange.leave(summed, num_tokens)
 
 
 def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -94,6 +108,15 @@ def compute_experts(module: Any, rows: torch.Tensor, counts: torch.Tensor) -> to
         if name == first:
             out = module._apply_gate(out) if module.has_gate else module.act_fn(out)
     return module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[no-any-return]
+
+
+def sizes_of(counts: torch.Tensor, total: int) -> list[int]:
+    """How many rows each place has. Nothing is in a fake tensor (of a dry run): there all have as many."""
+    if not isinstance(counts, FakeTensor):
+        found: list[int] = counts.tolist()
+        return found
+    each, more = divmod(total, len(counts))
+    return [each + (place < more) for place in range(len(counts))]
 
 
 def _dtype_of(rows: torch.Tensor) -> torch.dtype:
@@ -116,7 +139,7 @@ def _multiply_each(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """One product an expert. An expert without rows has a gradient of zero, also where none of a rank's has any."""
-    sizes = counts.tolist()
+    sizes = sizes_of(counts, len(rows))
     # Taken apart at once: each expert's gradient by itself would be as large as that of all.
     weights = weight.unbind()
     biases = [None] * len(sizes) if bias is None else bias.unbind()

@@ -172,7 +172,9 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
 def _fill_buffers(core: torch.nn.Module) -> bool:
     """Give real memory to buffers (rotary tables: small) and let transformers compute them; False if it cannot."""
     filled: list[torch.Tensor] = []
-    for module in core.modules():
+    # Each inner model fills its own modules, by attributes that the outer one may not have (Gemma3n).
+    models: dict[str, Any] = {name: one for name, one in core.named_modules() if hasattr(one, "_init_weights")}
+    for path, module in core.named_modules():
         on_meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for name in on_meta:
             buffer = module._buffers[name]
@@ -182,8 +184,9 @@ def _fill_buffers(core: torch.nn.Module) -> bool:
             # NaN shows which were left out.
             module._buffers[name] = torch.full(buffer.shape, torch.nan, dtype=buffer.dtype)
         if on_meta:
+            owner = max((name for name in models if not name or f"{path}.".startswith(f"{name}.")), key=len)
             with torch.no_grad():
-                core._init_weights(module)  # type: ignore[operator]
+                models[owner]._init_weights(module)
             filled += [value for name in on_meta if (value := module._buffers[name]) is not None]
     return all(not bool(buffer.isnan().any()) for buffer in filled)
 

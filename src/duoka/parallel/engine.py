@@ -222,13 +222,17 @@ class Engine:
             self._drop_gradients()
             rejoined = self.rejoin(sums.shortage, batch, objective)
             return replace(sums, shortage=replace(sums.shortage, rejoined=rejoined))
-        sum_parts(self._parts, self.mesh.tensor)
-        sum_copies(self._experts, self.mesh.expert_copies)
+        self.sum_axes()
         times = sums.times
         overlapped_s = min(LEDGER.overlapped_s(), times.backward_s)
         times.wait_s += overlapped_s
         times.backward_s -= overlapped_s
         return sums
+
+    def sum_axes(self) -> None:
+        """After a step's last pass: add what ranks of the tensor axis, and copies of experts, have parts of."""
+        sum_parts(self._parts, self.mesh.tensor)
+        sum_copies(self._experts, self.mesh.expert_copies)
 
     def _run_passes(self, batch: GlobalBatch, objective: Objective, observer: PassObserver) -> RankSums:
         world, device, times = self.world, self.world.device, StepTimes()

@@ -29,7 +29,7 @@ from duoka.plan.layout import Layout
 from duoka.plan.pipeline import rank_of
 
 AXES = ("pp", "replicate", "shard", "sp", "tp")
-# Of a mesh of its own, over the same ranks: those whose gradients are added, as copies of groups that share experts.
+# Of a mesh of its own, over the ranks of a stage: copies of groups that share experts.
 EXPERT_AXIS = "ep"
 
 

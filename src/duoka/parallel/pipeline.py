@@ -30,7 +30,6 @@ from duoka.optim.spread import Groups, add_over
 from duoka.parallel import inject
 from duoka.parallel.ddp import check_all_used
 from duoka.parallel.engine import NO_OBSERVER, Engine, EngineSpec, PassObserver, RankSums, StepTimes
-from duoka.parallel.expert import sum_copies
 from duoka.parallel.gpu_clock import GpuClock
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.objective import Objective, Sums, mean_loss, no_loss
@@ -40,7 +39,6 @@ from duoka.parallel.pipeline_wire import Wire, check_same, needed_before, sent_a
 from duoka.parallel.precision import compute_in
 from duoka.parallel.sharded import Sharded
 from duoka.parallel.single import Single
-from duoka.parallel.tensor import sum_parts
 from duoka.plan.pipeline import SPLIT, Pass, passes_of
 
 _ADDED_AT_ONCE = 25 * 2**20  # bytes of gradients
@@ -112,8 +110,7 @@ class Pipeline(Engine):
         if sums.shortage is None and self.adds_gradients:
             check_all_used(self.bare, "freeze it")
         if sums.shortage is None or sums.shortage.rejoined:
-            sum_parts(self._parts, self.mesh.tensor)
-            sum_copies(self._experts, self.mesh.expert_copies)
+            self.sum_axes()
             self._add_gradients()
         return sums
 

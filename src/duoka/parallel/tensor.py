@@ -29,7 +29,7 @@ from duoka.model.split_products import product
 from duoka.model.vocabulary import VOCABULARY, SharedVocabulary
 from duoka.optim.host import local_part
 from duoka.parallel.mesh import Mesh
-from duoka.parallel.tensor_exchange import bounds, joined, own_columns, spread, total
+from duoka.parallel.tensor_exchange import bounds, joined, own_part, spread, total
 from duoka.parallel.tensor_roles import COLUMNS, Part, find_parts, linear_of
 
 _IS_PART = "gradient_is_part"  # of modules whose parameters have a part of their gradient on each rank
@@ -44,12 +44,14 @@ def cut_matrices(bare: torch.nn.Module, mesh: Mesh) -> None:
             where="heads and units are counted from a layer's first one, which ranks that share a layer do not see",
             fix="set the dropout in config.json to 0, or delete tensor:",
         )
-    parts = find_parts(core, world.size)
+    parts = find_parts(core, world.size, shares_experts=mesh.experts.size > 1)
     cutter = _Cutter(mesh)
     regions: dict[str, _Region] = {}
     head = core.get_output_embeddings()  # type: ignore[operator]
     for name, part in parts.items():
         module: Any = core.get_submodule(name)
+        if part == "experts":  # parallel/expert.py cuts them, by expert
+            continue
         if part == "partial":
             setattr(module, _IS_PART, True)
         elif part == "words":
@@ -125,7 +127,7 @@ class OwnRows(Rows):
     """The same of whole inputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(own_columns(x, self.world))
+        return super().forward(own_part(x, self.world))
 
 
 class Words(torch.nn.Embedding):
@@ -186,12 +188,13 @@ def share_words(module: Any, world: World) -> None:
     num_words = layer.out_features
     first, size = bounds(num_words, world)
 
-    def largest(values: torch.Tensor) -> torch.Tensor:
-        return all_reduce(values, world.group, torch.distributed.ReduceOp.MAX)
+    def all_ranks(values: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
+        with world.heart.exchange("all_reduce of the loss's sums (over tensor)"):
+            return all_reduce(values, world.group, op)
 
     shared = SharedVocabulary(
         first, size, num_words, -(-num_words // world.size),
-        add=functools.partial(all_reduce, group=world.group), most=largest,
+        add=all_ranks, most=functools.partial(all_ranks, op=torch.distributed.ReduceOp.MAX),
         spread_rows=functools.partial(spread, world=world),
     )  # fmt: skip
     setattr(layer, VOCABULARY, shared)
@@ -255,6 +258,7 @@ def sum_parts(parameters: Iterable[torch.nn.Parameter], world: World) -> None:
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return
-    summed = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]), world.group)
+    with world.heart.exchange("all_reduce of parts of gradients (over tensor)"):
+        summed = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]), world.group)
     for gradient, whole in zip(gradients, summed.split([one.numel() for one in gradients]), strict=True):
         gradient.copy_(whole.view_as(gradient))

@@ -2,7 +2,7 @@
 
 Outside of one all ranks hold the same activations, bit for bit, and the same gradients of them. `spread` leads in:
 each rank's gradient is a part, and the sum goes back. `total` leads out: each rank has a summand. `joined` leads out
-where each has its columns, and `own_columns` in again. All of it is in the ledger, as all else that ranks exchange.
+where each has its columns (or, of a mixture, its tokens), and `own_part` in again. All of it is in the ledger.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from duoka.comm.collectives import all_gather, all_reduce
 from duoka.comm.world import World
@@ -31,14 +30,13 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        # A copy: other branches of the graph may hold the same gradient.
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.world.group), None
+        return _sum(grad, ctx.world, "all_reduce of activations' gradients"), None
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, world: World) -> torch.Tensor:
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), world.group)
+        return _sum(x, world, "all_reduce of activations")
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
@@ -47,32 +45,40 @@ class _Total(torch.autograd.Function):
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, world: World, size: int) -> torch.Tensor:
-        ctx.first, ctx.size = bounds(size, world)
-        return _join(x, world, size)
+    def forward(ctx: Any, x: torch.Tensor, world: World, size: int, dim: int) -> torch.Tensor:
+        ctx.place = (dim, *bounds(size, world))
+        return _join(x, world, size, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return grad.narrow(*ctx.place), None, None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, world: World, dim: int) -> torch.Tensor:
+        ctx.how = world, x.shape[dim], dim
+        return x.narrow(dim, *bounds(x.shape[dim], world))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return grad.narrow(-1, ctx.first, ctx.size), None, None
+        return _join(grad, *ctx.how), None, None
 
 
-class _OwnColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, world: World) -> torch.Tensor:
-        ctx.world, ctx.size = world, x.shape[-1]
-        return x.narrow(-1, *bounds(x.shape[-1], world))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _join(grad, ctx.world, ctx.size), None
+def _sum(x: torch.Tensor, world: World, what: str) -> torch.Tensor:
+    # Of a copy: other branches of the graph may hold the same tensor.
+    with world.heart.exchange(f"{what} (over tensor)"):
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), world.group)
 
 
-def _join(x: torch.Tensor, world: World, size: int) -> torch.Tensor:
-    most = -(-size // world.size)
-    sent = F.pad(x, (0, most - x.shape[-1])).contiguous()
-    arrived = all_gather(sent.new_empty(world.size * sent.numel()), sent.view(-1), world.group)
+def _join(x: torch.Tensor, world: World, size: int, dim: int) -> torch.Tensor:
+    short = list(x.shape)
+    short[dim] = -(-size // world.size) - x.shape[dim]
+    sent = (torch.cat([x, x.new_zeros(short)], dim) if short[dim] else x).contiguous()
+    with world.heart.exchange("all_gather of activations (over tensor)"):
+        arrived = all_gather(sent.new_empty(world.size * sent.numel()), sent.view(-1), world.group)
     parts = arrived.view(world.size, *sent.shape).unbind()
-    return torch.cat(parts, dim=-1).narrow(-1, 0, size)
+    return torch.cat(parts, dim).narrow(dim, 0, size)
 
 
 def spread(x: torch.Tensor, world: World) -> torch.Tensor:
@@ -87,13 +93,13 @@ def total(x: torch.Tensor, world: World) -> torch.Tensor:
     return answer
 
 
-def joined(x: torch.Tensor, world: World, size: int) -> torch.Tensor:
-    """All ranks' columns, `size` in all."""
-    answer: torch.Tensor = _Joined.apply(x, world, size)
+def joined(x: torch.Tensor, world: World, size: int, dim: int = -1) -> torch.Tensor:
+    """All ranks' columns, `size` in all; with dim 0 their rows."""
+    answer: torch.Tensor = _Joined.apply(x, world, size, dim)
     return answer
 
 
-def own_columns(x: torch.Tensor, world: World) -> torch.Tensor:
-    """This rank's columns of what all ranks have whole."""
-    answer: torch.Tensor = _OwnColumns.apply(x, world)
+def own_part(x: torch.Tensor, world: World, dim: int = -1) -> torch.Tensor:
+    """This rank's columns of what all ranks have whole; with dim 0 its rows."""
+    answer: torch.Tensor = _OwnPart.apply(x, world, dim)
     return answer

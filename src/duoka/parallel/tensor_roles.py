@@ -17,21 +17,25 @@ from duoka.model.layers import Absent, is_transformer
 
 # columns: outputs are shared out. joined: and put together again. rows: inputs are shared out, outputs summed up.
 # own_rows: of whole inputs, each rank takes its part. partial: whole everywhere, and each rank has a part of its
-# gradient. words: rows of the embedding.
-Part = Literal["columns", "joined", "rows", "own_rows", "partial", "words"]
+# gradient. words: rows of the embedding. experts: shared out whole, by the expert axis.
+Part = Literal["columns", "joined", "rows", "own_rows", "partial", "words", "experts"]
 STYLES: dict[str, Part] = {
     "colwise": "columns",
     "colwise_gather_output": "joined",
     "rowwise": "rows",
     "rowwise_split_input": "own_rows",
     "replicated_with_grad_allreduce": "partial",
+    "moe_tp_experts": "experts",
 }
 COLUMNS: tuple[Part, ...] = ("columns", "joined")
 _WITHOUT = "delete tensor:, or write   strategy: fsdp   which shares the weights of any model"
 
 
-def find_parts(core: torch.nn.Module, num_ranks: int) -> dict[str, Part]:
-    """The part of each module of a transformers model that has one, by the module's name."""
+def find_parts(core: torch.nn.Module, num_ranks: int, *, shares_experts: bool = False) -> dict[str, Part]:
+    """The part of each module of a transformers model that has one, by the module's name.
+
+    `shares_experts`: an expert axis shares experts out over these ranks too.
+    """
     plan = _read_plan(core, num_ranks)
     config: Any = core.config
     for key in ("num_attention_heads", "num_key_value_heads"):
@@ -43,6 +47,10 @@ def find_parts(core: torch.nn.Module, num_ranks: int) -> dict[str, Part]:
         style = next((style for pattern, style in plan if pattern.fullmatch(name)), None)
         if style is not None and any(True for _ in module.parameters()):
             parts[name] = _part_of(name, style, num_ranks)
+    mixture = next((name for name, part in parts.items() if part == "experts"), None)
+    if mixture is not None and not shares_experts:
+        what = f"{mixture} are experts, which a tensor axis alone does not share out"
+        raise _refusal(num_ranks, what, f"write beside it   expert: {num_ranks}   , or delete tensor:")
     names = {id(module): name for name, module in core.named_modules()}
     ends: tuple[tuple[Any, Part], ...]
     ends = (core.get_output_embeddings(), "joined"), (core.get_input_embeddings(), "words")  # type: ignore[operator]
@@ -84,7 +92,7 @@ def linear_of(module: torch.nn.Module) -> torch.nn.Module:
 
 def _check_fits(name: str, module: torch.nn.Module, part: Part, num_ranks: int) -> None:
     layer: Any = linear_of(module)
-    if part == "partial":
+    if part in ("partial", "experts"):
         return
     if part == "words":
         plain = isinstance(layer, torch.nn.Embedding) and layer is module
@@ -105,13 +113,17 @@ def _check_fits(name: str, module: torch.nn.Module, part: Part, num_ranks: int) 
 
 
 def _check_all_have_one(core: torch.nn.Module, parts: dict[str, Part], num_ranks: int) -> None:
-    """Beside what is cut there may be vectors, and those only where all ranks see the same activations."""
+    """Beside what is cut there may be vectors, and those only where all ranks see the same activations.
+
+    Beside experts, which read and give whole activations, there may be matrices too: routers, and shared experts.
+    """
+    mixtures = tuple(f"{name.rpartition('.')[0]}." for name, part in parts.items() if part == "experts")
     cut = {name.rpartition(".")[0] + "." for name, part in parts.items() if part == "columns"}
     whole = tuple(f"{name}." for name in parts)
     for name, parameter in core.named_parameters():
         if name.startswith(whole):
             continue
-        if parameter.ndim > 1:
+        if parameter.ndim > 1 and not name.startswith(mixtures):
             raise _refusal(num_ranks, f"{name}, {tuple(parameter.shape)}, has no part in the model's plan", _WITHOUT)
         if any(name.startswith(region) for region in cut if region != "."):
             raise _refusal(

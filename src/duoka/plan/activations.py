@@ -69,13 +69,15 @@ def _kept_by_program(work: Work, program: Program, layout: Layout, length: int) 
         f"{program.kept_hidden:g}h + ({program.kept_hidden_split:g}h + {program.kept_ffn:g}f + {program.kept_kv:g}kv"
     )
     words += f" + {program.kept_scores:g}as)/{tp}" if program.kept_scores else f")/{tp}"
-    return program.kept_hidden * shape.hidden_size + split / tp, f"{program.name}: {words}"
+    rows = tp if program.shares_rows else 1
+    return program.kept_hidden * shape.hidden_size / rows + split / tp, f"{program.name}: {words}"
 
 
 def boundary_bytes(work: Work, layout: Layout) -> int:
     """Per token and layer under full recompute: the layer's input."""
     if work.program is not None:
-        return int(work.program.boundary * work.shape.hidden_size)
+        rows = layout.tp if work.program.shares_rows else 1
+        return int(work.program.boundary * work.shape.hidden_size) // rows
     return (2 if layout.precision != "fp32" and work.lora is not None else 4) * work.shape.hidden_size
 
 
@@ -129,7 +131,8 @@ def selective_bytes(work: Work, layout: Layout) -> float:
     ranks = 0 if work.lora is None else work.lora.rank * len(adapted_linears(shape, work.lora))
     entry = (size if half and work.lora is not None else 4) * shape.hidden_size
     cut = size * (cut + shape.q_size + adapters) + 4 * shape.num_heads
-    return entry + size * (2 * shape.hidden_size + ranks) + cut / layout.tp
+    rows = layout.tp if work.program is not None and work.program.shares_rows else 1
+    return (entry + size * (2 * shape.hidden_size + ranks)) / rows + cut / layout.tp
 
 
 def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tuple[int, int]:

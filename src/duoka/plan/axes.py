@@ -90,10 +90,12 @@ def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:
 
 
 def _check_expert_ranks(parallel: ParallelConfig, world_size: int) -> list[Fault]:
-    """Experts are shared by some of the ranks that share state, those of a sequence among them."""
-    ranks, what = world_size // (parallel.tensor * parallel.pipeline), "ranks that add their gradients"
+    """Experts are shared by some of the ranks that share state or layers, those of a sequence among them."""
+    ranks, what = world_size // parallel.pipeline, "ranks that add their gradients"
+    what = what if parallel.tensor == 1 else "ranks that have the same layers"
     if parallel.strategy == "hsdp" and parallel.shard_ranks:
-        ranks, what = parallel.shard_ranks * parallel.sequence, "ranks that share a copy of the model"
+        ranks = parallel.shard_ranks * parallel.sequence * parallel.tensor
+        what = "ranks that share a copy of the model"
     if ranks % parallel.expert == 0:
         return []
     return [
@@ -145,12 +147,16 @@ def _nearest_sizes(key: str, asked: int, common: int) -> str:
 
 def _check_experts(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
     size = parallel.expert
-    if size == 1:
+    if size == 1 and (parallel.tensor == 1 or shape.experts is None):
         return []
     if shape.experts is None:
         what = f"parallel.expert is {size}, and {shape.model_type} is no mixture of experts"
         return [Fault(what, key=KEYS["ep"], fix="delete expert")]
     count = shape.experts.num_experts
+    if size == 1:
+        what = f"parallel.tensor is {parallel.tensor}, and the model's {count} experts are shared out by expert: only"
+        fix = _nearest_sizes("expert", parallel.tensor, math.gcd(count, world_size // parallel.pipeline))
+        return [Fault(what, key="parallel.tensor", fix=f"write beside it:   {fix}")]
     if count % size == 0:
         return []
     fix = _nearest_sizes("expert", size, math.gcd(count, world_size))

@@ -166,10 +166,9 @@ def parse_layout(text: str) -> Layout:
     tp, pp, sp = (name.axes.get(axis, 1) for axis in AXES)
     shard = name.shard or (dp if strategy in SHARDED else 1)
     layout = Layout(dp=dp, strategy=strategy, shard=shard, tp=tp, pp=pp, sp=sp, ep=name.ep)
-    if name.ep > 1 and (not layout.is_sharded or layout.state_ranks % name.ep or tp > 1):
-        raise ValueError(
-            f"{text!r}: experts are shared by ranks that share state (fsdp4.ep2), beside stages and a sequence axis"
-        )
+    shares = layout.is_sharded or (layout.strategy == "single" and tp > 1)
+    if name.ep > 1 and (not shares or layout.state_ranks * tp % name.ep):
+        raise ValueError(f"{text!r}: experts are shared by ranks that share state (fsdp4.ep2) or layers (tp2.ep2)")
     return layout
 
 

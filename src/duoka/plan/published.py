@@ -26,6 +26,7 @@ PROGRAMS: Mapping[str, Program] = {
     "megatron": Program("Megatron", 2, 2, 4, 8, kept_scores=5, logits=8),
     "megatron-deepspeed": Program("Megatron-DeepSpeed", 2, 2, 8, 8, kept_scores=5, logits=8),
     "megatron-deepspeed fp32 grads": Program("Megatron-DeepSpeed", 2, 6, 4, 8, kept_scores=5, logits=8),
+    "torchtitan": Program("torchtitan", 4, 4, 0, 8, logits=10, shares_rows=True),
     "torchtune full logits": replace(_BF16, logits=10),
     "torchtune": _BF16,
     "torchtune in backward": replace(_BF16, in_place=True),

@@ -45,6 +45,7 @@ class Program:
     boundary: float = 2  # what full recompute keeps of each layer
     logits: float = 10  # per token and word of the vocabulary, at the loss
     window: float = 2.0  # layers that are gathered at once
+    shares_rows: bool = False  # tensor ranks share what norms read, too: each has some rows (sequence parallelism)
     in_place: bool = False  # the optimizer steps in the backward pass: gradients never exist together
     offloads_kept: bool = False
 
@@ -189,12 +190,13 @@ def _without_experts(work: Work, layout: Layout, whole: ModelShare) -> ModelShar
     each = experts.num_experts * experts.num_parameters_each
     everywhere = each * experts.num_layers * whole.num_layers // work.shape.num_layers
     trained = work.lora is None and work.train_only is None
+    cut = everywhere // layout.tp  # as they were counted among what tensor ranks cut
     return replace(
         whole,
-        trainable=whole.trainable - (everywhere if trained else 0),
-        frozen=max(0, whole.frozen - (0 if trained else everywhere)),
-        per_layer=whole.per_layer - each,
-        block_linear=whole.block_linear - everywhere,
+        trainable=whole.trainable - (cut if trained else 0),
+        frozen=max(0, whole.frozen - (0 if trained else cut)),
+        per_layer=whole.per_layer - each // layout.tp,
+        block_linear=whole.block_linear - cut,
         experts=everywhere // layout.ep,
     )
 

@@ -182,6 +182,8 @@ def _tensor_fault(layout: Layout, shape: ModelShape, cluster: Cluster) -> str | 
             return f"{size} {what} cannot be shared by {tp} tensor-parallel ranks"
     if shape.intermediate_size % tp:
         return f"a feed-forward width of {shape.intermediate_size} is not divisible by {tp}"
+    if shape.experts is not None and layout.ep == 1:
+        return "a tensor axis leaves a mixture's experts whole on each rank: parallel.expert shares them out"
     if tp > cluster.per_node:
         return f"tensor parallelism exchanges in every layer: {tp} ranks would cross nodes of {cluster.per_node}"
     if layout.strategy == "ddp":

@@ -122,7 +122,12 @@ def traffic(
         if work.program is None:  # the last sum of a layer is not made again: nothing behind it needs it
             passes = 4 if layout.recompute == "none" else 5
         group = place_group(layout.tp, 1, per_node)
-        times = passes * share.num_layers * accumulation
+        mixed = 0.0
+        if share.experts and not any("shared" in linear.name for linear in work.shape.linears):
+            assert work.shape.experts is not None
+            # Experts' answers are joined instead (_expert_traffic).
+            mixed = work.shape.experts.num_layers / work.shape.num_layers
+        times = (passes - 2 * mixed) * share.num_layers * accumulation
         found.append(Exchange("tensor parallel: activations", "all-reduce", hidden, times, group, "between"))
         if work.program is None:  # what the embedding gives, and the gradient of what the head reads
             ends = 4 * work.shape.hidden_size * -(-tokens // layout.sp) * (share.has_head + 1)
@@ -170,12 +175,18 @@ def _expert_traffic(
     """Tokens to their experts and back in each layer that has some, as if these were chosen equally often."""
     experts, group = work.shape.experts, place_group(layout.ep, 1, per_node)
     assert experts is not None
-    rows = -(-tokens // layout.sp) * experts.num_active
+    stretch = -(-tokens // layout.sp)
+    rows = -(-stretch // layout.tp) * experts.num_active
     passes = 4 if layout.recompute == "none" else 6
     layers = experts.num_layers * share.num_layers / work.shape.num_layers
     payload, times = size * work.shape.hidden_size * rows, passes * layers * accumulation
     found = [Exchange("expert parallel: tokens", "all-to-all", payload, times, group, "between")]
-    copies = layout.dp * layout.sp // layout.ep
+    if layout.tp > 1:  # each sends a part of the tokens: answers are joined, and gradients of what experts read
+        joined, neighbors = size * work.shape.hidden_size * stretch, place_group(layout.tp, 1, per_node)
+        found.append(
+            Exchange("expert parallel: joined", "all-gather", joined, 2 * layers * accumulation, neighbors, "between")
+        )
+    copies = layout.dp * layout.sp * layout.tp // layout.ep
     if copies > 1 and work.lora is None and work.train_only is None:
         others = place_group(copies, layout.ep, per_node)
         found.append(Exchange("expert parallel: gradients", "all-reduce", 4.0 * share.experts, 1, others, "end"))

@@ -41,10 +41,10 @@ def build_objective(config: RunConfig, engine: Engine, stage: Objective) -> Call
             where=f"its class is {type(core).__name__}",
             fix=fix,
         )
-    if engine.mesh.pipeline.size * engine.mesh.tensor.size > 1:
+    if engine.mesh.pipeline.size > 1:
         raise ConfigError(
-            f"train.router_aux_loss is {coefficient:g}: the balancing loss of a model that is cut is not there yet",
-            where="parallel.pipeline or parallel.tensor is more than 1",
+            f"train.router_aux_loss is {coefficient:g}: the balancing loss of a model in stages is not there yet",
+            where="parallel.pipeline is more than 1, and no stage sees all routers",
             fix=f"{fix}   or share the model by   strategy: fsdp",
         )
     if config.train.compile or config.parallel.strategy == "dp":

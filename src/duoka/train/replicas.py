@@ -34,7 +34,7 @@ def check_replicas(contents: Contents, world: World) -> None:
         _compare(tensors, mesh.first_copy, contents.state.step, world)
     if mesh.tensor.size > 1:
         # What tensor-parallel ranks do not cut each of them has whole, and moves by the same gradient.
-        whole = {name: tensor for name, tensor in tensors.items() if not _is_cut(tensor)}
+        whole = {name: one for name, one in tensors.items() if not (_is_cut(one) or is_shared_expert(one))}
         _compare(whole, world.rank - mesh.tensor.rank, contents.state.step, world)
 
     if mesh.expert_copies.size > 1:
