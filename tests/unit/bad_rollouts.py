@@ -16,7 +16,6 @@ ROLLOUT_CONTRADICTIONS = {
     "rl-values-without-gae": RL + "rl: {algorithm: grpo, values: {weight: 1}}\n" + ASKS,
     "rl-one-answer-compares-with-none": RL + "rl: {algorithm: grpo, samples: 1}\n" + ASKS,
     "rl-values-drop-nothing": RL + "rl: {algorithm: ppo, drop_equal: true}\n" + ASKS,
-    "rl-values-engine": RL + "rl: {algorithm: ppo}\nparallel: {engine: deepspeed, strategy: zero1}\n" + ASKS,
     "rl-layouts": RL + "parallel: {tensor: 2}\n" + ASKS,
     "rl-compiles-nothing": RL + "train: {compile: true}\n" + ASKS,
     "rl-drops-nothing": RL + "lora: {dropout: 0.1}\n" + ASKS,

@@ -239,9 +239,19 @@ def test_the_sample_covers_the_implemented_keys() -> None:
     sampled = {effect[0] for effect in EFFECTS}
     left = {"stage", "deepspeed", "do_train", "eval_strategy", "evaluation_strategy", "quantization_method"}
     left |= {"pref_bco_weight", "ref_model", "ref_model_adapters", "ref_model_quantization_bit"}
-    left |= {"ppo_buffer_size", "ppo_score_norm", "ppo_whiten_rewards", "reward_model_type"}
+    left |= {"reward_model", "ppo_buffer_size", "ppo_score_norm", "ppo_whiten_rewards", "reward_model_type"}
     left |= {"data_seed", "enable_thinking", "preserve_thinking"}  # these only check
     assert wanted - sampled == left and len(sampled) >= 40
+
+
+def test_a_ppo_file_is_stage_rl_with_a_value_head_and_a_judge() -> None:
+    more = {"stage": "ppo", "reward_model": "saves/reward", "max_new_tokens": 512, "top_k": 0, "top_p": 0.9}
+    config = load(BASE | more | {"cutoff_len": 1024}).config
+    rl = config.rl
+    assert config.stage.name == "rl" and config.data.max_length == 1024 + 512
+    assert (rl.algorithm, rl.row.has_values, rl.samples, rl.updates) == ("ppo", True, 1, 4)
+    assert (rl.rewards, rl.max_new_tokens, rl.top_k, rl.top_p) == (("model:saves/reward",), 512, 0, 0.9)
+    assert (rl.temperature, rl.kl) == (0.95, 0.2)
 
 
 def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:

@@ -129,13 +129,6 @@ RL_RULES: tuple[Rule, ...] = (
         "write   drop_equal: false",
     ),
     Rule(
-        "rl-values-engine",
-        ("parallel.engine", "rl.advantage", "stage"),
-        lambda c: _draws(c) and c.rl.row.has_values and c.parallel.engine != "native",
-        "parallel.engine is {c.parallel.engine}, and a value head is trained by duoka's own engines alone",
-        "delete parallel.engine",
-    ),
-    Rule(
         "rl-layouts",
         ("parallel.sequence", "parallel.tensor", "parallel.pipeline", "parallel.strategy", "stage"),
         lambda c: _draws(c) and (_is_cut(c) or c.parallel.strategy not in _STRATEGIES),

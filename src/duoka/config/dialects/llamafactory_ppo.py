@@ -43,7 +43,7 @@ def _settings(asked: Asked) -> Mapping[str, Any]:
     found: dict[str, Any] = {"rl.algorithm": "ppo", "rl.samples": 1, "rl.kl": _KL, "rl.max_new_tokens": _room(asked)}
     found |= {f"rl.{name}": number(_given(asked, name, usual), name) for name, usual in _DRAWN.items()}
     found["rl.top_k"] = max(0, whole(_given(asked, "top_k", 50), "top_k", -1))
-    return found if "ppo_epochs" in asked else found | {"rl.updates": _EPOCHS}
+    return found | ({"rl.updates": _EPOCHS} if is_none(asked.get("ppo_epochs")) else {})
 
 
 def _given(asked: Asked, name: str, usual: Any) -> Any:

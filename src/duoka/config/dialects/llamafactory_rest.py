@@ -80,9 +80,10 @@ def _reported() -> list[Row]:
 
 def _reported_elsewhere() -> list[Row]:
     return [
-        *reported("duoka chat FILE and duoka eval FILE go by it, and the drawing of stage ppo", "do_sample", "temperature", "top_p",
-                  "max_new_tokens"),
-        *reported("of answers; duoka chat FILE refuses what it cannot do, and stage ppo draws by top_k", "top_k", "num_beams",
+        *reported("duoka chat FILE and duoka eval FILE go by it, and the drawing of stage ppo", "do_sample",
+                  "temperature", "top_p", "max_new_tokens"),
+        *reported("of answers; duoka chat FILE refuses what it cannot do, and stage ppo draws by top_k", "top_k",
+                  "num_beams",
                   "repetition_penalty", "infer_backend"),
         *reported("of answers: duoka chat and duoka eval have flags for what they can do", "max_length",
                   "length_penalty", "skip_special_tokens", "generation_max_length", "generation_num_beams",
