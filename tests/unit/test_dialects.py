@@ -244,16 +244,6 @@ def test_the_sample_covers_the_implemented_keys() -> None:
     assert wanted - sampled == left and len(sampled) >= 40
 
 
-def test_a_ppo_file_is_stage_rl_with_a_value_head_and_a_judge() -> None:
-    more = {"stage": "ppo", "reward_model": "saves/reward", "max_new_tokens": 512, "top_k": 0, "top_p": 0.9}
-    config = load(BASE | more | {"cutoff_len": 1024}).config
-    rl = config.rl
-    assert config.stage.name == "rl" and config.data.max_length == 1024 + 512
-    assert (rl.algorithm, rl.row.has_values, rl.samples, rl.updates) == ("ppo", True, 1, 4)
-    assert (rl.rewards, rl.max_new_tokens, rl.top_k, rl.top_p) == (("model:saves/reward",), 512, 0, 0.9)
-    assert (rl.temperature, rl.kl) == (0.95, 0.2)
-
-
 def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
     for dialect in dialects().values():
         for row in dialect.rows.values():
@@ -267,9 +257,6 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
         ({"learnin_rate": 1}, ("unknown key learnin_rate", "did you mean learning_rate")),
         ({"template": "qwen9"}, ("no template qwen9", "did you mean qwen")),
         ({"stage": "ppo"}, ("needs a reward model", "reward_model: FOLDER")),
-        ({"stage": "ppo", "reward_model": "http://a/b"}, ("is a server", "rl.rewards")),
-        ({"stage": "ppo", "reward_model": "rm", "ppo_buffer_size": 2}, ("ppo_buffer_size 2", "ppo_buffer_size: 1")),
-        ({"stage": "ppo", "reward_model": "rm", "ppo_score_norm": True}, ("taken as they are", "delete")),
         ({"stage": "dpo", "pref_loss": "kto_pair"}, ("kto_pair is not there", "pref_loss: sigmoid")),
         ({"stage": "dpo", "ref_model": "other/model"}, ("another reference", "delete ref_model")),
         ({"stage": "dpo", "pref_bco_weight": 0.5}, ("BCO", "delete pref_bco_weight")),
