@@ -23,7 +23,7 @@ from sft import WORDS
 from watching import describe_machine, end_like_an_interrupt, package_versions, stamp, watch
 
 PEERS = Path(__file__).with_name("preferences_peers.py")
-NUM_PAIRS, MAX_LENGTH, BATCH = 96, 512, 8
+NUM_PAIRS, MAX_LENGTH, BATCH = 32, 512, 8
 # trl: its defaults. trl-tuned: the reference computed once, no activation computed twice.
 TOOLS = ("duoka", "trl", "trl-tuned")
 
@@ -71,7 +71,7 @@ def command_of(
         config = {
             "model": str(model), "stage": {"name": "dpo", "beta": 0.1},
             "data": {"train": [{"name": str(data)}], "max_length": MAX_LENGTH},
-            "optim": {"lr": 1e-4, "warmup": 0, "schedule": "constant", "weight_decay": 0},
+            "optim": {"lr": 1e-5, "warmup": 0, "schedule": "constant", "weight_decay": 0},
             "train": {"global_batch": BATCH, "micro_batch": rows or "auto", "precision": "fp32", "seed": 0,
                       "max_steps": options.steps + 1},
             "checkpoint": {"every": 1000}, "output": str(folder / "run"),

@@ -27,7 +27,7 @@ def main() -> None:
         tuned = {"precompute_ref_log_probs": True, "gradient_checkpointing": False}
     arguments = DPOConfig(
         output_dir=case["work"], per_device_train_batch_size=case["rows"], max_steps=case["steps"],
-        gradient_accumulation_steps=case["accumulation"], learning_rate=1e-4, lr_scheduler_type="constant",
+        gradient_accumulation_steps=case["accumulation"], learning_rate=1e-5, lr_scheduler_type="constant",
         weight_decay=0.0, bf16=False, use_cpu=True, save_strategy="no", report_to="none", logging_steps=1, seed=0,
         disable_tqdm=True, beta=0.1, max_length=case["max_length"], model_init_kwargs={"dtype": "float32"}, **tuned,
     )  # fmt: skip
