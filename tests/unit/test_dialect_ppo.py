@@ -8,6 +8,11 @@ from duoka.errors import Faults
 PPO = BASE | {"stage": "ppo", "reward_model": "saves/reward"}
 
 
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def test_a_ppo_file_is_stage_rl_with_a_value_head_and_a_judge():
     more = {"stage": "ppo", "reward_model": "saves/reward", "max_new_tokens": 512, "top_k": 0, "top_p": 0.9}
     config = load(BASE | more | {"cutoff_len": 1024}).config
