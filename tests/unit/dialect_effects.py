@@ -102,6 +102,7 @@ SHOWN_BY = {
 DPO = {"stage": "dpo"}
 EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("model_name_or_path", "other/model", {}, "model.name", "other/model"),
+    ("ppo_epochs", 2, {"stage": "ppo", "reward_model": "judge", "max_new_tokens": 64}, "rl.updates", 2),
     ("model_revision", "v2", {}, "model.revision", "v2"),
     ("trust_remote_code", True, {}, "model.trust_remote_code", True),
     ("train_from_scratch", True, {"stage": "pt", "finetuning_type": "full"}, "model.from_scratch", True),

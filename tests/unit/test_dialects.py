@@ -239,6 +239,7 @@ def test_the_sample_covers_the_implemented_keys() -> None:
     sampled = {effect[0] for effect in EFFECTS}
     left = {"stage", "deepspeed", "do_train", "eval_strategy", "evaluation_strategy", "quantization_method"}
     left |= {"pref_bco_weight", "ref_model", "ref_model_adapters", "ref_model_quantization_bit"}
+    left |= {"reward_model", "ppo_buffer_size", "ppo_score_norm", "ppo_whiten_rewards", "reward_model_type"}
     left |= {"data_seed", "enable_thinking", "preserve_thinking"}  # these only check
     assert wanted - sampled == left and len(sampled) >= 40
 
@@ -255,7 +256,7 @@ def test_rows_point_to_keys_that_are_there_or_are_refused_when_asked() -> None:
     [
         ({"learnin_rate": 1}, ("unknown key learnin_rate", "did you mean learning_rate")),
         ({"template": "qwen9"}, ("no template qwen9", "did you mean qwen")),
-        ({"stage": "ppo"}, ("stage: ppo", "does not have yet")),
+        ({"stage": "ppo"}, ("needs a reward model", "reward_model: FOLDER")),
         ({"stage": "dpo", "pref_loss": "kto_pair"}, ("kto_pair is not there", "pref_loss: sigmoid")),
         ({"stage": "dpo", "ref_model": "other/model"}, ("another reference", "delete ref_model")),
         ({"stage": "dpo", "pref_bco_weight": 0.5}, ("BCO", "delete pref_bco_weight")),

@@ -38,3 +38,21 @@ def test_the_cache_is_what_a_model_holds_while_it_answers(tmp_path):
     two = load_config(yaml, ["rl.algorithm=grpo", "rl.updates=2", "train.epochs=1"]).config
     steps = count_steps(two.train, Lengths("tokenized", 30, 20.0, 20), updates=two.updates)
     assert steps is not None and steps.total == 20
+
+
+def test_a_value_head_and_a_reward_model_are_planned(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", layers=3)
+    yaml, shape = Path(tmp_path / "run.yaml"), read_shape(folder)
+    text = f"model: {folder}\nstage: rl\ndata: {{train: [task:sort], max_length: 40}}\ntrain: {{precision: fp32}}\n"
+    yaml.write_text(text + "rl: {algorithm: grpo, max_new_tokens: 8}\noptim: {name: adamw}\n", encoding="utf-8")
+
+    def plan(*overrides):
+        return make_plan(load_config(yaml, list(overrides)).config, shape, read_machine(), 1)
+
+    plain, values, judged = plan(), plan("rl.algorithm=ppo"), plan("rl.rewards=['model:runs/reward']")
+    head = shape.hidden_size + 1
+    assert values.memory.parts["weights"] - plain.memory.parts["weights"] == 4 * head
+    assert sum(values.memory.parts.values()) - sum(plain.memory.parts.values()) >= 16 * head
+    assert judged.memory.parts["weights"] - plain.memory.parts["weights"] == 4 * shape.num_parameters
+    notes = rollout_notes(load_config(yaml, ["rl.algorithm=ppo"]).config, shape, Layout(precision="fp32"))
+    assert f"a value head of {head:,} numbers" in notes[0]

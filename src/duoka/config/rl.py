@@ -14,12 +14,13 @@ from pydantic import Field
 
 from duoka.config.fields import Number, Seconds, Section, Whole
 
-AlgorithmName = Literal["reinforce", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo"]
-Advantage = Literal["center", "group_std", "leave_one_out", "batch_std"]
+AlgorithmName = Literal["reinforce", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo"]
+Advantage = Literal["center", "group_std", "leave_one_out", "batch_std", "gae"]
 Normalizer = Literal["tokens", "answers", "sequences", "length"]
 Ratio = Literal["none", "token", "sequence", "weight"]
 Weight = Annotated[Number, Field(ge=0)]
 TASK_REWARD = "task"
+JUDGE = "model:"  # and a reward model's folder
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Algorithm:
     clip: tuple[float, float] | None = None
     drop_equal: bool = False
 
+    @property
+    def has_values(self) -> bool:
+        """Whether a head of the model says what reward is still to come."""
+        return self.advantage == "gae"
+
 
 ALGORITHMS: dict[AlgorithmName, Algorithm] = {
     "reinforce": Algorithm("center", "tokens"),
@@ -44,7 +50,27 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {
     "dapo": Algorithm("group_std", "tokens", "token", (0.2, 0.28), drop_equal=True),
     "gspo": Algorithm("group_std", "answers", "sequence", (3e-4, 4e-4)),
     "cispo": Algorithm("group_std", "tokens", "weight", (1.0, 0.28)),
+    "ppo": Algorithm("gae", "tokens", "token", (0.2, 0.2)),
 }
+
+
+class ValuesConfig(Section):
+    """With advantage gae: a head of the model that says of each token what reward is still to come."""
+
+    discount: Annotated[Number, Field(ge=0, le=1)] = Field(
+        1.0, description="With advantage gae: what a reward one token later counts (gamma)."
+    )
+    gae_lambda: Annotated[Number, Field(ge=0, le=1)] = Field(
+        0.95, description="With advantage gae: 1 trusts rewards alone, 0 the value of the next token alone."
+    )
+    weight: Weight = Field(0.1, description="With advantage gae: how much the values' loss counts beside the policy's.")
+    clip: Weight = Field(
+        0.2, description="With advantage gae: how far a value may move from what it was before the first update; 0: "
+        "as far as it likes."
+    )  # fmt: skip
+    whiten: bool = Field(
+        True, description="With advantage gae: advantages less their mean over the step's tokens, over their deviation."
+    )
 
 
 class RlConfig(Section):
@@ -55,14 +81,14 @@ class RlConfig(Section):
     )
     rewards: tuple[str, ...] = Field(
         (TASK_REWARD,), min_length=1,
-        description="What an answer is worth, summed: task is the check of the task that asked; or functions of yours, "
-        "such as [rewards.py:length].",
+        description="What an answer is worth, summed: task is the check of the task that asked; functions of yours, "
+        "such as [rewards.py:length]; reward models, such as [model:runs/reward].",
     )  # fmt: skip
     reward_weights: tuple[Annotated[Number, Field(ge=-1e6, le=1e6)], ...] = Field(
         (), description="How much each of them counts; left out: 1."
     )
-    samples: Annotated[Whole, Field(ge=2, le=65_536)] = Field(
-        8, description="Answers to each prompt; train.global_batch counts prompts."
+    samples: Annotated[Whole, Field(ge=1, le=65_536)] = Field(
+        8, description="Answers to each prompt; train.global_batch counts prompts. One is enough with advantage gae."
     )
     max_new_tokens: Annotated[Whole, Field(ge=1)] = Field(256, description="Longest answer.")
     temperature: Annotated[Number, Field(ge=1e-3)] = Field(
@@ -77,7 +103,7 @@ class RlConfig(Section):
     updates: Annotated[Whole, Field(ge=1)] = Field(1, description="Optimizer steps on each step's answers.")
     advantage: Advantage | None = Field(
         None, description="center: reward less its prompt's mean; group_std, batch_std: that over their deviation; "
-        "leave_one_out: less the mean of the others. Left out: the algorithm's."
+        "leave_one_out: less the mean of the others; gae: of each token, by a value head. Left out: the algorithm's."
     )  # fmt: skip
     normalize: Normalizer | None = Field(
         None, description="What sums over tokens are divided by: all tokens; tokens of the answer, then answers; "
@@ -85,6 +111,9 @@ class RlConfig(Section):
     )  # fmt: skip
     clip: tuple[Weight, Weight] | None = Field(
         None, description="How far the ratio to the policy that drew may fall and rise; left out: the algorithm's."
+    )
+    values: ValuesConfig = Field(
+        ValuesConfig(), description="The value head of advantage gae, as ppo has it (docs/rl.md)."
     )
     kl: Weight = Field(0.0, description="How much the distance from the run's start counts (k3); 0: no reference.")
     drop_equal: bool | None = Field(
@@ -119,6 +148,11 @@ class RlConfig(Section):
         )
 
     @property
+    def judges(self) -> tuple[str, ...]:
+        """Reward models among the rewards."""
+        return tuple(name for name in self.rewards if name.startswith(JUDGE))
+
+    @property
     def rewards_said(self) -> str:
         return ", ".join(self.rewards)
 
@@ -133,6 +167,13 @@ class RlConfig(Section):
         }
         parts = [self.algorithm, f"advantage {row.advantage}", f"sums over {words[row.normalize]}"]
         parts += [f"ratio of {row.ratio}, clipped at {row.clip[0]:g} and {row.clip[1]:g}"] if row.clip else []
+        if row.has_values:
+            one = self.values
+            parts += [
+                f"values weigh {one.weight:g}, clipped at {one.clip:g}" if one.clip else f"values weigh {one.weight:g}"
+            ]
+            parts += [f"discount {one.discount:g}, lambda {one.gae_lambda:g}"]
+            parts += ["advantages whitened"] if one.whiten else []
         parts += [f"KL {self.kl:g}"] if self.kl else []
         parts += ["prompts without a signal left out"] if row.drop_equal else []
         parts += ["cut answers masked"] if self.truncated == "mask" else []

@@ -5,7 +5,7 @@ A part of the table in rules.py, which evaluates it.
 
 from __future__ import annotations
 
-from duoka.config.rl import TASK_REWARD, RlConfig
+from duoka.config.rl import JUDGE, TASK_REWARD, RlConfig, ValuesConfig
 from duoka.config.rule import Rule, names_of
 from duoka.config.schema import DataConfig, RunConfig
 from duoka.units import parse_amount
@@ -15,6 +15,10 @@ _STRATEGIES = ("auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp
 
 def _draws(c: RunConfig) -> bool:
     return c.stage.kind.draws
+
+
+def _is_reward(name: str) -> bool:
+    return name == TASK_REWARD or ".py:" in name or (name.startswith(JUDGE) and name != JUDGE)
 
 
 def _unread_data(c: RunConfig) -> bool:
@@ -77,9 +81,9 @@ RL_RULES: tuple[Rule, ...] = (
     Rule(
         "rl-reward-without-function",
         ("rl.rewards", "stage"),
-        lambda c: _draws(c) and any(name != TASK_REWARD and ".py:" not in name for name in c.rl.rewards),
-        "rl.rewards has a name that is neither task nor a file's function: {c.rl.rewards_said}",
-        "write for example:   rewards: [rewards.py:score]",
+        lambda c: _draws(c) and any(not _is_reward(name) for name in c.rl.rewards),
+        "rl.rewards has a name that is neither task nor a file's function nor a reward model: {c.rl.rewards_said}",
+        "write for example:   rewards: [rewards.py:score]   or   rewards: [model:runs/reward]",
     ),
     Rule(
         "rl-weight-for-each-reward",
@@ -102,6 +106,27 @@ RL_RULES: tuple[Rule, ...] = (
         "rl.updates is {c.rl.updates}, and {c.rl.algorithm} takes no account of how far the model has moved from where "
         "its answers were drawn",
         "write   updates: 1   or an algorithm with a ratio, such as grpo",
+    ),
+    Rule(
+        "rl-values-without-gae",
+        ("rl.values", "rl.advantage", "rl.algorithm"),
+        lambda c: c.rl.values != ValuesConfig() and not c.rl.row.has_values,
+        "rl.values is written, and {c.rl.algorithm} with advantage {c.rl.row.advantage} has no value head",
+        "delete it, or write   algorithm: ppo",
+    ),
+    Rule(
+        "rl-one-answer-compares-with-none",
+        ("rl.samples", "rl.advantage", "stage"),
+        lambda c: _draws(c) and c.rl.samples < 2 and not c.rl.row.has_values,
+        "rl.samples is 1, and advantage {c.rl.row.advantage} compares the answers to one prompt: nothing is learned",
+        "write   samples: 8   or an algorithm with a value head:   algorithm: ppo",
+    ),
+    Rule(
+        "rl-values-drop-nothing",
+        ("rl.drop_equal", "rl.advantage", "stage"),
+        lambda c: _draws(c) and c.rl.row.drop_equal and c.rl.row.has_values,
+        "rl.drop_equal leaves out prompts whose answers got one reward, and advantage gae learns from these too",
+        "write   drop_equal: false",
     ),
     Rule(
         "rl-layouts",

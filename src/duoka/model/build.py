@@ -45,8 +45,9 @@ from duoka.model.score_head import read_scorer
 
 GATHERED_HEAD = "apply_gathered"
 # What a LossModel is asked for: the sum of its targets' losses, or numbers of each target; of a pipeline's stage before
-# the last, it answers with hidden states whatever it is asked. `scores`: of a ScoreModel (model/scores.py).
-Answer = Literal["loss", "logps", "entropy", "scores"]
+# the last, it answers with hidden states whatever it is asked. `scores`: of a ScoreModel (model/scores.py); `values`:
+# of a ValueModel (model/value_head.py).
+Answer = Literal["loss", "logps", "entropy", "scores", "values"]
 
 
 @contextlib.contextmanager
@@ -144,6 +145,12 @@ def load_adapter(base: torch.nn.Module, folder: Path, earlier: Earlier | None = 
 def named_part(model: torch.nn.Module) -> torch.nn.Module:
     """The part whose names checkpoints use: the language model inside a LossModel, any other model as it is."""
     return model.lm if isinstance(model, LossModel) else model
+
+
+def named_weights(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Every parameter by the name that checkpoints use: of the language model, and what a LossModel has beside it."""
+    inside = isinstance(model, LossModel)
+    return {name.removeprefix("lm.") if inside else name: p for name, p in model.named_parameters()}
 
 
 def find_core(model: torch.nn.Module) -> torch.nn.Module:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,11 +27,13 @@ def write_result(
     *,
     tokenizer_folder: Path | None = None,
     chat_template: str | None = None,
+    beside: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> None:
     """Write the trained model to `final` in one step; an older result of the same run is replaced.
 
     `state` holds its whole tensors when the model has only this rank's shards of them; `tokenizer_folder` is not the
-    base's when training used another, `chat_template` is given when it isn't the tokenizer's own.
+    base's when training used another, `chat_template` is given when it isn't the tokenizer's own; `beside` are further
+    files.
     """
     draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
     try:
@@ -41,9 +43,18 @@ def write_result(
         else:
             _write_full(lm, lm.state_dict() if state is None else state, base_folder, draft)
         copy_tokenizer(tokenizer_folder or base_folder, draft, chat_template)
+        write_beside(beside or {}, draft)
         put_in_place(draft, final)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_beside(files: Mapping[str, Mapping[str, torch.Tensor]], folder: Path) -> None:
+    """Tensors that are no part of the model, as it is read by others."""
+    from safetensors.torch import save_file
+
+    for name, tensors in files.items():
+        save_file(dict(tensors), folder / name, metadata={"format": "pt"})
 
 
 def put_in_place(draft: Path, final: Path) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from duoka.comm.ledger import LEDGER
 from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
-from duoka.model.build import named_part
+from duoka.model.build import named_part, named_weights
 from duoka.model.lora import count_parameters
 from duoka.model.shards import Weights
 from duoka.optim.build import optimizer_tensors
@@ -136,7 +136,7 @@ class Engine:
     @cached_property
     def _trainable(self) -> dict[str, torch.nn.Parameter]:
         # Looked up once, before the first pass: FSDP shows gathered weights under the same names while it computes.
-        return {name: p for name, p in named_part(self.bare).named_parameters() if p.requires_grad}
+        return {name: p for name, p in named_weights(self.bare).items() if p.requires_grad}
 
     @cached_property
     def _parts(self) -> list[torch.nn.Parameter]:

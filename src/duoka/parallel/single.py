@@ -23,6 +23,8 @@ def bring(spec: EngineSpec) -> None:
             spec.bare.to(device)
         return
     fill_weights(named_part(spec.bare), spec.source, device)
+    for parameter in spec.bare.parameters():  # what stands beside the language model came with its values
+        parameter.data = parameter.data.to(device)
     for module in spec.bare.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)

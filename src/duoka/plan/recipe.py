@@ -65,6 +65,7 @@ class Work:
     saves_beside: bool = False  # checkpoints are written while training goes on
     is_new: bool = False  # begins from random weights, beside which adapters make no sense
     references: int = 0  # frozen copies of the model that a stage reads beside the trained one
+    value_head: int = 0  # parameters of a head that says what reward is still to come, trained beside the model
     keeps_start: bool = False  # a copy of what is trained, as it was when the run began
     looks: int = 0  # passes without gradients that come before a step's loss, each over as many tokens as it has
     weight_bits: int = 0  # in which weights travel, 0: as they compute
@@ -82,13 +83,14 @@ class Work:
     @property
     def num_trainable(self) -> int:
         if self.train_only is not None:
-            return trained_parameters(self.shape, self.train_only)
-        return self.shape.num_parameters if self.lora is None else lora_parameters(self.shape, self.lora)
+            return trained_parameters(self.shape, self.train_only) + self.value_head
+        trained = self.shape.num_parameters if self.lora is None else lora_parameters(self.shape, self.lora)
+        return trained + self.value_head
 
     @property
     def num_frozen(self) -> int:
         if self.train_only is not None:
-            return self.shape.num_parameters - self.num_trainable
+            return self.shape.num_parameters + self.value_head - self.num_trainable
         return 0 if self.lora is None else self.shape.num_parameters
 
     @property

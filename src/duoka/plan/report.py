@@ -26,7 +26,7 @@ from duoka.plan.lengths import Lengths
 from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.offload import moved_bytes
 from duoka.plan.recipe import StaticMemory, Work, static_memory, static_table
-from duoka.plan.rollouts import rollout_notes
+from duoka.plan.rollouts import num_judges, rollout_notes, value_head_parameters
 from duoka.plan.room import VERDICTS, Room, Verdict
 from duoka.plan.search import Ranking, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
@@ -332,9 +332,15 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
         node_ranks=local_size if config.parallel.reshard == "node" else 0,
         deepspeed=config.parallel.deepspeed if config.parallel.engine == "deepspeed" else None,
-        references=0 if config.lora else config.stage.kind.references, looks=config.stage.kind.looks,
+        references=_num_references(config), looks=config.stage.kind.looks,
+        value_head=value_head_parameters(config, shape),
         keeps_start=config.stage.kind.draws and config.rl.kl > 0,
     )  # fmt: skip
+
+
+def _num_references(config: RunConfig) -> int:
+    """Frozen models beside the trained one."""
+    return (0 if config.lora else config.stage.kind.references) + num_judges(config)
 
 
 def _ranking_json(ranking: Ranking | None) -> dict[str, Any] | None:

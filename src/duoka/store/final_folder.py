@@ -16,7 +16,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from duoka.comm.world import World, close_side_world, open_side_world
 from duoka.errors import StorageError
-from duoka.model.result import base_dtype, copy_tokenizer, name_dtype, put_in_place, without_deepspeed, write_result
+from duoka.model.result import (
+    base_dtype,
+    copy_tokenizer,
+    name_dtype,
+    put_in_place,
+    without_deepspeed,
+    write_beside,
+    write_result,
+)
 from duoka.parallel.flat_shard import is_cut_flat, part_of_cut, real_shape
 from duoka.parallel.gather import gather_state
 from duoka.parallel.mesh import Mesh
@@ -42,6 +50,7 @@ class ResultSources:
     base: Path
     tokenizer: Path
     chat_template: str | None = None
+    beside: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)  # further files, small
 
 
 @dataclass(frozen=True)
@@ -94,14 +103,16 @@ def _write_final(
             with _shared_fault(side, final):
                 if told is not None:
                     write_result(
-                        lm, told.base, final, whole, tokenizer_folder=told.tokenizer, chat_template=told.chat_template
-                    )
+                        lm, told.base, final, whole, tokenizer_folder=told.tokenizer,
+                        chat_template=told.chat_template, beside=told.beside,
+                    )  # fmt: skip
             return
         with _shared_fault(side, final):
             _write_own(lm, draft, mesh, heart)
         with _shared_fault(side, final):
             if told is not None:
                 copy_tokenizer(told.tokenizer, Path(draft.folder), told.chat_template)
+                write_beside(told.beside, Path(draft.folder))
                 put_in_place(Path(draft.folder), final)
                 for left in final.parent.glob(f".{final.name}.*"):  # by a process that was killed in here
                     shutil.rmtree(left, ignore_errors=True)

@@ -37,7 +37,7 @@ def reward_files(config: RunConfig, base: Path) -> dict[str, Path | None]:
     """The files of reward functions, looked up from here and then from `base`; None: there is none."""
     found: dict[str, Path | None] = {}
     for name in config.rl.rewards if config.stage.kind.draws else ():
-        if name != TASK_REWARD:
+        if name != TASK_REWARD and name not in config.rl.judges:
             given = given_path(name.rpartition(":")[0])
             found[name] = next((place.resolve() for place in (given, base / given) if is_file(place)), None)
     return found

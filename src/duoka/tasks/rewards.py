@@ -56,6 +56,8 @@ class RewardPool:
     ) -> list[Rewarded]:
         """Rewards of all, in order; `alive` is called as they come. Only of the first ones where all of them would take
         longer than `for_s`."""
+        if not self.names:  # reward models alone
+            return [Rewarded(()) for _ in questions]
         found: dict[int, Rewarded] = {}
         todo, ends = iter(range(len(questions))), time.monotonic() + for_s
         lock = threading.Lock()
@@ -79,7 +81,7 @@ class RewardPool:
 
     def faults(self) -> list[str]:
         """Why functions cannot be loaded: said before answers are drawn that nobody could reward."""
-        return self._workers[0].faults()
+        return self._workers[0].faults() if self.names else []
 
     def close(self) -> None:
         for worker in self._workers:

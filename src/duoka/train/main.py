@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import torch
 
 from duoka.comm.world import World, end_world, start_world
 from duoka.config.loaded import Loaded
@@ -107,14 +109,17 @@ def _finish(run: Run, stopped_by: str) -> int:
         record.stopped(step, stopped_by, StoppedEarly.exit_code)
         return StoppedEarly.exit_code
     world.heart.tell("end", step)
-    write_final(named_part(contents.engine.bare), run.mesh, lambda: _result_sources(inputs), inputs.run.final)
+    beside = run.stage.beside(contents.engine)
+    write_final(
+        named_part(contents.engine.bare), run.mesh, lambda: _result_sources(inputs, beside), inputs.run.final
+    )  # fmt: skip
     record.done(step)
     return 0
 
 
-def _result_sources(inputs: Inputs) -> ResultSources:
+def _result_sources(inputs: Inputs, beside: Mapping[str, Mapping[str, torch.Tensor]]) -> ResultSources:
     """The tokenizer and the template that training used."""
     tokenizer = inputs.tokenizer()
     template = tokenizer.template if tokenizer.template_name != "model" else None
     folder = resolve_tokenizer(inputs.config.model, inputs.loaded.base, inputs.folder)
-    return ResultSources(inputs.folder, folder, template)
+    return ResultSources(inputs.folder, folder, template, beside)

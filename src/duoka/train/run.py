@@ -26,7 +26,7 @@ from duoka.hub.adapter_files import note_other_bases
 from duoka.hub.base import BaseIdentity, model_fingerprint
 from duoka.model import native
 from duoka.model.adapters import Earlier
-from duoka.model.build import find_core, load_model
+from duoka.model.build import find_core, load_model, named_weights
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.exactness import RowChoice, check_stages, choose_rows, needs_own_logits
 from duoka.model.layers import find_layers
@@ -182,7 +182,14 @@ def build_run(inputs: Inputs, world: World) -> Run:
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
     model = model_fingerprint(inputs.folder)
     around = Around(
-        inputs.loaded.base, inputs.run, model, inputs.prepared.pad_id, inputs.tokenizer, engine, plan.layout
+        inputs.loaded.base,
+        inputs.folder,
+        inputs.run,
+        model,
+        inputs.prepared.pad_id,
+        inputs.tokenizer,
+        engine,
+        plan.layout,
     )
     feed = stage.feed(feed, around)
     store = _open_store(inputs, plan, world)
@@ -275,8 +282,9 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     matrices = whole if config.optim.name == "muon" else ()
     own_logits = needs_own_logits(config.model, inputs.folder, plan.layout.packing)
     model = stage.wrap(lm, own_logits=own_logits)
+    beside: dict[str, Role] = {name: "vector" for name in named_weights(model) if name not in roles}
     folder = offload_folder(config.parallel.offloads, inputs.run.path)
-    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices, folder), roles
+    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices, folder), roles | beside
 
 
 def _find_reference(inputs: Inputs, plan: Plan, engine: Engine) -> str:

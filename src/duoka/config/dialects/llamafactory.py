@@ -13,6 +13,7 @@ from typing import Any
 from duoka.config.dialects import llamafactory_convert as to
 from duoka.config.dialects import llamafactory_learning as learn
 from duoka.config.dialects import llamafactory_lora as lora
+from duoka.config.dialects.llamafactory_ppo import ppo_rows
 from duoka.config.dialects.llamafactory_rest import rest_rows
 from duoka.config.dialects.llamafactory_stages import pref_rows
 from duoka.config.dialects.rows import (
@@ -35,7 +36,6 @@ from duoka.config.dialects.rows import (
 _SIGNS = ("model_name_or_path", "finetuning_type", "per_device_train_batch_size", "cutoff_len", "lora_target")
 _OUR_BLOCKS = ("data", "lora", "optim", "train", "parallel", "checkpoint", "log")
 _WARMUP = "step s of n has s/n of the rate; transformers' (s-1)/n lets the first step learn nothing"
-_STAGES = {"sft": "sft", "pt": "pretrain", "rm": "reward", "dpo": "dpo", "kto": "kto", "ppo": "ppo"}
 
 
 def _rows_of_model_and_data() -> list[Row]:
@@ -45,7 +45,7 @@ def _rows_of_model_and_data() -> list[Row]:
         *switch("trust_remote_code", "model.trust_remote_code"),
         *switch("train_from_scratch", "model.from_scratch"),
         *implemented("template", "model.template", to.template, "chatml by name; others: what the model ships"),
-        *implemented("stage", "stage.name", words("stage", _STAGES), "what has no stage here yet is refused"),
+        *ppo_rows(),
         *implemented("finetuning_type", "lora", to.kind, "lora, full or freeze; oft is refused"),
         *implemented("freeze_trainable_layers", "train_only.layers", to.of_freeze(to.layers)),
         *implemented(
@@ -78,7 +78,6 @@ def _rows_of_model_and_data() -> list[Row]:
         *implemented("val_size", "data.eval", to.share, "a share; a number of samples is refused"),
         *implemented("max_samples", "data.train", to.limit, "of every data set"),
         *implemented("dataset_dir", "data.folder", to.folder),
-        *implemented("cutoff_len", "data.max_length", note=""),
         *switch("packing", "data.packing", to.packing, "changes no result: samples never see each other"),
         *switch("neat_packing", "data.packing", only_if_on("data.packing", True)),
         *switch("train_on_prompt", "data.targets", to.targets),

@@ -80,9 +80,10 @@ def _reported() -> list[Row]:
 
 def _reported_elsewhere() -> list[Row]:
     return [
-        *reported("duoka chat FILE and duoka eval FILE go by it", "do_sample", "temperature", "top_p",
-                  "max_new_tokens"),
-        *reported("of answers, not of training; duoka chat FILE refuses what it cannot do", "top_k", "num_beams",
+        *reported("duoka chat FILE and duoka eval FILE go by it, and the drawing of stage ppo", "do_sample",
+                  "temperature", "top_p", "max_new_tokens"),
+        *reported("of answers; duoka chat FILE refuses what it cannot do, and stage ppo draws by top_k", "top_k",
+                  "num_beams",
                   "repetition_penalty", "infer_backend"),
         *reported("of answers: duoka chat and duoka eval have flags for what they can do", "max_length",
                   "length_penalty", "skip_special_tokens", "generation_max_length", "generation_num_beams",
@@ -110,9 +111,8 @@ def _reported_elsewhere() -> list[Row]:
 
 def _of_stages_reported() -> list[Row]:
     return [
-        *reported("of PPO, which sft does not read", "ppo_buffer_size", "ppo_epochs", "ppo_score_norm", "ppo_target",
-                  "ppo_whiten_rewards", "reward_model", "reward_model_adapters", "reward_model_quantization_bit",
-                  "reward_model_type"),
+        *reported("of PPO; there KL has one weight, rl.kl, and none that follows a target", "ppo_target"),
+        *refused("a reward model is named by its own folder", "reward_model_adapters", "reward_model_quantization_bit"),
         *reported("a trained adapter is always written as a plain one, for the base as it came", "pissa_convert"),
         *reported("of a method that is not on", "loraplus_lr_embedding",
                   "oft_rank", "oft_block_size", "oft_target", "module_dropout", "galore_target", "galore_rank",

@@ -1,4 +1,5 @@
-"""From rewards to advantages: how much better an answer was than others, a number for all of its tokens.
+"""From rewards to advantages: how much better an answer was than others, a number for all of its tokens; or with a
+value head how much better than it expected, a number for each.
 
 Computed from plain numbers before anything is learned, the same on every rank; None is an answer without a reward,
 which is no part of any mean. docs/rl.md has the formulas.
@@ -25,6 +26,23 @@ def advantages(groups: Sequence[Sequence[float | None]], kind: Advantage) -> lis
     if kind == "leave_one_out":
         return [_left_out(group) for group in centered]
     return centered
+
+
+def estimate(values: Sequence[float], reward: float, discount: float, gae_lambda: float) -> list[float]:
+    """Of each token of an answer whose reward comes with its last one (GAE, arXiv 1506.02438): nothing comes after."""
+    found, ahead, value_ahead, gained = [], 0.0, 0.0, reward
+    for value in reversed(values):
+        ahead = gained + discount * value_ahead - value + discount * gae_lambda * ahead
+        value_ahead, gained = value, 0.0
+        found.append(ahead)
+    return found[::-1]
+
+
+def whitened(groups: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Less their common mean, over their common deviation."""
+    every = [value for group in groups for value in group]
+    mean, spread = math.fsum(every) / max(1, len(every)), deviation(every) + _EPSILON
+    return [[(value - mean) / spread for value in group] for group in groups]
 
 
 def has_signal(group: Sequence[float | None]) -> bool:

@@ -20,7 +20,13 @@ class Learned:
 
     place: int
     rollout: Rollout
-    advantage: float
+    advantage: float | tuple[float, ...]  # of all its tokens, or of each
+    returns: tuple[float, ...] | None = None  # what the value head is to say of each
+
+    @property
+    def by_token(self) -> tuple[float, ...]:
+        one = self.advantage
+        return one if isinstance(one, tuple) else (one,) * len(self.rollout.ids)
 
 
 class AnswerRows:
@@ -49,10 +55,12 @@ class AnswerBatch(Batch):
     """One micro-batch of answers. Of each token: log-probabilities, 0 where there is no target."""
 
     places: tuple[int, ...] = ()  # among the step's rollouts, in the order of documents
-    advantages: torch.Tensor | None = None  # (documents,) double
+    advantages: torch.Tensor | None = None  # (rows, tokens) double
     drawn: torch.Tensor | None = None  # (rows, tokens) double: where the answer was drawn
     old: torch.Tensor | None = None  # (rows, tokens) double: before the first update; None: this is the first
     start: torch.Tensor | None = None  # (rows, tokens) double: where the run began; None: nothing is compared with it
+    values: torch.Tensor | None = None  # (rows, tokens) double: before the first update; None: there is no value head
+    returns: torch.Tensor | None = None  # (rows, tokens) double: what values are to be
 
 
 def build_answers(rows: AnswerRows, plan: MicroPlan, packing: bool, pad_id: int, key: int | None = None) -> Batch:
@@ -73,6 +81,7 @@ def build_answers(rows: AnswerRows, plan: MicroPlan, packing: bool, pad_id: int,
     of = [one.rollout for one in chosen]
     return AnswerBatch(
         **vars(batch), places=tuple(one.place for one in chosen),
-        advantages=torch.tensor([one.advantage for one in chosen], dtype=torch.float64),
-        drawn=lay([one.drawn for one in of]), old=lay([one.old for one in of]), start=lay([one.start for one in of]),
+        advantages=lay([one.by_token for one in chosen]), drawn=lay([one.drawn for one in of]),
+        old=lay([one.old for one in of]), start=lay([one.start for one in of]),
+        values=lay([one.values for one in of]), returns=lay([one.returns for one in chosen]),
     )  # fmt: skip

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ from duoka.errors import ConfigError, DataError
 from duoka.parallel.engine import Engine
 from duoka.plan.layout import Layout
 from duoka.tasks.rewards import Rewarded, RewardPool
-from duoka.train.rl.advantages import advantages, deviation, has_signal
-from duoka.train.rl.batch import AnswerRows, Learned, build_answers
+from duoka.train.rl.batch import AnswerRows, build_answers
 from duoka.train.rl.draw import Drawer
+from duoka.train.rl.judges import Judges
+from duoka.train.rl.learned import facts_of, learned_of
 from duoka.train.rl.rollouts import Rollout, RolloutStep, read_rollouts, rollout_file, write_rollouts
 from duoka.units import parse_seconds
 
@@ -48,8 +50,9 @@ class Site:
     prompts: PromptRows
     vocab_size: int
     drawer: Drawer
-    pool: RewardPool
-    add_start: Callable[[Sequence[Rollout]], Sequence[Rollout]]  # log-probabilities where the run began
+    pool: RewardPool  # of functions
+    judges: Judges
+    look_back: Callable[[Sequence[Rollout]], Sequence[Rollout]]  # with what passes over all answers say of them
 
     def fingerprint(self, prompts: Sequence[int]) -> str:
         """Of all that decides a step's answers: weights, prompts, settings."""
@@ -60,6 +63,7 @@ class Site:
             parts, self.model, self.prompts.fingerprint, list(prompts), self.config.train.seed,
             rl.samples, rl.max_new_tokens, rl.temperature, rl.top_k, rl.top_p, rl.rows, self.config.data.max_length,
             self.layout.precision, rl.rewards, rl.reward_weights, rl.kl > 0,
+            *(["values"] if rl.row.has_values else ()),
         ]  # fmt: skip
         return hashlib.blake2b(json.dumps(facts, default=str).encode(), digest_size=16).hexdigest()
 
@@ -113,8 +117,8 @@ class RolloutFeed:
         if self._now is None or self._now.number != number:
             self._now = self._step_of(number, is_begun=update > 0)
         now = self._now if update else self._now.with_old({})
-        self.facts, self.is_first_of_several = self._facts(now), updates > 1 and update == 0
-        rows = AnswerRows(self._learned(now))
+        self.facts, self.is_first_of_several = facts_of(now, self.site.config.rl), updates > 1 and update == 0
+        rows = AnswerRows(learned_of(now, self.site.config.rl))
         if update and any(one.rollout.old is None for one in rows.answers):
             raise self._gone(number, "has answers without the log-probabilities of its first update")
         own = self._share(rows)
@@ -142,42 +146,6 @@ class RolloutFeed:
         )  # fmt: skip
         return shares[mesh.data.rank]
 
-    def _groups(self, now: RolloutStep) -> list[list[Rollout]]:
-        groups: dict[int, list[Rollout]] = {}
-        for one in now.rollouts:
-            groups.setdefault(one.prompt, []).append(one)
-        return list(groups.values())
-
-    def _learned(self, now: RolloutStep) -> list[Learned]:
-        """Answers with a reward, and of these what the settings leave in."""
-        rl, groups = self.site.config.rl, self._groups(now)
-        values = advantages([[one.reward for one in group] for group in groups], rl.row.advantage)
-        place = {id(one): at for at, one in enumerate(now.rollouts)}
-        found = []
-        for group, worth in zip(groups, values, strict=True):
-            if rl.row.drop_equal and not has_signal([one.reward for one in group]):
-                continue
-            for one, value in zip(group, worth, strict=True):
-                if value is not None and (one.ended or rl.truncated == "learn"):
-                    found.append(Learned(place[id(one)], one, value))
-        return sorted(found, key=lambda one: one.place)
-
-    def _facts(self, now: RolloutStep) -> dict[str, float]:
-        """What is logged of a step's answers."""
-        groups = [[one.reward for one in group] for group in self._groups(now)]
-        rewards = [value for group in groups for value in group if value is not None]
-        silent = [group for group in groups if not has_signal(group)]
-        lengths = [len(one.ids) for one in now.rollouts]
-        return {
-            "reward": math.fsum(rewards) / max(1, len(rewards)),
-            "reward_sd": deviation(rewards),
-            "groups_equal": len(silent) / len(groups),
-            "answer_tokens": sum(lengths) / len(lengths),
-            "longest_answer": float(max(lengths)),
-            "truncated": sum(not one.ended for one in now.rollouts) / len(lengths),
-            "unrewarded": sum(one.reward is None for one in now.rollouts) / len(lengths),
-        }
-
     # --- where answers come from ---
 
     def _step_of(self, number: int, *, is_begun: bool) -> RolloutStep:
@@ -194,7 +162,7 @@ class RolloutFeed:
             return kept
         if kept is None or kept.fingerprint != fingerprint:
             self._check_rewards()
-            drawn = site.add_start(site.drawer.draw(number, prompts))
+            drawn = site.look_back(site.drawer.draw(number, prompts))
             kept = RolloutStep(number, fingerprint, tuple(drawn))
             self._write(kept)
         if not kept.is_scored:
@@ -222,8 +190,8 @@ class RolloutFeed:
             )
         self._check_fits(found, name)
         # What another run's policies said of them is nothing to this one.
-        plain = [replace(one, old=None, start=None) for one in found.rollouts]
-        found = replace(found, rollouts=tuple(self.site.add_start(plain)))
+        plain = [replace(one, old=None, start=None, values=None) for one in found.rollouts]
+        found = replace(found, rollouts=tuple(self.site.look_back(plain)))
         self._write(found)
         return found
 
@@ -258,7 +226,9 @@ class RolloutFeed:
         while len(found) < len(rollouts):
             asked = [self._question(rollouts[place]) for place in own]
             # In turns that are shorter than a collective may take: one rank's rewards may be much slower than others'.
-            scored = site.pool.score(asked, alive=lambda: world.heart.tell("rewards"), for_s=self._turn_s)
+            alive = partial(world.heart.tell, "rewards")
+            scored = site.pool.score(asked, alive=alive, for_s=self._turn_s)
+            scored = site.judges.judge([rollouts[place] for place in own], scored, alive)
             for part in world.gather(dict(zip(own, scored, strict=False))):
                 found |= part
             own = own[len(scored) :]

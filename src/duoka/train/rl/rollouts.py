@@ -38,6 +38,7 @@ class Rollout:
     faults: tuple[str, ...] = ()
     old: tuple[float, ...] | None = None  # log-probabilities as training computes them, before the first update
     start: tuple[float, ...] | None = None  # and where the run began
+    values: tuple[float, ...] | None = None  # of the value head before the first update: what is still to come
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from duoka.data.feed.epoch_plan import share_batch
-from duoka.data.feed.loader import IGNORED
 from duoka.parallel.engine import Engine
-from duoka.parallel.inputs import model_inputs
-from duoka.parallel.precision import compute_in
-from duoka.plan.layout import Layout
-from duoka.train.rl.batch import AnswerBatch, AnswerRows, Learned, build_answers
+from duoka.train.rl.passes import AnswerPass, take_logps
 from duoka.train.rl.rollouts import Rollout
 
 
@@ -51,33 +45,8 @@ class StartWeights:
             own.copy_(kept)
             kept.copy_(meanwhile)
 
-    @torch.no_grad()
-    def add(
-        self, rollouts: Sequence[Rollout], engine: Engine, layout: Layout, *, max_length: int, pad_id: int,
-        temperature: float,
-    ) -> list[Rollout]:  # fmt: skip
+    def add(self, rollouts: Sequence[Rollout], over: AnswerPass) -> list[Rollout]:
         """The same answers with their log-probabilities here, on all ranks together."""
-        mesh, device = engine.mesh, engine.world.device
-        rows = AnswerRows([Learned(place, one, 0.0) for place, one in enumerate(rollouts)])
-        shares = share_batch(
-            np.arange(len(rows)), rows.lengths, mesh.data.size, layout.micro, packing=layout.packing,
-            max_length=max_length,
-        )  # fmt: skip
-        own: dict[int, tuple[float, ...]] = {}
-        with self.in_place(engine), engine.evaluate() as model:
-            was_training = model.training
-            model.eval()
-            for plan in shares[mesh.data.rank]:
-                micro = build_answers(rows, plan, layout.packing, pad_id)
-                mesh.everyone.heart.tell("reference")
-                with compute_in(layout.precision, device):  # also of no answers: ranks may gather weights together
-                    logps, _ = model(**model_inputs(micro, device), answer="logps", temperature=temperature)
-                if not isinstance(micro, AnswerBatch):
-                    continue
-                flat = logps.double()[(micro.labels != IGNORED).to(device)].cpu()
-                sizes = [len(rollouts[place].ids) for place in micro.places]
-                for place, values in zip(micro.places, flat.split(sizes), strict=True):
-                    own[place] = tuple(values.tolist())
-            model.train(was_training)
-        found = {place: values for part in mesh.data.gather(own) for place, values in part.items()}
-        return [replace(one, start=found[place]) for place, one in enumerate(rollouts)]
+        with self.in_place(over.engine):
+            found = over.numbers(rollouts, "logps", take_logps, "reference")
+        return [replace(one, start=values) for one, values in zip(rollouts, found, strict=True)]

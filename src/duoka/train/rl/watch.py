@@ -32,7 +32,7 @@ class RolloutWatch(Concern):
             return
         self._recent.append(facts)
         self._tell_faults(end.step)
-        if len(self._recent) == WINDOW and end.step - self._said_at >= _AGAIN_AFTER:
+        if "groups_equal" in facts and len(self._recent) == WINDOW and end.step - self._said_at >= _AGAIN_AFTER:
             said = why_silent(list(self._recent))
             if said:
                 self._said_at = end.step

@@ -7,6 +7,7 @@ is divided by, for every row of config/rl.py:ALGORITHMS.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from duoka.data.feed.prompts import PromptRows
 from duoka.errors import ConfigError
 from duoka.model.build import LossModel, find_core
 from duoka.model.dropout import stop_dropout
+from duoka.model.dtypes import BY_PRECISION
+from duoka.model.value_head import FILE, ValueModel
 from duoka.parallel.engine import Engine
+from duoka.parallel.gather import gather_state
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.objective import Sums
 from duoka.tasks.rewards import RewardPool
@@ -27,6 +31,8 @@ from duoka.train.record import Recorder
 from duoka.train.rl.batch import AnswerBatch
 from duoka.train.rl.draw import Drawer
 from duoka.train.rl.feed import RolloutFeed, Site
+from duoka.train.rl.judges import Judges
+from duoka.train.rl.passes import AnswerPass, take_values
 from duoka.train.rl.rollouts import FOLDER, Rollout
 from duoka.train.rl.start import StartWeights
 from duoka.train.rl.watch import RolloutWatch
@@ -46,17 +52,24 @@ class Policy(Stage):
         self.rl, self.row = config.rl, config.rl.row
         names = ["entropy", "logp_gap"]
         names += ["ratio", "clip_low", "clip_high"] if self.row.ratio != "none" else []
-        self.metrics = dict.fromkeys([*names, *(["kl"] if self.rl.kl else [])], "tokens")
+        names += ["kl"] if self.rl.kl else []
+        self.metrics = dict.fromkeys(names, "tokens") | ({"value_loss": "values"} if self.row.has_values else {})
         self._first_logps: dict[int, torch.Tensor] = {}  # by place among the rollouts, from their first update
         self._start: StartWeights | None = None
         self._feed: RolloutFeed | None = None
 
     def wrap(self, lm: torch.nn.Module, *, own_logits: bool = False) -> LossModel:
         stop_dropout(lm)  # what is dropped at random would be no part of the policy that drew
-        return LossModel(lm, own_logits=own_logits)
+        return (ValueModel if self.row.has_values else LossModel)(lm, own_logits=own_logits)
 
     def describe(self) -> str:
         return self.rl.sentence()
+
+    def beside(self, engine: Engine) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        if not isinstance(engine.bare, ValueModel):
+            return {}
+        whole = gather_state(engine.bare.v_head, keep=True)
+        return {FILE: {f"v_head.{name}": tensor for name, tensor in whole.items()}}
 
     def take_start(self, engine: Engine) -> None:
         if self.rl.kl:
@@ -67,21 +80,27 @@ class Policy(Stage):
         rl, config, engine, layout = self.rl, self.config, around.engine, around.layout
         longest = config.data.max_length
 
-        def add_start(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-            if self._start is None:
-                return rollouts
-            return self._start.add(
-                rollouts, engine, layout, max_length=longest, pad_id=around.pad_id, temperature=rl.temperature
-            )
+        over = AnswerPass(engine, layout, longest, around.pad_id, rl.temperature)
+
+        def look_back(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+            if self._start is not None:
+                rollouts = self._start.add(rollouts, over)
+            if self.row.has_values:
+                found = over.numbers(rollouts, "values", take_values, "values")
+                rollouts = [replace(one, values=values) for one, values in zip(rollouts, found, strict=True)]
+            return rollouts
 
         drawer = Drawer(engine, layout, rl, config.train.seed, longest, feed.store, around.tokenizer())
+        functions = [name for name in rl.rewards if name not in rl.judges]
         pool = RewardPool(
-            rl.rewards, around.base, deadline_s=parse_seconds(rl.reward_deadline), num_workers=rl.reward_workers
+            functions, around.base, deadline_s=parse_seconds(rl.reward_deadline), num_workers=rl.reward_workers
         )
+        dtype, device = BY_PRECISION[layout.precision], engine.world.device
+        judges = Judges(rl.rewards, around.base, around.folder, dtype=dtype, device=device, pad_id=around.pad_id)
         core: Any = find_core(engine.bare)
         site = Site(
             config, around.base, around.run.path / FOLDER, around.model, engine, layout, feed.store,
-            core.config.get_text_config().vocab_size, drawer, pool, add_start,
+            core.config.get_text_config().vocab_size, drawer, pool, judges, look_back,
         )  # fmt: skip
         self._feed = RolloutFeed(feed, site)
         return self._feed
@@ -96,16 +115,21 @@ class Policy(Stage):
 
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:
         answers, tokens = max(1.0, float(batch.num_samples)), max(1.0, float(batch.global_targets))
-        return {"tokens": tokens, "answers": answers, "length": answers * self.rl.max_new_tokens}
+        counts = {"tokens": tokens, "answers": answers, "length": answers * self.rl.max_new_tokens}
+        return counts | ({"values": tokens} if self.row.has_values else {})
 
     @property
     def _divided_by(self) -> str:
         return {"tokens": "tokens", "length": "length"}.get(self.row.normalize, "answers")
 
     def sums(self, model: torch.nn.Module, micro: Batch, device: torch.device) -> Sums:
-        logps, entropy = model(**model_inputs(micro, device), answer="entropy", temperature=self.rl.temperature)
+        has_values = self.row.has_values
+        asked = {"answer": "values" if has_values else "entropy", "temperature": self.rl.temperature}
+        logps, more = model(**model_inputs(micro, device), **asked)
+        entropy, values = more if has_values else (more, None)
         if not isinstance(micro, AnswerBatch):  # a rank without answers, or a rehearsal
-            return Sums({self._divided_by: -logps.sum()})
+            nothing = {} if values is None else {"values": values.double().sum() * 0.0}
+            return Sums({self._divided_by: -logps.sum(), **nothing})
         assert micro.advantages is not None and micro.drawn is not None
         logps = logps.double()
         if micro.old is None and self.rl.updates > 1:
@@ -113,7 +137,8 @@ class Policy(Stage):
         old = logps.detach() if micro.old is None else micro.old.to(device)
         counts = count_targets(micro).to(device)
         is_target = micro.labels.to(device) >= 0
-        advantages, shares = (_on_tokens(values.to(device), micro) for values in (micro.advantages, 1 / counts))
+        advantages = micro.advantages.to(device)
+        shares = _on_tokens(1 / counts, micro)
         share = shares if self.row.normalize == "answers" else torch.ones_like(shares)
         gain, metrics = self._gain(logps, old, advantages, micro, counts, is_target)
         loss = -(gain * share * is_target).sum()
@@ -125,7 +150,20 @@ class Policy(Stage):
         assert entropy is not None
         metrics["entropy"] = entropy.detach().double().sum()
         metrics["logp_gap"] = ((logps.detach() - micro.drawn.to(device)).abs() * is_target).sum()
-        return Sums({self._divided_by: loss}, metrics)
+        if values is None:
+            return Sums({self._divided_by: loss}, metrics)
+        missed = (self._missed(values.double(), micro, device) * is_target).sum()
+        metrics["value_loss"] = missed.detach()
+        return Sums({self._divided_by: loss, "values": self.rl.values.weight * missed}, metrics)
+
+    def _missed(self, values: torch.Tensor, micro: AnswerBatch, device: torch.device) -> torch.Tensor:
+        """(rows, tokens): half the squared distance from what came, at least as far as a value may have moved."""
+        assert micro.returns is not None and micro.values is not None
+        returns, before, most = micro.returns.to(device), micro.values.to(device), self.rl.values.clip
+        missed = (values - returns) ** 2
+        if most:
+            missed = torch.maximum(missed, (before + (values - before).clamp(-most, most) - returns) ** 2)
+        return missed / 2
 
     def _gain(
         self,

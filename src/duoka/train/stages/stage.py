@@ -35,6 +35,7 @@ class Around:
     """What a stage may need of a run beside its config, when its feed is made."""
 
     base: Path  # of the YAML's relative paths
+    folder: Path  # of the base model
     run: RunFolder
     model: str  # what tells this base model from others
     pad_id: int
@@ -75,6 +76,10 @@ class Stage(ABC):
     def concerns(self, record: Recorder) -> tuple[Concern, ...]:
         """What the stage sees to between steps."""
         return ()
+
+    def beside(self, engine: Engine) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Files of the result beside the model's own, with their tensors; all ranks call it. By default, none."""
+        return {}
 
     def wrap(self, lm: torch.nn.Module, *, own_logits: bool = False) -> LossModel:
         """The model that is trained, before its layout is laid on it; `own_logits` is LossModel's."""
