@@ -59,7 +59,7 @@ def parse_warmup(value: int | float | str) -> float | Amount:
             if amount.unit != "tokens":
                 raise ValueError(f"{value!r} counts no tokens; a bare number is a share or steps") from None
             return amount
-    if isinstance(value, bool) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r} must be a number of at least 0")
     return float(value)
 
