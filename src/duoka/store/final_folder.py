@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from duoka.comm.world import World, close_side_world, open_side_world
 from duoka.errors import StorageError
+from duoka.hub.saving import without_deepspeed
 from duoka.model.result import (
     base_dtype,
     copy_tokenizer,
     name_dtype,
     put_in_place,
-    without_deepspeed,
     write_beside,
     write_result,
 )
