@@ -1,5 +1,6 @@
 """What DeepSpeed saved by itself becomes a model folder, weight by weight, and no code in its files is run."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,27 @@ def test_code_in_a_file_is_not_run_and_gaps_are_named(saved, tiny_model, tmp_pat
     assert "no checkpoint of DeepSpeed" in str(refusal(tmp_path / "none"))
     (tmp_path / "none" / "latest").write_text("../elsewhere")
     assert "no such folder beside it" in str(refusal(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_files_that_do_not_fit_together_are_refused(saved, tiny_model, tmp_path, stage):
+    cut = tmp_path / "cut"
+    shutil.copytree(saved / f"stage{stage}" / "global_step2", cut)
+
+    def change(by):
+        for part in sorted(cut.glob("*_optim_states.pt")):
+            held = torch.load(part, weights_only=False)
+            by(held["optimizer_state_dict"])
+            torch.save(held, part)
+
+    def refused(words):
+        with pytest.raises(StorageError, match=words):
+            import_from(cut, tiny_model, tmp_path / "new")
+
+    name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    change(lambda state: state.update({name: [torch.cat([one, torch.zeros(64)]) for one in state[name]]}))
+    refused("numbers")
+    change(lambda state: state.update({name: [one[:-80] for one in state[name]]}))
+    refused("numbers|ends before")
+    change(lambda state: state.clear())
+    refused("written otherwise")

@@ -39,6 +39,8 @@ def test_what_is_not_there_is_refused_by_name(tmp_path):
         (lambda: Accelerator(parallel={"bucket_mb": -1}), "parallel: bucket_mb"),
         (lambda: Accelerator(strategy="fsdp", parallel={"compress": "powersgd"}), "which only ddp knows"),
         (lambda: Accelerator(parallel={"shard_ranks": 2}), "which only hsdp knows"),
+        (lambda: Accelerator(strategy="ddp", parallel={"compress": {"gradients": "int8"}}), "compress"),
+        (lambda: Accelerator(strategy="fsdp", parallel={"offload": {"params": "disk"}}), "a disk takes part"),
         (lambda: Accelerator(log_with="tensorboard").init_trackers("x"), "TensorBoard needs a folder"),
         (lambda: Accelerator().save({"a": torch.ones(1)}, tmp_path / "model.bin"), "the name of a pickle"),
         (lambda: Accelerator().save(object(), tmp_path / "x.json"), "cannot be written"),
@@ -237,3 +239,12 @@ def test_profile_writes_a_trace(tmp_path):
     with Accelerator(project_dir=tmp_path).profile() as profiler:
         torch.ones(3).sum()
     assert profiler.key_averages() and json.loads((tmp_path / "profile" / "rank00000.json").read_text())["traceEvents"]
+
+
+def test_packed_weights_are_refused_beside_frozen_ones():
+    """Every rule of the block can be asked of a loop; what only the model can tell is asked when it comes."""
+    ours = Accelerator(strategy="zero3", parallel={"compress": {"weights": "int8", "gradients": "int4"}})
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    with pytest.raises(ConfigError, match="has frozen ones"):
+        ours.prepare(model)

@@ -35,9 +35,12 @@ def test_what_the_user_set_stays(monkeypatch):
     assert made == {"LD_PRELOAD": "/lib/libjemalloc.so.2"} and describe_allocator(made) == "jemalloc"
     monkeypatch.setattr(allocator, "find_allocator", lambda: Path("/lib/libtcmalloc_minimal.so.4"))
     assert allocator_environment({})["TCMALLOC_RELEASE_RATE"] == "0"
+    assert allocator_environment({}, keeps=False) == {"LD_PRELOAD": "/lib/libtcmalloc_minimal.so.4"}, "for a disk's run"
     assert allocator_environment({"TCMALLOC_RELEASE_RATE": "2"}) == {"LD_PRELOAD": "/lib/libtcmalloc_minimal.so.4"}
     assert allocator_environment({"LD_PRELOAD": "/opt/libmine.so"}) == {}
     assert allocator_environment({"DUOKA_MALLOC": "0"}) == {}
+    monkeypatch.setattr(allocator, "find_allocator", lambda: None)
+    assert allocator_environment({}) == {} and "MALLOC_MMAP_THRESHOLD_" in allocator_environment({}, keeps=False)
     assert describe_allocator({"LD_PRELOAD": "/opt/libmine.so"}) == describe_allocator({}) == ""
 
 

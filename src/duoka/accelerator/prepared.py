@@ -148,6 +148,12 @@ def prepare_model(
     """Rank 0's weights on every rank, spread as the layout says."""
     device = mesh.everyone.device
     before = dict(named_part(model).named_parameters())
+    if parallel.compression.weights != "none" and not all(one.requires_grad for one in before.values()):
+        raise ConfigError(
+            f"parallel.compress has weights: {parallel.compression.weights}, and this model has frozen ones: the "
+            "trained ones beside them would share their scales, which round them away",
+            fix="delete weights from compress",
+        )
     if layout.is_sharded and mesh.loss.size > 1:
         model.to(device)
         _share_first_weights(model, mesh.loss)

@@ -39,17 +39,16 @@ def read_parallel(
                 f"{KEYS[axis]} is {size}, and a loop of your own is not cut along that axis",
                 fix="train with a YAML (`duoka train`), or delete it: strategy fsdp shares the weights of any model",
             )
+    if parallel.offloads.uses_disk:
+        raise ConfigError(
+            f"parallel.offload is {parallel.offload}, and a disk takes part where duoka makes the optimizer too",
+            fix="train with a YAML (`duoka train`), or write:   offload: params",
+        )
     if parallel.offloads.optimizer != "none":
         raise ConfigError(
             f"parallel.offload is {parallel.offload}, and the optimizer is yours",
             fix="make it with duoka.optim.host.HostAdamW, whose state lies in host memory",
         )
-    for axis, size in axes_of(parallel).items():
-        if size > 1:
-            raise ConfigError(
-                f"{KEYS[axis]} is {size}, and a loop of your own is not cut along that axis",
-                fix="train with a YAML (`duoka train`), or delete it: strategy fsdp shares the weights of any model",
-            )
     return parallel
 
 
@@ -72,9 +71,11 @@ def check_parallel(parallel: ParallelConfig, precision: Precision) -> None:
             fix="leave it out: ZeRO stages are there natively in a loop of your own",
         )
     strategy = "ddp" if parallel.strategy == "auto" else parallel.strategy
+    # Rules about what a loop has of its own see nothing of it: `prepare` looks at the model.
     seen: Any = SimpleNamespace(
-        parallel=parallel.model_copy(update={"strategy": strategy}), train=SimpleNamespace(precision=precision)
-    )
+        parallel=parallel.model_copy(update={"strategy": strategy}), train=SimpleNamespace(precision=precision),
+        optim=SimpleNamespace(name=""), lora=None, train_only=None,
+    )  # fmt: skip
     for rule in PARALLEL_RULES:
         if not rule.is_note and rule.is_broken(seen):
             raise ConfigError(rule.message.format(c=seen), fix=rule.fix)

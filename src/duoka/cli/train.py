@@ -145,7 +145,7 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
     if _is_finished(loaded, run, launcher):
         click.echo(f"{run.path} is finished; its result is in {run.final}")
         return finish(run) if launcher.prepares else 0
-    heap = {} if machine.gpus else allocator_environment()
+    heap = {} if machine.gpus else allocator_environment(keeps=not loaded.config.parallel.offloads.uses_disk)
     shared = share_of_machine(num_processes, count_usable_cores(), {**os.environ, **heap})
     with open_fork_server(imports_of(loaded.config), shared) as forks:
         how = {"env": heap, "restarts": restarts, "forks": forks}

@@ -27,12 +27,13 @@ def write_result(
     tokenizer_folder: Path | None = None,
     chat_template: str | None = None,
     beside: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write the trained model to `final` in one step; an older result of the same run is replaced.
 
     `state` holds its whole tensors when the model has only this rank's shards of them; `tokenizer_folder` is not the
     base's when training used another, `chat_template` is given when it isn't the tokenizer's own; `beside` are further
-    files.
+    files; `dtype` is that of full weights, by default the base's own.
     """
     draft = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
     try:
@@ -40,7 +41,7 @@ def write_result(
             save_adapter(lm, draft, state)
             write_base(base_folder, draft)
         else:
-            _write_full(lm, lm.state_dict() if state is None else state, base_folder, draft)
+            _write_full(lm, lm.state_dict() if state is None else state, dtype or base_dtype(base_folder), draft)
         copy_tokenizer(tokenizer_folder or base_folder, draft, chat_template)
         write_beside(beside or {}, draft)
         put_in_place(draft, final)
@@ -69,9 +70,8 @@ def put_in_place(draft: Path, final: Path) -> None:
         draft.rename(final)
 
 
-def _write_full(lm: torch.nn.Module, whole: dict[str, torch.Tensor], base_folder: Path, draft: Path) -> None:
-    """Full weights in the base's own type: masters are fp32 in training, people expect the size they came with."""
-    dtype = base_dtype(base_folder)
+def _write_full(lm: torch.nn.Module, whole: dict[str, torch.Tensor], dtype: torch.dtype, draft: Path) -> None:
+    """By default in the base's own type: masters are fp32 in training, people expect the size they came with."""
     # Shared tensors stay shared in a plain dict, so that transformers finds tied heads and writes them once.
     cast: dict[int, torch.Tensor] = {}
     state = {}

@@ -28,6 +28,7 @@ from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part, use_head
 from duoka.model.layers import find_blocks, find_layers, is_transformer
+from duoka.optim.disk import DiskAdamW
 from duoka.optim.muon import Sharing
 from duoka.optim.spread import Groups
 from duoka.parallel.engine import Engine, EngineSpec
@@ -88,6 +89,8 @@ class Sharded(Engine):
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
+        if isinstance(optimizer, DiskAdamW):
+            optimizer.after_slice = self._let_go  # or all weights and gradients would be mapped at once
         super().step(optimizer, overflowed=overflowed)
         self._let_go()
 
@@ -223,8 +226,10 @@ def _offload_policy(layout: Layout, world: World) -> OffloadPolicy:
 
 def _reshard_after_forward(parallel: ParallelConfig, layout: Layout, world: World) -> bool | int:
     """False: weights stay whole; a number: so many neighbors share a copy of them until the backward pass."""
-    if parallel.reshard == "node" and 1 < world.local_size < layout.state_ranks:
-        return world.local_size
+    # Of a node's ranks those of one tensor-parallel row share weights: the number counts along the shards.
+    near = world.local_size // layout.tp
+    if parallel.reshard == "node" and 1 < near < layout.state_ranks and layout.state_ranks % near == 0:
+        return near
     return bool(parallel.reshard) and layout.strategy not in ("zero1", "zero2")
 
 

@@ -7,8 +7,9 @@ Made by sharded.py where parallel.offload has params: disk.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -68,9 +69,23 @@ class ShardsOnDisk:
                 continue  # of rows that are cut unevenly FSDP makes a copy: they stay in memory
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._store(start))
-        for unit in units:
-            assert isinstance(unit, torch.nn.Module)
-            unit.register_forward_pre_hook(self._forward)
+        layers = [unit for unit in units if isinstance(unit, torch.nn.Module)]
+        stretches = [self._stretch(layer) for layer in layers]
+        for number, layer in enumerate(layers):
+            ahead = [one for one in stretches[number + 1 : number + 1 + _LAYERS_AHEAD] if one]
+            layer.register_forward_pre_hook(functools.partial(self._forward, ahead))
+
+    def _stretch(self, layer: torch.nn.Module) -> tuple[int, int] | None:
+        """Where a layer's own weights lie in the file: (begin, size). Asked before any is gathered."""
+        below = {id(one) for unit in _units_below(layer) for one in unit.parameters()}
+        begin, end = math.inf, 0
+        for parameter in layer.parameters():
+            if isinstance(parameter, DTensor) and id(parameter) not in below:
+                local = local_part(parameter)
+                start = self.weights.place_of(local)
+                if start is not None and local.numel():
+                    begin, end = min(begin, start), max(end, start + local.numel() * local.element_size())
+        return (int(begin), end - int(begin)) if end else None
 
     def _store(self, start: int) -> Callable[[torch.Tensor], None]:
         def store(parameter: torch.Tensor) -> None:
@@ -86,13 +101,10 @@ class ShardsOnDisk:
 
         return store
 
-    def _forward(self, module: torch.nn.Module, inputs: object) -> None:
-        """A layer is gathered, and the next one is being gathered: those after it will be wanted."""
-        starts = [self.weights.place_of(local_part(p)) for p in module.parameters() if isinstance(p, DTensor)]
-        known = [start for start in starts if start is not None]
-        if known:
-            last, size = max(known), max(known) - min(known)
-            self.weights.will_need(last, (1 + _LAYERS_AHEAD) * size)
+    def _forward(self, ahead: list[tuple[int, int]], module: torch.nn.Module, inputs: object) -> None:
+        """A layer is gathered: those that come after it will be wanted."""
+        for begin, size in ahead:
+            self.weights.will_need(begin, size)
         self.let_go()
 
     def let_go(self) -> None:
@@ -104,6 +116,10 @@ class ShardsOnDisk:
     def _view(file: DiskFile, place: tuple[int, int], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         start, size = place
         return file.mapped()[start : start + size].view(dtype).view(shape)
+
+
+def _units_below(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    return (module for module in layer.modules() if module is not layer and isinstance(module, FSDPModule))
 
 
 def _local_shape(parameter: DTensor) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from pathlib import Path
 SWITCH = "DUOKA_MALLOC"
 PRELOAD = "LD_PRELOAD"
 _RATE = "TCMALLOC_RELEASE_RATE"
+_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 INSTALL = "apt install libtcmalloc-minimal4   (Debian, Ubuntu; elsewhere gperftools)"
 _LIBRARIES = {"libtcmalloc_minimal.so.4": "tcmalloc", "libtcmalloc.so.4": "tcmalloc", "libjemalloc.so.2": "jemalloc"}
 _FOLDERS = (f"{sys.prefix}/lib", "/usr/local/lib", f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib")
@@ -30,16 +31,17 @@ def find_allocator(folders: Sequence[str] = _FOLDERS) -> Path | None:
     return None
 
 
-def allocator_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What ranks that compute on a CPU get beside `env`."""
+def allocator_environment(env: Mapping[str, str] = os.environ, *, keeps: bool = True) -> dict[str, str]:
+    """What ranks that compute on a CPU get beside `env`. `keeps`: speed matters more than the last bytes of memory."""
     if sys.platform != "linux" or env.get(PRELOAD) or env.get(SWITCH) == "0":
         return {}
     path = find_allocator()
     if path is None:
-        return {}
+        # The C library's heap raises its threshold by what was freed, and keeps layers that are gone.
+        return {} if keeps or _THRESHOLD in env else {_THRESHOLD: "131072"}
     # At its own rate tcmalloc gives pages back that the next micro-batch asks for: a tenth of the first steps' speed.
-    keeps = {} if _RATE in env or _LIBRARIES[path.name] != "tcmalloc" else {_RATE: "0"}
-    return {PRELOAD: str(path), **keeps}
+    is_slow = keeps and _RATE not in env and _LIBRARIES[path.name] == "tcmalloc"
+    return {PRELOAD: str(path), **({_RATE: "0"} if is_slow else {})}
 
 
 def describe_allocator(env: Mapping[str, str] = os.environ) -> str:

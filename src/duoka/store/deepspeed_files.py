@@ -26,6 +26,7 @@ class _Number(int):
     """An enumeration of DeepSpeed's."""
 
 
+_OTHER_STEP = "some of its files are of another step, or were cut short: bring them again, or name another step"
 _STAND_INS = [
     (_Opaque, "deepspeed.utils.tensor_fragment.fragment_address"),
     (_Opaque, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
@@ -63,11 +64,17 @@ def read_deepspeed(folder: Path) -> Found:
         return Found(_with_others(_universal(place / "zero", first), first), "universal", step)
     if not parts:
         return Found({name: value for name, value in first["module"].items() if value is not None}, "stage 0", step)
-    states = [_load(part)["optimizer_state_dict"] for part in parts]
-    _check_ranks(place, states, int(first.get("dp_world_size", len(states))))
-    stage = 3 if "fp32_flat_groups" in states[0] else 2
-    weights = _of_stage3(first, states, models) if stage == 3 else _of_stage2(place, first, states)
-    return Found(_with_others(weights, first), "stage 3" if stage == 3 else "stage 1 or 2", step)
+    try:
+        states = [_load(part)["optimizer_state_dict"] for part in parts]
+        _check_ranks(place, states, int(first.get("dp_world_size", len(states))))
+        stage = 3 if "fp32_flat_groups" in states[0] else 2
+        weights = _of_stage3(place, first, states, models) if stage == 3 else _of_stage2(place, first, states)
+        return Found(_with_others(weights, first), "stage 3" if stage == 3 else "stage 1 or 2", step)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"{place} is written otherwise than the versions of DeepSpeed that are known here: {error!r}",
+            fix="convert it with DeepSpeed's own zero_to_fp32.py --safe_serialization, and name that folder as model",
+        ) from None
 
 
 def _with_others(weights: dict[str, torch.Tensor], first: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -130,13 +137,16 @@ def _of_stage2(place: Path, first: Mapping[str, Any], states: list[Any]) -> dict
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             length = math.prod(shape)
             if at + length > len(line):
-                raise StorageError(f"{place} ends before {name} does: some of its files are of another step")
+                raise StorageError(f"{place} ends before {name} does", fix=_OTHER_STEP)
             weights[name] = line[at : at + length].view(torch.Size(shape))
             at += length + gap
+        even = 2 * len(states)  # what a line's end is filled up to
+        if -(-at // even) != -(-len(line) // even):
+            raise StorageError(f"{place}: parameters have {at:,} numbers, and its files {len(line):,}", fix=_OTHER_STEP)
     return weights
 
 
-def _of_stage3(first: Mapping[str, Any], states: list[Any], models: list[Path]) -> dict[str, torch.Tensor]:
+def _of_stage3(place: Path, first: Mapping[str, Any], states: list[Any], models: list[Path]) -> dict[str, torch.Tensor]:
     """Stage 3: each parameter in equal parts, those of a rank end to end."""
     lines = [torch.cat(list(state["fp32_flat_groups"])) for state in states]
     weights: dict[str, torch.Tensor] = {}
@@ -145,9 +155,20 @@ def _of_stage3(first: Mapping[str, Any], states: list[Any], models: list[Path]) 
         for name, shape in shapes.items():
             length = math.prod(shape)
             each = -(-length // len(lines))
-            weights[name] = torch.cat([line[at : at + each] for line in lines])[:length].view(torch.Size(shape))
+            whole = torch.cat([line[at : at + each] for line in lines])[:length]
+            if len(whole) < length:
+                raise StorageError(f"{place} ends before {name} does", fix=_OTHER_STEP)
+            weights[name] = whole.view(torch.Size(shape))
             at += each
+    if any(len(line) != at for line in lines):
+        lengths = ", ".join(f"{len(line):,}" for line in lines)
+        raise StorageError(f"{place}: each rank's part has {at:,} numbers, and its files {lengths}", fix=_OTHER_STEP)
     frozen = dict(first.get("frozen_param_shapes") or {})
+    if frozen and len(models) != len(states):
+        raise StorageError(
+            f"{place} has model states of {len(models)} ranks, and was written by {len(states)}",
+            fix="bring the other machines' files into this folder",
+        )
     if frozen:
         parts = [_load(model)["frozen_param_fragments"] for model in models]
         for name, shape in frozen.items():

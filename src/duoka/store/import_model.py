@@ -14,7 +14,7 @@ from duoka.store.deepspeed_files import Found, named_as, read_deepspeed
 
 
 def import_model(folder: Path, model: str, target: Path) -> Found:
-    """Write `target`, with config and tokenizer of `model`, whose weights it takes the type of."""
+    """Write `target` in fp32, as the checkpoint has its weights, with config and tokenizer of `model`."""
     found = read_deepspeed(folder)
     base = model_folder(ModelConfig(name=model), Path.cwd())
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,5 +25,5 @@ def import_model(folder: Path, model: str, target: Path) -> Found:
         lm.tie_weights()
     weights = named_as(found.weights, lm.state_dict(keep_vars=True))
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_result(lm, base, target, weights)
+    write_result(lm, base, target, weights, dtype=torch.float32)
     return found
