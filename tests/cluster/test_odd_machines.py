@@ -215,7 +215,7 @@ def test_a_slow_network_shows_in_the_time_that_ranks_wait_and_is_named(tmp_path:
             steps = read_steps(folder)[5:]
             waited[name] = sum(one["wait_s"] for one in steps) / sum(one["step_s"] for one in steps)
     assert waited["slow"] > max(0.7, waited["fast"] + 0.1), waited
-    assert "the exchange is slow, not a rank" in shown and "`duoka comm test` measures" in shown, shown
+    assert "the exchange is slow, not a rank" in shown and "parallel.compress sends" in shown, shown
     assert same_bits(RunFolder(home / "slow"), RunFolder(home / "fast"))
 
 

@@ -196,6 +196,9 @@ SHOWN_ELSEWHERE = {
     **{name: f"unit/test_dialects.py::{name}" for name in (
         "pref_bco_weight", "ref_model", "ref_model_adapters", "ref_model_quantization_bit",
     )},
+    **{name: f"unit/test_dialect_ppo.py::{name}" for name in (
+        "ppo_buffer_size", "ppo_epochs", "ppo_score_norm", "ppo_whiten_rewards", "reward_model", "reward_model_type",
+    )},
 }  # fmt: skip
 # Drawn from the dialect's own table: a key that comes to be called implemented has to show what it does.
 IMPLEMENTED = sorted(name for name, row in dialects()["llamafactory"].rows.items() if row.state == "implemented")
