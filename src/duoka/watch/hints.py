@@ -90,8 +90,8 @@ _SIGNS = (
     _Sign(
         lambda f: f.slowest is None and f.num_ranks > 1 and f.share("wait") > _WAIT_SHARE,
         lambda f: f"all ranks wait {f.share('wait'):.0%} of the time: the exchange is slow, not a rank",
-        "a larger train.global_batch exchanges less often, parallel.compress sends less; `duoka comm test` measures the "
-        "network",
+        "a larger train.global_batch exchanges less often, parallel.compress sends less; "
+        "`duoka comm test` measures the network",
     ),
     _Sign(
         lambda f: f.share("data") > _DATA_SHARE,
