@@ -90,7 +90,8 @@ class Answers:
             return text
         text = self.tokenizer.render(turns)
         said = turns[-1]["content"]
-        return text[: text.rindex(said) + len(said)] if said else text
+        bare = said.strip()  # some templates strip
+        return text[: text.rindex(bare) + len(bare)] + said[len(said.rstrip()) :] if bare else text
 
     def read(self, text: str) -> tuple[int, ...]:
         """The ids of a prompt: of the template's as `duoka eval` has them, else of plain text with its beginning."""

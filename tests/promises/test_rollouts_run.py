@@ -277,3 +277,29 @@ def test_rewards_that_all_fail_end_the_run_and_keep_the_answers(case):
     said = (folder / "said.txt").read_text(encoding="utf-8")
     assert "12 of 12" in said and "the judge is gone" in said
     assert len(lines_of(folder, 0)) == 13 and not events_of(folder, "step")
+
+
+def test_a_mended_function_rewards_the_steps_before_it_too(case):
+    """Or weights would be learned from two functions, the first of which nobody has any more."""
+    from worlds import run_world
+
+    folder, file, calls = case / "mended", case / "mended.py", case / "calls"
+    file.write_text(
+        f"def length(messages, completion, example):\n"
+        f"    with open({str(calls)!r}, 'a+') as seen:\n"
+        f"        seen.write('x')\n"
+        f"        if seen.tell() > 12:\n"
+        f"            raise RuntimeError('not thought of')\n"
+        f"    return 1000 + len(completion)\n"
+    )
+    changes = [f"rl.rewards=[{file}:length]", "train.max_steps=4", "checkpoint.every=100"]
+    run_world(1, refuse, str(case / "run.yaml"), changes, str(folder))
+    assert "not thought of" in (folder / "said.txt").read_text(encoding="utf-8")
+    before = [one["ids"] for one in lines_of(folder, 0)[1:]]
+    assert min(one["reward"] for one in lines_of(folder, 0)[1:]) >= 1000
+    file.write_text("def length(messages, completion, example):\n    return len(completion)\n")
+    (folder / "said.txt").unlink()
+    run_world(1, refuse, str(case / "run.yaml"), changes, str(folder))
+    assert not (folder / "said.txt").exists()
+    assert [one["ids"] for one in lines_of(folder, 0)[1:]] == before, "answers are drawn once"
+    assert max(one["reward"] for number in (0, 1) for one in lines_of(folder, number)[1:]) < 1000

@@ -248,3 +248,4 @@ def test_packed_weights_are_refused_beside_frozen_ones():
     model[0].requires_grad_(False)
     with pytest.raises(ConfigError, match="has frozen ones"):
         ours.prepare(model)
+    torch.distributed.destroy_process_group()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from talking import ASKS_SUM, write_talking_model
 
 from duoka.cli import run as duoka
+from duoka.data.tokens.tokenizer import load_tokenizer
+from duoka.serve.chat import Chat
 from duoka.serve.tools import TOOLS, call_tool, end_of_speech
 from duoka.tasks.calculate import Refused, calculate
 from duoka.tasks.run_code import output_of
@@ -89,3 +92,20 @@ def test_a_model_calls_the_calculator_and_says_what_came(
     assert "known: calculator, python" in capsys.readouterr().err
     assert duoka(["chat", str(tiny_model), "--prompt", "a", "--tools", "calculator"]) == 2
     assert "knows no tools" in capsys.readouterr().err
+
+
+def test_calls_without_end_are_made_eight_times(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def stream(*_: object) -> Iterator[str]:
+        yield '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+
+    def counted(*asked: object) -> str:
+        made.append(asked)
+        return "2"
+
+    monkeypatch.setattr("duoka.serve.chat.stream_answer", stream)
+    monkeypatch.setattr("duoka.serve.chat.call_tool", counted)
+    chat = Chat(None, load_tokenizer(tiny_model), None, tools={"calculator": TOOLS["calculator"]})  # type: ignore[arg-type]
+    assert "after 8 rounds" in "".join(chat.ask("go")) and len(made) == 8
+    assert chat.messages[-1]["role"] == "assistant" and "tool_calls" not in chat.messages[-1]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny import write_tiny_model
 
+from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError
 from duoka.evals import lm_eval_model
 from duoka.serve.load_run import find_trained
@@ -115,6 +116,21 @@ def test_a_long_text_counts_every_token_once(place, harness):
     model.answers.score = lambda rows: seen.extend(rows) or plain(rows)
     model.loglikelihood_rolling([asked(text)])
     assert [token for row in seen for token in row.wanted] == ids and all(len(row.ids) <= 8 for row in seen)
+
+
+def test_an_open_turn_stays_as_it_is_under_a_template_that_strips(place, harness, monkeypatch):
+    plain = ChatTokenizer.render
+
+    def strips(self, turns, *more):
+        return plain(self, [{**one, "content": one["content"].strip()} for one in turns], *more)
+
+    monkeypatch.setattr(ChatTokenizer, "render", strips)
+    model = lm_eval_model(str(place / "model"))
+    open_turn = "Here:\n```python\n"
+    history = [{"role": "user", "content": "Write"}, {"role": "assistant", "content": open_turn}]
+    assert model.apply_chat_template(history, add_generation_prompt=False).endswith(open_turn)
+    empty = [{"role": "user", "content": "Write"}, {"role": "assistant", "content": " \n"}]
+    assert model.apply_chat_template(empty, add_generation_prompt=False)
 
 
 def test_what_it_cannot_do_is_refused(place, harness, monkeypatch):

@@ -67,6 +67,24 @@ def test_functions_and_checks_of_tasks_are_summed_by_their_weights(pool):
     assert one.total((1.0, 0.5)) == 4.5 and two.total((0.0, 1.0)) == 8.0
 
 
+def test_the_records_own_answer_counts_before_a_last_turn(pool):
+    own, turn = pool("mine.py:length").score([question("", facts={"answer": "four"}, answer=""), question("")])
+    assert (own.values, turn.values) == ((5.0,), (4.0,))
+
+
+def test_a_file_is_a_module_as_others_are_and_loaded_once(pool, tmp_path):
+    (tmp_path / "typed.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        f"open({str(tmp_path / 'loaded')!r}, 'a').write('x')\n@dataclass\nclass Case:\n    gain: float\n"
+        "def one(messages, completion, example):\n    return Case(1.0).gain\n"
+        "def two(messages, completion, example):\n    return Case(2.0).gain\n".replace(
+            "'loaded'", repr(str(tmp_path / "loaded"))
+        )
+    )
+    (found,) = pool("typed.py:one", "typed.py:two").score([question("")])
+    assert found.values == (1.0, 2.0) and (tmp_path / "loaded").read_text() == "x"
+
+
 def test_no_failure_is_a_zero_and_each_is_told(pool):
     found = pool("mine.py:endless", num_workers=2).score([question(word) for word in ("hang", "fine", "die", "nan")])
     assert [one.total((1.0,)) for one in found] == [None, 1.0, None, None]

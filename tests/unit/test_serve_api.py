@@ -200,6 +200,17 @@ def test_only_who_has_the_key_is_answered(server: Server) -> None:
     connection.close()
 
 
+def test_a_body_that_was_refused_unread_is_not_the_next_request(server: Server) -> None:
+    for path, key, status in (("/v1/completions", "wrong", 401), ("/v1/nothing", KEY, 404)):
+        connection = connect(server)
+        connection.request("POST", path, '{"prompt": "abc"}', {"Authorization": f"Bearer {key}"})
+        first = connection.getresponse()
+        assert first.status == status and "error" in json.loads(first.read())
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+        assert connection.getresponse().status == 200, path
+        connection.close()
+
+
 def test_bad_bodies_are_answered_in_words(server: Server) -> None:
     for body in ("{", "[1]", "[" * 100000, b"\xff\xfe"):
         status, answer = post(server, "/v1/chat/completions", body)

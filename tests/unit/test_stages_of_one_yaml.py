@@ -190,4 +190,4 @@ def test_a_second_run_on_the_folder_refuses(place, capsys):
 
 def test_duoka_train_says_who_runs_a_file_of_stages(place, capsys):
     assert run(["train", "p.yaml"]) == 2
-    assert "duoka run FILE" in capsys.readouterr().err
+    assert "duoka run p.yaml" in capsys.readouterr().err

@@ -62,6 +62,10 @@ def measure(
         for strategy in (strategies if size > 1 else alone)
         if size == 1 or strategy != "dp"
     ]
+    if not asked:
+        raise ConfigError("strategy dp is of one process, and --nproc has no 1", fix="write:   --nproc 1,2")
+    if max(sizes) > 1 and "dp" in strategies:
+        click.echo("dp is measured at one process only: it is of one", err=True)
     cases = []
     for case in asked:
         at = f", {case.batch} samples a step" if case.batch else ""

@@ -100,6 +100,7 @@ def _run(pipeline: Pipeline, begin: str | None, chosen: list[str], nproc: int | 
         early = [node.name for node in nodes.all() if node.spec.kind == "tokenizer" and node.name in chosen]
         _check(nodes, manifest, place)
         manifest.generations, manifest.forcing = generations, begin
+        manifest.order = [node.name for node in nodes.all()]
         manifest.write()
         executor = Executor(nodes, pipeline.output, manifest, place.num_processes, _say)
         code = executor.run(early)

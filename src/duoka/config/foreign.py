@@ -47,10 +47,6 @@ _ALWAYS_SAFE = Foreign((), "a run folder is never overwritten: it is resumed, or
 
 # Names that no dialect's table has, and those whose advice needs a value that is not the user's own.
 _SPECIAL: dict[str, Foreign] = {
-    "pipeline": Foreign(
-        (),
-        "this YAML has several stages, which are run by   duoka run FILE   (duoka train runs one)",
-    ),
     **_same("model.name", "model_name", "model_path", "base_model", "model_id", "pretrained_model"),
     **_same("model.name", "model.path", "model.id", "model.folder", "model.repo"),  # these words in this block only
     **_same("data.train", "data.path", "data.file", "data.files", "data.dataset"),

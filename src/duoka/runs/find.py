@@ -39,8 +39,10 @@ def find_run(name: str, folder: Path) -> RunFolder:
 
 def last_of_stages(folder: Path) -> RunFolder | None:
     """The last stage that trained, in a folder of `duoka run`; None: it is no such folder, or none is done."""
-    stages = (read_json(folder / STAGES_FILE) or {}).get("stages", {}).values()
-    done = [one["folder"] for one in stages if one["kind"] == "train" and one["state"] == "done"]
+    facts = read_json(folder / STAGES_FILE) or {}
+    stages = facts.get("stages", {})
+    known = [stages[name] for name in facts.get("order", stages) if name in stages]  # stages may have come and gone
+    done = [one["folder"] for one in known if one["kind"] == "train" and one["state"] == "done"]
     return RunFolder(folder / done[-1]) if done else None
 
 

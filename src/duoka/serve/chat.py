@@ -43,7 +43,7 @@ class Chat:
         Calls of tools are made, and the model goes on with what they answered; each is shown as a line of its own.
         """
         self.messages.append({"role": "user", "content": text})
-        for _ in range(MOST_CALLS + 1):
+        for number in range(MOST_CALLS + 1):
             pieces: list[str] = []
             calls: list[dict[str, Any]] = []
             try:
@@ -53,6 +53,8 @@ class Chat:
                 self.messages.append({"role": "assistant", "content": said or ""})
             if not calls:
                 return
+            if number == MOST_CALLS:
+                break
             self.messages[-1]["tool_calls"] = [{"type": "function", "function": as_asked(call)} for call in calls]
             for call in calls:
                 answer = call_tool(self.tools, call)

@@ -6,6 +6,8 @@ prints goes to the error stream; it ends with whoever started it, also in the mi
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -71,7 +73,8 @@ def _score(functions: dict[str, Any], name: str, question: dict[str, Any], base:
             if name not in functions:
                 functions[name] = load_function(name, base)
             messages = [{"role": role, "content": text} for role, text in question["messages"]]
-            facts = {**question["facts"], "id": question["id"], "answer": question["answer"],
+            # A record's own column `answer` is what its owner means by it; a conversation's last turn stands in.
+            facts = {"answer": question["answer"], **question["facts"], "id": question["id"],
                      "is_cut": question["is_cut"]}  # fmt: skip
             value = functions[name](messages, question["completion"], facts)
         if value is None:
@@ -121,12 +124,19 @@ def load_function(name: str, base: Path) -> Reward:
     return reward
 
 
+@functools.cache
 def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"duoka_rewards_{path.stem}", path)
+    """Once, however many of its functions are asked for; known to Python as any import is (dataclasses, pickles)."""
+    name = f"duoka_rewards_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))  # what it imports from beside it
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # told by who asked; a Ctrl-C too must leave no half of it
+        del sys.modules[name]
+        raise
     return module
 
 

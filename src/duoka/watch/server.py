@@ -101,6 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._check_token()
             make(target.path, words)
         except _Refused as refused:
+            self.close_connection = self.close_connection or self.command == "POST"  # its body was not read
             self._send_json({"error": str(refused)}, refused.status)
         except NotThere as error:
             self._send_json({"error": str(error)}, HTTPStatus.NOT_FOUND)
@@ -213,6 +214,8 @@ class _Handler(BaseHTTPRequestHandler):
             ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"),
         ):  # fmt: skip
             self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
 

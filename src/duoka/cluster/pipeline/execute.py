@@ -7,7 +7,6 @@ the same command goes on wherever it was interrupted: in a stage as that stage's
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import resource
@@ -25,7 +24,7 @@ from duoka.cluster.pipeline.manifest import RESULT, Manifest
 from duoka.cluster.pipeline.nodes import Node, Nodes, changes
 from duoka.config.pipeline import Gate, is_number
 from duoka.errors import ConfigError, StoppedEarly, WorkerFailed
-from duoka.runs.folder import write_json_atomic, write_text_atomic
+from duoka.runs.folder import json_lines, write_json_atomic, write_text_atomic
 from duoka.units import format_seconds
 
 # The command ends with this process, however that ends: nobody would know of a stage that goes on alone.
@@ -132,7 +131,7 @@ class Executor:
             code, said = read_command(*words, f"--nproc={self.num_processes}")
             if code:
                 return code
-            scores = json.loads(said.strip().splitlines()[-1])["tasks"]
+            scores = json_lines(said)[-1]["tasks"]
             found[name] = {one["task"]: one for one in scores}
             for one in scores:
                 self.say(f"  {name}: {one['task']} {one['score']:.1%} ± {one['se']:.1%} (n {one['n']})")
@@ -154,7 +153,7 @@ class Executor:
             )
             if code:
                 return code
-            lines = [json.loads(line) for line in said.splitlines()]
+            lines = json_lines(said)
             found[name] = {one["prompt"]: one["answer"] for one in lines}
             for one in lines:
                 self.say(f"  {name}: {one['prompt']} -> {one['answer']}")

@@ -26,9 +26,13 @@ class Manifest:
         self.stages: dict[str, dict[str, Any]] = found.get("stages", {})
         self.generations: dict[str, int] = found.get("generations", {})
         self.forcing: str | None = found.get("forcing")
+        self.order: list[str] = found.get("order", list(self.stages))  # of the file, when it was last run
 
     def write(self) -> None:
-        facts = {"version": 1, "stages": self.stages, "generations": self.generations, "forcing": self.forcing}
+        facts = {
+            "version": 1, "order": self.order, "stages": self.stages, "generations": self.generations,
+            "forcing": self.forcing,
+        }  # fmt: skip
         write_json_atomic(self.file, facts)
 
     def note(self, node: Node, state: str, **values: Any) -> None:

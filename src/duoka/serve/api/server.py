@@ -125,6 +125,8 @@ class Handler(BaseHTTPRequestHandler):
                 raise BadRequest(f"there is no {self.command} {self.path} here", status=404)
             route()
         except BadRequest as error:
+            # A body that nobody has read would be taken for the next request.
+            self.close_connection = self.close_connection or (self.command == "POST" and error.status in (401, 404))
             self._json(error.status, error.to_json())
         except Gone:
             self.close_connection = True
@@ -234,6 +236,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self.send_response(status)
             more = {"Content-Length": str(len(body))}
+            more |= {"Connection": "close"} if self.close_connection else {}
             self._headers(kind, more | ({"Retry-After": "1"} if status == 429 else {}))
             self.wfile.write(body)
         except OSError:
@@ -250,9 +253,10 @@ class Handler(BaseHTTPRequestHandler):
     def _is_gone(self) -> bool:
         """Whether the client hung up while its answer was awaited."""
         try:
-            readable, _, _ = select.select([self.connection], [], [], 0)
-            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
-        except OSError:
+            look = select.poll()  # select itself takes no descriptor above 1,023
+            look.register(self.connection, select.POLLIN)
+            return bool(look.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):  # ValueError: it is closed
             return True
 
 

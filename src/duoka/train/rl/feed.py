@@ -26,8 +26,10 @@ from duoka.data.feed.loader import GlobalBatch, Loader, Place
 from duoka.data.feed.prompts import PromptRows
 from duoka.data.feed.token_keys import step_key
 from duoka.errors import ConfigError, DataError
+from duoka.hub.base import model_fingerprint
 from duoka.parallel.engine import Engine
 from duoka.plan.layout import Layout
+from duoka.tasks.check import reward_files
 from duoka.tasks.rewards import Rewarded, RewardPool
 from duoka.train.rl.batch import AnswerRows, build_answers
 from duoka.train.rl.draw import Drawer
@@ -54,6 +56,15 @@ class Site:
     judges: Judges
     look_back: Callable[[Sequence[Rollout]], Sequence[Rollout]]  # with what passes over all answers say of them
 
+    def rewarders(self) -> str:
+        """Digest of what rewards: functions' files and reward models, by their content."""
+        digest = hashlib.blake2b(json.dumps([self.config.rl.rewards, self.config.rl.reward_weights]).encode())
+        for file in reward_files(self.config, self.base).values():
+            digest.update(file.read_bytes() if file is not None else b"")
+        for folder in self.judges.folders:
+            digest.update(model_fingerprint(folder).encode())
+        return digest.hexdigest()[:32]
+
     def fingerprint(self, prompts: Sequence[int]) -> str:
         """Of all that decides a step's answers: weights, prompts, settings."""
         world, rl = self.engine.mesh.everyone, self.config.rl
@@ -77,6 +88,8 @@ class RolloutFeed:
         self._loader = loader
         self._now: RolloutStep | None = None
         self._is_checked = False
+        world = self.site.engine.mesh.everyone
+        self._scored_by: str = world.agree(site.rewarders() if world.is_main else "")
         self.facts: dict[str, float] = {}  # of the newest answers
         self.is_first_of_several = False  # updates on the same answers, the first of which was laid out last
         self.num_failed = 0  # answers whose rewards failed, since the start
@@ -165,8 +178,9 @@ class RolloutFeed:
             drawn = site.look_back(site.drawer.draw(number, prompts))
             kept = RolloutStep(number, fingerprint, tuple(drawn))
             self._write(kept)
-        if not kept.is_scored:
-            kept = replace(kept, rollouts=tuple(self._score(kept.rollouts)))
+        # Answers that a function rewarded which was mended since are rewarded again, or steps would mix two of them.
+        if not kept.is_scored or kept.scored_by != self._scored_by:
+            kept = replace(kept, rollouts=tuple(self._score(kept.rollouts)), scored_by=self._scored_by)
             self._write(kept)
         return kept
 

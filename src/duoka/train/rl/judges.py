@@ -36,6 +36,7 @@ class Judges:
     ) -> None:
         self._names = tuple(names)
         self._models: dict[str, Any] = {}
+        self.folders: list[Path] = []
         for name in names:
             if name.startswith(JUDGE):
                 folder = _find(name, base)
@@ -44,6 +45,7 @@ class Judges:
                 core = lm.get_base_model() if hasattr(lm, "get_base_model") else lm
                 core.config.get_text_config().pad_token_id = pad_id  # transformers reads scores before it
                 self._models[name] = lm
+                self.folders.append(folder)
         self._device = device
 
     def judge(

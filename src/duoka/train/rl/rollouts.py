@@ -48,6 +48,7 @@ class RolloutStep:
     number: int
     fingerprint: str  # of weights, prompts and settings that they were drawn with
     rollouts: tuple[Rollout, ...]
+    scored_by: str = ""  # digest of the functions and models that rewarded them
 
     @property
     def is_scored(self) -> bool:
@@ -67,7 +68,10 @@ def rollout_file(folder: Path, number: int) -> Path:
 
 def write_rollouts(folder: Path, step: RolloutStep) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    head = {"version": VERSION, "step": step.number, "fingerprint": step.fingerprint, "answers": len(step.rollouts)}
+    head = {
+        "version": VERSION, "step": step.number, "fingerprint": step.fingerprint, "scored_by": step.scored_by,
+        "answers": len(step.rollouts),
+    }  # fmt: skip
     lines = [head, *(_told(one) for one in step.rollouts)]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     write_text_atomic(rollout_file(folder, step.number), text)
@@ -88,7 +92,7 @@ def read_rollouts(folder: Path, number: int) -> RolloutStep | None:
             return None
         if head["answers"] != len(lines):
             raise ValueError(f"{len(lines)} of {head['answers']} answers are there")
-        return RolloutStep(number, head["fingerprint"], tuple(_read(line) for line in lines))
+        return RolloutStep(number, head["fingerprint"], tuple(map(_read, lines)), head.get("scored_by", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} holds no recorded answers: {error}", fix="delete it: they are drawn again") from None
 
