@@ -76,8 +76,8 @@ YAML_ITSELF = [
 ]
 
 UNKNOWN_KEYS = [
-    bad("a pipeline", HEAD + "pipeline: {base: {}, sft: {}}\n", (3, "which are run by   duoka run FILE", "delete")),
-    bad("a list of stages", HEAD + "pipeline: [base, sft]\n", (3, "which are run by   duoka run FILE", "delete")),
+    bad("a pipeline", HEAD + "pipeline: {base: {}, sft: {}}\n", (3, "several stages", "duoka run ")),
+    bad("a list of stages", HEAD + "pipeline: [base, sft]\n", (3, "several stages", "duoka run ")),
     bad("misspelled", HEAD + "lora: {rnak: 8}\n", (3, "unknown key lora.rnak; did you mean rank?", "write:   rank: 8")),
     bad("letters swapped", HEAD + "optim: {rl: 1e-4}\n", (3, "unknown key optim.rl; did you mean lr?", "lr: 0.0001")),
     bad(

@@ -35,7 +35,7 @@ from duoka.config.values import build_config, in_their_words
 from duoka.config.write import Difference, config_hash, resolved_yaml, result_differences, result_values
 from duoka.config.yaml_lines import SourcePlace, Tree, printable
 from duoka.config.yaml_text import yaml_text
-from duoka.errors import ConfigError, Fault, Faults
+from duoka.errors import Fault, Faults
 
 __all__ = [
     "Check",
@@ -67,9 +67,7 @@ def load_config(
     _refuse_side_files(layers, path)
     _refuse_other_tasks(layers, path)
     was_read = layers.tree is not None
-    if layers.tree is not None and isinstance(layers.tree.value, dict) and "pipeline" in layers.tree.value:
-        what = f"{shown_path(path)} has stages (pipeline:), and this command takes one run"
-        raise ConfigError(what, fix=f"duoka run {shown_path(path)}   (--dry-run checks them all)")
+    _refuse_stages(layers, path)
     tree = layers.tree if layers.tree is not None else Tree({}, SourcePlace(shown_path(path), 0, ""))
     for override in layers.overrides:
         tree = merge(tree, override)
@@ -217,6 +215,15 @@ def _placed(fault: Fault, tree: Tree) -> Fault:
         return fault
     place = tree.nearest_place(_path_of(fault.key)) or tree.place
     return replace(fault, file=place.file, line=place.line, source=place.source)
+
+
+def _refuse_stages(layers: Layers, path: Path) -> None:
+    """Alone: what else a file of stages lacks as a run is not missing."""
+    if layers.tree is None or not isinstance(layers.tree.value, dict) or "pipeline" not in layers.tree.value:
+        return
+    place, fix = layers.tree.value["pipeline"].place, f"duoka run {shown_path(path)}   (--dry-run checks them all)"
+    what = "this file has several stages, and this command takes one run"
+    raise Faults([place.fault(what, key="pipeline", fix=fix)])
 
 
 def _finish(layers: Layers, path: Path) -> list[Fault]:
