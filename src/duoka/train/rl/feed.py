@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from duoka.comm.checksum import checksum
+from duoka.config.adapters import WEIGHTS
 from duoka.config.paths import given_path
 from duoka.config.schema import RunConfig
 from duoka.data.feed.epoch_plan import share_batch
@@ -62,7 +63,8 @@ class Site:
         for file in reward_files(self.config, self.base).values():
             digest.update(file.read_bytes() if file is not None else b"")
         for folder in self.judges.folders:
-            digest.update(model_fingerprint(folder).encode())
+            adapter = folder / WEIGHTS
+            digest.update(adapter.read_bytes() if adapter.is_file() else model_fingerprint(folder).encode())
         return digest.hexdigest()[:32]
 
     def fingerprint(self, prompts: Sequence[int]) -> str:
