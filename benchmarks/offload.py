@@ -1,10 +1,11 @@
-"""What a disk under a run costs and saves: seconds a step and memory of one's own, for each tier of parallel.offload.
+"""What a disk under a run and fewer bits on the wire cost and save: seconds a step, memory, and the plan's figures.
 
-    python benchmarks/offload.py OUT.json --page benchmarks/offload.md   # --layers 12 --steps 5 --folder /fast
+    python benchmarks/offload.py OUT.json --page benchmarks/offload.md   # --layers 12 --steps 5 --folder /fast --peers
 
 Trains one random Llama in fresh processes, tiers in turns, each once a round; a step is the median after the first.
-Memory is the most anonymous and shared pages that the training process had: pages of files are the kernel's. Wall times
-need an idle machine: the load at the start is written too. Prints and writes rows; asserts nothing.
+Own memory is the most anonymous and shared pages that a rank had: pages of files are the kernel's. `--peers` trains it
+with DeepSpeed's ZeRO-Infinity too (offload_peer.py), on rows of the same mean length; its operators are compiled before
+the first round. Wall times need an idle machine: the load at the start is written too. Asserts nothing.
 """
 
 from __future__ import annotations
@@ -29,26 +30,61 @@ YAML = """
 model: {name: model}
 data: {train: [chats.jsonl], max_length: 256}
 train: {global_batch: 8, micro_batch: 2, max_steps: STEPS, precision: fp32, recompute: full}
-parallel: {strategy: zero3}
+parallel: {strategy: zero3, reshard: true}
 checkpoint: {every: 100000}
 log: {to: []}
 """
-TIERS = {
-    "memory": "none",
-    "optimizer: disk": "{optimizer: disk, folder: FOLDER}",
-    "params: disk": "{params: disk, folder: FOLDER}",
+ON_DISK = {one: f"parallel.offload={{{one}: disk, folder: FOLDER}}" for one in ("optimizer", "params")}
+# name -> (processes, settings)
+TIERS: dict[str, tuple[int, list[str]]] = {
+    "memory": (1, []),
+    "optimizer: disk": (1, [ON_DISK["optimizer"]]),
+    "params: disk": (1, [ON_DISK["params"]]),
+    "memory, 2 processes": (2, []),
+    "optimizer: disk, 2 processes": (2, [ON_DISK["optimizer"]]),
+    "params: disk, 2 processes": (2, [ON_DISK["params"]]),
+    "compress: int8, 2 processes": (2, ["parallel.compress={weights: int8, gradients: int8}"]),
 }
+PEERS = {"DeepSpeed, optimizer on nvme": "optimizer", "DeepSpeed, parameters too": "params"}
 HIDDEN = 640
+MIB = 2**20
 
 
 def run(place: Path, tier: str, folder: Path) -> dict[str, Any]:
     """One run in a process of its own: its steps' seconds, memory, and the plan's figures."""
     output = place / f"run-{time.monotonic_ns()}"
-    offload = TIERS[tier].replace("FOLDER", str(folder))
-    command = [
-        sys.executable, "-m", "duoka", "train", str(place / "run.yaml"), f"parallel.offload={offload}",
-        f"output={output}",
-    ]  # fmt: skip
+    processes, settings = TIERS[tier]
+    words = [one.replace("FOLDER", str(folder)) for one in settings]
+    command = [sys.executable, "-m", "duoka", "train", str(place / "run.yaml"), f"--nproc={processes}", *words]
+    own, _ = watched([*command, f"output={output}"])
+    lines = map(json.loads, (output / "events" / "run.jsonl").read_text().splitlines())
+    steps = [one for one in lines if one["type"] == "step"]
+    seconds = [one["step_s"] for one in steps][1:]
+    plan = json.loads((output / "plan.json").read_text())
+    return {
+        "tier": tier,
+        "step_s": statistics.median(seconds),
+        "tokens": statistics.mean(one["num_tokens"] for one in steps[1:]),
+        "samples": steps[-1]["num_samples"],
+        "own_bytes": own,
+        "measured_bytes": steps[-1]["memory_bytes"],
+        "planned_bytes": plan["memory"]["peak_bytes"],
+        "disk_bytes": plan["memory"]["disk_needed_bytes"],
+        "planned_step_s": plan["speed"]["step_s"],
+        "losses": [one["loss"] for one in steps],
+    }
+
+
+def run_peer(place: Path, name: str, folder: Path, steps: int, length: int) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).with_name("offload_peer.py")), str(place / "model"), str(folder)]
+    own, said = watched([*command, str(steps), PEERS[name], str(length)])
+    found = json.loads(said.rpartition("RESULT ")[2].splitlines()[0])
+    step_s = statistics.median(found["seconds"][1:])
+    return {"tier": name, "step_s": step_s, "own_bytes": own, "tokens": found["tokens"], "version": found["version"]}
+
+
+def watched(command: list[str]) -> tuple[int, str]:
+    """(own memory of the largest process at its most, what was said)."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     peak = [0]
     watch = threading.Thread(target=_watch, args=(process, peak))
@@ -57,19 +93,7 @@ def run(place: Path, tier: str, folder: Path) -> dict[str, Any]:
     watch.join()
     if process.returncode:
         raise SystemExit(said)
-    lines = map(json.loads, (output / "events" / "run.jsonl").read_text().splitlines())
-    steps = [one for one in lines if one["type"] == "step"]
-    seconds = [one["step_s"] for one in steps][1:]
-    plan = json.loads((output / "plan.json").read_text())
-    return {
-        "tier": tier,
-        "step_s": statistics.median(seconds),
-        "own_bytes": peak[0],
-        "planned_bytes": plan["memory"]["peak_bytes"],
-        "disk_bytes": plan["memory"]["disk_needed_bytes"],
-        "planned_step_s": plan["speed"]["step_s"],
-        "losses": [one["loss"] for one in steps],
-    }
+    return peak[0], said
 
 
 def _watch(process: subprocess.Popen[str], peak: list[int]) -> None:
@@ -101,30 +125,40 @@ def _own_bytes(pid: int) -> int:
 
 
 def page(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
-    by_tier = {tier: [row for row in rows if row["tier"] == tier] for tier in TIERS}
-    base = statistics.median(row["step_s"] for row in by_tier["memory"])
+    by_tier = {tier: [row for row in rows if row["tier"] == tier] for tier in (*TIERS, *PEERS)}
     out = [
-        "# Offloading to a disk: what it costs and saves",
+        "# Offloading to a disk, and fewer bits on the wire: what it costs and saves",
         "",
         f"Written by `python benchmarks/offload.py OUT.json --page benchmarks/offload.md`. A random Llama of "
-        f"{facts['num_parameters'] / 1e6:.1f}M parameters, fp32, zero3 on one process, recompute, 4 micro-batches a "
-        f"step; {facts['rounds']} rounds in turns, medians. Load of the machine at the start: {facts['load']:.1f} on "
-        f"{facts['cores']} cores.",
+        f"{facts['num_parameters'] / 1e6:.1f}M parameters, fp32, zero3, recompute, {facts['samples']} samples a step "
+        f"in micro-batches of 2; {facts['rounds']} rounds in turns, medians. Load of the machine at the start: "
+        f"{facts['load']:.1f} on {facts['cores']} cores. Own memory: anonymous and shared pages of the largest process "
+        "at its most; all memory: its mapped files too, which is what the plan says.",
         "",
-        "| offload | s a step | beside memory | own memory, MiB | the plan's, MiB | in files, MiB | same losses |",
-        "|---|---|---|---|---|---|---|",
+        "| tier | s a step | tokens/s | own memory, MiB | all memory, MiB | the plan's, MiB | in files, MiB | losses |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    losses = by_tier["memory"][0]["losses"]
     for tier, found in by_tier.items():
-        step = statistics.median(row["step_s"] for row in found)
-        own = statistics.median(row["own_bytes"] for row in found) / 2**20
-        same = "yes" if all(row["losses"] == losses for row in found) else "NO"
-        row = found[0]
-        out.append(
-            f"| {tier} | {step:.2f} | {step / base:.2f} | {own:,.0f} | {row['planned_bytes'] / 2**20:,.0f} "
-            f"| {row['disk_bytes'] / 2**20:,.0f} | {same} |"
-        )
-    return "\n".join([*out, "", facts["deepspeed"], ""])
+        if found:
+            out.append(_line(tier, found, by_tier))
+    return "\n".join([*out, "", facts["peers"], ""])
+
+
+def _line(tier: str, found: list[dict[str, Any]], by_tier: dict[str, list[dict[str, Any]]]) -> str:
+    def median(name: str) -> float:
+        return statistics.median(row[name] for row in found)
+
+    cells = [tier, f"{median('step_s'):.2f}", f"{median('tokens') / median('step_s'):.0f}"]
+    cells.append(f"{median('own_bytes') / MIB:,.0f}")
+    if tier in PEERS:
+        return "| " + " | ".join([*cells, "", "", "", ""]) + " |"
+    planned, measured = median("planned_bytes"), median("measured_bytes")
+    cells += [f"{measured / MIB:,.0f}", f"{planned / MIB:,.0f} ({planned / measured - 1:+.0%})"]
+    cells.append(f"{median('disk_bytes') / MIB:,.0f}")
+    plain = by_tier["memory" if TIERS[tier][0] == 1 else "memory, 2 processes"][0]["losses"]
+    gap = max(abs(one / other - 1) for row in found for one, other in zip(row["losses"], plain, strict=True))
+    cells.append("the same bits" if gap == 0 else f"within {gap:.1e}")
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -135,6 +169,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--peers", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as text:
         place = Path(text)
@@ -146,13 +181,25 @@ def main() -> None:
             "rounds": asked.rounds,
             "load": os.getloadavg()[0],
             "cores": len(os.sched_getaffinity(0)),
-            "deepspeed": "DeepSpeed's ZeRO-Infinity was not run beside it: it compiles its async I/O first.",
+            "peers": "DeepSpeed's ZeRO-Infinity was not run beside it (`--peers`).",
         }
-        rows = []
-        for _ in range(asked.rounds):
+        rows: list[dict[str, Any]] = []
+        folder = asked.folder or place / "files"
+        for number in range(asked.rounds):
             for tier in TIERS:
-                rows.append(row := run(place, tier, asked.folder or place / "files"))
-                print(json.dumps(row))
+                rows.append(row := run(place, tier, folder))
+                print(json.dumps(row), flush=True)
+            facts["samples"] = rows[0]["samples"]
+            length = round(rows[0]["tokens"] / rows[0]["samples"])
+            for name in PEERS if asked.peers else ():
+                if not number:
+                    run_peer(place, name, folder, 2, length)  # compiles its operators
+                rows.append(row := run_peer(place, name, folder, asked.steps, length))
+                print(json.dumps(row), flush=True)
+                facts["peers"] = (
+                    f"DeepSpeed {row['version']}: stage 3, its compiled Adam and async I/O, {row['tokens']} tokens a "
+                    f"step in rows of {length}, the mean length of the others' rows."
+                )
     asked.out.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     if asked.page:
         asked.page.write_text(page(rows, facts), encoding="utf-8")

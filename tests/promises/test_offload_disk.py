@@ -7,7 +7,9 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from commands import run_duoka, start_duoka
 from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import end_processes, run_world, start_processes, train_all
@@ -39,7 +41,14 @@ LAYOUTS = {
     "fsdp": (2, ["parallel.strategy=fsdp"]),
     "fsdp, bf16": (2, ["parallel.strategy=fsdp", "train.precision=bf16"]),
     "tp": (2, ["parallel.tensor=2"]),
+    # Weights and gradients too.
+    "fsdp, params": (2, ["parallel.strategy=fsdp"]),
+    "fsdp, bf16, params": (2, ["parallel.strategy=fsdp", "train.precision=bf16"]),
 }
+
+
+def on_disk(name):
+    return ["parallel.offload={params: disk}"] if name.endswith("params") else DISK
 
 
 def in_small_slices(jobs):
@@ -90,7 +99,10 @@ def runs(case):
         jobs = []
         for name, (ranks, settings) in LAYOUTS.items():
             if ranks == size:
-                jobs += [(yaml, settings, str(folder / name)), (yaml, settings + DISK, str(folder / f"{name}, disk"))]
+                jobs += [
+                    (yaml, settings, str(folder / name)),
+                    (yaml, settings + on_disk(name), str(folder / f"{name}, disk")),
+                ]
         run_world(size, in_small_slices, jobs)
     return folder
 
@@ -107,11 +119,14 @@ def test_the_state_lay_on_the_disk_and_nothing_is_left_of_it(runs):
         assert len(held) == ranks
         for rank in held:
             assert rank["disk_bytes"] > 0.99 * rank["optimizer_bytes"] > 0 or "zero" in name, name
+            if name.endswith("params"):
+                parts = ("weights", "gradients", "optimizer")
+                assert rank["disk_bytes"] > 0.99 * sum(rank[f"{part}_bytes"] for part in parts), name
     assert not [path for path in runs.rglob("*") if "offload" in path.name]
 
 
 def test_checkpoints_are_those_of_a_run_without_a_disk(runs):
-    for name in ("single", "zero1", "fsdp"):
+    for name in ("single", "zero1", "fsdp", "fsdp, params"):
         for step in ("step-00000002", "step-00000006"):
             parts = [runs / one / "checkpoints" / step for one in (name, f"{name}, disk")]
             assert parts[0].is_dir(), sorted(path.name for path in parts[0].parent.iterdir())
@@ -238,3 +253,37 @@ def test_a_kill_while_the_state_is_written_leaves_nothing_and_costs_time_only(ca
     train_all([job], 1)
     for name, tensor in learned(folder / "single")[1].items():
         assert tensor.equal(learned(folder / "killed")[1][name]), name
+
+
+def test_a_disk_that_is_taken_away_under_mapped_weights_is_exit_code_6_and_the_run_goes_on(case):
+    folder, yaml = case
+    settings = ["parallel.strategy=fsdp", f"parallel.offload={{params: disk, folder: {folder}/pulled}}"]
+    settings += ["train.max_steps=40", "checkpoint.every=5"]
+    words = ["train", yaml, *settings, f"output={folder}/taken"]
+    command = start_duoka(*words)
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "taken" / "checkpoints" / "step-00000005").exists():
+            assert time.monotonic() < deadline and command.poll() is None, command.said()
+            time.sleep(0.01)
+        ranks = psutil.Process(command.pid).children(recursive=True)
+        for rank in ranks:
+            rank.suspend()
+        held = [Path(f"/proc/{rank.pid}/fd/{one}") for rank in ranks for one in os.listdir(f"/proc/{rank.pid}/fd")]
+        held = [one for one in held if one.is_symlink() and str(folder / "pulled") in os.readlink(one)]
+        for one in held:
+            os.truncate(one, 0)  # whoever reads what it has mapped of it is sent SIGBUS
+        for rank in ranks:
+            rank.resume()
+        said, _ = command.communicate(120)
+    finally:
+        command.kill()
+    assert held and command.returncode == 6, said
+    assert "storage error: a file that was mapped into memory could not be read or written" in said
+    assert "SIGBUS" in said and "the same command goes on from the newest checkpoint" in said
+    assert not (folder / "taken" / "final").exists(), "it must have been struck on its way"
+    done = run_duoka(*words)
+    assert done.returncode == 0, done.stderr
+    assert run_duoka("train", yaml, *settings, f"output={folder}/not taken").returncode == 0
+    for name, tensor in learned(folder / "not taken")[1].items():
+        assert tensor.equal(learned(folder / "taken")[1][name]), name

@@ -93,7 +93,12 @@ def test_a_lost_connection_alone_is_told(spec: WorldSpec) -> None:
     assert "rank 0 of 4 raised RuntimeError" in judge(spec, RankExit(0, 1, 1, 1.0)).lines[0]
 
 
-@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (7, "SIGBUS"), (64, "SIGRTMAX")])
+def test_a_mapped_file_that_is_gone_is_a_storage_error(spec: WorldSpec) -> None:
+    verdict = judge(spec, RankExit(1, 1, -7, 1.0), RankExit(0, 1, -15, 2.0, by_us=True))
+    assert verdict.kind is Kind.STORAGE and "mapped into memory could not be read" in verdict.lines[0]
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (64, "SIGRTMAX")])
 def test_a_signal_is_named(number: int, name: str, spec: WorldSpec) -> None:
     verdict = judge(spec, RankExit(1, 1, -number, 1.0), RankExit(0, 1, -15, 2.0, by_us=True))
     assert f"rank 1 of 4 was killed by {name}" in verdict.lines[0] and verdict.exit_code == 5

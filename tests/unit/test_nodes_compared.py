@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from duoka.cli import cli
 from duoka.cluster import compare
 from duoka.cluster.compare import COMPARISONS, NodeFinding, Survey, compare_links, compare_rates, read_gpus
+from duoka.cluster.compare_run import judge_writes
 from duoka.cluster.survey import Question, examine_nodes, rounds_of
 from duoka.config.hosts import parse_hosts
 
@@ -31,7 +32,8 @@ FACTS: dict[str, Any] = {
     "address": "10.0.0.1", "resolves_to": ["10.0.0.1"], "code": "c" * 64, "torch_cuda": "12.8", "folder": True,
     "packages": {"torch": "2.13.0", "numpy": "2.0", "click": "8.1"},
     "files": {"/w/run.yaml": {"kind": "file", "size": 10, "digest": "d" * 64}},
-    "memory": {"total": 64 * GIB, "available": 50 * GIB}, "disk": {"path": "/w", "can_write": True, "free": 900 * GIB},
+    "memory": {"total": 64 * GIB, "available": 50 * GIB},
+    "disk": {"path": "/w", "can_write": True, "free": 900 * GIB, "files": 10**7},
     "shm": {"free": 30 * GIB, "total": 30 * GIB}, "cores": 32, "nofile": 65536, "gpus": "", "env": {},
     "nics": {}, "ipv6": False, "infiniband": {}, "memlock": -1, "governor": "", "gpu_state": "", "gpu_apps": "",
     "topology": "", "xid": [],
@@ -48,6 +50,24 @@ def survey_of(**changes: Any) -> Survey:
 
 def findings_of(survey: Survey) -> list[NodeFinding]:
     return [one for comparison in COMPARISONS for one in comparison(survey)]
+
+
+@pytest.mark.parametrize(
+    ("rates", "checkpoint", "severity", "words"),
+    [
+        ([900e6, 800e6, 850e6], 0, "ok", ["800 to 900 MB/s"]),
+        ([900e6, 800e6, 850e6], 12 * GIB, "ok", ["a checkpoint of 12 GiB takes 5"]),
+        ([900e6, 800e6, 90e6], 0, "warn", ["'n2': '90 MB/s'", "800 MB/s", "iotop"]),
+        ([20e6, 21e6, 22e6], 0, "warn", ["20 MB/s", "12 bytes", "faster disk"]),
+        ([200e6, 200e6, 200e6], 500 * GIB, "warn", ["a checkpoint of 500 GiB takes 14min 54"]),
+        ([500e6, 0.0, 510e6], 0, "ok", ["500 to 510"]),
+    ],
+)
+def test_disks_are_compared_with_each_other_and_with_what_a_save_takes(
+    rates: list[float], checkpoint: int, severity: str, words: list[str]
+) -> None:
+    (found,) = judge_writes({f"n{number}": rate for number, rate in enumerate(rates)}, checkpoint)
+    assert found.severity == severity and all(word in str(found) for word in words), found
 
 
 def test_machines_alike_have_no_finding() -> None:
@@ -73,8 +93,9 @@ def test_machines_alike_have_no_finding() -> None:
         ({"time": -2600.0}, "fail", "clocks", ["-3599.9 s"]),
         ({"memory": {"total": 64 * GIB, "available": GIB}}, "warn", "memory", ["1 GiB"]),
         ({"memory": {"total": 64 * GIB, "available": 20 * GIB}}, "warn", "memory", ["20 GiB", "50 GiB"]),
-        ({"disk": {"path": "/w", "can_write": False, "free": 9 * GIB}}, "fail", "disk", ["/w", "chown"]),
-        ({"disk": {"path": "/w", "can_write": True, "free": GIB}}, "warn", "disk", ["1 GiB free"]),
+        ({"disk": {"path": "/w", "can_write": False, "free": 9 * GIB, "files": -1}}, "fail", "disk", ["/w", "chown"]),
+        ({"disk": {"path": "/w", "can_write": True, "free": GIB, "files": -1}}, "warn", "disk", ["1 GiB free"]),
+        ({"disk": {"path": "/w", "can_write": True, "free": 9 * GIB, "files": 9}}, "warn", "disk", ["9 more", "df -i"]),
         ({"shm": {"free": 64 << 20, "total": 64 << 20}}, "warn", "/dev/shm", ["64 MiB", "--shm-size"]),
         ({"nofile": 256}, "fail", "open files", ["256", "ulimit"]),
         ({"cores": 8}, "warn", "cores", ["32", "8"]),

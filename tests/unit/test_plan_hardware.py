@@ -72,10 +72,10 @@ def test_the_tightest_limit_of_nested_groups_counts_and_page_cache_is_free(tmp_p
     write(root / "outer/inner/memory.current", "1\n")
     write(root / "outer/memory.max", f"{1000 * MIB}\n")
     write(root / "outer/memory.current", f"{600 * MIB}\n")
-    write(root / "outer/memory.stat", f"anon 5\ninactive_file {100 * MIB}\n")
+    write(root / "outer/memory.stat", f"anon 5\ninactive_file {100 * MIB}\nactive_file {30 * MIB}\n")
     limit = read_cgroup_limit(root, own)
     assert limit is not None
-    assert (limit.limit_bytes, limit.free_bytes) == (1000 * MIB, 500 * MIB)
+    assert (limit.limit_bytes, limit.free_bytes) == (1000 * MIB, 530 * MIB)
 
 
 def test_limits_of_the_older_kind_of_groups_are_read_and_none_is_none(tmp_path):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from duoka.cluster.survey import Question
     from duoka.config.hosts import Host
     from duoka.config.loaded import Loaded
+    from duoka.plan.report import Plan
 
 _MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red"), "skip": ("-   ", None)}
 
@@ -71,7 +72,9 @@ def command(
     if fix and as_json:
         raise ConfigError("--fix asks questions, and --json is for programs", fix="keep one of them")
     if found:
-        findings = _examine_hosts(found, loaded, output, level, seconds)
+        plan = _plan_for(config, overrides, len(found)) if config else None
+        findings = _examine_hosts(found, loaded, output, level, seconds, plan)
+        findings += _look_at_time(slurm, k8s, plan)
         code = _print_json(findings) if as_json else _show_hosts(findings)
         return _offer_fixes([one.fix for one in findings if one.severity in ("warn", "fail")], code) if fix else code
     if level == "net":
@@ -158,13 +161,36 @@ def _print_sum(findings: Sequence[Finding] | Sequence[NodeFinding], consequence:
 # --- several machines ---
 
 
+def _plan_for(config: str, overrides: tuple[str, ...], num_nodes: int) -> Plan | None:
+    """None where there is none: what is wrong with the config is for `duoka plan` to say."""
+    from duoka.cli.plan import plan_for_nodes
+    from duoka.errors import DuokaError
+
+    try:
+        return plan_for_nodes(config, overrides, num_nodes)
+    except DuokaError:
+        return None
+
+
+def _look_at_time(slurm: str, k8s: str, plan: Plan | None) -> list[NodeFinding]:
+    from duoka.cluster.allocation import LOOKS, time_left_of_job, time_left_of_pods
+    from duoka.cluster.compare_run import judge_time_left
+
+    run_s = None if plan is None else plan.costs.total_s
+    if k8s:
+        return [judge_time_left(time_left_of_pods(k8s), run_s, "Kubernetes")]
+    if slurm and os.environ.get("SLURM_JOB_NAME") != LOOKS:
+        return [judge_time_left(time_left_of_job(os.environ), run_s, "Slurm")]
+    return []
+
+
 def _examine_hosts(
-    hosts: list[Host], loaded: Loaded | None, output: str, level: str, seconds: float
+    hosts: list[Host], loaded: Loaded | None, output: str, level: str, seconds: float, plan: Plan | None
 ) -> list[NodeFinding]:
     from duoka.cluster.burn import burn_nodes
     from duoka.cluster.survey import examine_nodes
 
-    question = _question(loaded, output)
+    question = _question(loaded, output, 0 if plan is None else plan.costs.checkpoint_bytes)
     findings = examine_nodes(hosts, question, "quick" if level == "quick" else "net")
     return findings + (burn_nodes(hosts, question.folder, seconds) if level == "burn" else [])
 
@@ -181,10 +207,11 @@ def _show_hosts(findings: Sequence[NodeFinding]) -> int:
     return _print_sum(findings, "training over these machines would not work")
 
 
-def _question(loaded: Loaded | None, output: str) -> Question:
+def _question(loaded: Loaded | None, output: str, checkpoint_bytes: int) -> Question:
     from duoka.cluster.survey import Question
 
-    return Question(output=output) if loaded is None else Question(paths_of(loaded), output)
+    paths = paths_of(loaded) if loaded is not None else ()
+    return Question(paths, output, checkpoint_bytes=checkpoint_bytes)
 
 
 def paths_of(loaded: Loaded) -> list[str]:

@@ -83,6 +83,17 @@ def plan_of(config: str, on: str | None) -> Plan:
     return _make_plan(_find_subject(config, (), None, None, place), place, None, None)
 
 
+def plan_for_nodes(config: str, overrides: tuple[str, ...], num_nodes: int) -> Plan:
+    """The same of so many machines like this one."""
+    from duoka.plan.catalog import local_cluster
+
+    here = _find_place(None, None)
+    world_size = num_nodes * here.local_size
+    cluster = local_cluster(here.machine, world_size, here.local_size)
+    place = replace(here, cluster=cluster, world_size=world_size)
+    return _make_plan(_find_subject(config, overrides, None, None, place), place, None, None)
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where to plan for: one node as a machine, how many ranks in all and per node, and all of it with speeds."""

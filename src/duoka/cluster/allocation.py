@@ -6,7 +6,9 @@ Called by cli/doctor.py. They are reached by `srun` and `kubectl exec` where oth
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 from duoka.cluster.slurm import KEYS, read_asked
 from duoka.config.hosts import Host
@@ -14,6 +16,7 @@ from duoka.errors import ConfigError
 from duoka.process.interpreter import python_module
 
 HERE = "job"  # --slurm without keys: the job that this terminal is in
+LOOKS = "doctor"  # the name of a job that is there for the doctor alone
 _LOOK_S = 30.0
 _RUNS = '{range .items[?(@.status.phase=="Running")]}{.metadata.name}{"\\n"}{end}'
 
@@ -28,7 +31,7 @@ def nodes_of_job(env: Mapping[str, str]) -> list[Host]:
 
 def look_in_job(asked: str, words: Sequence[str]) -> int:
     """Ask Slurm for nodes, and run `duoka doctor` with `words` once they are there; its exit code."""
-    wanted = {"time": "00:10:00", "name": "doctor", **read_asked(asked)}
+    wanted = {"time": "00:10:00", "name": LOOKS, **read_asked(asked)}
     command = ["salloc", "--quiet", "--ntasks-per-node=1"]
     command += [f"{KEYS[key]}={value}" for key, value in wanted.items()]
     command += python_module("duoka", "doctor", *words, "--slurm")
@@ -36,6 +39,27 @@ def look_in_job(asked: str, words: Sequence[str]) -> int:
         return subprocess.run(command).returncode
     except OSError as error:
         raise ConfigError(f"--slurm: cannot start salloc: {error.strerror}", fix="type it where Slurm is") from None
+
+
+def time_left_of_job(env: Mapping[str, str]) -> float | None:
+    """Until Slurm ends the job that this terminal is in; None without a limit."""
+    (left, *_) = [*_lines(["squeue", "--job", env.get("SLURM_JOB_ID", ""), "--noheader", "--format=%L"], "--slurm"), ""]
+    days, _, clock = left.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in (*parts, days or "0")):
+        return None  # UNLIMITED, NOT_SET
+    hours, minutes, seconds = (0, 0, *map(int, parts))[-3:]
+    return ((24.0 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds
+
+
+def time_left_of_pods(name: str) -> float | None:
+    """Until Kubernetes ends the Job; None without a deadline."""
+    fields = '{.spec.activeDeadlineSeconds}{" "}{.status.startTime}'
+    words = _lines(["kubectl", "get", "job", name, "--output", f"jsonpath={fields}"], "--k8s")
+    if len(words) < 2 or not words[0].isdecimal():
+        return None
+    begun = datetime.fromisoformat(words[1].replace("Z", "+00:00")).timestamp()
+    return max(0.0, begun + int(words[0]) - time.time())
 
 
 def pods_of_job(name: str) -> list[Host]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from duoka.cluster.hang import LEFT_EARLY, Hang
 from duoka.cluster.launch import WorldSpec
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
-from duoka.errors import DoesNotFit, StoppedEarly, WorkerFailed
+from duoka.errors import DuokaError, StoppedEarly, StorageError, WorkerFailed
 from duoka.process.exits import RankExit
 from duoka.process.no_memory import no_memory, says_no_memory
 from duoka.process.rank import START_MARK, log_name
@@ -37,7 +37,6 @@ SMALLER = "SmallerMicroBatch"  # the kind of failure after which a start uses a 
 _HINTS = {
     "SIGKILL": "nothing in duoka kills a healthy rank: the kernel does when memory is short (see dmesg), or a person",
     "SIGSEGV": "a crash in compiled code: logs may show where, and PYTHONFAULTHANDLER=1 shows the Python line",
-    "SIGBUS": "often a full /dev/shm or disk under memory-mapped files: see duoka doctor",
 }
 _NO_LAST_WORDS = (-signal.SIGKILL, -signal.SIGTERM)
 _LAST_LINES = 20
@@ -118,9 +117,10 @@ def _judge_failure(spec: WorldSpec, exits: Sequence[RankExit], failures: dict[in
         lines = [f"{WorkerFailed.title}: {who} {how}{after}"]
         lines += _last_seen(spec.run, cause) if failure is None else []
         lines += [f"  {_HINTS[what]}"] if failure is None and what in _HINTS and not cause.by_us else []
-        if failure is None and code == WorkerFailed.exit_code and _had_no_memory(spec.run, cause):
-            code, traceback = DoesNotFit.exit_code, []
-            lines = [*no_memory().lines(), f"  (seen by {who}{after}, which {how})"]
+        fault = _find_fault(spec.run, cause) if failure is None and code == WorkerFailed.exit_code else None
+        if fault is not None:
+            code, traceback = fault.exit_code, []
+            lines = [*fault.lines(), f"  (seen by {who}{after}, which {how})"]
     lines += _others(bad, cause.rank)
     hint = _goes_on(spec, step) if code == WorkerFailed.exit_code else ()
     kind = KIND_OF_CODE.get(code, Kind.LOST_RANK if is_second_hand else Kind.WORKER_DIED)
@@ -148,10 +148,22 @@ def _judge_left_early(spec: WorldSpec, left: RankExit, bad: list[RankExit]) -> V
     )  # fmt: skip
 
 
-def _had_no_memory(run: RunFolder, cause: RankExit) -> bool:
-    """A process out of memory cannot always record why it ends; a library's last line may be all there is."""
+def _find_fault(run: RunFolder, cause: RankExit) -> DuokaError | None:
+    """What ended a process that could not record it: its signal or a library's last line may be all there is."""
+    if cause.code == -signal.SIGBUS:
+        return _lost_mapping()
     words = _last_words(run.logs / log_name(cause.rank)).splitlines()
-    return cause.code not in _NO_LAST_WORDS and says_no_memory("\n".join(words[-_LAST_LINES:]))
+    had_no_memory = cause.code not in _NO_LAST_WORDS and says_no_memory("\n".join(words[-_LAST_LINES:]))
+    return no_memory() if had_no_memory else None
+
+
+def _lost_mapping() -> StorageError:
+    """SIGBUS: the kernel has no other way to say that a page of a mapped file is not to be had."""
+    return StorageError(
+        "a file that was mapped into memory could not be read or written: its disk failed, is full, or was taken away",
+        where="mapped are weights under parallel.offload (params: disk), model files, token stores, and /dev/shm",
+        fix="see   dmesg   and   duoka doctor; with a sound disk the same command goes on from the newest checkpoint",
+    )
 
 
 def _last_seen(run: RunFolder, cause: RankExit) -> list[str]:

@@ -156,6 +156,9 @@ def compare_disks(survey: Survey) -> Iterator[NodeFinding]:
     low = {name: f"{format_bytes(one['free'])} free" for name, one in disks.items() if one["free"] < 5 * _GIB}
     if low:
         yield NodeFinding("warn", "disk", low, "less than 5 GiB for checkpoints", "free some space")
+    elif few := {name: f"{one['files']} more files" for name, one in disks.items() if 0 <= one["files"] < 10_000}:
+        fix = "remove many small files there (df -i shows which disk is full of them)"
+        yield NodeFinding("warn", "disk", few, "room for bytes, and for few more files", fix)
     elif not closed:
         yield NodeFinding("ok", "disk", {"all": f"{format_bytes(min(one['free'] for one in disks.values()))} or more"})
     small = {name: format_bytes(one) for name, one in survey.values("shm", "free").items() if one < _GIB}

@@ -1,8 +1,8 @@
 """What a node is like, told by the standard library alone: survey.py sends this file's text over ssh's stdin.
 
 It works where duoka, torch or the environment are missing or broken, and with Pythons older than duoka's. Each line of
-JSON that comes in is a question, each line behind ANSWER is its answer. It changes nothing, but for one empty file that
-it removes again, and ends when its stdin does.
+JSON that comes in is a question, each line behind ANSWER is its answer. It changes nothing but for two files that it
+removes again, and ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import os
 import platform
 import re
 import resource
-import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 ANSWER = "duoka-answer "
@@ -176,15 +177,17 @@ def existing(path: str) -> str:
 
 def disk(path: str) -> dict[str, Any]:
     there = existing(path)
-    return {"path": there, "can_write": os.access(there, os.W_OK), "free": free(there)["free"]}
+    return {"path": there, "can_write": os.access(there, os.W_OK), **free(there)}
 
 
 def free(path: str) -> dict[str, int]:
+    """Bytes, and how many more files fit (-1: as many as bytes allow)."""
     try:
-        usage = shutil.disk_usage(path)
-        return {"free": usage.free, "total": usage.total}
+        found = os.statvfs(path)
     except OSError:
-        return {"free": 0, "total": 0}
+        return {"free": 0, "total": 0, "files": -1}
+    size, files = found.f_frsize, found.f_favail if found.f_files else -1
+    return {"free": found.f_bavail * size, "total": found.f_blocks * size, "files": files}
 
 
 def cores() -> int:
@@ -302,11 +305,7 @@ def rate(address: str, port: int) -> float:
 
 
 def only_ipv4() -> bool:
-    try:
-        with open("/proc/sys/net/ipv6/conf/all/disable_ipv6") as file:
-            return file.read().strip() == "1"
-    except OSError:
-        return True
+    return text_of("/proc/sys/net/ipv6/conf/all/disable_ipv6") != "0"
 
 
 def connect(peers: list[tuple[str, str, int]], timeout: float) -> dict[str, dict[str, Any]]:
@@ -335,11 +334,12 @@ def reach(found: dict[str, dict[str, Any]], name: str, address: str, port: int, 
     found[name] = {"how": how, "ms": round(1000 * (time.monotonic() - start), 1)}
 
 
-def mark(path: str, name: str) -> str:
+def mark(path: str, name: str, made: list[str]) -> str:
     try:
-        made = os.path.join(existing(path), name)
-        open(made, "x").close()
-        return made
+        there = os.path.join(existing(path), name)
+        open(there, "x").close()
+        made.append(there)
+        return there
     except OSError:
         return ""
 
@@ -354,29 +354,36 @@ def is_seen(path: str, within_s: float) -> bool:
     return True
 
 
+def write_rate(path: str, num_bytes: int) -> float:
+    """Bytes per second that reach the disk, in a file without a name; 0 where none may be written."""
+    block, start = os.urandom(1 << 22), time.monotonic()
+    try:
+        with tempfile.TemporaryFile(dir=existing(path)) as file:
+            for _ in range(num_bytes // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return num_bytes / max(time.monotonic() - start, 1e-3)
+    except OSError:
+        return 0.0
+
+
 def main() -> None:
-    made = ""
+    made: list[str] = []
+    does: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "look": lambda asked: look(**asked), "now": lambda asked: {"time": time.time()},
+        "listen": lambda asked: {"port": listen()}, "connect": lambda asked: {"reached": connect(**asked)},
+        "rate": lambda asked: {"rate": rate(*asked) if asked else 0.0},
+        "write": lambda asked: {"rate": write_rate(**asked)},
+        "mark": lambda asked: {"mark": mark(made=made, **asked)}, "seen": lambda asked: {"seen": is_seen(**asked)},
+    }  # fmt: skip
     try:
         for line in sys.stdin.buffer:
-            asked = json.loads(line) if line.strip() else {}
-            if "look" in asked:
-                answer(look(**asked["look"]))
-            elif "now" in asked:
-                answer({"time": time.time()})
-            elif "listen" in asked:
-                answer({"port": listen()})
-            elif "connect" in asked:
-                answer({"reached": connect(**asked["connect"])})
-            elif "rate" in asked:
-                answer({"rate": rate(*asked["rate"]) if asked["rate"] else 0.0})
-            elif "mark" in asked:
-                made = mark(**asked["mark"])
-                answer({"mark": made})
-            elif "seen" in asked:
-                answer({"seen": is_seen(**asked["seen"])})
+            for name, asked in (json.loads(line) if line.strip() else {}).items():
+                answer(does[name](asked))
     finally:
-        if made:
-            os.unlink(made)
+        for path in made:
+            os.unlink(path)
 
 
 def answer(facts: dict[str, Any]) -> None:

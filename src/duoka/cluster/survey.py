@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from duoka.cluster import node_probe
 from duoka.cluster.compare import COMPARISONS, compare_links, compare_rates
+from duoka.cluster.compare_run import judge_writes
 from duoka.cluster.exchange import exchange_nodes
 from duoka.cluster.findings import NodeFinding, Survey
 from duoka.cluster.ssh import CONNECT_S, Connection, Reader, ask, run_sent_python, silent, why_lost
@@ -26,6 +27,7 @@ from duoka.process.slurm import find_address
 Level = Literal["quick", "net"]
 LOOK_S = CONNECT_S + 45.0
 SEEN_S = 10.0
+WRITTEN_BYTES, WRITE_S = 1 << 28, 120.0
 MOST_ROUNDS = 30  # of half a second each: enough pairs of each machine to tell which one is slow
 CONNECT_PAIR_S = 4.0  # longer than the kernel takes to find that nobody has an address (3 s)
 
@@ -37,6 +39,7 @@ class Question:
     paths: Sequence[str] = ()
     output: str = "runs"
     folder: str = field(default_factory=lambda: str(Path.cwd()))
+    checkpoint_bytes: int = 0  # of the run that is meant; 0: of none
 
 
 def examine_nodes(hosts: Sequence[Host], question: Question, level: Level = "quick") -> list[NodeFinding]:
@@ -84,9 +87,22 @@ def _examine(nodes: list[Connection], reader: Reader, question: Question, level:
     for comparison in COMPARISONS if facts else ():
         findings += comparison(survey)
     findings += _look_at_output(alive, reader, question)
+    if level == "net":
+        findings += _try_disks(alive, reader, question)
     if level == "net" and len(alive) > 1:
         findings += _try_links(alive, reader, survey)
     return findings
+
+
+def _try_disks(nodes: list[Connection], reader: Reader, question: Question) -> list[NodeFinding]:
+    """All write at once, as they do at a save."""
+    path = str(Path(question.folder) / question.output)
+    asks = [{"write": {"path": path, "num_bytes": WRITTEN_BYTES}}] * len(nodes)
+    answers = ask(nodes, reader, asks, WRITE_S) or []
+    return judge_writes(
+        {str(node.host): float(one["rate"]) for node, one in zip(nodes, answers, strict=True) if isinstance(one, dict)},
+        question.checkpoint_bytes,
+    )
 
 
 def _look_at_output(nodes: list[Connection], reader: Reader, question: Question) -> list[NodeFinding]:

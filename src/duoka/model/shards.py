@@ -29,6 +29,7 @@ from duoka.model.random_init import RandomWeights, random_weights
 from duoka.model.request import ModelRequest
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MAPPED_BYTES = 64 * 2**20  # of files, that count as this process's memory until they are let go of
 
 
 @dataclass
@@ -42,6 +43,7 @@ class WeightSource:
     dtype: torch.dtype | None = None  # that the model is built in
     earlier: Earlier | None = None
     _open: dict[str, Any] = field(default_factory=dict)
+    _num_read: int = 0  # bytes, since files were opened
     _joined: dict[tuple[str, int], ExpertFiles | None] = field(default_factory=dict)
 
     @classmethod
@@ -95,7 +97,11 @@ class WeightSource:
             return self.earlier.merge_part(module, values.to(self.dtype), box)
         if self.starts is not None and self.starts.owns(name):
             return self.starts.rest_of(name, values.to(self.dtype), box)
-        return values.clone()  # the slice is a view of the whole file in memory, which would never be let go
+        values = values.clone()  # the slice is a view of the whole file in memory, which would never be let go
+        self._num_read += values.nbytes
+        if self._num_read > _MAPPED_BYTES:
+            self.close()
+        return values
 
     def start_with_principal_parts(self, lm: torch.nn.Module, lora: LoraConfig, dtype: torch.dtype) -> None:
         """Adapters begin with the strongest directions of the base, whole weights of which are read once for it."""
@@ -115,7 +121,9 @@ class WeightSource:
         return self._open[name]
 
     def close(self) -> None:
+        """Files open again when they are read."""
         self._open.clear()
+        self._num_read = 0
 
 
 Weights: TypeAlias = WeightSource | RandomWeights

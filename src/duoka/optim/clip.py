@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -10,32 +10,47 @@ from duoka.optim.host import local_part
 from duoka.optim.spread import Groups, Spread, add_over, device_type, spread_of
 from duoka.torch_private import foreach_mul_, foreach_norm
 
+LetGo = Callable[[], None]  # of a gradient that was read, where it lies in a file
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, spread: Spread = spread_of) -> torch.Tensor:
+
+def clip_gradients(
+    parameters: Iterable[torch.nn.Parameter], limit: float, spread: Spread = spread_of, let_go: LetGo | None = None
+) -> torch.Tensor:
     """Shorten all gradients together when their global norm exceeds `limit` (0: only measure). Returns the norm.
 
-    `spread` names the groups of ranks that hold different parts of a parameter's gradient.
+    `spread` names the groups of ranks that hold different parts of a parameter's gradient. With `let_go` gradients are
+    read one by one, and it is called after each: the numbers are the same.
     """
     parameters = list(parameters)
-    norm = global_norm(parameters, spread)
-    shorten(parameters, norm, limit)
+    norm = global_norm(parameters, spread, let_go)
+    shorten(parameters, norm, limit, let_go)
     return norm
 
 
-def shorten(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, limit: float) -> None:
+def shorten(
+    parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, limit: float, let_go: LetGo | None = None
+) -> None:
     """Shorten gradients whose global norm is `norm` to `limit`, where that is less; 0: leave them."""
-    shorten_all([local_part(p.grad) for p in parameters if p.grad is not None], norm, limit)
+    shorten_all([local_part(p.grad) for p in parameters if p.grad is not None], norm, limit, let_go)
 
 
-def shorten_all(grads: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
+def shorten_all(grads: list[torch.Tensor], norm: torch.Tensor, limit: float, let_go: LetGo | None = None) -> None:
     """The same of gradients, or of this rank's parts of them."""
-    if limit > 0 and grads:
-        # As torch.nn.utils.clip_grads_with_norm_, on each rank's own part: the norm is a plain number everywhere.
-        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        foreach_mul_(grads, factor.to(grads[0].device))
+    if limit <= 0 or not grads:
+        return
+    # As torch.nn.utils.clip_grads_with_norm_, on each rank's own part: the norm is a plain number everywhere.
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0).to(grads[0].device)
+    if let_go is None:
+        foreach_mul_(grads, factor)
+    elif not factor >= 1:  # or every page would be written for nothing
+        for grad in grads:
+            grad.mul_(factor)
+            let_go()
 
 
-def global_norm(parameters: list[torch.nn.Parameter], spread: Spread = spread_of) -> torch.Tensor:
+def global_norm(
+    parameters: list[torch.nn.Parameter], spread: Spread = spread_of, let_go: LetGo | None = None
+) -> torch.Tensor:
     """The norm over all ranks: squares are added over the ranks that hold different parts of a tensor."""
     parts: dict[Groups, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -46,9 +61,25 @@ def global_norm(parameters: list[torch.nn.Parameter], spread: Spread = spread_of
     kind = device_type(parameters)
     whole = parts.pop((), [])
     if not parts:
-        return torch.nn.utils.get_total_norm(whole)
-    total = torch.nn.utils.get_total_norm(whole).square() if whole else torch.zeros((), device=kind)
+        return _total_norm(whole, let_go)
+    total = _total_norm(whole, let_go).square() if whole else torch.zeros((), device=kind)
     for groups, local in parts.items():
-        square = torch.stack(foreach_norm(local)).square().sum() if local else torch.zeros(())
+        square = torch.stack(_norms(local, let_go)).square().sum() if local else torch.zeros(())
         total = total.to(kind) + add_over(square, groups, kind)
     return total.sqrt()
+
+
+def _total_norm(grads: list[torch.Tensor], let_go: LetGo | None) -> torch.Tensor:
+    if let_go is None or not grads:
+        return torch.nn.utils.get_total_norm(grads)
+    return torch.linalg.vector_norm(torch.stack(_norms(grads, let_go)))
+
+
+def _norms(grads: list[torch.Tensor], let_go: LetGo | None) -> list[torch.Tensor]:
+    if let_go is None:
+        return list(foreach_norm(grads))
+    norms: list[torch.Tensor] = []
+    for grad in grads:
+        norms += foreach_norm([grad])
+        let_go()
+    return norms

@@ -68,7 +68,7 @@ class DiskAdamW(HostAdamW):
         self._todo: deque[Slice] = deque()
         self._reading: deque[tuple[Slice, Future[Slot]]] = deque()
         self._current: tuple[Slice, Slot] | None = None
-        self.after_slice: Callable[[], None] = lambda: None  # for who maps the weights that a slice has moved
+        self.after_slice: Callable[[], None] | None = None  # for who maps the weights that a slice has moved
 
     def _lay_out(self) -> tuple[list[tuple[torch.nn.Parameter, int]], int]:
         """Where each parameter's numbers begin in a moment's half, and how long that is; cuts it into slices."""
@@ -126,7 +126,8 @@ class DiskAdamW(HostAdamW):
         if part is [other for other in one.parts if other.parameter.grad is not None][-1]:
             one.written = self._writer.submit(self._write, one, slot)
             self._current = None
-            self.after_slice()
+            if self.after_slice is not None:
+                self.after_slice()
 
     def _read_another(self) -> None:
         if self._todo:

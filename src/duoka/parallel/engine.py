@@ -204,6 +204,11 @@ class Engine:
         """Of files in which weights and gradients lie."""
         return 0
 
+    @property
+    def let_go(self) -> Callable[[], None] | None:
+        """Unmaps what lies in such files."""
+        return None
+
     def resumed(self) -> None:
         """Weights and state came from a checkpoint: the first step must add as the later ones of that run did."""
 
@@ -301,7 +306,7 @@ class Engine:
         """
         if is_scaled:
             self.numerics.scaler.unscale_(optimizer)
-        return clip_gradients(self.named_trainable().values(), max_norm, self.spread_of)
+        return clip_gradients(self.named_trainable().values(), max_norm, self.spread_of, self.let_go)
 
     def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
         """Change the weights. `overflowed`: a rank's norm is not finite; with fp16 all ranks skip the update."""

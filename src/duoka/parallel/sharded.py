@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -83,24 +83,18 @@ class Sharded(Engine):
         if self.owned is not None:
             self.owned.finish(last)
 
-    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> torch.Tensor:
-        norm = super().clip(optimizer, max_norm, is_scaled=is_scaled)
-        self._let_go()
-        return norm
-
     def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
         if isinstance(optimizer, DiskAdamW):
-            optimizer.after_slice = self._let_go  # or all weights and gradients would be mapped at once
+            optimizer.after_slice = self.let_go  # or all weights and gradients would be mapped at once
         super().step(optimizer, overflowed=overflowed)
-        self._let_go()
 
     @property
     def disk_bytes(self) -> int:
         return 0 if self.on_disk is None else self.on_disk.size_bytes
 
-    def _let_go(self) -> None:
-        if self.on_disk is not None:
-            self.on_disk.let_go()
+    @property
+    def let_go(self) -> Callable[[], None] | None:
+        return None if self.on_disk is None else self.on_disk.let_go
 
     def masters(self) -> list[torch.Tensor]:
         return list(self.named_trainable().values()) if self.strategy in ("zero1", "zero2") else []

@@ -178,20 +178,22 @@ def read_cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pr
     for line in lines:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers == "":
-            found += _limits_upwards(root, path, "memory.max", "memory.current", "inactive_file")
+            found += _limits_upwards(root, path, "memory.max", "memory.current", ("inactive_file", "active_file"))
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            found += _limits_upwards(root / "memory", path, *names)
+            cache = ("total_inactive_file", "total_active_file")
+            found += _limits_upwards(root / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", cache)
     return min(found, key=lambda limit: limit.free_bytes, default=None)
 
 
-def _limits_upwards(root: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[CgroupLimit]:
+def _limits_upwards(
+    root: Path, path: str, limit_name: str, usage_name: str, cache_names: tuple[str, ...]
+) -> list[CgroupLimit]:
     folder, found = root / path.strip("/"), []
     while True:
         limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
         # An absent limit is written as "max", or as a number near 2**63.
         if limit is not None and usage is not None and limit < 1 << 60:
-            cache = _read_field(folder / "memory.stat", cache_name)
+            cache = sum(_read_field(folder / "memory.stat", name) for name in cache_names)
             found.append(CgroupLimit(limit, max(0, min(limit, limit - usage + cache))))
         if folder == root or root not in folder.parents:
             return found

@@ -224,7 +224,8 @@ def make_plan(
     host, disk = _rooms(memory, machine, local)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, disk.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
-    costs = estimate_costs(work, layout, cluster, speed, _last(steps or horizon), config.checkpoint, price)
+    num_steps = _last(steps or horizon) or config.train.max_steps
+    costs = estimate_costs(work, layout, cluster, speed, num_steps, config.checkpoint, price)
     return Plan(
         layout=layout,
         reasons=choice.reasons,

@@ -34,6 +34,7 @@ from duoka.model.result import (
     write_beside,
     write_result,
 )
+from duoka.optim.disk_file import find_on_disk
 from duoka.parallel.flat_shard import is_cut_flat, part_of_cut, real_shape
 from duoka.parallel.gather import gather_state
 from duoka.parallel.mesh import Mesh
@@ -286,6 +287,8 @@ def _write_own(lm: torch.nn.Module, draft: _Draft, mesh: Mesh, heart: Heart) -> 
                     open_files.callback(os.close, files[slot.file])
                 values = local.to("cpu", slot.dtype).contiguous()
                 write_box(files[slot.file], slot.start, values, tuple(real_shape(state[name])), offset, heart)
+                if (place := find_on_disk(local)) is not None:
+                    place[0].let_go()  # mapped, it counts as this process's memory
         for handle in files.values():
             os.fsync(handle)  # before the name says that it is whole
 

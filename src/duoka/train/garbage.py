@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 
+from duoka.process.lifeline import parent_pid
 from duoka.train.moments import Concern, StepEnd
 
 EVERY = 50  # steps: uncollected reference cycles of steps would add up
@@ -28,8 +29,8 @@ class GarbageCollection(Concern):
             gc.collect()
 
     def end(self) -> None:
-        if self._was_on is None:
-            return
+        if self._was_on is None or parent_pid() is not None:
+            return  # a launcher's rank leaves soon: a search would write to all pages that it shares with other ranks
         gc.unfreeze()
         if self._was_on:
             gc.enable()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 
 from duoka.comm.world import World
@@ -21,6 +22,9 @@ from duoka.plan.layout import Layout
 def as_torch_sees(machine: Machine, world: World) -> Machine:
     """The same machine, with as many GPUs as the world has ranks there, or none where the world has none."""
     if world.device.type != "cuda":
+        # What this process holds already is part of what the plan counts for it.
+        free = min(machine.memory_bytes, machine.available_bytes + world.local_size * _held_bytes())
+        machine = replace(machine, available_bytes=free)
         if not machine.gpus:
             return machine
         note = f"{len(machine.gpus)} GPUs found, and CUDA does not start here: planned for the CPU"
@@ -28,6 +32,12 @@ def as_torch_sees(machine: Machine, world: World) -> Machine:
     if len(machine.gpus) >= world.local_size:
         return machine
     return replace(machine, gpus=(_read_gpu(world.device),) * world.local_size)
+
+
+def _held_bytes() -> int:
+    """Of this process, without pages of files."""
+    held = psutil.Process().memory_info()
+    return max(0, held.rss - getattr(held, "shared", 0))
 
 
 def note_attention(core: Any, layout: Layout, device: torch.device) -> list[str]:
