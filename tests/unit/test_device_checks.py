@@ -35,8 +35,8 @@ GPU1    PHB      X      SYS     SYS     0-15    0
 GPU2    SYS     SYS      X      PIX     16-31   1
 GPU3    SYS     SYS     PIX      X      16-31   1
 """
-GOOD = "0, Disabled, Default, 0, 0x0000000000000001, 16, 16, 700.00, 700.00\n"
-CONSUMER = "0, [N/A], Default, [N/A], 0x0000000000000000, 16, 16, 450.00, 450.00\n"
+GOOD = "0, Disabled, Default, 0, 0x0000000000000001, 16, 16, 700.00, 700.00, 1980, 1980, 1980\n"
+CONSUMER = "0, [N/A], Default, [N/A], 0x0000000000000000, 16, 16, 450.00, 450.00, [N/A], [N/A], 3105\n"
 XID_79 = "[ 1234.5] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 XID_31 = "[Sun Nov 22 10:00:00 2026] NVRM: Xid (PCI:0000:86:00): 31, pid=4711, name=python, Ch 00000008, MMU Fault"
 XID_63 = "[ 99.1] NVRM: Xid (PCI:0000:86:00): 63, Row Remapper: New row (0x1) marked for remapping"
@@ -69,7 +69,11 @@ def test_machines_alike_have_no_finding() -> None:
     gpus = {"gpu_state": GOOD * 8, "topology": TOPO_NVLINK, "infiniband": IB, "memlock": -1, "xid": [XID_31]}
     assert not bad() and not bad(gpus) and not bad({"gpu_state": CONSUMER})
     said = {one.check: one.nodes["all"] for one in find(gpus)}
-    assert said["GPU links"] == "NV18" and said["gpu state"].startswith("24 GPUs")
+    assert (
+        said["GPU links"] == "NV18"
+        and said["gpu state"].startswith("24 GPUs")
+        and "up to 1980 MHz" in said["gpu state"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,13 +96,17 @@ def test_machines_alike_have_no_finding() -> None:
         ({"gpu_state": GOOD}, {"gpu_state": GOOD.replace("Disabled", "Enabled")}, ("warn", "MIG", "gpu 0: on")),
         ({"gpu_state": GOOD}, {"gpu_state": GOOD.replace("Default", "Prohibited")},
          ("fail", "compute mode", "gpu 0: Prohibited")),
-        ({"gpu_state": GOOD}, {"gpu_state": GOOD + "1, Disabled, Default, 3, 0x0, 16, 16, 700.00, 700.00\n"},
+        ({"gpu_state": GOOD}, {"gpu_state": GOOD + GOOD.replace("0, Disabled, Default, 0", "1, Disabled, Default, 3")},
          ("fail", "GPU memory", "gpu 1: 3 uncorrected errors")),
         ({"gpu_state": GOOD}, {"gpu_state": GOOD.replace("0x0000000000000001", "0x0000000000000048")},
          ("warn", "throttling", "gpu 0: hardware slowdown, heat (hardware)")),
         ({"gpu_state": GOOD}, {"gpu_state": GOOD.replace("16, 16", "8, 16")}, ("warn", "PCIe lanes", "gpu 0: 8 of 16")),
         ({"gpu_state": GOOD}, {"gpu_state": GOOD.replace("700.00, 700.00", "350.00, 700.00")},
          ("warn", "power limit", "gpu 0: 350 W of 700 W")),
+        ({"gpu_state": GOOD}, {"gpu_state": GOOD.replace("1980, 1980, 1980", "1500, 1755, 1980")},
+         ("warn", "clocks", "gpu 0: 1500 MHz where 1755 is usual and 1980 the most")),
+        ({"gpu_state": GOOD}, {"gpu_state": GOOD.replace("0x0000000000000001", "0x0000000000000002")},
+         ("warn", "clocks", "gpu 0: a setting holds it below 1980 MHz")),
         ({}, {"gpu_apps": "4711, /env/bin/python, 30000 MiB\n"},
          ("warn", "GPUs in use", "pid 4711 (/env/bin/python, 30000 MiB)")),
         ({"topology": TOPO_PCIE}, {}, ("warn", "GPU links", "0-1 PHB, 0-2 SYS, 0-3 SYS, 1-2 SYS, 1-3 SYS")),
@@ -129,7 +137,7 @@ def test_links_are_read_without_cards_and_legend() -> None:
 
 def test_an_older_nvidia_smi_that_does_not_know_a_field_is_no_finding() -> None:
     assert not bad(gpu_state='Field "clocks_throttle_reasons.active" is not a valid field to query.\n')
-    assert len(GPU_STATE.split(",")) == 9
+    assert len(GPU_STATE.split(",")) == 12
 
 
 def test_this_machine_can_be_asked() -> None:

@@ -111,11 +111,11 @@ def compare_governors(survey: Survey) -> Iterator[NodeFinding]:
 
 
 def compare_gpu_states(survey: Survey) -> Iterator[NodeFinding]:
-    """MIG, compute mode, memory errors, throttling, lanes and power of each GPU."""
+    """MIG, compute mode, memory errors, throttling, lanes, power and clocks of each GPU."""
     found: dict[str, dict[str, str]] = {}
     seen = 0
     for node, text in survey.values("gpu_state").items():
-        for row in _rows(text, 9):
+        for row in _rows(text, 12):
             seen += 1
             for what, words in _faults_of(row):
                 place = found.setdefault(what, {})
@@ -124,7 +124,11 @@ def compare_gpu_states(survey: Survey) -> Iterator[NodeFinding]:
         severity, cause, fix = _STATES[what]
         yield NodeFinding("fail" if severity == "fail" else "warn", what, nodes, cause, fix)
     if seen and not found:
-        yield NodeFinding("ok", "gpu state", {"all": f"{seen} GPUs: no errors, no throttling, all lanes"})
+        tops = {
+            row[-1] for text in survey.values("gpu_state").values() for row in _rows(text, 12) if _is_number(row[-1])
+        }
+        clocks = f", clocks up to {'/'.join(sorted(tops))} MHz" if tops else ""
+        yield NodeFinding("ok", "gpu state", {"all": f"{seen} GPUs: no errors, no throttling, all lanes{clocks}"})
 
 
 _STATES = {
@@ -138,7 +142,13 @@ _STATES = {
         "below its default: it computes slower",
         "sudo nvidia-smi -pl WATTS, if it is not meant so",
     ),
+    "clocks": (
+        "warn",
+        "capped by a setting: cards that boost higher lose that much speed",
+        "sudo nvidia-smi -rgc (locked clocks), sudo nvidia-smi -rac (application clocks)",
+    ),
 }
+_CLOCKS_SET = 0x2  # of the reasons: a setting of clocks limits it
 
 
 def _rows(text: str, size: int) -> list[list[str]]:
@@ -147,7 +157,7 @@ def _rows(text: str, size: int) -> list[list[str]]:
 
 
 def _faults_of(row: Sequence[str]) -> Iterator[tuple[str, str]]:
-    _, mig, mode, errors, reasons, lanes, most_lanes, watts, usual_watts = row
+    _, mig, mode, errors, reasons, lanes, most_lanes, watts, usual_watts, clock, usual_clock, top_clock = row
     if mig == "Enabled":
         yield "MIG", "on"
     if mode == "Prohibited":
@@ -161,6 +171,10 @@ def _faults_of(row: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield "PCIe lanes", f"{lanes} of {most_lanes}"
     if _is_number(watts) and _is_number(usual_watts) and float(watts) < 0.99 * float(usual_watts):
         yield "power limit", f"{float(watts):.0f} W of {float(usual_watts):.0f} W"
+    if _is_number(clock) and _is_number(usual_clock) and float(clock) < float(usual_clock):
+        yield "clocks", f"{clock} MHz where {usual_clock} is usual and {top_clock} the most"
+    elif bits & _CLOCKS_SET:
+        yield "clocks", f"a setting holds it below {top_clock} MHz"
 
 
 def _is_number(text: str) -> bool:

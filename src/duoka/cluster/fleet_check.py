@@ -50,7 +50,8 @@ def check_nodes(
             )
         elif answer["config"] != config:
             path, host = asks[0]["look"]["config"], node.host
-            fix = f"scp {path} {host.target}:{path}"
+            port = f"-P {host.port} " if host.port else ""
+            fix = f"scp {port}{path} {host.target}:{path}"
             faults.append((f"{host}: {path} is another file there than here", fix))
         if answer["code"] != code:
             what = f"{node.host}: duoka there is other code than here (Python {answer['python']})"

@@ -32,7 +32,8 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH")
 GPU_FIELDS = "driver_version,name,memory.total,memory.used,persistence_mode"
 GPU_STATE = (
     "index,mig.mode.current,compute_mode,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active,"
-    "pcie.link.width.current,pcie.link.width.max,power.limit,power.default_limit"
+    "pcie.link.width.current,pcie.link.width.max,power.limit,power.default_limit,clocks.applications.graphics,"
+    "clocks.default_applications.graphics,clocks.max.graphics"
 )
 _OLD_CGROUP = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 RATE_S = 0.4
