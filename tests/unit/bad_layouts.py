@@ -32,6 +32,8 @@ LAYOUT_CONTRADICTIONS = {
     + "parallel: {strategy: zero3, offload: {params: disk, optimizer: host}}\n",
     "offload-params-to-disk-unresharded": HEAD
     + "parallel: {strategy: zero3, reshard: false, offload: {params: disk}}\n",
+    "offload-share-of-nothing-or-of-weights": HEAD
+    + "parallel: {strategy: zero3, offload: {params: host, share: 0.5}}\n",
     "offload-folder-without-disk": HEAD + "parallel: {offload: {optimizer: host, folder: /fast}}\n",
     "packed-exchange-of-shards-only": HEAD + "parallel: {strategy: ddp, compress: {gradients: int8}}\n",
     "packed-exchange-with-tensor": HEAD + "parallel: {strategy: zero1, tensor: 2, compress: {gradients: int8}}\n",

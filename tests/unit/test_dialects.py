@@ -332,6 +332,8 @@ def test_deepspeed_has_comments_and_auto_and_conflicts_are_refused_with_both_val
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, ("zero2", "optimizer", None)),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
          ("zero3", "params", None)),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}},
+         ("zero3", OffloadConfig(optimizer="host", share=0.3), None)),
         ({"stage": 1, "cpu_offload": True}, ("zero1", "optimizer", None)),
         ({"stage": 3, "offload_param": {"device": "none"}, "cpu_offload": False}, ("zero3", "none", None)),
         ({"stage": 3, "mics_shard_size": 2}, ("hsdp", "none", 2)),

@@ -43,6 +43,7 @@ def learn(named, optimizer, step):
 
 def test_moments_on_the_disk_give_torchs_bits(tmp_path: Path) -> None:
     ways = [made(), made(on_host=True), made(on_disk=tmp_path)]
+    ways += [made(on_host=True, share=0.4), made(on_disk=tmp_path, share=0.4), made(on_disk=tmp_path, share=1e-9)]
     for step in range(5):
         for named, optimizer in ways:
             learn(named, optimizer, step)
@@ -51,6 +52,16 @@ def test_moments_on_the_disk_give_torchs_bits(tmp_path: Path) -> None:
             assert plain.keys() == other.keys()
             assert [name for name in plain if not plain[name].equal(other[name])] == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_share_of_it_lies_on_the_disk_and_the_rest_in_memory(tmp_path: Path) -> None:
+    sizes = {share: made(on_disk=tmp_path, share=share)[1].file.size_bytes for share in (1.0, 0.2, 1e-9)}
+    assert sizes[0.2] < 0.25 * sizes[1.0] and sizes[1e-9] <= 4096
+    named, optimizer = made(on_disk=tmp_path, share=0.2)
+    learn(named, optimizer, 1)
+    moments = {name: one for name, one in optimizer_tensors(optimizer, named).items() if "exp_avg" in name}
+    near = [one for one in moments.values() if one.numel() and find_on_disk(one) is None]
+    assert 0.75 < sum(one.numel() for one in near) / sum(one.numel() for one in moments.values()) < 1
 
 
 def test_memory_holds_a_few_slices_of_it(tmp_path: Path) -> None:

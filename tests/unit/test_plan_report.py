@@ -107,6 +107,9 @@ def test_offloading_moves_bytes_off_the_gpu_and_none_on_a_cpu():
     assert host.get("optimizer", 0) == 0 < whole["optimizer"]
     host = parts(gpus(H100, 2), strategy="fsdp", offload="params")
     assert host.get("weights", 0) == host.get("optimizer", 0) == 0 < host["gathered"]
+    half = parts(gpus(H100, 2), strategy="ddp", offload={"optimizer": "host", "share": 0.5})
+    part = parts(gpus(H100, 2), strategy="ddp", offload="optimizer")
+    assert half["optimizer"] == pytest.approx(whole["optimizer"] / 2) and part.get("optimizer", 0) == 0
     assert parts(CPU, strategy="ddp", offload="optimizer") == parts(CPU, strategy="ddp")
 
 

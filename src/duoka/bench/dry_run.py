@@ -169,7 +169,9 @@ def _probe(
         with FakeTensorMode(allow_non_fake_inputs=True), StoragePeak() as live:
             engine.bare.to_empty(device="cpu")
             engine.bare.core.tie_weights()  # type: ignore[operator, union-attr]  # to_empty gives tied names a tensor each
-            optimizer = build_optimizer(_trainable(engine), config.optim, on_host=layout.offload == "optimizer")
+            optimizer = build_optimizer(
+                _trainable(engine), config.optim, on_host=layout.offload == "optimizer", share=layout.offload_share
+            )
             live.hold(engine.bare)
             phases: dict[str, int] = {}
             run = _step

@@ -41,6 +41,8 @@ def _zero(parallel: ParallelConfig, strategy: str, offloads: OffloadConfig) -> d
     zero |= kept if stage else {}
     if offloads.moves_anything and stage:
         zero["offload_optimizer"] = _place(offloads, "host" if offloads.optimizer == "none" else offloads.optimizer)
+        if offloads.share < 1:
+            zero["offload_optimizer"]["ratio"] = offloads.share
     if offloads.params != "none" and stage == 3:
         zero["offload_param"] = _place(offloads, offloads.params)
     if stage in (1, 2) and not offloads.moves_anything:

@@ -115,6 +115,17 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "delete reshard",
     ),
     Rule(
+        "offload-share-of-nothing-or-of-weights",
+        ("parallel.offload.share", "parallel.offload"),
+        lambda c: (
+            c.parallel.offloads.share < 1
+            and (c.parallel.offloads.optimizer == "none" or c.parallel.offloads.params != "none")
+        ),
+        "parallel.offload.share is {c.parallel.offloads.share}, and is a share of the optimizer's state alone; "
+        "offload is {c.parallel.offloads}",
+        "write:   offload: {optimizer: host, share: 0.5}   or delete share",
+    ),
+    Rule(
         "offload-folder-without-disk",
         ("parallel.offload.folder", "parallel.offload"),
         lambda c: c.parallel.offloads.folder is not None and not c.parallel.offloads.uses_disk,

@@ -49,6 +49,11 @@ class OffloadConfig(Section):
         None, description="Where files of offload: disk lie; a fast local disk. Left out: the run folder."
     )
 
+    share: float = Field(
+        1.0, gt=0, le=1,
+        description="How much of the optimizer's state is moved; the rest stays where the model computes (Twin-Flow).",
+    )  # fmt: skip
+
     @property
     def uses_disk(self) -> bool:
         return "disk" in (self.optimizer, self.params)
@@ -58,7 +63,7 @@ class OffloadConfig(Section):
         return (self.optimizer, self.params) != ("none", "none")
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}: {value}" for name, value in self.model_dump().items() if value not in (None, "none"))
+        return ", ".join(f"{name}: {value}" for name, value in self.model_dump(exclude_defaults=True).items())
 
 
 _SHORT_OFFLOADS: dict[str, dict[str, str]] = {

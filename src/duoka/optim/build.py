@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from duoka.config.schema import OptimConfig
 from duoka.optim.disk import DiskAdamW
 from duoka.optim.eight_bit import build_eight_bit
-from duoka.optim.host import HostAdamW, host_state
+from duoka.optim.host import HostAdamW
 from duoka.optim.layerwise import Lamb, Lars
 from duoka.optim.muon import MuonAdamW, Sharing, WholeMatrices
 from duoka.optim.roles import Role
@@ -25,15 +25,16 @@ def build_optimizer(
     *,
     on_host: bool = False,
     on_disk: Path | None = None,
+    share: float = 1.0,
     b_lr_ratio: float = 1.0,
     roles: Mapping[str, Role] | None = None,
     sharing: Callable[[list[torch.nn.Parameter]], Sharing] = WholeMatrices,
 ) -> torch.optim.Optimizer:
     """The optimizer that `optim.name` names; matrices decay, norms and biases do not.
 
-    `on_host` keeps AdamW's state in host memory, `on_disk` in a file under that folder. Adapters' B matrices have
-    `b_lr_ratio` times the learning rate of all else (LoRA+). `roles` are asked for rates of their own and for Muon's
-    matrices; `sharing` says how those lie over ranks.
+    `on_host` keeps AdamW's state in host memory, `on_disk` in a file under that folder, or a `share` of it there.
+    Adapters' B matrices have `b_lr_ratio` times the learning rate of all else (LoRA+). `roles` are asked for rates of
+    their own and for Muon's matrices; `sharing` says how those lie over ranks.
     """
     groups = _build_groups(named, optim, roles or {}, b_lr_ratio)
     adamw: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
@@ -50,8 +51,8 @@ def build_optimizer(
     if optim.name == "adafactor":
         return torch.optim.Adafactor(groups, lr=optim.lr)
     if on_disk is not None:
-        return DiskAdamW(groups, folder=on_disk, **adamw)
-    make = HostAdamW if on_host else partial(torch.optim.AdamW, fused=True)
+        return DiskAdamW(groups, folder=on_disk, share=share, **adamw)
+    make = partial(HostAdamW, share=share) if on_host else partial(torch.optim.AdamW, fused=True)
     return make(groups, **adamw)
 
 
@@ -126,8 +127,6 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 def _fresh_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.nn.Parameter
 ) -> dict[str, torch.Tensor]:
-    if isinstance(optimizer, HostAdamW):
-        return host_state(parameter)
     makes_own = not isinstance(optimizer, MuonAdamW) or group["kind"] == "muon"
     if makes_own and (fresh := getattr(optimizer, "fresh_state", None)):
         made: dict[str, torch.Tensor] = fresh(parameter)

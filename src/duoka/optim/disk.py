@@ -75,6 +75,8 @@ class DiskAdamW(HostAdamW):
         begins, end = [], 0
         for group in self.param_groups:
             for parameter in group["params"]:
+                if self.is_near(parameter):
+                    continue
                 local = local_part(parameter)
                 assert local.dtype == torch.float32 and local.is_contiguous(), "trained weights are fp32 masters"
                 begins.append((parameter, end))
@@ -172,6 +174,8 @@ class DiskAdamW(HostAdamW):
 
     def saved_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """A parameter's state, to be read or filled."""
+        if self.is_near(parameter):
+            return self.state[parameter]
         self.settle()
         for one in self._slices:
             one.sums = None

@@ -72,10 +72,28 @@ def _send(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostAdamW(torch.optim.AdamW):
-    """torch's AdamW with `step` done where its state is; state and groups are those of the parent class."""
+    """torch's AdamW with `step` done where its state is; state and groups are those of the parent class.
+
+    `share` of the state is offloaded, by whole parameters; the rest lies and is updated beside its parameters.
+    """
+
+    def __init__(self, groups: Any, *, share: float = 1.0, **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        self._near: set[int] = set()
+        seen = offloaded = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                # Spread over the model, so that what is updated near runs beside copies of what is not.
+                seen += (size := local_part(parameter).numel())
+                if offloaded + size > share * seen:
+                    self._near.add(id(parameter))
+                else:
+                    offloaded += size
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self._update_near([p for p in group["params"] if p.grad is not None and self.is_near(p)], group)
         under_way: deque[Arrival] = deque()
         for part in self.parts():
             under_way.append(Arrival.of(part))
@@ -85,9 +103,31 @@ class HostAdamW(torch.optim.AdamW):
             self._update(under_way.popleft())
 
     def parts(self) -> Iterator[Part]:
-        """What is updated, in order: all that got a gradient."""
+        """What is updated where its offloaded state is, in order: all that got a gradient."""
         for group in self.param_groups:
-            yield from (Part(parameter, group) for parameter in group["params"] if parameter.grad is not None)
+            moved = (p for p in group["params"] if p.grad is not None and not self.is_near(p))
+            yield from (Part(parameter, group) for parameter in moved)
+
+    def is_near(self, parameter: torch.Tensor) -> bool:
+        """Whether its state was left beside it."""
+        return id(parameter) in self._near
+
+    def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Before the first step."""
+        return near_state(parameter) if self.is_near(parameter) else host_state(parameter)
+
+    def _update_near(self, parameters: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = near_state(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        if parameters:
+            adamw(
+                [local_part(p) for p in parameters], [local_part(p.grad) for p in parameters],
+                [local_part(one["exp_avg"]) for one in states], [local_part(one["exp_avg_sq"]) for one in states], [],
+                [one["step"] for one in states], fused=True, amsgrad=False, maximize=False, lr=group["lr"],
+                beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
+            )  # fmt: skip
 
     def moments(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """Both moments of a part, in host memory, to be changed in place."""
@@ -124,6 +164,13 @@ def host_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """AdamW's state before its first step, in host memory, sharded as the parameter is."""
     local = local_part(parameter)
     return state_of(parameter, *(torch.zeros_like(local, device=HOST) for _ in range(2)))
+
+
+def near_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same, where the parameter is."""
+    local = local_part(parameter)
+    state = state_of(parameter, torch.zeros_like(local), torch.zeros_like(local))
+    return state | {"step": state["step"].to(local.device)}
 
 
 def state_of(parameter: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -47,6 +47,7 @@ class Layout:
     shard: int = 1
     offload: Offload = "none"
     disk: OnDisk = "none"
+    offload_share: float = 1.0  # of the optimizer's state, where that is offloaded
     compile: bool = False
     tp: int = 1
     pp: int = 1
@@ -126,6 +127,7 @@ class Layout:
             "shard": self.shard,
             "offload": self.offload,
             **({"disk": self.disk} if self.disk != "none" else {}),
+            **({"offload_share": self.offload_share} if self.offload_share != 1 else {}),
             "compile": self.compile,
             **self.axes,
             **({"ep": self.ep} if self.ep > 1 else {}),
@@ -147,6 +149,7 @@ class Layout:
             shard=int(raw.get("shard", 1)),
             offload=cast(Offload, raw.get("offload", "none")),
             disk=cast(OnDisk, raw.get("disk", "none")),
+            offload_share=float(raw.get("offload_share", 1.0)),
             compile=bool(raw.get("compile", False)),
             tp=int(raw.get("tp", 1)),
             pp=int(raw.get("pp", 1)),

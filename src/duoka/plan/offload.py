@@ -22,11 +22,11 @@ NUM_SLOTS = READ_AHEAD + 2  # beside these: one that is updated, one that is bei
 DISK_BYTES_PER_S = 1e9
 
 
-def offload_of(offloads: OffloadConfig) -> dict[str, Offload | OnDisk]:
+def offload_of(offloads: OffloadConfig) -> dict[str, Offload | OnDisk | float]:
     """A layout's fields."""
     moved: Offload = "params" if offloads.params != "none" else "optimizer" if offloads.optimizer != "none" else "none"
     disk: OnDisk = "optimizer" if offloads.optimizer == "disk" else "none"
-    return {"offload": moved, "disk": "params" if offloads.params == "disk" else disk}
+    return {"offload": moved, "disk": "params" if offloads.params == "disk" else disk, "offload_share": offloads.share}
 
 
 def offload_folder(offloads: OffloadConfig, run_folder: Path) -> Path:
@@ -57,7 +57,7 @@ def moved_bytes(static: StaticMemory, layout: Layout, accumulation: float) -> fl
     The optimizer's state goes both ways once. Weights are read by each pass, and updated; gradients are written, added
     to by later micro-batches, and read for the norm, for clipping and for the update.
     """
-    moved = 2.0 * static.optimizer_bytes if layout.disk != "none" else 0.0
+    moved = 2.0 * layout.offload_share * static.optimizer_bytes if layout.disk != "none" else 0.0
     if layout.disk == "params":
         moved += static.weights_bytes * (2 * accumulation + 2) + static.gradients_bytes * (2 * accumulation + 4)
     return moved

@@ -299,7 +299,7 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
         held = (4 if trained else frozen_size, 4 * trained, state * trained)
         own = tuple(size + int(each * share.experts) for size, each in zip(own, held, strict=True))  # type: ignore[assignment]
         formula += f" + {sum(held):.3g} of the experts/{layout.ep}"
-    moments = int(state * train) // ranks
+    moments = int(layout.offload_share * state * train) // ranks
     if layout.offload == "optimizer" and work.deepspeed is None:
         host = moments
     # Weights that are whole on each rank stay in memory, where another strategy is only compared with.

@@ -154,7 +154,7 @@ def estimate_speed(
     state = share.trainable / (layout.state_ranks if layout.is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
     if layout.offload != "none" and device.kind == "cuda":
-        optimizer += 16 * state / 12e9  # over PCIe and back, and host memory's speed
+        optimizer += 16 * layout.offload_share * state / 12e9  # over PCIe and back, and host memory's speed
     moved = moved_bytes(static_memory(work, layout), layout, count)
     disk = max(0.0, disk_seconds(moved, cluster) - optimizer)  # it reads and writes while others are updated
     parts = {

@@ -303,7 +303,7 @@ def build_contents(
     optimizer = engine.build_optimizer(
         partial(
             build_optimizer, optim=config.optim, roles=roles,
-            on_host=on_host, on_disk=folder if layout.disk != "none" else None,
+            on_host=on_host, on_disk=folder if layout.disk != "none" else None, share=layout.offload_share,
             b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
         )
     )  # fmt: skip

@@ -131,8 +131,9 @@ def _offload(name: str, what: str) -> Any:
         if what == "optimizer" and _device(asked.get(other)) == "cpu":
             return Answer()
         ratio = value.get("ratio") if isinstance(value, dict) else None
-        part = "" if ratio in (None, 1) else f"ratio {shorten(ratio)}: all of it lies in host memory here, not a part"
-        return Answer({"parallel.offload": what}, part)
+        if what == "params" or ratio is None or (share := number(ratio, name)) == 1:
+            return Answer({"parallel.offload": what})
+        return Answer({"parallel.offload": {"optimizer": "host", "share": share}})
 
     return convert
 
