@@ -62,7 +62,7 @@ def question(completion, **more):
 
 
 def test_functions_and_checks_of_tasks_are_summed_by_their_weights(pool):
-    one, two = pool("task", "mine.py:length").score([question("1 2"), question("2 1 ")])
+    one, two = pool("task", "mine.py:length", deadline_s=30.0).score([question("1 2"), question("2 1 ")])
     assert one.values == (1.0, 7.0) and two.values == (0.0, 8.0) and not one.faults
     assert one.total((1.0, 0.5)) == 4.5 and two.total((0.0, 1.0)) == 8.0
 
