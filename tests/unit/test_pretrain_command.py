@@ -98,8 +98,8 @@ def test_a_guides_torchrun_line_is_duoka_pretrain(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="fixed number of machines"):
         meaning_of_torchrun(["--nnodes=1:2", "-m", "scripts.base_train", "--depth=12"])
     with pytest.raises(ConfigError, match="command of its own") as caught:
-        meaning_of_torchrun(["--nproc_per_node=8", "-m", "scripts.chat_sft", "--source=mid"])
-    assert "stage: sft" in caught.value.fix
+        meaning_of_torchrun(["--nproc_per_node=8", "-m", "scripts.chat_eval", "--source=mid"])
+    assert "duoka eval runs/NAME --tasks" in caught.value.fix
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "base_train.py").write_text("", encoding="utf-8")  # the guide's own code is here
     assert meaning_of_torchrun(words).words[:4] == ("launch", "--nproc", "8", "--module")

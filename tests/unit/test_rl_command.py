@@ -1,4 +1,4 @@
-"""A guide's line for the last stage is `duoka rl`: its flags are keys, the run before is found, rates are its own."""
+"""Guides' lines for the last stages are `duoka sft` and `duoka rl`: flags are keys, the run before is found."""
 
 from pathlib import Path
 
@@ -47,3 +47,25 @@ def test_its_flags_are_keys_and_the_rates_are_those_of_the_run_before(capsys):
     assert "--data task:gsm8k:FOLDER" in capsys.readouterr().err
     assert run(["rl", "--source=base", "--data=task:sort"]) == 2
     assert "begins from sft or mid" in capsys.readouterr().err
+
+
+def test_a_guides_line_is_duoka_sft(capsys):
+    line = ["--standalone", "--nproc_per_node=8", "-m", "scripts.chat_sft", "--source=mid", "--device_batch_size=8"]
+    assert meaning_of_torchrun(line).words == ("sft", "--nproc", "8", "--source=mid", "--device_batch_size=8")
+    write_run("between", "mid")
+    write_run("base", "pretrain")
+    chats = Path("chats.jsonl")
+    chats.write_text("", encoding="utf-8")
+    words = ["sft", "--source=mid", "--device_batch_size=8", "--data=chats.jsonl", "--run=talk", "--num-epochs=2"]
+    assert run([*words, "--dry-run"]) == 2, "its model is no model"
+    said = capsys.readouterr().err.replace("'", "")
+    for word in (
+        "stage=sft", "train.global_batch=32", "train.micro_batch=8", "train.epochs=2", "output=runs/talk",
+        "optim.name=muon", "optim.lr=0.0004 ", "runs/between/final", "optim.schedule=linear", str(chats.absolute()),
+    ):  # fmt: skip
+        assert word in said, (word, said)
+    assert run(["sft", "--source=base", "--data=chats.jsonl", "train.global_batch=4", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "runs/base/final" in said and "train.global_batch=32" not in said
+    assert run(["sft", "--dry-run"]) == 2
+    assert "--data chat.jsonl" in capsys.readouterr().err

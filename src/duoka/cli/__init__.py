@@ -32,6 +32,7 @@ COMMANDS = {
     "run": "Run the stages of one YAML, each kept until something of it changes.",
     "pretrain": "Train a model from nothing, by the flags of a guide.",
     "mid": "Train it further on conversations and tasks, by the flags of a guide.",
+    "sft": "Train it on an assistant's words, by the flags of a guide.",
     "rl": "Train it on rewards of answers that it draws, by the flags of a guide.",
     "eval": "Measure loss, perplexity and accuracy of a run or model.",
     "score": "Write a reward model's score of each answer.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from duoka.cli.guide_modules import LATER_MODULES, MID_MODULE, PRETRAIN_MODULES, PYTHON_MODULES, RL_MODULE, THEIR_DEPTH
+from duoka.cli.guide_modules import LATER_MODULES, PYTHON_MODULES, STAGE_MODULES, THEIR_DEPTH
 from duoka.config.dialects.all import dialects
 from duoka.config.dialects.rows import is_false, is_true
 from duoka.config.paths import given_path, is_file
@@ -287,7 +287,7 @@ def _meaning(
     if nodes != "1" and not is_elastic:
         several = {"NNODES": nodes, "NODE_RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": port}
         env = {name: value for name, value in several.items() if value}
-    if line.is_module and line.program in (*PRETRAIN_MODULES, MID_MODULE, RL_MODULE) and not is_theirs:
+    if line.is_module and line.program in STAGE_MODULES and not is_theirs:
         if is_elastic:
             raise ConfigError(
                 f"{line.program} by flags needs a fixed number of machines, each with its place",

@@ -103,6 +103,28 @@ def _stage_of(run: Path) -> str:
     return str(stage.get("name", "")) if isinstance(stage, dict) else str(stage)
 
 
+def start_after(
+    stage: str, run: Path, data: list[str], asked: dict[str, str], settings: tuple[str, ...], notes: list[str],
+    rate_factor: float, *, nproc: int | None, port: int | None, restarts: int, dry_run: bool,
+) -> int:  # fmt: skip
+    """Train the result of `run` on, with an optimizer of its kind and its rates times a factor."""
+    from duoka.config.handover import read_run
+    from duoka.config.yaml_text import yaml_text
+
+    typed = {word.partition("=")[0] for word in settings}
+    written = typed | set(asked)
+    own = {"stage": stage, "model": absolute_folder(str(run / "final"))}
+    own |= {"data.train": yaml_text(data)} if data else {}
+    own |= {} if "output" in written else {"output": f"runs/{stage}"}
+    own |= {key: value for key, value in asked.items() if key not in typed}
+    name = (read_run(str(run), run.parent).get("optim") or {}).get("name")
+    own |= {"optim.name": str(name)} if name is not None and "optim.name" not in written else {}
+    own |= slower_rates(run, rate_factor, written)
+    return start_training(
+        str(empty_config(stage)), own, settings, notes, nproc=nproc, port=port, restarts=restarts, dry_run=dry_run
+    )
+
+
 def slower_rates(run: Path, factor: float, written: set[str]) -> dict[str, str]:
     """The rates of a run times a factor, but those that are written."""
     from duoka.config.handover import read_run

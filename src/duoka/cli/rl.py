@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import click
 
-from duoka.cli.mid import find_run, slower_rates
+from duoka.cli.mid import find_run, start_after
 from duoka.cli.pretrain import FLAGS as PRETRAIN_FLAGS
-from duoka.cli.pretrain import Flag, absolute_folder, empty_config, offer_flags, settings_of, start_training
+from duoka.cli.pretrain import Flag, offer_flags, settings_of
 
 _SAME = (
     "matrix-lr", "embedding-lr", "unembedding-lr", "weight-decay", "grad-clip", "save-every", "seed", "run",
@@ -64,28 +64,18 @@ def command(
     **flags: str | None,
 ) -> int:
     """Train a model on rewards of answers that it draws, by flags: each of them is a key of a config."""
-    from duoka.config.handover import read_run
-    from duoka.config.yaml_text import yaml_text
     from duoka.errors import ConfigError
 
     if source not in (None, "sft", "mid"):
         raise ConfigError(f"--source is {source}; this stage begins from sft or mid", fix="write:   --from RUN")
     asked, notes = settings_of({name: value for name, value in flags.items() if value is not None}, FLAGS)
     run = find_run(before or (f"runs/{model_tag}" if model_tag else None), notes, source or "sft")
-    written = {word.partition("=")[0] for word in settings} | set(asked)
-    if not data and "data.train" not in written:
+    if not data and not any(word.startswith("data.train=") for word in settings):
         raise ConfigError(
             "nothing says what to ask: no --data is given, and no data set is fetched",
             fix="write for example:   --data task:gsm8k:FOLDER   or   --data task:arithmetic",
         )
-    own = {"stage": "rl", "model": absolute_folder(str(run / "final"))}
-    own |= {"data.train": yaml_text(list(data))} if data else {}
-    own |= {} if "output" in written else {"output": "runs/rl"}
-    own |= {key: value for key, value in _THEIRS.items() if key not in written}
-    name = (read_run(str(run), run.parent).get("optim") or {}).get("name")
-    own |= {"optim.name": str(name)} if name is not None and "optim.name" not in written else {}
-    own |= slower_rates(run, init_lr_frac, written)
-    return start_training(
-        str(empty_config("rl")), {**own, **asked}, settings, notes,
+    return start_after(
+        "rl", run, list(data), {**_THEIRS, **asked}, settings, notes, init_lr_frac,
         nproc=nproc, port=port, restarts=restarts, dry_run=dry_run,
     )  # fmt: skip
