@@ -40,7 +40,7 @@ def strike_in_turn(run, dice, victims, done):
         ranks = wait_for_ranks(run, 2, lambda beat: not beat.is_slow, old_pids=old, within_s=WITHIN_S)
         step = HANGS_AFTER if victim == "hang" else ranks[1].step + dice.randint(2, 9)
         if done and victim != "hang":  # at the same step twice it would rightly be taken for no accident
-            step = max(step, done[-1] + 2)
+            step = max(step, done[-1] + 4)  # what is recorded lags a step or two behind the heartbeat
         ranks = wait_for_step(run, step, old_pids=old)
         threading.Event().wait(dice.random() * 0.05)
         old = [beat.pid for beat in ranks.values()]
