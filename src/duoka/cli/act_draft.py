@@ -82,9 +82,9 @@ def _default(key: Key) -> str:
 def draft_yaml(values: Mapping[str, str]) -> str:
     """What was typed, as a file: each value stands as it was typed where that is YAML, else as text."""
     tree: dict[str, Any] = {}
-    unknown = [Fault(f"unknown key {key}", key=key) for key in values if key not in known_keys() or key in _LEFT_OUT]
+    unknown = [key for key in values if key not in known_keys() or key in _LEFT_OUT]
     if unknown:
-        raise ConfigError("the form has keys that no config has", faults=unknown)
+        raise ConfigError(f"the form has no key {', '.join(unknown)}")
     for key in known_keys():
         text = values.get(key, "").strip()
         if not text:
