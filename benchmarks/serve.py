@@ -181,10 +181,19 @@ def memory_of(subject: Subject) -> int:
 def measure(asked: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
     rows: dict[str, list[dict[str, float]]] = {}
     memory: dict[str, int] = {}
+    left_out: dict[str, str] = {}
     chosen = subjects(model, asked.peer, asked.precision)
     chosen = [one for one in chosen if any(word in one.name for word in asked.only.split(","))]
     with contextlib.ExitStack() as stack:
-        started = [stack.enter_context(running(one, asked.port + place, folder)) for place, one in enumerate(chosen)]
+        started = list[Subject]()
+        for place, one in enumerate(chosen):
+            try:
+                started.append(stack.enter_context(running(one, asked.port + place, folder)))
+            except SystemExit as error:
+                if not one.name.startswith("transformers"):
+                    raise
+                left_out[one.name] = str(error).splitlines()[0]
+                print(f"left out: {left_out[one.name]}", flush=True)
         for turn in range(asked.rounds):
             for subject in started:
                 for clients in subject.clients:
@@ -195,7 +204,7 @@ def measure(asked: argparse.Namespace, folder: Path, model: Path) -> dict[str, A
                     print(f"{turn} {name}: {row}", flush=True)
         for subject in started:
             memory[subject.name] = memory_of(subject)
-    return {"rounds": rows, "memory_bytes": memory}
+    return {"rounds": rows, "memory_bytes": memory, "left_out": left_out}
 
 
 def main() -> None:
@@ -241,6 +250,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| | resident after it |", "|---|---|"]
     lines += [f"| {name} | {size / 2**20:.0f} MiB |" for name, size in found["memory_bytes"].items()]
+    lines += ["", *(f"Left out: {said}" for said in found["left_out"].values())]
     return "\n".join(lines)
 
 
