@@ -98,7 +98,12 @@ class Answers:
         if text in self.chats:
             return self.chats[text]
         ids, begin = self.tokenizer.encode(text)[0], self.tokenizer.bos_id
-        return tuple(ids) if begin is None or ids[:1] == [begin] else (begin, *ids)
+        return tuple(ids) if begin is None or not self._adds_begin or ids[:1] == [begin] else (begin, *ids)
+
+    @property
+    def _adds_begin(self) -> bool:
+        """Whether the tokenizer itself puts the beginning before a text: many name a token for it and never do."""
+        return self.tokenizer.backend.encode("", add_special_tokens=True).ids[:1] == [self.tokenizer.bos_id]
 
     @property
     def begin(self) -> int:
@@ -117,7 +122,9 @@ class Answers:
             ids = self.tokenizer.encode(continuation)[0]
             return self._fitted(Row(0, 0, (self.begin, *ids) if ids[:1] != [self.begin] else tuple(ids), 1))
         kept = context.rstrip()  # a blank belongs to the word behind it
-        before = self.read(kept) if kept else (self.begin,)
+        if not kept:
+            return self._fitted(Row(0, 0, (self.begin, *self.tokenizer.encode(context + continuation)[0]), 1))
+        before = self.read(kept)
         whole = self.read(kept + context[len(kept) :] + continuation)
         return self._fitted(Row(0, 0, whole, min(len(before), len(whole) - 1)))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
+from told_control import ToldControl
 from written_runs import T0, event_line, loss_at, rank_line, step_line, write_run
 
 from duoka.cli.act import go_on, stop
@@ -20,7 +21,7 @@ from duoka.errors import DuokaError
 from duoka.runs.status import leader_identity
 from duoka.watch.board import Asked, Board
 from duoka.watch.heat import HeatMap
-from duoka.watch.server import BoardServer, Control
+from duoka.watch.server import BoardServer
 
 WEB = Path(__file__).parents[2] / "src" / "duoka" / "watch" / "web"
 
@@ -274,8 +275,8 @@ def test_texts_events_and_memory_come_with_the_run_that_is_looked_at(runs, serve
 
 def test_acting_needs_control_the_pages_header_and_the_runs_name(runs, serve):
     write_run(runs / "a", 5)
-    done = []
-    control = Control(stop=lambda run: done.append(("stop", run.name)) or "stopped", go_on=lambda run: "went on")
+    control = ToldControl(answer="stopped")
+    done = control.told
     body = json.dumps({"run": "a", "confirm": "a"})
     only_looks = serve()
     assert only_looks.ask("/api/stop", "POST", body, {**only_looks.head, "X-Duoka": "act"})[0] == 403

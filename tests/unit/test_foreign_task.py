@@ -43,6 +43,9 @@ def test_a_merging_file_of_a_full_model_writes_a_folder_that_talks(tiny_model: P
     assert json.loads(Path("merged/config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         duoka("export", "x.yaml")
+    for flags in (("--to", "ollama"), ("--adapter",)):
+        with pytest.raises(ConfigError, match="export_size is 5, which cuts"):
+            duoka("export", "x.yaml", "-o", "other", *flags)
     write(model_name_or_path="merged", template="qwen3_nothink", infer_backend="huggingface", max_new_tokens=3)
     answer = json.loads(duoka("chat", "x.yaml", "--prompt", "hi", "--json").splitlines()[-1])
     assert answer["prompt"] == "hi" and len(answer["answer"]) <= 3

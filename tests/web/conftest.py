@@ -49,9 +49,10 @@ class Opened:
 
     def __call__(
         self, address: str, *, width: int = 1400, height: int = 1000, dark: bool = False, language: str = "en-US",
-        touch: bool = False,
+        touch: bool = False, context: Any = None,
     ) -> Any:  # fmt: skip
-        context = self._browser.new_context(
+        """`context`: of another page, whose cookies this one has too."""
+        context = context or self._browser.new_context(
             viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", locale=language,
             has_touch=touch, is_mobile=touch, reduced_motion="reduce", accept_downloads=True,
         )  # fmt: skip

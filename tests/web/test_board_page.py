@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from told_control import ToldControl
 from written_runs import T0, event_line, step_line, write_run
 
 from duoka.runs.status import leader_identity
 from duoka.watch.board import Board
-from duoka.watch.server import BoardServer, Control
+from duoka.watch.control import Control
+from duoka.watch.server import BoardServer
 
 pytestmark = pytest.mark.web
 LOOKS = [(width, dark) for width in (400, 1400) for dark in (False, True)]
@@ -131,13 +133,8 @@ def test_each_tab_shows_what_it_says_by_keyboard_too(runs, serve, opened) -> Non
 
 
 def test_a_run_is_stopped_with_a_save_after_it_was_asked_and_nothing_happens_on_cancel(runs, serve, opened) -> None:
-    run, told = live_run(runs / "mine"), []
-
-    def stop(one: Any) -> str:
-        told.append(one.name)
-        return "asked pid 1 to save and leave"
-
-    page = opened(serve(Control(stop=stop, go_on=stop)))
+    run, control = live_run(runs / "mine"), ToldControl()
+    page = opened(serve(control))
     page.get_by_role("button", name="Save and stop").click()
     dialog = page.get_by_role("dialog")
     assert "saves a checkpoint" in dialog.inner_text()
@@ -146,11 +143,11 @@ def test_a_run_is_stopped_with_a_save_after_it_was_asked_and_nothing_happens_on_
     page.get_by_role("button", name="Save and stop").click()
     page.keyboard.press("Escape")
     dialog.wait_for(state="hidden")
-    assert told == []
+    assert control.told == []
     page.get_by_role("button", name="Save and stop").click()
     dialog.get_by_role("button", name="Save and stop").click()
     page.get_by_text("asked pid 1 to save and leave").first.wait_for()
-    assert told == [run.name]
+    assert control.told == [("stop", run.name)]
     plain = opened(serve())
     plain.get_by_role("heading", name="mine").wait_for()
     assert not plain.get_by_role("button", name="Save and stop").count(), "without --control it only looks"
@@ -175,7 +172,7 @@ def test_nothing_runs_out_or_is_pale(runs, serve, opened, look_at, width, dark) 
         log.write(event_line("warning", 300, text="loss 12.5 at step 300 is eight deviations above the median 🎉"))
         log.write(event_line("resume", 350, t=T0 + 400, world_size=16))
         log.writelines(step_line(step) for step in range(351, 401))
-    page = opened(serve(Control(stop=str, go_on=str)), width=width, dark=dark, touch=width < 500)
+    page = opened(serve(ToldControl()), width=width, dark=dark, touch=width < 500)
     kind = f"{width}-{'dark' if dark else 'light'}"
     if width < 500:
         page.locator("#list summary").click()

@@ -67,6 +67,8 @@ def command(
     check_target(output)
     is_ollama = destination == "ollama"
     gguf = gguf or ("q8_0" if is_ollama else None)
+    if shard_gb is not None and (is_ollama or adapter):
+        _refuse_shards(shard_gb, "--to ollama" if is_ollama else "--adapter")
     if gguf is not None:
         _check_gguf(trained, adapter)
     if is_ollama and gguf is not None:
@@ -84,6 +86,15 @@ def command(
         click.echo(json.dumps(facts, ensure_ascii=False))
     else:
         click.echo("\n".join(lines))
+
+
+def _refuse_shards(shard_gb: int, flag: str) -> None:
+    from duoka.errors import ConfigError
+
+    raise ConfigError(
+        f"export_size is {shard_gb}, which cuts a whole model into files, and {flag} writes one file",
+        fix=f"leave export_size out of the file, or {flag} out of the line",
+    )
 
 
 def _check_gguf(trained: Any, adapter: bool) -> None:

@@ -47,9 +47,11 @@ def command(
     """
     from duoka.cli.chat import say
     from duoka.errors import ConfigError
+    from duoka.process.lifeline import leave_with_starter
     from duoka.serve.api.start import Settings, build_service, describe_server, open_server, run_server
     from duoka.serve.load_run import find_trained
 
+    leave_with_starter()
     adapters = {}
     for one in named:
         name, mark, run = one.partition("=")

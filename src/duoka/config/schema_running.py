@@ -349,6 +349,6 @@ class LogConfig(Section):
     )
     to: tuple[TrackerName, ...] = Field(
         ("tensorboard",),
-        description="Trackers beside the event log; wandb reads its own WANDB_ variables (project, mode, key).",
+        description="Trackers beside the event log; each reads its own variables, such as WANDB_MODE or SWANLAB_MODE.",
     )
     alert: AlertConfig = AlertConfig()

@@ -9,7 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,12 @@ TRACKERS: dict[str, Tracker] = {
     "wandb": Tracker("duoka.sinks.wandb:WandbSink", "wandb", 'pip install "duoka[wandb]"   or   pip install wandb'),
     "mlflow": Tracker(
         "duoka.sinks.mlflow:MlflowSink", "mlflow", 'pip install "duoka[mlflow]"   or   pip install mlflow'
+    ),
+    "swanlab": Tracker(
+        "duoka.sinks.swanlab:SwanLabSink", "swanlab", 'pip install "duoka[swanlab]"   or   pip install swanlab'
+    ),
+    "trackio": Tracker(
+        "duoka.sinks.trackio:TrackioSink", "trackio", 'pip install "duoka[trackio]"   or   pip install trackio'
     ),
 }
 

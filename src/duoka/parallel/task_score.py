@@ -6,6 +6,7 @@ number of ranks; what this file adds is who computes which group, and that every
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,7 +89,12 @@ def are_likeliest(model: LossModel, rows: Sequence[Row], device: torch.device) -
     """Whether each of a row's wanted tokens is the likeliest behind those before it."""
     ids, labels, positions = _laid_out(rows, device)
     core: Any = model.core
-    logits = core(input_ids=ids, position_ids=positions, use_cache=False).logits  # (rows, tokens, vocab)
+    kept = (labels != UNLABELED).any(0).nonzero().flatten()  # a prompt's logits would be most of the memory
+    if "logits_to_keep" not in inspect.signature(core.forward).parameters:
+        logits = core(input_ids=ids, position_ids=positions, use_cache=False).logits[:, kept]
+    else:
+        logits = core(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept).logits
+    labels = labels[:, kept]  # as the logits: (rows, kept tokens, vocab)
     is_right = (logits.argmax(-1) == labels) | (labels == UNLABELED)
     found: list[bool] = is_right.all(-1).tolist()
     return found

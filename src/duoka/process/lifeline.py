@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 PARENT_PID = "DUOKA_PARENT_PID"  # who started this process; set by who starts ranks
 WORLD_TOKEN = "DUOKA_WORLD"  # the same in every process of one world, so that only these are ever ended
+ENDS_WITH = "DUOKA_ENDS_WITH"  # the pid of the program that a server was started for, and does not outlive
 JOINS = "DUOKA_JOINS"  # set for a rank that nobody prepares: it joins its world as one that torchrun started
 QUIET = "quiet"  # a value of it: the launcher reports the failure, once for all machines
 MAY_BE_LEFT = "duoka-sink"  # threads whose names begin so may wait for a network for ever; no process waits for them
@@ -67,3 +68,20 @@ def _look_for(pid: int) -> None:
     while os.getppid() == pid:
         time.sleep(_LOOK_EVERY_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_with_starter(env: Mapping[str, str] = os.environ) -> None:
+    """Ask this process to end (SIGTERM) when the program that ENDS_WITH names is gone; without it, do nothing.
+
+    A thread looks, for the kernel's own sign would come when the starter's thread ends, not the starter.
+    """
+    text = env.get(ENDS_WITH, "")
+    if not text.isdigit():
+        return
+
+    def look() -> None:
+        while os.getppid() == int(text):
+            time.sleep(_LOOK_EVERY_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=look, name="duoka-starter", daemon=True).start()

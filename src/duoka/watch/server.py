@@ -8,11 +8,11 @@ Control. No page of ours asks for anything outside (Content-Security-Policy).
 from __future__ import annotations
 
 import hmac
+import http.client
 import json
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,16 +21,20 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from duoka.errors import DuokaError
-from duoka.runs.folder import RunFolder
+from duoka.watch import chat_pipe
 from duoka.watch.board import Asked, Board, NotThere
+from duoka.watch.control import Control, Draft, act_on_run
 
 HOST = "127.0.0.1"
 _HERE = ("127.0.0.1", "localhost", "[::1]")
 _PAGES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/board.css": ("board.css", "text/css; charset=utf-8"),
+    "/start.css": ("start.css", "text/css; charset=utf-8"),
     "/board.js": ("board.js", "text/javascript; charset=utf-8"),
     "/chart.js": ("chart.js", "text/javascript; charset=utf-8"),
+    "/act.js": ("act.js", "text/javascript; charset=utf-8"),
+    "/start.js": ("start.js", "text/javascript; charset=utf-8"),
     "/panels.js": ("panels.js", "text/javascript; charset=utf-8"),
     "/words.js": ("words.js", "text/javascript; charset=utf-8"),
 }
@@ -41,15 +45,8 @@ _POLICY = (
 # A report is one file with its style in it, and no script.
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
 _MOST_BODY = 64 * 1024
+_MOST_CHAT = 4 * 1024 * 1024  # a conversation comes with all its turns
 _IDLE_S = 60.0
-
-
-@dataclass(frozen=True)
-class Control:
-    """What a page may do to runs; each returns what was done, in a sentence."""
-
-    stop: Callable[[RunFolder], str]
-    go_on: Callable[[RunFolder], str]
 
 
 class BoardServer(ThreadingHTTPServer):
@@ -109,6 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json({"error": "\n".join(error.lines())}, HTTPStatus.CONFLICT)
         except ValueError as error:
             self._send_json({"error": str(error)}, HTTPStatus.BAD_REQUEST)
+        except http.client.HTTPException as error:
+            self._send_json({"error": f"the chat gave no answer ({error})"}, HTTPStatus.BAD_GATEWAY)
         except (TypeError, LookupError, AttributeError) as error:  # a run's files may hold what nobody writes
             said = f"what is in this run's files cannot be shown ({type(error).__name__}: {error})"
             self._send_json({"error": said}, HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -147,16 +146,21 @@ class _Handler(BaseHTTPRequestHandler):
     # --- what is asked ---
 
     def _get(self, path: str, words: Mapping[str, str]) -> None:
-        board = self.server.board
+        board, control = self.server.board, self.server.control
         if path in _PAGES:
             name, kind = _PAGES[path]
             return self._send(_page(name), kind)
+        if chat_pipe.is_chat(path):
+            return self._hand_through(control, chat_pipe.Request("GET", path))
+        if path == "/api/form":
+            return self._send_json(control.form() if control else {"fields": []})
         with board.lock:
             if path == "/api/look":
                 answer = {
                     **board.look(_asked(words)),
                     "folder": str(board.folder),
-                    "control": bool(self.server.control),
+                    "control": bool(control),
+                    "jobs": list(control.jobs()) if control else [],
                 }
             elif path == "/api/heat":
                 answer = board.heat(words.get("run", ""))
@@ -176,23 +180,59 @@ class _Handler(BaseHTTPRequestHandler):
     def _post(self, path: str, words: Mapping[str, str]) -> None:
         """Acting. A header that other sites' pages cannot set, and the run's name once more as confirmation."""
         size = int(self.headers.get("Content-Length") or 0)
-        if size > _MOST_BODY:
+        if size > (_MOST_CHAT if chat_pipe.is_chat(path) else _MOST_BODY):
             self.close_connection = True
             raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "this is too long")
         body = self.rfile.read(size)
         control = self.server.control
         if control is None:
             raise _Refused(HTTPStatus.FORBIDDEN, "this board only looks; `duoka board --control` may act")
+        if chat_pipe.is_chat(path):
+            self._check_origin()
+            head = {"Content-Type": self.headers.get("Content-Type", "application/json")}
+            return self._hand_through(control, chat_pipe.Request("POST", path, body, head))
         if self.headers.get("X-Duoka") != "act":
             raise _Refused(HTTPStatus.FORBIDDEN, "only the board's own page may act")
         asked = json.loads(body)
-        name = str(asked.get("run")) if isinstance(asked, dict) else ""
+        if not isinstance(asked, dict):
+            raise ValueError("a JSON object is meant")
+        if path == "/api/plan":
+            return self._send_json(control.plan(Draft.of(asked)))
+        name = str(asked.get("run", ""))
         if not name or asked.get("confirm") != name:
             raise _Refused(HTTPStatus.BAD_REQUEST, "what acts on a run has to be confirmed with its name")
-        act = {"/api/stop": control.stop, "/api/go-on": control.go_on}.get(path)
-        if act is None:
+        if path == "/api/start":
+            done: str | None = control.start(self.server.board.folder, Draft.of(asked))
+        else:
+            done = act_on_run(control, path, self.server.board.find(name), asked)
+        if done is None:
             raise NotThere("there is nothing here")
-        self._send_json({"done": act(self.server.board.find(name))})
+        self._send_json({"done": done})
+
+    # --- the chat ---
+
+    def _check_origin(self) -> None:
+        """The chat's page sends no header of ours: a browser says of itself which page asks."""
+        origin = self.headers.get("Origin")
+        if origin is not None and urlsplit(origin).netloc != self.headers.get("Host"):
+            raise _Refused(HTTPStatus.FORBIDDEN, "only the board's own pages may ask the chat")
+
+    def _hand_through(self, control: Control | None, request: chat_pipe.Request) -> None:
+        place = control.chat_address() if control else None
+        if place is None:
+            raise NotThere("no chat is open: choose a run on the board, then Chat")
+        chat_pipe.hand_through(*place, request, self)
+
+    def begin(self, status: int, head: Mapping[str, str]) -> None:
+        self.close_connection = True  # a stream has no length: its end is the connection's
+        self.send_response(status)
+        for name, value in {**head, "Cache-Control": "no-store", "Connection": "close"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def piece(self, data: bytes) -> None:
+        self.wfile.write(data)
+        self.wfile.flush()
 
     # --- the answer ---
 

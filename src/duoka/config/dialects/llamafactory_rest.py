@@ -96,7 +96,7 @@ def _reported_elsewhere() -> list[Row]:
                   "image_do_pan_and_scan", "crop_to_patches", "video_max_pixels", "video_min_pixels", "video_fps",
                   "video_maxlen", "use_audio_in_video", "audio_sampling_rate", "media_dir", "freeze_vision_tower",
                   "freeze_multi_modal_projector"),
-        *reported("trackers beside TensorBoard, W&B and MLflow are not there yet; the event log has all numbers",
+        *reported("log.to: [swanlab] and [trackio] write to them; where to, their variables say",
                   "use_swanlab",
                   "swanlab_project", "swanlab_workspace", "swanlab_run_name", "swanlab_mode", "swanlab_logdir",
                   "swanlab_lark_webhook_url", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),

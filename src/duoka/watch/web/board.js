@@ -1,7 +1,9 @@
 // The board: what is chosen, asking the server for what has changed, and putting it where it belongs.
 
+import { jobCards, runActions } from "./act.js";
 import { Chart, colorOf, el } from "./chart.js";
 import { Heat, differences, emptyFolder, events, overview, rankTable, stateClass, texts, timeBar } from "./panels.js";
+import { StartForm } from "./start.js";
 import { count, number, percent, say, speak } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
@@ -13,10 +15,11 @@ const RETRY_S = [1, 2, 5, 10, 30];
 
 const state = {
   chosen: [], focus: "", axis: "step", smooth: 0.6, logX: false, logY: false, zoom: null, tab: "ranks",
-  runs: [], series: {}, now: null, version: "", control: false, failures: 0, log: null,
+  runs: [], series: {}, now: null, version: "", control: false, jobs: [], failures: 0, log: null,
 };
 const charts = new Map();
 const heat = new Heat();
+const form = new StartForm($("new"), (name) => { state.wanted = name; again(); }, () => { showForm(false); again(); });
 let timer = 0, heatTimer = 0, isAsking = false, isStale = false;
 
 async function get(path, words = {}) {
@@ -58,6 +61,12 @@ async function look() {
   timer = setTimeout(look, 1000 * wait * (document.hidden ? 5 : 1));
 }
 
+/** The form stands in place of what is shown of a run. */
+function showForm(isOpen) {
+  for (const id of ["overview", "charts"]) $(id).hidden = isOpen;
+  for (const id of ["tabs", "panel", "tools", "new-run"]) $(id).hidden = isOpen || (id !== "new-run" && !state.now);
+}
+
 function pixels() {
   return Math.min(1500, Math.max(200, Math.round($("charts").clientWidth * 0.8)));
 }
@@ -85,9 +94,16 @@ function take(answer) {
   $("live").className = "";
   $("live").textContent = behind.length ? say("reading", percent(Math.min(...behind))) : `● ${say("live")}`;
   listRuns();
-  $("overview").replaceChildren(...(state.now ? overview(state.now, actions()) : state.runs.length ? [] : [emptyFolder()]));
-  for (const id of ["tabs", "panel"]) $(id).hidden = !state.now;
-  $("tools").hidden = !Object.values(state.series).some((one) => one.num_steps);
+  drawActing(answer.jobs ?? []);
+  if (state.wanted && state.runs.some((run) => run.name === state.wanted)) { // a run that was started here has come up
+    const name = state.wanted;
+    state.wanted = "";
+    choose(name);
+    return;
+  }
+  $("overview").replaceChildren(...(state.now ? overview(state.now, state.control ? runActions(state.now, state.jobs, again) : []) : state.runs.length ? [] : [emptyFolder()]));
+  for (const id of ["tabs", "panel"]) $(id).hidden = !state.now || form.isOpen;
+  $("tools").hidden = form.isOpen || !Object.values(state.series).some((one) => one.num_steps);
   if (isNew) {
     drawCharts();
     drawPanel();
@@ -97,6 +113,7 @@ function take(answer) {
 // --- the list ---
 
 function choose(name) {
+  if (form.isOpen) form.close();
   state.focus = name;
   if (!state.chosen.includes(name)) state.chosen = [...state.chosen.filter((one) => one !== state.before), name];
   state.before = name; // goes when another one is looked at, unless its box was ticked
@@ -237,29 +254,14 @@ async function drawLog(now) {
 
 // --- acting ---
 
-function actions() {
-  if (!state.control) return [];
-  const isOn = ["running", "starting", "stalled"].includes(state.now.state);
-  if (!isOn && state.now.state === "done") return [];
-  const [path, word, text] = isOn ? ["/api/stop", "stop", "askStop"] : ["/api/go-on", "goOn", "askGoOn"];
-  const name = state.now.name;
-  return [el("button", { type: "button", id: "act", class: isOn ? "danger" : "", text: say(word), onclick: () => ask(name, path, word, text) })];
-}
-
-function ask(name, path, word, text) {
-  $("ask-title").textContent = `${say(word)}: ${name}`;
-  $("ask-text").textContent = say(text);
-  $("ask-yes").textContent = say(word);
-  $("ask").onclose = async () => {
-    if ($("ask").returnValue !== "yes") return;
-    $("ask").returnValue = "";
-    const answer = await fetch(path, { method: "POST", headers: { "X-Duoka": "act" }, body: JSON.stringify({ run: name, confirm: name }) });
-    const found = await answer.json();
-    $("live").textContent = found.done ?? found.error;
-    $("said").textContent = found.done ?? found.error;
-    setTimeout(again, 1500);
-  };
-  $("ask").showModal();
+function drawActing(jobs) {
+  state.jobs = jobs;
+  $("new-run").hidden = !state.control || form.isOpen;
+  const text = JSON.stringify(jobs) + document.documentElement.lang;
+  if ($("jobs").dataset.text === text) return; // a page that is read is not drawn under the eyes
+  $("jobs").dataset.text = text;
+  $("jobs").hidden = !jobs.length;
+  $("jobs").replaceChildren(...jobCards(jobs));
 }
 
 // --- what the user sets ---
@@ -280,6 +282,8 @@ function setTheme(theme) {
 function setLanguage(code) {
   speak(code);
   drawTabs();
+  if (form.isOpen) form.draw();
+  drawActing(state.jobs);
   if (state.now) {
     listRuns();
     drawCharts();
@@ -304,6 +308,7 @@ function begin() {
   $("log-y").onchange = (event) => { state.logY = event.target.checked; drawCharts(); };
   $("unzoom").onclick = () => zoom(null);
   $("filter").oninput = listRuns;
+  $("new-run").onclick = () => { showForm(true); form.open().catch((error) => { $("live").textContent = error.message; }); };
   document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
   look();
 }

@@ -37,6 +37,21 @@ const WORDS = {
   askStop: ["It finishes its step, saves a checkpoint and leaves. The same command, or Go on, continues from there.",
     "它会完成当前步、保存检查点后退出。之后可用同一命令或“继续训练”接着运行。"],
   askGoOn: ["It starts again from its newest checkpoint, on this machine, with its own config.", "它将在本机用自己的配置，从最新检查点继续。"],
+  newRun: ["New run", "新建运行"], start: ["Start", "开始"], runName: ["name", "名称"],
+  runNameHelp: ["Of the run and its folder.", "运行及其文件夹的名称。"],
+  processesHelp: ["Empty: one for each GPU, or one.", "留空：每个 GPU 一个，没有则为一个。"],
+  allKeys: ["All other keys; what is left empty keeps its default", "其余全部键；留空则用默认值"], byDefault: ["{0} (default)", "{0}（默认）"],
+  planning: ["planning …", "正在计算计划…"], hasFaults: ["Not yet a config", "配置尚有问题"], yaml: ["What is written", "将写入的内容"],
+  of: ["of", "/"], layout: ["Layout", "布局"], trained: ["Trained parameters", "训练的参数"], steps: ["Steps", "步数"],
+  fits: ["It {0}", "放得下（{0}）"], doesNotFit: ["It does not fit", "放不下"],
+  export: ["Export", "导出"], exportTo: ["as", "格式"], export_folder: ["transformers folder", "transformers 文件夹"],
+  export_f16: ["folder and GGUF f16", "文件夹和 GGUF f16"], export_q8_0: ["folder and GGUF q8_0", "文件夹和 GGUF q8_0"],
+  export_q4_0: ["folder and GGUF q4_0", "文件夹和 GGUF q4_0"], export_ollama: ["Ollama folder", "Ollama 文件夹"],
+  askExport: ["A new folder is written inside the run's; nothing is overwritten.", "将在运行文件夹内写入一个新文件夹，不覆盖任何内容。"],
+  chat: ["Chat", "对话"], openChat: ["Open the chat", "打开对话"],
+  askChat: ["The model is loaded beside whatever runs here, and stays in memory until the board ends.", "模型将加载到内存中，与其他任务共用本机，直到看板结束。"],
+  askChatOther: ["Another run's chat is open. It is closed, with whatever it is answering.", "另一个运行的对话正在打开，它将被关闭，正在进行的回答也会中断。"],
+  job_running: ["running", "运行中"], job_done: ["done", "完成"], job_failed: ["failed", "失败"], job_loading: ["loading", "加载中"], job_ready: ["ready", "就绪"],
   starting: ["starting", "启动中"], running: ["running", "运行中"], stalled: ["stalled", "停滞"], silent: ["silent", "无响应"], done: ["done", "完成"],
   failed: ["failed", "失败"], stopped: ["stopped", "已停止"], dead: ["dead", "已死"], empty: ["empty", "空"], unknown: ["no status", "无状态"],
   zoomHelp: ["Drag to zoom, Escape for the whole run; arrow keys read values.", "拖动以放大，Esc 显示全程；方向键读数。"],
@@ -58,6 +73,9 @@ export function say(key, ...values) {
   const found = WORDS[key];
   return found ? found[language].replace(/\{(\d)\}/g, (_, place) => values[place]) : key;
 }
+
+/** 0: English, 1: Chinese. */
+export const tongue = () => language;
 
 // --- numbers as people read them ---
 
