@@ -63,6 +63,7 @@ $(CLIENTS): tests/web/clients/requirements.txt tests/web/clients/package.json
 
 gpu-check: $(STAMP)  ## the promises on this machine's GPUs, with a table of what holds
 	@DUOKA_TEST_GPUS=1 $(BIN)/python -m pytest tests/gpu
+	@$(BIN)/python benchmarks/gpu.py --out build/gpu.json --table build/gpu.md --logs build/gpu-logs
 
 nightly: $(STAMP)  ## the trials that are too many for every day: kills, damage, full disks
 	@$(BIN)/python -m pytest -m nightly

@@ -271,9 +271,14 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=150, help="seconds per case")
     parser.add_argument("--tiny", action="store_true", help="models of two layers, as a rehearsal anywhere")
     options = parser.parse_args()
+    card = measure_card()
+    if not card["product_flops"] and not options.tiny:
+        print("no GPU here: nothing is measured")
+        return
     out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(out.read_text()) if out.exists() else {"cases": {}}
-    results["card"] = measure_card()
+    results["card"] = card
     documents = read_documents(12_000_000)
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)

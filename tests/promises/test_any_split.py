@@ -253,3 +253,13 @@ def test_the_tolerance_would_catch_a_mean_of_means(case, batches, oracles):
     assert relative(wrong[0], oracle[0]) > 100 * TOLERANCE
     error = max(float((wrong[3][key] - theirs).norm() / theirs.norm()) for key, theirs in oracle[3].items())
     assert error > 100 * TOLERANCE
+
+
+def test_several_buckets_travel_while_the_rank_computes(runs):
+    """Of gradients in one bucket nothing is hidden: it begins where the backward pass ends."""
+    shares = {}
+    for name in ("2 processes, static graph, small buckets", "2 processes, fsdp, keeping weights"):
+        steps = read_run(runs[name])[1:]
+        spent, waited = (sum(step[key] for step in steps) for key in ("exchanged_s", "wait_s"))
+        shares[name] = 1 - waited / spent
+    assert all(0 < share < 1 for share in shares.values()), shares

@@ -40,6 +40,7 @@ class Case:
     planned_bytes: int = 0
     sent_bytes: float = 0.0
     wait_share: float = 0.0  # of a step of rank 0: for what others send
+    hidden_share: float | None = None  # of the exchange's time, while rank 0 computed
     planned_step_s: float | None = None
     problem: str = ""
     exit_code: int = 0
@@ -110,7 +111,7 @@ def find_problem(said: str, code: int) -> str:
 
 
 def read_case(case: Case, facts: Mapping[str, Any]) -> Case:
-    names = ("layout", "step_s", "peak_bytes", "planned_bytes", "sent_bytes", "planned_step_s")
+    names = ("layout", "hidden_share", "step_s", "peak_bytes", "planned_bytes", "sent_bytes", "planned_step_s")
     phases = facts["phases"]
     return replace(
         case,
@@ -124,7 +125,7 @@ def table(cases: Sequence[Case], num_cores: int, num_gpus: int) -> list[str]:
     """A line a case; then what to know of the machine, and why a row is far from as many times as fast."""
     has_batches = any(case.batch for case in cases)
     title = f"{'processes':>9}{'  batch' if has_batches else ''}  {'strategy':<10}{'layout':<10}{'s a step':>9}"
-    title += f"{'tokens/s':>10}{'speed-up':>10}{'efficiency':>12}{'waits':>7}"
+    title += f"{'tokens/s':>10}{'speed-up':>10}{'efficiency':>12}{'waits':>7}{'hidden':>8}"
     lines = [f"{title}{'peak a rank':>13}{'planned':>11}{'sent a step':>13}{'planned s':>11}"]
     for case in cases:
         batch = f"{case.batch or '-':>7}" if has_batches else ""
@@ -134,10 +135,11 @@ def table(cases: Sequence[Case], num_cores: int, num_gpus: int) -> list[str]:
             continue
         efficiency = "-" if case.efficiency is None else f"{case.efficiency:.0%}"
         speed_up = "-" if case.efficiency is None else f"{case.efficiency * case.num_ranks:.2f}x"
+        hidden = "-" if case.hidden_share is None else f"{case.hidden_share:.0%}"
         planned = "-" if case.planned_step_s is None else f"{case.planned_step_s:.3g}"
         lines.append(
             f"{head}{case.layout:<10}{case.step_s:>9.3g}{case.tokens_per_s:>10,.0f}{speed_up:>10}{efficiency:>12}"
-            f"{case.wait_share:>7.0%}{format_bytes(case.peak_bytes):>13}{format_bytes(case.planned_bytes):>11}"
+            f"{case.wait_share:>7.0%}{hidden:>8}{format_bytes(case.peak_bytes):>13}{format_bytes(case.planned_bytes):>11}"
             f"{format_bytes(int(case.sent_bytes)):>13}{planned:>11}"
         )
     return [*lines, *notes(cases, num_cores, num_gpus)]

@@ -100,11 +100,18 @@ def _lines(found: StepProfile, config: str) -> list[str]:
         f"  step        {found.step_s:.3g} s, {found.num_tokens / found.step_s:,.0f} tokens/s; "
         f"under the profiler {found.profiled_step_s:.3g} s",
         f"  phases      {phases}" + ("   (of rank 0)" if found.num_ranks > 1 else ""),
+        *_exchange(found),
         *_table(f"forward of modules, {what}", found.modules),
         *_table(f"operators, {what} without what they call", found.operators),
         f"  trace       {found.trace}   (one for each rank; open it in chrome://tracing or ui.perfetto.dev)",
         *(f"  change      {text}" for text in advice(found)),
     ]
+
+
+def _exchange(found: StepProfile) -> list[str]:
+    if found.hidden_share is None:
+        return []
+    return [f"  exchange    {found.exchanged_s:.3g} s a step, {found.hidden_share:.0%} of it while rank 0 computed"]
 
 
 def _table(title: str, rows: tuple[Row, ...]) -> list[str]:

@@ -124,6 +124,7 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
     from duoka.cluster.launch import count_processes, share_of_machine
     from duoka.cluster.probe import count_usable_cores
     from duoka.cluster.run_lock import check_claim, find_run_folder, hold_run
+    from duoka.hub.models import known_folder
     from duoka.plan.hardware import read_machine
     from duoka.process.allocator import allocator_environment
 
@@ -150,6 +151,9 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
     with open_fork_server(imports_of(loaded.config), shared) as forks:
         how = {"env": heap, "restarts": restarts, "forks": forks}
         if not launcher.prepares:
+            here = known_folder(loaded.config.model, loaded.base)
+            if forks is not None and here is not None:
+                forks.imports += imports_of_model(here)
             spec = _spec(loaded, run, num_processes, config, *overrides, **how)
             return _report(launcher.start(spec, Say()))
         with hold_run(run):

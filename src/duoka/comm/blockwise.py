@@ -83,8 +83,9 @@ def start_packed_gather(
     own = pack(shard.reshape(1, -1), bits)
     packed = own.new_empty((num_ranks(group), own.shape[1]))
     LEDGER.note("all-gather", bytes_of(packed), num_ranks(group))
+    done = LEDGER.begin() if may_overlap else None
     work = gather_into(packed.view(-1), own.view(-1), group=group, async_op=may_overlap)
-    return PackedGather(TimedWork(work) if may_overlap else None, packed, whole, bits)
+    return PackedGather(TimedWork(work, done) if may_overlap else None, packed, whole, bits)
 
 
 @dataclass(frozen=True)

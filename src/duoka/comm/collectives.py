@@ -7,6 +7,7 @@ Called by the strategies and by optimizers that share their state; a group of on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_
 class TimedWork(dist.Work):
     """A collective under way; the time that its `wait` takes is counted as waiting."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work, done: Callable[[], None] | None = None) -> None:
+        """`done` is called at its end, which on the host's clock is gloo's alone."""
         super().__init__()
         self._work = work
+        if done is not None:
+            work.get_future().add_done_callback(lambda _: done())
 
     def wait(self, timeout: Any = None) -> bool:  # type: ignore[override]
         with LEDGER.waiting():
@@ -70,7 +74,8 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
 def start_all_gather(whole: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> TimedWork:
     """Begin to fill `whole` with every rank's `shard` (which may be its place in `whole`)."""
     LEDGER.note("all-gather", bytes_of(whole), num_ranks(group))
-    return TimedWork(gather_into(whole, shard, group=group, async_op=True))
+    done = LEDGER.begin()
+    return TimedWork(gather_into(whole, shard, group=group, async_op=True), done)
 
 
 def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 # Bytes that a rank sends for each byte of the whole buffer, times (N-1)/N. One-sided kinds: the mean over ranks.
@@ -48,6 +48,7 @@ class Ledger:
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
     waited_s: float = 0.0
+    spans: list[list[float]] = field(default_factory=list)  # of exchanges: begun, done (0: not yet)
     handed_over: float = 0.0  # when the last of several overlapped collectives was started
     came_back: float = 0.0  # and when it was done
 
@@ -60,11 +61,30 @@ class Ledger:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """What happens inside is waiting for others."""
-        started = time.perf_counter()
+        started, done = time.perf_counter(), self.begin()
         try:
             yield
         finally:
+            done()
             self.waited_s += time.perf_counter() - started
+
+    def begin(self) -> Callable[[], None]:
+        """An exchange is under way until what comes back is called, from any thread."""
+        span = [time.perf_counter(), 0.0]
+        self.spans.append(span)
+
+        def done() -> None:
+            span[1] = time.perf_counter()
+
+        return done
+
+    def exchanged_s(self) -> float:
+        """Seconds in which an exchange was under way, several at once counted once."""
+        total = reached = 0.0
+        for begun, done in sorted(self.spans):
+            total += max(0.0, done - max(begun, reached))
+            reached = max(reached, done)
+        return total
 
     def overlapped_s(self) -> float:
         """Of collectives that ran beside a backward pass: seconds from its own end to theirs."""
@@ -73,6 +93,7 @@ class Ledger:
     def take(self) -> dict[str, Traffic]:
         """What was counted, by kind; everything begins again at zero."""
         taken, self.traffic = self.traffic, {}
+        self.spans = []
         self.waited_s = self.handed_over = self.came_back = 0.0
         return taken
 

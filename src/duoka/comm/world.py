@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -192,6 +193,7 @@ def carriers(backend: str) -> str:
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
+_KNOCK_EVERY_S = 0.02
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _met: dict[RankEnvironment, tuple[dist.Store, int]] = {}  # where this process met its world, and how many times
 
@@ -214,6 +216,8 @@ def _meeting_place(place: RankEnvironment, timeout: datetime.timedelta) -> dist.
 
 def _torchs_store(place: RankEnvironment, timeout: datetime.timedelta) -> dist.Store:
     store: dist.Store
+    if place.rank:
+        wait_for_listener(place.master_addr, place.master_port, timeout)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timeout))
     return store
 
@@ -221,6 +225,7 @@ def _torchs_store(place: RankEnvironment, timeout: datetime.timedelta) -> dist.S
 def _private_store(place: RankEnvironment, timeout: datetime.timedelta) -> dist.TCPStore:
     """Where the ranks of one machine meet, for nobody else: torch's own choice listens to every network."""
     if place.rank:
+        wait_for_listener(LOOPBACK, place.master_port, timeout)
         return dist.TCPStore(LOOPBACK, place.master_port, place.size, False, timeout)
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the launcher keeps the port free for us
@@ -230,6 +235,22 @@ def _private_store(place: RankEnvironment, timeout: datetime.timedelta) -> dist.
     return dist.TCPStore(
         LOOPBACK, place.master_port, place.size, True, timeout, multi_tenant=True, master_listen_fd=file
     )
+
+
+def wait_for_listener(host: str, port: int, timeout: datetime.timedelta) -> None:
+    """Until rank 0 listens: a client of torch's that comes a moment too early waits for half a second and more.
+
+    Nothing is said here: what stays wrong is the client's to tell.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    while (left := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), timeout=left).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(_KNOCK_EVERY_S)
+        except OSError:
+            return
 
 
 def join_world(parallel: ParallelConfig) -> tuple[World, bool]:

@@ -219,6 +219,19 @@ def model_folder(model: ModelConfig, base: Path, say: Callable[[str], None] = la
     return scratch_folder(folder, None if model.tokenizer is None else _named_tokenizer(model, base, say), say)
 
 
+def known_folder(model: ModelConfig, base: Path) -> Path | None:
+    """The named model's folder, where it is here already: nothing is made, fetched or refused."""
+    try:
+        source = find_model(model, base)
+    except ConfigError:
+        return None
+    if source.is_demo:
+        return _demo_target()
+    if source.hub_id is not None:
+        return _cached_hub_folder(source.hub_id, model.revision, partial(_is_whole, model))
+    return source.folder
+
+
 def _named_model(source: ModelSource, model: ModelConfig, say: Callable[[str], None]) -> Path:
     if source.folder is not None:
         return source.folder

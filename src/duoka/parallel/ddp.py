@@ -41,11 +41,12 @@ class Summing:
 
 def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Add a bucket of gradients over all ranks."""
-    LEDGER.handed_over = time.perf_counter()
+    LEDGER.handed_over, ended = time.perf_counter(), LEDGER.begin()
     summing.heart.begin_exchange(f"all_reduce of gradients, bucket {bucket.index()}")
     if summing.power is not None and summing.power.takes(bucket):
         summed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         summed.set_result(summing.power.sum_over_ranks(bucket))
+        ended()
         return summed
     buffer = bucket.buffer()
     travels = buffer.to(HALF[summing.compress]) if summing.compress in HALF else buffer
@@ -53,6 +54,7 @@ def sum_gradients(summing: Summing, bucket: dist.GradBucket) -> torch.futures.Fu
 
     def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         LEDGER.came_back = time.perf_counter()
+        ended()
         total = future.value()[0]
         return total if total.dtype == buffer.dtype else buffer.copy_(total)
 

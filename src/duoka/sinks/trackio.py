@@ -47,7 +47,7 @@ class TrackioSink(Sink):
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        self._run.finish()  # type: ignore[no-untyped-call, unused-ignore]
 
     @property
     def handle(self) -> Any:

@@ -64,6 +64,8 @@ class StepProfile:
     peak_bytes: int = 0  # of the fullest rank
     planned_bytes: int = 0
     sent_bytes: float = 0.0  # a step, of the rank that sends most
+    exchanged_s: float = 0.0  # a step, of rank 0: while an exchange was under way
+    hidden_share: float | None = None  # of that, while rank 0 computed
     planned_step_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -94,12 +96,15 @@ def profile_run(inputs: Inputs, world: World, num_steps: int, folder: Path) -> S
         run.store.close()
     found = _sum_up(run, plain, profiled, seen.key_averages(), trace)
     sent = sum(kind.sent_bytes for one in plain for kind in one.result.traffic.values()) / num_steps
+    exchanged_s = sum(one.result.seen_exchange_s for one in plain) / num_steps
     ranks = world.gather([peak_memory_bytes(), sent])
     return replace(
         found,
         peak_bytes=max(int(peak) for peak, _ in ranks),
         planned_bytes=run.plan.memory.peak_bytes,
         sent_bytes=max(sent for _, sent in ranks),
+        exchanged_s=exchanged_s,
+        hidden_share=max(0.0, 1 - found.phases["wait"] / exchanged_s) if exchanged_s else None,
         planned_step_s=run.plan.speed.step_s if run.plan.speed else None,
     )
 

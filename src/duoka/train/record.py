@@ -68,6 +68,7 @@ class Recorder:
         """One optimizer step: `numbers` are global."""
         own: dict[str, Any] = {name: round(value, 6) for name, value in asdict(result.times).items()}
         own |= {"sent_bytes": sent_bytes(result.traffic)} if self.world.size > 1 else {}
+        own |= {"exchanged_s": round(result.seen_exchange_s, 6)} if result.seen_exchange_s else {}
         self._note_traffic(state, result)
         memory_bytes = peak_memory_bytes()
         self._rank_events.write(

@@ -42,7 +42,13 @@ class StepResult:
     is_short: bool = False  # of memory, on some rank
     shortage: Shortage | None = None  # on this one
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    exchanged_s: float = 0.0  # while any of it was under way, seen by the host's clock (gloo)
     num_micro_batches: int = 1
+
+    @property
+    def seen_exchange_s(self) -> float:
+        """0 where not all ends were seen: on a GPU, and of what stages of a pipeline send."""
+        return 0.0 if "send" in self.traffic else self.exchanged_s
 
 
 def optimizer_step(
@@ -92,6 +98,7 @@ def optimizer_step(
     times.forward_s += looked.pass_s
     times.wait_s += waited + looked.wait_s
     times.optimizer_s = max(0.0, time.perf_counter() - began - spent - waited)
+    result.exchanged_s = LEDGER.exchanged_s() if world.device.type == "cpu" else 0.0
     result.traffic, result.num_micro_batches = LEDGER.take(), len(batch.micro_batches)
     return result
 

@@ -25,8 +25,11 @@ def exchange_rows(history: History) -> list[tuple[str, str]]:
         calls, size = whole(one.get("num_calls")), number(one.get("sent_bytes"))
         if calls and size:
             named.append(f"{calls} {kind} {format_bytes(size)}")
-    rows = [("exchange", f"{format_bytes(sent)} sent per rank and step")]
-    return [*rows, *(("", text) for text in _in_lines(named))]
+    lines = [f"{format_bytes(sent)} sent per rank and step", *_in_lines(named)]
+    hidden = history.exchange_hidden()
+    if hidden is not None:
+        lines.append(f"{hidden[0]:.3g} s a step, {hidden[1]:.0%} of it while rank 0 computed")
+    return [("" if place else "exchange", text) for place, text in enumerate(lines)]
 
 
 def memory_rows(history: History) -> list[tuple[str, str]]:

@@ -136,6 +136,14 @@ class History:
         known = [size for size in sent if not math.isnan(size)]
         return sum(known) / len(known) if known else None
 
+    def exchange_hidden(self) -> tuple[float, float] | None:
+        """(seconds a step in which rank 0 exchanged, the share of them that its own work hid); None if not seen."""
+        steps = zip(self.steps.column("exchanged_s"), self.steps.column("wait_s"), strict=True)
+        seen = [(spent, waited) for spent, waited in steps if spent > 0 and not math.isnan(waited)][1:]  # the first:
+        # connections are made and buckets laid out
+        spent = sum(one for one, _ in seen)
+        return (spent / len(seen), max(0.0, 1 - sum(one for _, one in seen) / spent)) if seen else None
+
     def memory_measured(self) -> float | None:
         """The most that any rank held."""
         seen = [rank.memory_bytes for rank in self.ranks] + [step.memory_bytes for step in self.steps[-1:]]
