@@ -34,12 +34,14 @@ parallel: {strategy: zero3, reshard: true}
 checkpoint: {every: 100000}
 log: {to: []}
 """
-ON_DISK = {one: f"parallel.offload={{{one}: disk, folder: FOLDER}}" for one in ("optimizer", "params")}
+ON_DISK = {one: f"parallel.offload={{{one}: disk, folder: FOLDER}}" for one in ("optimizer", "params", "activations")}
 # name -> (processes, settings)
 TIERS: dict[str, tuple[int, list[str]]] = {
     "memory": (1, []),
     "optimizer: disk": (1, [ON_DISK["optimizer"]]),
     "params: disk": (1, [ON_DISK["params"]]),
+    "all activations kept": (1, ["train.recompute=none", "train.micro_batch=8"]),
+    "activations: disk": (1, ["train.recompute=none", "train.micro_batch=8", ON_DISK["activations"]]),
     "memory, 2 processes": (2, []),
     "optimizer: disk, 2 processes": (2, [ON_DISK["optimizer"]]),
     "params: disk, 2 processes": (2, [ON_DISK["params"]]),

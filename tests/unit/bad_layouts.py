@@ -34,6 +34,11 @@ LAYOUT_CONTRADICTIONS = {
     + "parallel: {strategy: zero3, reshard: false, offload: {params: disk}}\n",
     "offload-share-of-nothing-or-of-weights": HEAD
     + "parallel: {strategy: zero3, offload: {params: host, share: 0.5}}\n",
+    "offload-activations-of-selective": HEAD
+    + "parallel: {offload: {activations: disk}}\ntrain: {recompute: selective}\n",
+    "offload-activations-of-compiled-layers": HEAD
+    + "parallel: {offload: {activations: disk}}\ntrain: {compile: true}\n",
+    "offload-activations-of-stages-or-dp": HEAD + "parallel: {pipeline: 2, offload: {activations: disk}}\n",
     "offload-folder-without-disk": HEAD + "parallel: {offload: {optimizer: host, folder: /fast}}\n",
     "packed-exchange-of-shards-only": HEAD + "parallel: {strategy: ddp, compress: {gradients: int8}}\n",
     "packed-exchange-with-tensor": HEAD + "parallel: {strategy: zero1, tensor: 2, compress: {gradients: int8}}\n",

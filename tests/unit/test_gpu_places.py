@@ -1,6 +1,7 @@
 """Which GPU a rank takes and what it says when there is none for it; torch.cuda is played."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -136,6 +137,9 @@ def test_the_plan_is_for_the_gpus_that_torch_sees(cuda):
     gpu = World(size=4, local_size=4, device=torch.device("cuda", 0))
     seen = as_torch_sees(blind, gpu)
     assert seen.device == "cuda" and len(seen.gpus) == 4 and seen.gpus[0] == Gpu("H100", 80 << 30, 70 << 30, 9.0)
-    assert as_torch_sees(seen, gpu) == seen and as_torch_sees(blind, World()) == blind
+    assert as_torch_sees(seen, gpu) == seen
+    on_cpu = as_torch_sees(blind, World())  # what this process holds is part of what the plan counts for it
+    assert replace(on_cpu, available_bytes=blind.available_bytes) == blind
+    assert blind.available_bytes < on_cpu.available_bytes <= blind.memory_bytes
     without = as_torch_sees(seen, World())
     assert not without.gpus and "CUDA does not start" in without.notes[0]

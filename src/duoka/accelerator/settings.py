@@ -44,6 +44,11 @@ def read_parallel(
             f"parallel.offload is {parallel.offload}, and a disk takes part where duoka makes the optimizer too",
             fix="train with a YAML (`duoka train`), or write:   offload: params",
         )
+    if parallel.offloads.activations != "none":
+        raise ConfigError(
+            f"parallel.offload is {parallel.offload}, and activations are moved where duoka knows the model's layers",
+            fix="train with a YAML (`duoka train`), or delete activations",
+        )
     if parallel.offloads.optimizer != "none":
         raise ConfigError(
             f"parallel.offload is {parallel.offload}, and the optimizer is yours",

@@ -88,7 +88,7 @@ def dry_run(
         raise ValueError("a dry run is of duoka's own engine, and parallel.engine is deepspeed")
     if config.model.quantization != "none":
         raise ValueError("packed bases are not run here; the plan above counts them")
-    if layout.disk != "none":
+    if layout.disk != "none" or layout.activations == "disk":
         raise ValueError("a dry run touches no disk; the plan above counts what lies there")
     started = time.perf_counter()
     layers = int(_text(facts)["num_hidden_layers"])

@@ -126,6 +126,33 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "write:   offload: {optimizer: host, share: 0.5}   or delete share",
     ),
     Rule(
+        "offload-activations-of-selective",
+        ("parallel.offload", "train.recompute"),
+        lambda c: c.parallel.offloads.activations != "none" and c.train.recompute == "selective",
+        "parallel.offload has activations: {c.parallel.offloads.activations} and train.recompute is selective, which "
+        "keeps what it keeps by itself",
+        "write:   recompute: none   (all is moved), or   full   (each layer's input is)",
+    ),
+    Rule(
+        "offload-activations-of-compiled-layers",
+        ("parallel.offload", "train.compile"),
+        lambda c: c.parallel.offloads.activations != "none" and c.train.compile,
+        "parallel.offload has activations: {c.parallel.offloads.activations} and train.compile is true: compiled "
+        "layers keep what they choose",
+        "write:   compile: false",
+    ),
+    Rule(
+        "offload-activations-of-stages-or-dp",
+        ("parallel.offload", "parallel.pipeline", "parallel.strategy", "parallel.engine"),
+        lambda c: (
+            c.parallel.offloads.activations != "none"
+            and (c.parallel.pipeline > 1 or c.parallel.strategy == "dp" or c.parallel.engine == "deepspeed")
+        ),
+        "parallel.offload has activations: {c.parallel.offloads.activations}, which a pipeline, strategy dp and "
+        "DeepSpeed do not know: others than one micro-batch of one model pass the layers there",
+        "write:   recompute: full   in place of it, or strategy: ddp without a pipeline",
+    ),
+    Rule(
         "offload-folder-without-disk",
         ("parallel.offload.folder", "parallel.offload"),
         lambda c: c.parallel.offloads.folder is not None and not c.parallel.offloads.uses_disk,

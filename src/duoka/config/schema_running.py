@@ -45,6 +45,10 @@ class OffloadConfig(Section):
     params: Literal["none", "host", "disk"] = Field(
         "none", description="Weights and gradients of a sharded strategy; the optimizer's state goes along."
     )
+    activations: Literal["none", "host", "disk"] = Field(
+        "none",
+        description="What layers keep for their backward passes: in host memory (of a GPU's rank), or in files.",
+    )
     folder: str | None = Field(
         None, description="Where files of offload: disk lie; a fast local disk. Left out: the run folder."
     )
@@ -56,10 +60,11 @@ class OffloadConfig(Section):
 
     @property
     def uses_disk(self) -> bool:
-        return "disk" in (self.optimizer, self.params)
+        return "disk" in (self.optimizer, self.params, self.activations)
 
     @property
     def moves_anything(self) -> bool:
+        """Of weights and their state."""
         return (self.optimizer, self.params) != ("none", "none")
 
     def __str__(self) -> str:

@@ -134,6 +134,10 @@ class DiskFile:
     def write_tensor(self, start: int, values: torch.Tensor) -> None:
         _write(self._loose, start, values.numpy().data)
 
+    def fault(self, error: OSError) -> StorageError:
+        """Of `read_tensor` or `write_tensor`."""
+        return self._fault("cannot be read or written", error, _AGAIN)
+
     def _try_direct(self) -> bool:
         import fcntl
 

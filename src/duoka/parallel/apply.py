@@ -1,4 +1,5 @@
-"""The one fixed order of making a model parallel: pipeline, tensor, expert, sequence, fused, recompute, compile, data.
+"""The one fixed order of making a model parallel: pipeline, tensor, expert, sequence, fused, recompute, activations,
+compile, data.
 
 For `duoka train`, whose model is a LossModel, and for any module that people's own loops bring (duoka.Accelerator).
 What is in brackets arrives with later parts, at its place in STEPS. A new way to share the work is an engine in a file
@@ -20,6 +21,7 @@ from duoka.model.fused import apply_fused
 from duoka.model.layers import find_layers
 from duoka.model.pipeline_stages import cut_model
 from duoka.model.shards import Weights
+from duoka.parallel.activations import ActivationsElsewhere
 from duoka.parallel.ddp import Ddp
 from duoka.parallel.deepspeed import DeepSpeed
 from duoka.parallel.dp import DataParallel
@@ -62,6 +64,11 @@ def _recompute(spec: EngineSpec) -> None:
     apply_recompute(named_part(spec.bare), spec.layout.recompute, drops)
 
 
+def _move_activations(spec: EngineSpec) -> None:
+    folder = spec.folder if spec.layout.activations == "disk" else None
+    spec.moved.activations = ActivationsElsewhere(spec.bare, spec.mesh.everyone.device, folder)
+
+
 def _compile(spec: EngineSpec) -> None:
     if isinstance(spec.bare, LossModel) and spec.bare.drops is not None and spec.bare.drops.own:
         raise ConfigError(
@@ -88,6 +95,7 @@ STEPS = (
     Step("sequence", lambda spec: spec.layout.sp > 1, _share_sequences),
     Step("fused", lambda spec: isinstance(spec.bare, LossModel) and not spec.layout.compile, _fuse),
     Step("recompute", lambda spec: spec.layout.recompute != "none", _recompute),
+    Step("activations", lambda spec: spec.layout.activations != "none", _move_activations),
     Step("compile", lambda spec: spec.layout.compile, _compile),
 )
 

@@ -31,6 +31,7 @@ from duoka.optim.host import local_part
 from duoka.optim.muon import Sharing, WholeMatrices
 from duoka.optim.spread import Groups, spread_of
 from duoka.parallel import inject
+from duoka.parallel.activations import Moved
 from duoka.parallel.expert import is_shared_expert, sum_copies
 from duoka.parallel.gpu_clock import GpuClock
 from duoka.parallel.matrices import RowMatrices
@@ -46,18 +47,16 @@ from duoka.torch_private import found_inf
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is made of. With `source` the model is on the meta device still, and gets its weights from it.
-
-    `matrices` names what the optimizer needs whole.
-    """
+    """What an engine is made of. With `source` the model is on the meta device still, and gets its weights from it."""
 
     bare: torch.nn.Module
     layout: Layout = field(default_factory=Layout)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     mesh: Mesh = field(default_factory=Mesh)
     source: Weights | None = None
-    matrices: Collection[str] = ()
+    matrices: Collection[str] = ()  # that the optimizer needs whole
     folder: Path = Path()  # of what lies on a disk
+    moved: Moved = field(default_factory=Moved)  # filled by the steps
 
 
 @dataclass
@@ -125,6 +124,7 @@ class Engine:
         self.model = spec.bare if model is None else model
         self.mesh = spec.mesh
         self.world = spec.mesh.everyone  # this process: its device, its heart, and the rank that faults name
+        self.moved = spec.moved
         self.numerics = build_numerics(spec.layout.precision, self.world.device)
 
     # --- what is trained, and where it lies ---
@@ -201,8 +201,8 @@ class Engine:
 
     @property
     def disk_bytes(self) -> int:
-        """Of files in which weights and gradients lie."""
-        return 0
+        """Of files in which weights, gradients and activations lie."""
+        return self.moved.disk_bytes
 
     @property
     def let_go(self) -> Callable[[], None] | None:

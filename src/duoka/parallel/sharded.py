@@ -90,7 +90,7 @@ class Sharded(Engine):
 
     @property
     def disk_bytes(self) -> int:
-        return 0 if self.on_disk is None else self.on_disk.size_bytes
+        return super().disk_bytes + (0 if self.on_disk is None else self.on_disk.size_bytes)
 
     @property
     def let_go(self) -> Callable[[], None] | None:

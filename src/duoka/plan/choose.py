@@ -49,6 +49,9 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
     if config.parallel.backend == "nccl" and machine.device == "cpu":
         what = "parallel.backend is nccl, and this machine has no GPU"
         faults.append(Fault(what, key="parallel.backend", fix="write for example:   backend: auto"))
+    if config.parallel.offloads.activations == "host" and machine.device == "cpu":
+        what = "parallel.offload has activations: host, and on a CPU they lie in host memory already"
+        faults.append(Fault(what, key="parallel.offload.activations", fix="write:   activations: disk   or delete it"))
     if axes := check_axes(config.parallel, world_size):
         return [*faults, *axes]
     data = data_ranks(config.parallel, world_size)

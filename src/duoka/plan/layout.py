@@ -21,6 +21,7 @@ from duoka.units import Amount, parse_amount
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "params"]
+Elsewhere = Literal["none", "host", "disk"]
 OnDisk = Literal["none", "optimizer", "params"]  # params: the optimizer's state too
 
 # Axes beside data parallelism that `duoka train` runs. Others are ranked by the plan, marked, and never chosen.
@@ -48,6 +49,7 @@ class Layout:
     offload: Offload = "none"
     disk: OnDisk = "none"
     offload_share: float = 1.0  # of the optimizer's state, where that is offloaded
+    activations: Elsewhere = "none"  # where they lie between a layer's two passes
     compile: bool = False
     tp: int = 1
     pp: int = 1
@@ -127,6 +129,7 @@ class Layout:
             "shard": self.shard,
             "offload": self.offload,
             **({"disk": self.disk} if self.disk != "none" else {}),
+            **({"activations": self.activations} if self.activations != "none" else {}),
             **({"offload_share": self.offload_share} if self.offload_share != 1 else {}),
             "compile": self.compile,
             **self.axes,
@@ -149,6 +152,7 @@ class Layout:
             shard=int(raw.get("shard", 1)),
             offload=cast(Offload, raw.get("offload", "none")),
             disk=cast(OnDisk, raw.get("disk", "none")),
+            activations=cast(Elsewhere, raw.get("activations", "none")),
             offload_share=float(raw.get("offload_share", 1.0)),
             compile=bool(raw.get("compile", False)),
             tp=int(raw.get("tp", 1)),

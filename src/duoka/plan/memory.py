@@ -7,12 +7,12 @@ moment. Other families and kernels differ from what was measured, hence the rang
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from duoka.plan import deepspeed
 from duoka.plan.activations import activation_bytes_per_token, boundary_bytes, loss_bytes, selective_bytes
 from duoka.plan.layout import Layout
-from duoka.plan.offload import buffer_bytes
+from duoka.plan.offload import LAYERS_HERE, buffer_bytes
 from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
 
 # A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
@@ -117,13 +117,11 @@ def _estimate(
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
     peak = max(sums, key=lambda name: sums[name])
     parts = {name: size for name, size in moments[peak].items() if size}
-    fixed = (
-        sum(held.values())
-        + copy
-        + base.get("disk buffers", 0)
-        - (0 if "gradients" in moments[peak] else held["gradients"])
-    )
+    fixed = sum(held.values()) + copy + base.get("disk buffers", 0)
+    fixed -= 0 if "gradients" in moments[peak] else held["gradients"]
     loose = sums[peak] - fixed - framework
+    moved = moved_activations(work, layout, share, max(sizes), length)
+    on_host = layout.activations == "host"
     return Memory(
         parts=parts,
         moments=sums,
@@ -135,8 +133,8 @@ def _estimate(
         peak_tokens=tokens_of[peak],
         formula=formula,
         formulas=_name_formulas(work, layout, static, formula, share),
-        host_bytes=static.host_bytes + copied - copy + slots - base.get("disk buffers", 0),
-        disk_bytes=static.disk_bytes,
+        host_bytes=static.host_bytes + copied - copy + slots - base.get("disk buffers", 0) + (moved if on_host else 0),
+        disk_bytes=static.disk_bytes + (0 if on_host else moved),
     )
 
 
@@ -170,9 +168,19 @@ def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, len
     elif layout.recompute == "selective":
         kept = int(selective_bytes(work, layout) * tokens) * depth
         formula = f"what products and attention give, and one layer whole: {formula}"
+    if layout.activations != "none" and depth:
+        kept = kept // depth * min(depth, LAYERS_HERE)
     if work.program is not None and work.program.offloads_kept:
         kept = one_layer if layout.recompute == "none" else 0
     return one_layer, kept, formula
+
+
+def moved_activations(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> int:
+    """What one micro-batch's layers have elsewhere before its backward pass: of all but the last."""
+    if layout.activations == "none":
+        return 0
+    here = replace(layout, activations="none")
+    return _activations(work, here, share, tokens, length)[1] // max(1, share.num_layers) * (share.num_layers - 1)
 
 
 def _framework_bytes(work: Work, layout: Layout) -> tuple[int, int, int]:

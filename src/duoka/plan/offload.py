@@ -10,7 +10,7 @@ from duoka.config.paths import given_path
 from duoka.config.schema_running import OffloadConfig
 from duoka.plan.catalog import Cluster
 from duoka.plan.hardware import Machine
-from duoka.plan.layout import Layout, Offload, OnDisk
+from duoka.plan.layout import Elsewhere, Layout, Offload, OnDisk
 from duoka.plan.recipe import StaticMemory
 from duoka.units import format_bytes, format_seconds
 
@@ -22,11 +22,18 @@ NUM_SLOTS = READ_AHEAD + 2  # beside these: one that is updated, one that is bei
 DISK_BYTES_PER_S = 1e9
 
 
-def offload_of(offloads: OffloadConfig) -> dict[str, Offload | OnDisk | float]:
+# Of what layers keep, at most so many lie where the model computes: one that computes, two on their way.
+LAYERS_HERE = 3
+
+
+def offload_of(offloads: OffloadConfig) -> dict[str, Offload | OnDisk | Elsewhere | float]:
     """A layout's fields."""
     moved: Offload = "params" if offloads.params != "none" else "optimizer" if offloads.optimizer != "none" else "none"
     disk: OnDisk = "optimizer" if offloads.optimizer == "disk" else "none"
-    return {"offload": moved, "disk": "params" if offloads.params == "disk" else disk, "offload_share": offloads.share}
+    disk = "params" if offloads.params == "disk" else disk
+    return {
+        "offload": moved, "disk": disk, "offload_share": offloads.share, "activations": offloads.activations,
+    }  # fmt: skip
 
 
 def offload_folder(offloads: OffloadConfig, run_folder: Path) -> Path:

@@ -30,7 +30,7 @@ from duoka.plan.rollouts import num_judges, rollout_notes, value_head_parameters
 from duoka.plan.room import VERDICTS, Room, Verdict
 from duoka.plan.search import Ranking, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
-from duoka.plan.speed import Speed, estimate_speed
+from duoka.plan.speed import Speed, activations_moved, estimate_speed
 from duoka.plan.strategy import rank_layouts
 from duoka.plan.task import Task, load_of, memory_of, task_of
 from duoka.plan.yardstick import Yardstick, yardstick_of
@@ -80,9 +80,9 @@ class Plan:
     @property
     def disk_moved_bytes(self) -> float:
         """That a rank reads from the disk and writes there in a step."""
-        return moved_bytes(
-            static_memory(self.work, self.layout), self.layout, load_of(self.task, self.layout).accumulation
-        )
+        load = load_of(self.task, self.layout)
+        kept = activations_moved(self.work, self.layout, load) if self.layout.activations == "disk" else 0.0
+        return kept + moved_bytes(static_memory(self.work, self.layout), self.layout, load.accumulation)
 
     @property
     def lengths(self) -> Lengths | None:

@@ -14,6 +14,7 @@ from duoka.plan.activations import activation_bytes_per_token, is_narrow
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
 from duoka.plan.layout import Layout
+from duoka.plan.memory import moved_activations
 from duoka.plan.offload import disk_seconds, moved_bytes
 from duoka.plan.pipeline import PassTimes, bubble
 from duoka.plan.recipe import Work, shares, slowest_stage, static_memory
@@ -55,6 +56,7 @@ COMPILED_TOUCHES = 0.5  # fused kernels keep intermediate values in registers
 LAUNCH_S = 6e-6  # per kernel in eager mode: below this a GPU waits for Python
 KERNELS_PER_LAYER = 45
 OPTIMIZER_BYTES = 28  # read and written per parameter by AdamW: weight, gradient, two moments
+PCIE_BYTES_PER_S = 12e9  # to host memory and back
 RANGE = (0.75, 1.35)
 
 
@@ -128,6 +130,12 @@ class Load:
     tokens_per_step: float  # of all ranks
 
 
+def activations_moved(work: Work, layout: Layout, load: Load) -> float:
+    """Bytes of a rank that leave and come back in a step."""
+    one = moved_activations(work, layout, shares(work, layout)[0], round(load.tokens), round(load.length))
+    return 2.0 * load.accumulation * one
+
+
 def estimate_speed(
     work: Work, layout: Layout, cluster: Cluster, load: Load, *, reshard: Reshard = True, rates: Rates = RATES
 ) -> Speed:
@@ -154,9 +162,12 @@ def estimate_speed(
     state = share.trainable / (layout.state_ranks if layout.is_sharded else 1)
     optimizer = OPTIMIZER_BYTES * state * cores / (device.memory_bytes_per_s * MEMORY_SHARE)
     if layout.offload != "none" and device.kind == "cuda":
-        optimizer += 16 * layout.offload_share * state / 12e9  # over PCIe and back, and host memory's speed
+        optimizer += 16 * layout.offload_share * state / PCIE_BYTES_PER_S  # over PCIe and back, and host memory's speed
     moved = moved_bytes(static_memory(work, layout), layout, count)
     disk = max(0.0, disk_seconds(moved, cluster) - optimizer)  # it reads and writes while others are updated
+    kept = activations_moved(work, layout, load)
+    on_way = disk_seconds(kept, cluster) if layout.activations == "disk" else kept / PCIE_BYTES_PER_S
+    moving = max(0.0, on_way - compute)  # beside both passes
     parts = {
         "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full") + work.looks),
         "attention": count * attention_s * (3.5 + (layout.recompute == "full") + work.looks),
@@ -164,9 +175,10 @@ def estimate_speed(
         "pipeline bubble": waits,
         "optimizer": optimizer,
         "disk": disk,
+        "moving activations": moving,
     }
     parts["memory traffic"] = max(0.0, compute - parts["matrix products"] - parts["attention"])
-    step = compute + exposed + waits + optimizer + disk
+    step = compute + exposed + waits + optimizer + disk + moving
     flops = model_flops_per_token(work, round(load.length)) * load.tokens_per_step
     peak = device.peak_flops(layout.precision) * cluster.num_devices / cores
     return Speed(

@@ -1,0 +1,189 @@
+"""parallel.offload: {activations: disk}: same bits as without it, less memory kept, nothing left behind."""
+
+import gc
+import json
+
+import pytest
+import torch
+from tiny import write_conversations, write_tiny_model
+from worlds import train_all
+
+from duoka.errors import StorageError
+from duoka.model.build import LossModel, load_model
+from duoka.model.request import ModelRequest
+from duoka.optim.disk_arena import DiskArena
+from duoka.parallel.activations import ActivationsElsewhere, Entry
+
+AWAY = "parallel.offload={activations: disk}"
+YAML = """
+model: {{name: {model}}}
+data: {{train: [{data}], max_length: 256, packing: true}}
+optim: {{lr: 1e-3}}
+train: {{max_steps: 4, global_batch: 16, micro_batch: 700 tokens, precision: {precision}, seed: 5}}
+log: {{to: []}}
+output: {output}
+"""
+WAYS = {
+    "single": (1, []),
+    "recomputing": (1, ["train.recompute=full"]),
+    "LoRA": (1, ["lora={rank: 4}"]),
+    "padded": (1, ["data.packing=false"]),
+    "alone, fsdp": (1, ["parallel.strategy=fsdp"]),
+    "ddp": (2, ["parallel.strategy=ddp"]),
+    "fsdp": (2, ["parallel.strategy=fsdp"]),
+    "tensor": (2, ["parallel.tensor=2"]),
+    "sequence": (2, ["parallel.sequence=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("away")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """Every way in both precisions, as it is and with its activations away."""
+    model = write_tiny_model(folder / "model", layers=5)
+    data = write_conversations(folder / "chats.jsonl", 60, seed=3)
+    worlds = {}
+    for precision in ("fp32", "bf16"):
+        yaml = folder / f"{precision}.yaml"
+        yaml.write_text(YAML.format(model=model, data=data, precision=precision, output=folder / "out"))
+        for name, (size, settings) in WAYS.items():
+            alone = size == 1 and any("fsdp" in one for one in settings)
+            for where in ((), (AWAY,)):
+                place = folder / f"{precision} {name}{' away' if where else ''}"
+                worlds.setdefault((size, alone), []).append((str(yaml), [*settings, *where], str(place)))
+    for (size, _), jobs in sorted(worlds.items()):
+        train_all(jobs, size)
+    return folder
+
+
+def steps(run):
+    lines = [json.loads(line) for line in (run / "events" / "run.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines if line["type"] == "step"]
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_same_bits(runs, precision, name):
+    ours, plain = steps(runs / f"{precision} {name} away"), steps(runs / f"{precision} {name}")
+    assert len(plain) == 4 and ours == plain
+
+
+def held(run):
+    lines = [json.loads(line) for line in (run / "events" / "run.jsonl").read_text().splitlines()]
+    return next(line["ranks"][0] for line in lines if line["type"] == "memory")
+
+
+@pytest.mark.parametrize("name", ["single", "fsdp", "recomputing"])
+def test_files_hold_them(runs, name):
+    assert held(runs / f"fp32 {name} away")["disk_bytes"] > 0 == held(runs / f"fp32 {name}")["disk_bytes"]
+
+
+def test_no_file_is_left(runs):
+    assert not list(runs.rglob("*duoka-offload*"))
+
+
+# --- one model, in this process ---
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", layers=6)
+    return LossModel(load_model(ModelRequest(folder, dtype=torch.float32)))
+
+
+def batch(tokens=512):
+    ids = torch.randint(200, (1, tokens), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None]}
+
+
+def gradients(model):
+    model.zero_grad()
+    model(**batch())[0].backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("where", ["files", "host memory"])
+def test_all_layers_but_the_last_are_away_when_the_backward_pass_begins(model, tmp_path, where):
+    plain = gradients(model)
+    moved = ActivationsElsewhere(model, torch.device("cpu"), tmp_path if where == "files" else None)
+    model.zero_grad()
+    loss = model(**batch())[0]
+    moved.later(lambda: None).result()  # the thread has done what it was given
+    entries = [one for one in gc.get_objects() if isinstance(one, Entry)]
+    assert len({id(one.layer) for one in entries if one.place is not None and one.held is None}) == 5
+    assert len({id(one.layer) for one in entries if one.held is not None}) == 1
+    del entries
+    loss.backward()
+    ours = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    once = moved.moved_bytes
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model), strict=True)) and once > 0
+    assert moved.moved_bytes == 2 * once
+
+
+def test_room_is_used_again_and_a_pass_without_a_backward_gives_it_back(model, tmp_path):
+    moved = ActivationsElsewhere(model, torch.device("cpu"), tmp_path)
+    gradients(model)
+    size = moved.disk_bytes
+    for _ in range(3):
+        loss = model(**batch())[0]
+        del loss
+        gradients(model)
+    assert moved.disk_bytes == size
+
+
+def test_nothing_moves_where_nothing_is_learned(model, tmp_path):
+    moved = ActivationsElsewhere(model, torch.device("cpu"), tmp_path)
+    with torch.no_grad():
+        model(**batch())
+    assert moved.moved_bytes == moved.disk_bytes == 0
+
+
+def test_weights_stay(model, tmp_path):
+    """Also the narrow copies that autocast makes of them."""
+    moved = ActivationsElsewhere(model, torch.device("cpu"), tmp_path)
+    seen = []
+    home_put = moved.home.put
+    moved.home.put = lambda held, ready: seen.append(held.numel()) or home_put(held, ready)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch(300))[0]
+    loss.backward()
+    weights = {parameter.numel() * size for parameter in model.parameters() for size in (2, 4)}
+    assert seen and not weights & set(seen)
+
+
+def test_what_comes_back_otherwise_is_refused(tmp_path):
+    arena = DiskArena(tmp_path, "activations")
+    piece = arena.put(torch.arange(100_000, dtype=torch.int32).view(torch.uint8))
+    assert torch.equal(arena.get(piece).view(torch.int32), torch.arange(100_000, dtype=torch.int32))
+    piece.file.write_tensor(piece.start + 70_001, torch.ones(1, dtype=torch.uint8) * 77)
+    with pytest.raises(StorageError, match="other than it was written"):
+        arena.get(piece)
+
+
+def test_a_disk_that_fails_ends_the_pass(model, tmp_path, monkeypatch):
+    ActivationsElsewhere(model, torch.device("cpu"), tmp_path)
+
+    def fail(self, start, values):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("duoka.optim.disk_file.DiskFile.write_tensor", fail)
+    loss = model(**batch())[0]
+    with pytest.raises(StorageError, match="cannot be read or written"):
+        loss.backward()
+
+
+def test_pieces_side_by_side_become_one(tmp_path):
+    arena = DiskArena(tmp_path, "what is tried")
+    pieces = [arena.put(torch.zeros(size, dtype=torch.uint8)) for size in (1, 5000, 20_000, 64)]
+    size = arena.size_bytes
+    starts = [piece.start for piece in pieces]
+    assert starts == sorted(starts) and all(start % 4096 == 0 for start in starts)
+    del pieces
+    gc.collect()
+    whole = arena.put(torch.zeros(size, dtype=torch.uint8))
+    assert arena.size_bytes == size and whole.start == 0
