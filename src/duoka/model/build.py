@@ -50,6 +50,15 @@ GATHERED_HEAD = "apply_gathered"
 Answer = Literal["loss", "logps", "entropy", "scores", "values"]
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """transformers misses an attention mask in rows that need none: padding stands behind a row's tokens, where none of
+    them looks, and documents of a packed row are kept apart by their edges."""
+    return not str(record.msg).startswith("We strongly recommend passing in an `attention_mask`")
+
+
+logging.getLogger("transformers.modeling_utils").addFilter(_is_news)
+
+
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
     """transformers draws progress bars and notes on every rank; ours are printed once, by rank 0."""

@@ -286,7 +286,7 @@ def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
     if speed:
         tokens = sum(step.num_tokens or 0.0 for step in history.steps)
         expected = history.speed_predicted()
-        beside = f", predicted {expected['step']:,.0f} ({expected['step'] / speed - 1:+.0%})" if expected else ""
+        beside = f", predicted {expected['step']:,.0f} ({_beside(expected['step'] / speed)})" if expected else ""
         rows.append(("speed", f"{speed:,.0f} tokens/s over {format_count(tokens)} tokens{beside}"))
         rows += _compute_rows(history)
     split = history.time_split()
@@ -299,6 +299,13 @@ def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
     if history.warnings:
         rows.append(("warnings", f"{len(history.warnings)}, listed in report.html"))
     return rows
+
+
+def _beside(ratio: float) -> str:
+    """How a figure lies to what was measured: "+12%", or "3.3 times that" where percent would be read wrongly."""
+    return (
+        f"{ratio - 1:+.0%}" if ratio < 2 else f"{ratio:,.1f} times that" if ratio < 100 else f"{ratio:,.0f} times that"
+    )
 
 
 def _data_rows(run: RunFolder) -> list[tuple[str, str]]:
