@@ -1,10 +1,11 @@
 """Serving, measured through HTTP: many answers at once against one after another, and against `transformers serve`.
 
-    OMP_NUM_THREADS=2 python benchmarks/serve.py [--peer PYTHON] [--rounds 3] [--tokens 64]
+    OMP_NUM_THREADS=2 python benchmarks/serve.py [--peer PYTHON] [--gguf FILE] [--rounds 3] [--tokens 64]
 
 Every server answers the same greedy requests of the 135M model that a wheel brings. Servers are asked in turns, round
 by round, so that what else the machine does hits all alike; only ratios within a round are compared. `--peer` is a
-Python with transformers[serving]. Writes serve.json and the tables of serve.md.
+Python with transformers[serving] and, for `--gguf` (the same model, by `duoka export --gguf bf16`), with
+llama-cpp-python[server]. Writes serve.json and the tables of serve.md.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Subject:
     command: list[str]
     model: str
     clients: tuple[int, ...]
+    health: str = "/health"
     port: int = 0
     pid: int = 0
 
@@ -69,8 +71,9 @@ def ask(subject: Subject, prompt: str, tokens: int) -> tuple[int, float, float]:
         frame = json.loads(line[6:])
         if "error" in frame:
             raise SystemExit(f"{subject.name} fails: {frame['error']}")
-        if not first and any(choice["delta"].get("content") for choice in frame["choices"]):
-            first = time.perf_counter() - began
+        if any(choice["delta"].get("content") for choice in frame["choices"]):
+            first = first or time.perf_counter() - began
+            count += 1  # where no usage comes: a frame a token
         if frame.get("usage"):
             count = int(frame["usage"]["completion_tokens"])
     connection.close()
@@ -123,7 +126,7 @@ def running(subject: Subject, port: int, folder: Path) -> Iterator[Subject]:
     try:
         subject.port, subject.pid = port, process.pid
         end = time.monotonic() + READY_S
-        while not _answers(port):
+        while not _answers(port, subject.health):
             if process.poll() is not None or time.monotonic() > end:
                 raise SystemExit(f"{subject.name} does not come up:\n{log.read_text()[-2000:]}")
             time.sleep(0.5)
@@ -134,16 +137,16 @@ def running(subject: Subject, port: int, folder: Path) -> Iterator[Subject]:
         tree.end()
 
 
-def _answers(port: int) -> bool:
+def _answers(port: int, path: str) -> bool:
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        connection.request("GET", "/health")
+        connection.request("GET", path, headers={"Authorization": f"Bearer {KEY}"})
         return connection.getresponse().status == 200
     except OSError:
         return False
 
 
-def subjects(model: Path, peer: str, precision: str) -> list[Subject]:
+def subjects(model: Path, peer: str, gguf: str, precision: str) -> list[Subject]:
     duoka = [sys.executable, "-m", "duoka", "serve", str(model), "--precision", precision, "--cache-gib", "1"]
     name, dtype = model.resolve().name, {"bf16": "bfloat16", "fp32": "float32"}[precision]
     # The same server with one slot is what answers one after another: a pass of eight rows costs more than one of one.
@@ -155,21 +158,18 @@ def subjects(model: Path, peer: str, precision: str) -> list[Subject]:
     if peer:
         # It has taken 14 GiB here: what it may allocate is bounded, so that it ends and not what else runs.
         bound = ["prlimit", f"--data={PEER_BYTES}"]
-        theirs = [
-            *bound,
-            peer,
-            "-m",
-            "transformers.cli.transformers",
-            "serve",
-            str(model),
-            "--dtype",
-            dtype,
-            "--device",
-            "cpu",
-        ]
+        cli = [peer, "-m", "transformers.cli.transformers"]
+        theirs = [*bound, *cli, "serve", str(model), "--dtype", dtype, "--device", "cpu"]
         made.append(Subject("transformers serve", theirs, str(model), (1, 8)))
-        many = [*theirs, "--continuous-batching", "--attn-implementation", "sdpa"]
-        made.append(Subject("transformers serve --continuous-batching", many, str(model), (8, 32)))
+        # Its cache takes a share of the machine's memory unless it is told blocks: here 16,384 tokens.
+        blocks = ["--cb-block-size", "256", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "512"]
+        many = [*theirs, "--continuous-batching", "--attn-implementation", "sdpa", *blocks]
+        made.append(Subject("transformers serve --continuous-batching", many, str(model), (1, 8, 32)))
+    if peer and gguf:
+        threads = os.environ["OMP_NUM_THREADS"]
+        c = [peer, "-m", "llama_cpp.server", "--model", gguf, "--model_alias", name, "--n_threads", threads]
+        c += ["--n_threads_batch", threads, "--interrupt_requests", "false", "--verbose", "false", "--api_key", KEY]
+        made.append(Subject("llama-cpp-python", c, name, (1, 8), health="/v1/models"))
     return made
 
 
@@ -182,7 +182,7 @@ def measure(asked: argparse.Namespace, folder: Path, model: Path) -> dict[str, A
     rows: dict[str, list[dict[str, float]]] = {}
     memory: dict[str, int] = {}
     left_out: dict[str, str] = {}
-    chosen = subjects(model, asked.peer, asked.precision)
+    chosen = subjects(model, asked.peer, asked.gguf, asked.precision)
     chosen = [one for one in chosen if any(word in one.name for word in asked.only.split(","))]
     with contextlib.ExitStack() as stack:
         started = list[Subject]()
@@ -190,7 +190,7 @@ def measure(asked: argparse.Namespace, folder: Path, model: Path) -> dict[str, A
             try:
                 started.append(stack.enter_context(running(one, asked.port + place, folder)))
             except SystemExit as error:
-                if not one.name.startswith("transformers"):
+                if one.name.startswith("duoka"):
                     raise
                 left_out[one.name] = str(error).splitlines()[0]
                 print(f"left out: {left_out[one.name]}", flush=True)
@@ -210,6 +210,7 @@ def measure(asked: argparse.Namespace, folder: Path, model: Path) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--peer", default="", help="a Python with transformers[serving]")
+    parser.add_argument("--gguf", default="", help="the model as a GGUF file, for llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--least", type=int, default=8, help="requests of a measurement, at least")

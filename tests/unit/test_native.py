@@ -283,3 +283,36 @@ def test_ranks_use_what_all_have(anew):
     native.use_at_most(0)
     assert native.find() is None and not native.serves(draw(2))
     assert native.describe(torch.device("cpu"), "bf16", compiled_layers=False) == "torch's own: another rank has none"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("window", (0, 4))
+def test_attention_of_a_decoding_pass(dtype, window):
+    """Rows of other lengths and one that is empty, over keys and values that their own token joins; each by itself."""
+    heads, groups, dim, lengths = 6, 2, 20, (0, 9, None, 3)
+    stores = [
+        None if n is None else [draw(groups, n + 4, dim, dtype=dtype, seed=n + side) for side in (0, 50)]
+        for n in lengths
+    ]
+    query, key, value = (draw(len(lengths), n, 1, dim, dtype=dtype, seed=70 + n) for n in (heads, groups, groups))
+
+    def ask(rows):
+        picked = [stores[row] for row in rows]
+        places = [[0 if one is None else one[side].data_ptr() for one in picked] for side in (0, 1)]
+        places += [[0 if one is None else one[0].shape[1] for one in picked], [lengths[row] or 0 for row in rows]]
+        mine = [one[list(rows)].contiguous() for one in (query, key, value)]
+        return native.attend_rows(*mine, torch.tensor(places), window, 0.3)
+
+    found = ask(range(len(lengths)))
+    assert found.shape == (len(lengths), 1, heads, dim) and not found[2].any()
+    for row, length in enumerate(lengths):
+        if length is None:
+            continue
+        keys, values = (one.double()[:, : length + 1].repeat_interleave(heads // groups, dim=0) for one in stores[row])
+        assert torch.equal(stores[row][0][:, length], key[row, :, 0]), "its own key was not written"
+        scores = (keys @ query[row].double().transpose(1, 2)).squeeze(2) * 0.3  # (heads, tokens)
+        if window:
+            scores[:, : max(0, length + 1 - window)] = -torch.inf
+        want = torch.einsum("ht,htd->hd", scores.softmax(-1), values)
+        assert far(found[row, 0], want) < (HALF if dtype is torch.bfloat16 else 1e-6)
+        assert torch.equal(ask([row])[0], found[row]), "a row depends on its neighbors"

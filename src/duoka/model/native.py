@@ -1,4 +1,4 @@
-"""native.cpp, compiled once per machine, as functions of tensors: what a bf16 step on a CPU computes beside products.
+"""native.cpp and decode.cpp, compiled once per machine, as functions of tensors: what CPUs compute beside products.
 
 `serves` says whether tensors can be given to it. Without a compiler, under DUOKA_NATIVE=0 and wherever it cannot serve,
 callers use torch's form, which rounds to bf16 at other places: results differ as bf16 results do, by its last digit.
@@ -24,7 +24,7 @@ import torch
 from duoka.plan.compiler import SWITCH, find_compiler
 from duoka.runs.cache import cache_folder, hold_lock
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.h", "native.cpp", "decode.cpp"))
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
             "-fno-strict-aliasing", "-fPIC")  # fmt: skip
 _COMPILE_WITHIN_S = 120
@@ -40,6 +40,7 @@ _SIGNATURES: Mapping[str, list[Any]] = {
     "cross_entropy": [_P, _P, _P, _I, _I, _N],
     "add": [_P, _P, _I, _N],
     "drop": [_P, _P, _P, _I, _I, _I, _I, _N, _N],
+    "attend_rows": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _N, _N],
 }
 _ATTENTION: Mapping[str, list[Any]] = {
     "attention_forward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N],
@@ -135,7 +136,7 @@ def use_at_most(level: int) -> None:
 
 def load_compiled(compiler: str, folder: Path) -> Library:
     """For this source, compiler and kind of processor: whoever is first compiles, others wait for it."""
-    key = hashlib.sha256(SOURCE.read_bytes())
+    key = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES))
     key.update(repr((_OPTIONS, compiler, os.stat(compiler).st_mtime_ns, _processor())).encode())
     name = f"kernels-{key.hexdigest()[:20]}"
     path = _compiled(folder, name)
@@ -159,7 +160,7 @@ def _compile(compiler: str, folder: Path, name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         made = Path(place, "kernels.so")
         subprocess.run(
-            [compiler, *_OPTIONS, "-shared", str(SOURCE), "-o", str(made)],
+            [compiler, *_OPTIONS, "-shared", *map(str, SOURCES[1:]), "-o", str(made)],
             check=True, timeout=_COMPILE_WITHIN_S, stdin=subprocess.DEVNULL, capture_output=True,
         )  # fmt: skip
         path = folder / f"{name}-{_digest(made)}.so"
@@ -292,6 +293,23 @@ def drop(x: torch.Tensor, keys: torch.Tensor, place: int, level: int, *, in_plac
     _library().drop(
         _at(x), _at(out), _at(keys), place, keys.numel(), x.numel() // max(1, keys.numel()), level, _is_wide(x),
         torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: torch.Tensor, window: int, scale: float
+) -> torch.Tensor:
+    """One token of each row: (rows, heads, 1, dim), contiguous, over the keys and values at its `places`.
+
+    places: (4, rows): the addresses of a row's keys and values (0: an empty row), each (groups, capacity, dim); its
+    capacity; and where its token stands, whose key and value are written there. window 0: all that stands before.
+    """
+    rows, heads, _, dim = query.shape
+    out = torch.empty((rows, 1, heads, dim), dtype=query.dtype)
+    _library().attend_rows(
+        _at(query), _at(key), _at(value), _at(places), _at(out), rows, heads, key.shape[1], dim, window, scale,
+        _is_wide(query), torch.get_num_threads(),
     )  # fmt: skip
     return out
 

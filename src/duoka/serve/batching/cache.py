@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from duoka.model import native
+
 NAME = "duoka_slots"
 
 
@@ -35,6 +37,12 @@ class SequenceCache:
         self.values[layer][:, start:end] = value
         return self.keys[layer][:, :end], self.values[layer][:, :end]
 
+    def addresses(self, layer: int) -> tuple[int, int] | None:
+        """Where its keys and values of a layer lie; None when it has none yet."""
+        if layer not in self.keys:
+            return None
+        return self.keys[layer].data_ptr(), self.values[layer].data_ptr()
+
     def take_over(self, other: SequenceCache, length: int) -> None:
         """The first `length` tokens of another sequence that begins alike."""
         for layer, keys in other.keys.items():
@@ -51,6 +59,19 @@ class Rows:
 
     caches: tuple[SequenceCache | None, ...]
     starts: tuple[int, ...]
+
+    def places(self, layer: int) -> torch.Tensor | None:
+        """What the compiled attention asks for one token of each row; None where a row has no room there yet."""
+        found = [(0, 0) if cache is None else cache.addresses(layer) for cache in self.caches]
+        if not all(found):
+            return None
+        room = [0 if cache is None else cache.capacity for cache in self.caches]
+        if any(
+            cache is not None and start >= cache.capacity for cache, start in zip(self.caches, self.starts, strict=True)
+        ):
+            raise RuntimeError("a sequence is longer than the room that was taken for it")
+        keys, values = zip(*found, strict=True)
+        return torch.tensor([keys, values, room, self.starts])
 
 
 def register_slot_attention() -> str:
@@ -80,6 +101,11 @@ def attend_slots(
     if kwargs.get("s_aux") is not None:
         raise RuntimeError("attention sinks are not supported by this attention")
     rows, heads, tokens, _ = query.shape
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if tokens == 1 and softcap is None and _is_plain(query, key, value):
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        if (places := slots.places(layer)) is not None:
+            return native.attend_rows(query, key, value, places, sliding_window or 0, scale), None
     out = query.new_zeros((rows, tokens, heads, value.shape[-1]))
     for row, (cache, start) in enumerate(zip(slots.caches, slots.starts, strict=True)):
         if cache is not None:
@@ -87,6 +113,12 @@ def attend_slots(
             seen = _look(query[row : row + 1], keys[None], values[None], scaling, start, sliding_window, softcap)
             out[row] = seen[0].transpose(0, 1)
     return out, None
+
+
+def _is_plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the compiled attention takes them."""
+    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    return alike and all(one.is_contiguous() for one in (query, key, value)) and native.serves(query, key, value)
 
 
 def _look(

@@ -1,4 +1,4 @@
-"""One thread that answers many requests: a chunk of a prompt, then a token for everybody, again and again.
+"""One thread that answers many requests: a chunk of prompts, then a token for everybody, again and again.
 
 Requests join and leave between passes. Nothing here waits for a reader: what a request gets lies in its own queue.
 """
@@ -175,7 +175,7 @@ class Scheduler:
                 try:
                     self._drop_cancelled()
                     self._admit()
-                    self._read_a_chunk()
+                    self._read_prompts()
                     self._decode()
                 except _BREAKS as error:  # of memory, mostly: answers are lost, the server is not
                     self._fail(f"{type(error).__name__}: {error}")
@@ -256,10 +256,14 @@ class Scheduler:
             length += CHUNK
         return length if length < len(job.prompt) else length - CHUNK
 
-    def _read_a_chunk(self) -> None:
-        sequence = next((one for one in self._active if one.num_read < len(one.job.prompt)), None)
-        if sequence is None:
-            return
+    def _read_prompts(self) -> None:
+        """A chunk's worth of tokens, of one prompt or of several short ones: answers wait no longer for it."""
+        left = CHUNK
+        for sequence in [one for one in self._active if one.num_read < len(one.job.prompt)]:
+            while left > 0 and sequence.num_read < len(sequence.job.prompt):
+                left -= self._read_a_chunk(sequence)
+
+    def _read_a_chunk(self, sequence: _Sequence) -> int:
         job, start = sequence.job, sequence.num_read
         tokens = job.prompt[start : start + CHUNK]
         logits = self.model.read(sequence.cache, tokens, start, job.adapter, keep_all=job.scores_prompt)
@@ -274,6 +278,7 @@ class Scheduler:
                 self._finish(sequence, "length")
             else:
                 self._take(sequence, logits[-1])
+        return len(tokens)
 
     def _score_prompt(self, sequence: _Sequence, start: int, logits: torch.Tensor) -> None:
         prompt, num_top = sequence.job.prompt, sequence.job.num_top or 0
