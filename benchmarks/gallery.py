@@ -1,6 +1,7 @@
 """docs/gallery.md: each YAML of examples/, and what its method needs for a model of 7B on three machines, by the plan.
 
     python benchmarks/gallery.py > docs/gallery.md
+    python benchmarks/gallery.py zh > docs/gallery.zh-CN.md
 
 Nothing is run and no GPU is asked: the figures are those of `duoka plan`. Seconds.
 """
@@ -62,6 +63,40 @@ card; LoRA fits it by computing activations twice, and QLoRA leaves room to keep
 and speed decides: axes (tensor, pipeline, sequence) cost exchange or waiting, and pay where sharded data parallelism
 alone does not fit.
 """
+HEAD_ZH = """\
+# 示例：每种任务一个小 YAML
+
+[examples/](../examples) 里的每个文件都是完整的，用 SmolLM2-135M（`model: demo`）和现成的数据就能跑；
+每个文件用十行左右说明为什么取这些值。
+测试会带着数据加载每一个文件。复制一份，换成自己的模型和数据即可。[English](gallery.md)
+
+下表是 `duoka plan` 的回答：同一个文件，**把小模型换成 Llama 2 7B 的尺寸**、样本取 2,048 个 token 时需要什么：
+`auto` 选的布局、每张 GPU 的
+内存峰值、全部 GPU 合计的 tokens/s。内存有余时 `auto` 会一次多算一些，所以低于显存的数字并不是最低需求。`tensor.yaml` 按
+`parallel.tensor=2` 来问，`pretrain.yaml` 和 `gpt2_small.yaml` 用它们自己的模型。这些是预测；
+与公开发表的训练相差多少、哪些从未测过，见
+[plan.md](plan.md)。本页由 `python benchmarks/gallery.py zh` 生成。
+
+| 文件 | 用途 | 1x RTX 4090（24 GB） | 8x A100 80 GB | 2 个节点各 8x H100 80 GB |
+|---|---|---|---|---|
+"""
+TAIL_ZH = """
+**表说明了什么。** 7B 的全量微调每个参数约需 16 字节，一张 24 GB 的卡放不下；LoRA 靠把激活算两遍放得下，QLoRA
+还有余地留住一部分。八张卡上什么都放得
+下，比的是速度：张量、流水线、序列这些轴要付出交换或等待的代价，只有分片的数据并行单独放不下时才划算。
+"""
+TITLES_ZH = {
+    "own_data": "用自己的对话微调", "little": "从零到会回答的模型", "lora": "LoRA 及其各个旋钮", "qlora": "QLoRA",
+    "full": "全量微调", "preferences": "偏好对", "pretrain": "从零训练一个模型", "gpt2_small": "从零训练 GPT-2 small",
+    "two_processes": "一台机器上两个进程", "two_machines": "一个终端管两台机器",
+    "slurm": "时间用完前先保存、再自动排队的 Slurm 作业", "resume": "停止或崩溃之后继续", "tensor": "张量并行",
+    "pipeline": "流水线并行", "sequence": "序列并行", "serve": "训练适配器，与别的一起提供服务",
+    "export": "导出",
+}  # fmt: skip
+IN_CHINESE = {
+    "**does not fit**: ": "**放不下**：", " a GPU": " 每张", "needs 2 GPUs": "需要 2 张 GPU",
+    OF_STAGES["little"]: "双核 CPU 上几分钟：[实测](../benchmarks/little.md)",
+}  # fmt: skip
 
 
 def plan(name: str, machines: str) -> Plan | str:
@@ -100,9 +135,10 @@ def title(name: str) -> str:
     return re.split(r"[.:,] |[.:]$| \(", line)[0]
 
 
-def page() -> str:
+def page(language: str = "en") -> str:
+    is_zh = language == "zh"
     rows = [
-        f"| [{name}.yaml](../examples/{name}.yaml) | {title(name)} | "
+        f"| [{name}.yaml](../examples/{name}.yaml) | {TITLES_ZH[name] if is_zh else title(name)} | "
         + (
             " | ".join([OF_STAGES[name], "", ""])
             if name in OF_STAGES
@@ -111,8 +147,11 @@ def page() -> str:
         + " |"
         for name in EXAMPLES
     ]
-    return HEAD + "\n".join(rows) + "\n" + TAIL
+    if is_zh:
+        for words, chinese in IN_CHINESE.items():
+            rows = [row.replace(words, chinese) for row in rows]
+    return (HEAD_ZH if is_zh else HEAD) + "\n".join(rows) + "\n" + (TAIL_ZH if is_zh else TAIL)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(page(*sys.argv[1:]))

@@ -1,4 +1,5 @@
-"""Pages made from the code: commands and exit codes in docs/reference, and docs/config.zh-CN.md.
+"""Pages made from the code: commands and exit codes in docs/reference, and docs/config.zh-CN.md and
+docs/llamafactory.zh-CN.md.
 
     python site/reference.py            writes them
     python site/reference.py --check    says which of them are not what the code says
@@ -19,6 +20,7 @@ import yaml
 
 from duoka import cli as frame
 from duoka.cli import words_zh
+from duoka.config.dialects.page import dialects_markdown
 from duoka.config.document import config_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,6 +116,21 @@ _HEADINGS = {
 }
 
 
+def dialects_page() -> str:
+    """docs/llamafactory.md with its words in Chinese; the notes stay as duoka prints them."""
+    rows = dialects_markdown().split("\n## ", 1)[1]
+    for words, chinese in _DIALECTS.items():
+        rows = rows.replace(words, chinese)
+    return Path(__file__).with_name("dialects.zh.md").read_text(encoding="utf-8") + "\n## " + rows
+
+
+_DIALECTS = {
+    "| key | class | duoka's key | note |": "| 键 | 类别 | duoka 的键 | 备注 |",
+    "| implemented |": "| 实现 |", "| reported |": "| 说明 |", "| refused |": "| 拒绝 |",
+    "## the nested DDP form": "## DDP 教程的嵌套写法",
+}  # fmt: skip
+
+
 def pages() -> dict[str, str]:
     return {
         "reference/commands.md": commands_page("en"),
@@ -121,6 +138,7 @@ def pages() -> dict[str, str]:
         "reference/exit-codes.md": codes_page("en"),
         "reference/exit-codes.zh-CN.md": codes_page("zh"),
         "config.zh-CN.md": keys_page(),
+        "llamafactory.zh-CN.md": dialects_page(),
     }
 
 
