@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from duoka.model import native
 from duoka.model.attention import Documents, register_attention
 from duoka.model.build import LossModel
+from duoka.model.decode import MOST_ROWS, FewRowsLinear, answer_fast, attend_rows
 from duoka.model.dropout import dropped, level_of
 from duoka.model.fused import NarrowRmsNorm, SiluTimes, SiluTimesDown, apply_fused
 from duoka.model.rotary import own_rotation
@@ -301,7 +302,7 @@ def test_attention_of_a_decoding_pass(dtype, window):
         places = [[0 if one is None else one[side].data_ptr() for one in picked] for side in (0, 1)]
         places += [[0 if one is None else one[0].shape[1] for one in picked], [lengths[row] or 0 for row in rows]]
         mine = [one[list(rows)].contiguous() for one in (query, key, value)]
-        return native.attend_rows(*mine, torch.tensor(places), window, 0.3)
+        return attend_rows(*mine, torch.tensor(places), window, 0.3)
 
     found = ask(range(len(lengths)))
     assert found.shape == (len(lengths), 1, heads, dim) and not found[2].any()
@@ -316,3 +317,24 @@ def test_attention_of_a_decoding_pass(dtype, window):
         want = torch.einsum("ht,htd->hd", scores.softmax(-1), values)
         assert far(found[row, 0], want) < (HALF if dtype is torch.bfloat16 else 1e-6)
         assert torch.equal(ask([row])[0], found[row]), "a row depends on its neighbors"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("inputs", "outputs"), ((64, 48), (77, 5)))
+def test_products_of_few_rows(dtype, inputs, outputs):
+    """As torch's in float64; a row's numbers are the same among any others; gradients and many rows are torch's."""
+    plain = torch.nn.Linear(inputs, outputs).to(dtype)
+    wrapped = torch.nn.Sequential(torch.nn.Embedding(3, inputs, dtype=dtype), plain)
+    assert answer_fast(wrapped) and type(plain) is FewRowsLinear
+    x = draw(MOST_ROWS + 1, inputs, dtype=dtype)
+    with torch.no_grad():
+        want = F.linear(x.double(), plain.weight.double(), plain.bias.double())
+        whole = plain(x[:MOST_ROWS])
+        assert far(whole, want[:MOST_ROWS]) < (HALF if dtype is torch.bfloat16 else 1e-6)
+        for rows in (1, 2, 3, 7, 8, 9, 13):
+            assert torch.equal(plain(x[3 : 3 + rows]), whole[3 : 3 + rows]), f"{rows} rows compute otherwise"
+        assert torch.equal(plain(x), F.linear(x, plain.weight, plain.bias))
+    assert torch.equal(plain(x[:2]), F.linear(x[:2], plain.weight, plain.bias))
+    assert plain(x[:2]).requires_grad
+    with torch.no_grad():
+        assert not answer_fast(torch.nn.Conv1d(2, 2, 3)), "a convolution is no product of rows"

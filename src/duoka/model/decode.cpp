@@ -1,9 +1,13 @@
-// One token each for many sequences: attention of a decoding pass, every row over its own keys and values.
+// One token each for a few sequences: products of few rows, and attention of every row over its own keys and values.
 //
 // A row is computed by itself, in one order, so its numbers are the same whoever stands in the other rows. Compiled with
-// native.cpp; serve/batching/cache.py has torch's form.
+// native.cpp; decode.py calls it, and torch has the same functions.
 
 #include "native.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -75,9 +79,93 @@ void attend_rows(const Rows<T>& a, int threads) {
   }
 }
 
+// Products of ROWS rows of x with `count` rows of the weight, which are read once: sums[row * count + at].
+template <int ROWS, class T>
+void multiply(const T* x, const T* weight, float* sums, i64 in, i64 count) {
+  constexpr int LANES = 16;
+  for (i64 at = 0; at < count; ++at) {
+    const T* one = weight + at * in;
+    float lanes[ROWS][LANES] = {};
+    i64 i = 0;
+    for (; i + LANES <= in; i += LANES)
+      for (int row = 0; row < ROWS; ++row) {
+#pragma omp simd
+        for (int lane = 0; lane < LANES; ++lane) lanes[row][lane] += wide(x[row * in + i + lane]) * wide(one[i + lane]);
+      }
+    for (int row = 0; row < ROWS; ++row) {
+      float sum = 0;
+      for (float lane : lanes[row]) sum += lane;
+      for (i64 rest = i; rest < in; ++rest) sum += wide(x[row * in + rest]) * wide(one[rest]);
+      sums[row * count + at] = sum;
+    }
+  }
+}
+
+#ifdef __AVX512BF16__
+template <int ROWS>
+void multiply(const bf16* x, const bf16* weight, float* sums, i64 in, i64 count) {
+  for (i64 at = 0; at < count; ++at) {
+    const bf16* one = weight + at * in;
+    __m512 lanes[ROWS];
+    for (int row = 0; row < ROWS; ++row) lanes[row] = _mm512_setzero_ps();
+    i64 i = 0;
+    for (; i + 32 <= in; i += 32) {
+      __m512bh part = (__m512bh)_mm512_loadu_si512(one + i);
+      for (int row = 0; row < ROWS; ++row)
+        lanes[row] = _mm512_dpbf16_ps(lanes[row], (__m512bh)_mm512_loadu_si512(x + row * in + i), part);
+    }
+    for (int row = 0; row < ROWS; ++row) {
+      float sum = _mm512_reduce_add_ps(lanes[row]);
+      for (i64 rest = i; rest < in; ++rest) sum += wide(x[row * in + rest]) * wide(one[rest]);
+      sums[row * count + at] = sum;
+    }
+  }
+}
+#endif
+
+template <class T>
+void multiply_some(int rows, const T* x, const T* weight, float* sums, i64 in, i64 count) {
+  switch (rows) {
+    case 1: return multiply<1>(x, weight, sums, in, count);
+    case 2: return multiply<2>(x, weight, sums, in, count);
+    case 3: return multiply<3>(x, weight, sums, in, count);
+    case 4: return multiply<4>(x, weight, sums, in, count);
+    case 5: return multiply<5>(x, weight, sums, in, count);
+    case 6: return multiply<6>(x, weight, sums, in, count);
+    case 7: return multiply<7>(x, weight, sums, in, count);
+    default: return multiply<8>(x, weight, sums, in, count);
+  }
+}
+
+template <class T>
+void multiply_rows(const T* x, const T* weight, const T* bias, T* out, i64 rows, i64 in, i64 outs, int threads) {
+  constexpr i64 BLOCK = 16, MOST = 8;  // of the weight's rows, which stay in the cache, and of x's, in registers
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (i64 first = 0; first < outs; first += BLOCK) {
+    float sums[BLOCK * MOST];
+    i64 count = std::min(BLOCK, outs - first);
+    for (i64 row = 0; row < rows; row += MOST) {
+      i64 some = std::min(MOST, rows - row);
+      multiply_some(int(some), x + row * in, weight + first * in, sums, in, count);
+      for (i64 r = 0; r < some; ++r)
+        for (i64 at = 0; at < count; ++at)
+          put(out + (row + r) * outs + first + at, sums[r * count + at] + (bias ? wide(bias[first + at]) : 0.0f));
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
+
+// out (rows, outs) = x (rows, in) by weight (outs, in), with a bias where there is one.
+void duoka_multiply_rows(const void* x, const void* weight, const void* bias, void* out, i64 rows, i64 in, i64 outs,
+                         int is_wide, int threads) {
+  if (is_wide)
+    multiply_rows((const float*)x, (const float*)weight, (const float*)bias, (float*)out, rows, in, outs, threads);
+  else
+    multiply_rows((const bf16*)x, (const bf16*)weight, (const bf16*)bias, (bf16*)out, rows, in, outs, threads);
+}
 
 // places: (4, rows): addresses of each row's keys and of its values, its capacity, and where its new token stands.
 void duoka_attend_rows(const void* query, const void* key, const void* value, const i64* places, void* out, i64 rows,

@@ -41,6 +41,7 @@ _SIGNATURES: Mapping[str, list[Any]] = {
     "add": [_P, _P, _I, _N],
     "drop": [_P, _P, _P, _I, _I, _I, _I, _N, _N],
     "attend_rows": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _N, _N],
+    "multiply_rows": [_P, _P, _P, _P, _I, _I, _I, _N, _N],
 }
 _ATTENTION: Mapping[str, list[Any]] = {
     "attention_forward": [_P, _P, _P, _I, _I, _I, _P, _I, _I, _I, _I, _I, _F, _P, _P, _N],
@@ -293,23 +294,6 @@ def drop(x: torch.Tensor, keys: torch.Tensor, place: int, level: int, *, in_plac
     _library().drop(
         _at(x), _at(out), _at(keys), place, keys.numel(), x.numel() // max(1, keys.numel()), level, _is_wide(x),
         torch.get_num_threads(),
-    )  # fmt: skip
-    return out
-
-
-def attend_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: torch.Tensor, window: int, scale: float
-) -> torch.Tensor:
-    """One token of each row: (rows, heads, 1, dim), contiguous, over the keys and values at its `places`.
-
-    places: (4, rows): the addresses of a row's keys and values (0: an empty row), each (groups, capacity, dim); its
-    capacity; and where its token stands, whose key and value are written there. window 0: all that stands before.
-    """
-    rows, heads, _, dim = query.shape
-    out = torch.empty((rows, 1, heads, dim), dtype=query.dtype)
-    _library().attend_rows(
-        _at(query), _at(key), _at(value), _at(places), _at(out), rows, heads, key.shape[1], dim, window, scale,
-        _is_wide(query), torch.get_num_threads(),
     )  # fmt: skip
     return out
 

@@ -294,10 +294,12 @@ def choose_dtype(precision: str = "auto") -> torch.dtype:
 def load_for_chat(trained: Trained, *, base_only: bool = False, device: torch.device | None = None) -> torch.nn.Module:
     """The model on `device`, by default this machine's fastest, in the type that it computes natively."""
     from duoka.comm.world import pick_device
+    from duoka.model.decode import answer_fast
     from duoka.model.quantize import decode_fast
 
     lm = load_trained(trained, dtype=choose_dtype(), base_only=base_only)
     decode_fast(lm)
+    answer_fast(lm)
     return lm.to(device or pick_device(0))
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model import native
+from duoka.model.decode import attend_rows
 
 NAME = "duoka_slots"
 
@@ -105,7 +106,7 @@ def attend_slots(
     if tokens == 1 and softcap is None and _is_plain(query, key, value):
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         if (places := slots.places(layer)) is not None:
-            return native.attend_rows(query, key, value, places, sliding_window or 0, scale), None
+            return attend_rows(query, key, value, places, sliding_window or 0, scale), None
     out = query.new_zeros((rows, tokens, heads, value.shape[-1]))
     for row, (cache, start) in enumerate(zip(slots.caches, slots.starts, strict=True)):
         if cache is not None:

@@ -1,8 +1,8 @@
 """A model that reads and writes many sequences: prompts in chunks, and one token each for a fixed number of rows.
 
-Numbers of a matrix product depend on how many rows it has, in their last bits. So these numbers are fixed: a prompt is
-cut at multiples of CHUNK, whoever waits, and a decoding pass has all its rows, used or not. On a CPU the eight rows of
-135M parameters in fp32 cost 1.1 times what one costs, because reading the weights is what takes the time.
+Numbers of torch's matrix products depend on how many rows they have, in their last bits. So these numbers are fixed: a
+prompt is cut at multiples of CHUNK, whoever waits, and a decoding pass has all its rows, used or not; unless the
+compiled products compute it (model/decode.py), which compute each row by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from duoka.errors import ConfigError
+from duoka.model.decode import MOST_ROWS, answer_fast
 from duoka.serve.batching.adapters import RowAdapters
 from duoka.serve.batching.cache import Rows, SequenceCache
 
@@ -33,12 +34,13 @@ class Next:
 
 
 class SlotModel:
-    """`num_rows` sequences decode together. Called by one thread."""
+    """At most `num_rows` sequences decode together. Called by one thread."""
 
     def __init__(self, lm: torch.nn.Module, num_rows: int) -> None:
         self.lm = lm
         self.num_rows = num_rows
         self.adapters = RowAdapters(lm)
+        self._is_row_by_row = answer_fast(lm) and num_rows <= MOST_ROWS
         self.device = next(lm.parameters()).device
         self.window: int = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 1 << 30  # type: ignore[operator, union-attr]
 
@@ -60,7 +62,9 @@ class SlotModel:
     @torch.no_grad()
     def decode(self, rows: Sequence[Next | None]) -> torch.Tensor:
         """The logits after each row's newest token: (rows, vocab), fp32."""
-        padded = [*rows, *[None] * (self.num_rows - len(rows))]
+        # Adapters are torch's products: a row that has one comes with all rows, always.
+        is_free = self._is_row_by_row and not any(row and row.adapter for row in rows)
+        padded = [*rows, *[None] * (0 if is_free else self.num_rows - len(rows))]
         ids = torch.tensor([[row.token if row else 0] for row in padded], device=self.device)
         places = torch.tensor([[row.position if row else 0] for row in padded], device=self.device)
         self.adapters.set_rows([row.adapter if row else None for row in padded])
