@@ -47,7 +47,10 @@ def command(
     """
     from duoka.cli.chat import say
     from duoka.errors import ConfigError
+    from duoka.process.allocator import FEW_PRIMITIVES
     from duoka.process.lifeline import leave_with_starter
+
+    os.environ.setdefault(*FEW_PRIMITIVES)  # before torch computes
     from duoka.serve.api.start import Settings, build_service, describe_server, open_server, run_server
     from duoka.serve.load_run import find_trained
 

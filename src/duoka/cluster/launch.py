@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from duoka.cluster.launcher import Say, Spec
 from duoka.errors import ConfigError
+from duoka.process.allocator import FEW_PRIMITIVES
 from duoka.process.kubernetes import IN_POD
 from duoka.process.rank import LOGS_FOLDER, NUM_RESTARTS
 
@@ -131,6 +132,7 @@ def share_of_machine(num_processes: int, num_cores: int, env: Mapping[str, str])
     """The environment of processes that share a machine; what the user set stays."""
     out = dict(env)
     out.setdefault("OMP_NUM_THREADS", str(threads_per_process(num_cores, num_processes)))
+    out.setdefault(*FEW_PRIMITIVES)
     # Unbuffered: the last output of a killed rank must not be lost.
     out.setdefault("PYTHONUNBUFFERED", "1")
     out.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SWITCH = "DUOKA_MALLOC"
+# oneDNN keeps what it compiles for each shape of a product, 1,024 of them by itself: with rows of other lengths in
+# every step 10 MiB a step, for shapes that do not come again. So many are enough for the layers of one length.
+FEW_PRIMITIVES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 PRELOAD = "LD_PRELOAD"
 _RATE = "TCMALLOC_RELEASE_RATE"
 _THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
