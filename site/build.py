@@ -147,13 +147,8 @@ def _aside(language: str, name: str, path: Path) -> str:
     up = "../" * name.count("/")
     if language == "en":
         return f'<a class="side" href="{up}zh/{page}">中文</a>\n\n'
-    in_english_only = not path.name.endswith(CHINESE) and not _is_chinese(path)
+    in_english_only = not path.name.endswith(CHINESE)
     return f'<a class="side" href="{up}../{page}">{"这一页还没有中文。" if in_english_only else ""}English</a>\n\n'
-
-
-def _is_chinese(path: Path) -> bool:
-    """Pages of docs/guides are written in Chinese alone."""
-    return len(re.findall(r"[\u4e00-\u9fff]", path.read_text(encoding="utf-8")[:600])) > 60
 
 
 def in_the_generators_markdown(text: str) -> str:
