@@ -71,7 +71,7 @@ def ways(yaml: str) -> list[Way]:
             Line("python -m venv env", is_given=True), Line(". env/bin/activate", is_given=True),
             Line("pip install trl peft"),
             Line("trl sft --model_name_or_path /given/model --dataset_name /given/data --output_dir out --use_peft"
-                 " --num_train_epochs 3"),
+                 " --num_train_epochs 3 --use_cpu"),
             Line(answer.replace("OUT", "out")),
         ]),
         Way("llamafactory", [
