@@ -1,5 +1,6 @@
 """A reward model as a plain float64 loop that shares no code with duoka: one answer at a time, unpadded, autograd."""
 
+import json
 import math
 
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 def train(file, folder, batches, *, lr, warmup, clip, weight_decay, adapt=None, centering=0.0):
     """Losses, norms, margins, final weights."""
     pairs = read_pairs(file, folder)
+    asked = [json.loads(line).get("margin") or 0.0 for line in file.read_text(encoding="utf-8").splitlines()]
     model = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", num_labels=1
     )
@@ -29,7 +31,7 @@ def train(file, folder, batches, *, lr, warmup, clip, weight_decay, adapt=None, 
         total = margin = 0.0
         for i in batch:
             w, l = (model(input_ids=ids[None]).logits[0, 0] for ids, _ in pairs[i])  # noqa: E741
-            loss = (-torch.log(1 / (1 + torch.exp(l - w))) + centering * (w + l) ** 2) / len(batch)
+            loss = (-torch.log(1 / (1 + torch.exp(l + asked[i] - w))) + centering * (w + l) ** 2) / len(batch)
             loss.backward()
             total += loss.item()
             margin += float((w - l).detach()) / len(batch)

@@ -16,7 +16,8 @@ STOP = 2  # <|im_end|> of the tiny tokenizer
 
 
 def write_steps(folder, num_steps, *, groups=3, samples=4, seed=0):
-    """Hand-made answers: of one token (the stop mark alone), cut ones, one without a reward, a group of equal ones."""
+    """Hand-made answers: of one token (the stop mark alone), cut ones, one without a reward, a group of equal ones,
+    some in which a tool spoke."""
     dice = random.Random(seed)
     Path(folder).mkdir(parents=True)
     for number in range(num_steps):
@@ -33,9 +34,13 @@ def write_steps(folder, num_steps, *, groups=3, samples=4, seed=0):
                     reward = 0.5
                 if (group, sample) == (1, 2):
                     reward = None
+                own = [not (sample == 3 and 1 <= at < len(ids) - 2) for at in range(len(ids))]
+                more = {} if all(own) else {"own": own}
                 lines.append({
+                    **more,
                     "prompt": 10 * number + group, "sample": sample, "question": f"q{group}", "prompt_ids": prompt,
-                    "ids": ids, "ended": ended, "text": "", "drawn": [0.0] * len(ids), "rewards": [reward],
+                    "ids": ids, "ended": ended, "text": "", "rewards": [reward],
+                    "drawn": [dice.uniform(-7, -4) for _ in range(sum(own))],
                     "reward": reward, "faults": [],
                 })  # fmt: skip
         head = {"version": 1, "step": number, "fingerprint": "by hand", "answers": len(lines)}
@@ -49,12 +54,13 @@ def read_step(folder, number):
 
 
 def answer_logps(model, answer, temperature):
-    """Of each of its tokens, and the entropy there."""
+    """Of each of its tokens that the model drew, and the entropy there."""
     ids = torch.tensor([*answer["prompt_ids"], *answer["ids"]])
     logps = (model(input_ids=ids[None]).logits[0] / temperature).log_softmax(-1)
     start = len(answer["prompt_ids"])
-    entropy = -(logps.exp() * logps).sum(-1)[start - 1 : -1]
-    return torch.stack([logps[at - 1, ids[at]] for at in range(start, len(ids))]), float(entropy.detach().sum())
+    drawn = [start + at for at, own in enumerate(answer.get("own", [True] * len(answer["ids"]))) if own]
+    entropy = sum(float(-(logps[at - 1].exp() * logps[at - 1]).sum().detach()) for at in drawn)
+    return torch.stack([logps[at - 1, ids[at]] for at in drawn]), entropy
 
 
 def advantages_of(answers, kind):
@@ -112,9 +118,16 @@ def note_ratios(seen, far, form, bounds, value, tokens):
     seen["clip_high"] += sum(math.exp(one) > 1 + bounds[1] and value > 0 for one in far) / tokens
 
 
+def weigh(seen, old, drawn, most, tokens):
+    """Of each token, how much likelier it was to who trains than to who drew it."""
+    weights = [min(math.exp(one - other), most) for one, other in zip(old.tolist(), drawn, strict=True)]
+    seen["importance"] = seen.get("importance", 0.0) + sum(weights) / tokens
+    return torch.tensor(weights, dtype=torch.float64)
+
+
 def train(
     folder, replay, num_steps, algorithm, *, lr, warmup, clip, weight_decay, max_new_tokens, updates=1, kl=0.0,
-    temperature=1.0, mask=False, advantage=None, normalize=None, ratio_clip=None, adapt=None,
+    temperature=1.0, mask=False, advantage=None, normalize=None, ratio_clip=None, adapt=None, importance=None,
 ):  # fmt: skip
     """Losses, norms, final weights, and of each step the means over its tokens that are logged."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -128,8 +141,7 @@ def train(
     optimizer = torch.optim.AdamW(
         [part for part in parts if part["params"]], lr=lr, betas=(0.9, 0.999), eps=1e-4, foreach=False, fused=False
     )
-    warm = math.ceil(warmup * num_steps)
-    losses, norms, old, logged = [], [], {}, []
+    warm, losses, norms, old, logged = math.ceil(warmup * num_steps), [], [], {}, []
     for step in range(1, num_steps + 1):
         answers = read_step(replay, (step - 1) // updates)
         values = advantages_of(answers, kind)
@@ -140,7 +152,7 @@ def train(
             values = {at: v for at, v in values.items() if len(by_prompt[answers[at]["prompt"]]) > 1}
         if mask:
             values = {at: v for at, v in values.items() if answers[at]["ended"]}
-        tokens, count = sum(len(answers[at]["ids"]) for at in values), len(values)
+        tokens, count = sum(len(answers[at]["drawn"]) for at in values), len(values)
         cosine = 0.5 * (1 + math.cos(math.pi * (step - 1 - warm) / (num_steps - warm)))
         for group in optimizer.param_groups:
             group["lr"] = lr * (step / warm if step <= warm else cosine)
@@ -151,6 +163,8 @@ def train(
             if (step - 1) % updates == 0:
                 old[at] = logps.detach()
             gains = token_gains(form, bounds, logps, old[at], value)
+            if importance:
+                gains = gains * weigh(seen, old[at], answers[at]["drawn"], importance, tokens)
             if bounds:
                 note_ratios(seen, (logps.detach() - old[at]).tolist(), form, bounds, value, tokens)
             if kl:

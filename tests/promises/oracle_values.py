@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM
 
 
 def look(model, head, answer, temperature):
-    """Of each token of an answer: its log-probability, and the value of what stands before it."""
+    """Of each token that was drawn: its log-probability, and the value of what stands before it."""
     ids, start = torch.tensor([*answer["prompt_ids"], *answer["ids"]]), len(answer["prompt_ids"])
     out = model(input_ids=ids[None], output_hidden_states=True)
     rows = out.hidden_states[-1][0, start - 1 : -1]
     logps = (out.logits[0, start - 1 : -1] / temperature).log_softmax(-1)
-    return logps.gather(1, ids[start:, None]).squeeze(1), rows @ head[0] + head[1]
+    drawn = torch.tensor(answer.get("own", [True] * len(answer["ids"])))
+    return logps.gather(1, ids[start:, None]).squeeze(1)[drawn], (rows @ head[0] + head[1])[drawn]
 
 
 def gae(values, reward, gamma, lam):
@@ -50,7 +51,7 @@ def train(folder, replay, num_steps, *, lr, warmup, clip, weight_decay, updates,
             returns = [torch.tensor(g, dtype=torch.double) + v for g, (_, v) in zip(worth, old, strict=True)]
             every = torch.tensor([g for gains in worth for g in gains], dtype=torch.double)
             mean, spread = (every.mean(), every.std() + 1e-4) if whiten else (0.0, 1.0)
-        tokens = sum(len(a["ids"]) for a in answers)
+        tokens = sum(len(a["drawn"]) for a in answers)
         cosine = 0.5 * (1 + math.cos(math.pi * (step - 1 - warm) / (num_steps - warm)))
         for group in optimizer.param_groups:
             group["lr"] = lr * (step / warm if step <= warm else cosine)

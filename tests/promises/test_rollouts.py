@@ -50,6 +50,10 @@ CASES = {
         {"algorithm": "cispo", "updates": 2, "clip": "[0.05, 0.05]"},
         {"algorithm": "cispo", "updates": 2, "ratio_clip": (0.05, 0.05)},
     ),
+    "grpo, weighed": (
+        {"algorithm": "grpo", "updates": 2, "importance": 2},
+        {"algorithm": "grpo", "updates": 2, "importance": 2.0},
+    ),
     "of the batch": (
         {"algorithm": "grpo", "advantage": "batch_std", "normalize": "length", "temperature": 1.3},
         {"algorithm": "grpo", "advantage": "batch_std", "normalize": "length", "temperature": 1.3},
@@ -75,6 +79,7 @@ DAILY = [
     ("reinforce", "whole"), ("reinforce", "2, ddp"), ("rloo", "one at a time"), ("rloo", "2, zero1"), ("grpo", "auto"),
     ("grpo", "2, ddp, auto"), ("grpo, KL", "LoRA"), ("grpo, KL", "2, ddp"), ("dr_grpo", "two at a time, padded"),
     ("dapo", "2, ddp"), ("gspo", "2, zero2, padded"), ("gspo, KL, wide", "2, ddp, LoRA, padded"), ("cispo", "2, fsdp"),
+    ("grpo, weighed", "2, fsdp"),
     ("grpo, KL", "2, fsdp"), ("grpo, KL", "2, zero2, padded"), ("cispo, narrow", "one at a time"),
     ("of the batch", "2, ddp"), ("gspo, KL, wide", "two at a time, padded"),
 ]  # fmt: skip

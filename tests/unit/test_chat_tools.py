@@ -14,9 +14,10 @@ from talking import ASKS_SUM, write_talking_model
 from duoka.cli import run as duoka
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.serve.chat import Chat
-from duoka.serve.tools import TOOLS, call_tool, end_of_speech
+from duoka.serve.tools import end_of_speech
 from duoka.tasks.calculate import Refused, calculate
 from duoka.tasks.run_code import output_of
+from duoka.tasks.tools import TOOLS, call_tool
 
 
 @pytest.mark.parametrize(

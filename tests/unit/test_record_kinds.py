@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ DETECTED: list[tuple[dict[str, Any], Any]] = [
     ({"prompt": [ASK], "chosen": [GOOD], "rejected": [WORSE]}, PAIR),
     ({"chosen": [ASK, GOOD], "rejected": [ASK, WORSE]}, PAIR),
     ({"conversations": [{"from": "human", "value": "q"}], "chosen": GPT[0], "rejected": GPT[1]}, PAIR),
+    ({"prompt": "q", "chosen": "good", "rejected": "worse", "margin": 2}, replace(PAIR, margin=2.0)),
+    ({"prompt": "q", "chosen": "good", "rejected": "worse", "margin": None}, PAIR),
+    ({"prompt": "q", "chosen": "good", "rejected": "worse", "margin": "wide"}, PAIR),  # a column of something else
     ({"prompt": "q", "completion": "good", "label": True}, LIKED),
     ({"messages": [ASK, GOOD], "label": True}, LIKED),
     ({"instruction": "q", "output": "good", "kto_tag": True}, LIKED),
@@ -61,7 +65,17 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "x"}, WORSE]}, DETECTED[7][0], "different conversations"),
     ({"chosen": [ASK, GOOD]}, DETECTED[7][0], "there is no 'rejected'"),
     ({"prompt": "q", "chosen": 3, "rejected": "b"}, DETECTED[3][0], "'chosen' is a number"),
-    ({"prompt": "q", "completion": "a", "label": 2}, DETECTED[9][0], "must be true or false"),
+    ({"prompt": "q", "completion": "a", "label": 2}, DETECTED[12][0], "must be true or false"),
+    (
+        {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "wide"},
+        DETECTED[9][0],
+        "'margin' is text, and must be a",
+    ),
+    (
+        {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 10**400},
+        DETECTED[9][0],
+        "'margin' is a number, and must",
+    ),
     ({"text": "  "}, DETECTED[0][0], "'text' is empty"),
     ({"text": None}, DETECTED[0][0], "'text' is null"),
     ({"prompt": [ASK, GOOD]}, DETECTED[2][0], "the prompt ends with assistant"),

@@ -6,8 +6,8 @@ import torch
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.model.sampling import Sampling, choose_token, uniform
 from duoka.serve.api.text import Answer
-from duoka.serve.api.tools import split_calls
 from duoka.serve.batching.scheduler import Scored
+from duoka.tasks.tool_calls import split_calls
 
 
 @pytest.fixture(scope="module")

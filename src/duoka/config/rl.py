@@ -20,6 +20,8 @@ Normalizer = Literal["tokens", "answers", "sequences", "length"]
 Ratio = Literal["none", "token", "sequence", "weight"]
 Weight = Annotated[Number, Field(ge=0)]
 TASK_REWARD = "task"
+ENGINES = ("vllm", "sglang")  # and their addresses
+CALCULATOR = "calculator"  # a tool of ours
 JUDGE = "model:"  # and a reward model's folder
 
 
@@ -115,6 +117,10 @@ class RlConfig(Section):
     values: ValuesConfig = Field(
         ValuesConfig(), description="The value head of advantage gae, as ppo has it (docs/rl.md)."
     )
+    importance: Annotated[Number, Field(ge=1)] | None = Field(
+        None, description="Weigh each token by how much likelier training finds it, before the first update, than it "
+        "was where it was drawn, at most this (truncated importance sampling); left out: 2 with an engine, else none."
+    )  # fmt: skip
     kl: Weight = Field(0.0, description="How much the distance from the run's start counts (k3); 0: no reference.")
     drop_equal: bool | None = Field(
         None, description="Leave out prompts all of whose answers got one reward; left out: the algorithm's."
@@ -125,12 +131,26 @@ class RlConfig(Section):
     )  # fmt: skip
     reward_deadline: Seconds = Field("10s", description="A reward that takes longer is a failure.")
     reward_workers: Annotated[Whole, Field(ge=1, le=256)] = Field(
-        1, description="Processes of each rank that compute rewards."
+        1, description="Processes of each rank that compute rewards; as many run tools."
     )
     max_failed: Annotated[Number, Field(ge=0, le=1)] = Field(
         0.5, description="End the run when the rewards of more of a step's answers than this share failed."
     )
-    rows: Annotated[Whole, Field(ge=1)] = Field(64, description="Answers that a rank draws at once, at most.")
+    tools: tuple[str, ...] = Field(
+        (), description="What the model may call while it answers: calculator, or functions of yours, such as "
+        "[tools.py:search], told by their annotations and docstrings. What they answer is read, and not learned."
+    )  # fmt: skip
+    tool_rounds: Annotated[Whole, Field(ge=1, le=1000)] = Field(
+        4, description="How often in one answer it may call them and go on."
+    )
+    tool_deadline: Seconds = Field("10s", description="A call that takes longer answers with an error.")
+    engine: str | None = Field(
+        None, description="A server that draws in place of the ranks, such as vllm:http://127.0.0.1:8000 or "
+        "sglang:http://127.0.0.1:30000; it loads the weights of each step from this disk. Left out: the ranks draw."
+    )  # fmt: skip
+    rows: Annotated[Whole, Field(ge=1)] = Field(
+        64, description="Answers that a rank draws at once, or asks an engine for, at most."
+    )
     replay: str | None = Field(
         None, description="A folder of recorded answers (RUN/rollouts): learn from these, draw none."
     )
@@ -148,6 +168,11 @@ class RlConfig(Section):
         )
 
     @property
+    def cap(self) -> float | None:
+        """Of importance; None: tokens are not weighed."""
+        return self.importance if self.importance is not None or self.engine is None else 2.0
+
+    @property
     def judges(self) -> tuple[str, ...]:
         """Reward models among the rewards."""
         return tuple(name for name in self.rewards if name.startswith(JUDGE))
@@ -155,6 +180,10 @@ class RlConfig(Section):
     @property
     def rewards_said(self) -> str:
         return ", ".join(self.rewards)
+
+    @property
+    def tools_said(self) -> str:
+        return ", ".join(self.tools)
 
     def sentence(self) -> str:
         """For a banner: all that decides the loss."""
@@ -176,5 +205,8 @@ class RlConfig(Section):
             parts += ["advantages whitened"] if one.whiten else []
         parts += [f"KL {self.kl:g}"] if self.kl else []
         parts += ["prompts without a signal left out"] if row.drop_equal else []
+        parts += [f"tokens weighed by importance up to {self.cap:g}"] if self.cap else []
+        parts += [f"drawn by {self.engine}"] if self.engine else []
+        parts += [f"tools {', '.join(self.tools)}"] if self.tools else []
         parts += ["cut answers masked"] if self.truncated == "mask" else []
         return ", ".join(parts)

@@ -5,11 +5,15 @@ A part of the table in rules.py, which evaluates it.
 
 from __future__ import annotations
 
-from duoka.config.rl import JUDGE, TASK_REWARD, RlConfig, ValuesConfig
+import re
+
+from duoka.config.rl import CALCULATOR, ENGINES, JUDGE, TASK_REWARD, RlConfig, ValuesConfig
 from duoka.config.rule import Rule, names_of
 from duoka.config.schema import DataConfig, RunConfig
 from duoka.units import parse_amount
 
+_NONE = RlConfig()
+_ENGINE = re.compile(rf"({'|'.join(ENGINES)}):https?://[^\s/]+\S*")
 _STRATEGIES = ("auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 
 
@@ -84,6 +88,50 @@ RL_RULES: tuple[Rule, ...] = (
         lambda c: _draws(c) and any(not _is_reward(name) for name in c.rl.rewards),
         "rl.rewards has a name that is neither task nor a file's function nor a reward model: {c.rl.rewards_said}",
         "write for example:   rewards: [rewards.py:score]   or   rewards: [model:runs/reward]",
+    ),
+    Rule(
+        "rl-tool-is-a-function",
+        ("rl.tools",),
+        lambda c: any(name != CALCULATOR and ".py:" not in name for name in c.rl.tools),
+        "rl.tools has a name that is neither calculator nor a file's function: {c.rl.tools_said}",
+        "write for example:   tools: [calculator, tools.py:search]   (programs that the model wrote are run by a "
+        "function of yours, where that is safe)",
+    ),
+    Rule(
+        "rl-tools-of-one-name",
+        ("rl.tools",),
+        lambda c: len({name.rpartition(":")[2] for name in c.rl.tools}) < len(c.rl.tools),
+        "two of rl.tools ({c.rl.tools_said}) have one name, by which the model calls them",
+        "rename one of the functions",
+    ),
+    Rule(
+        "rl-rounds-of-no-tool",
+        ("rl.tool_rounds", "rl.tool_deadline", "rl.tools"),
+        lambda c: not c.rl.tools and (c.rl.tool_rounds, c.rl.tool_deadline) != (_NONE.tool_rounds, _NONE.tool_deadline),
+        "rl.tool_rounds or rl.tool_deadline is written, and there are no rl.tools",
+        "write for example:   tools: [calculator]   or delete them",
+    ),
+    Rule(
+        "rl-engine-has-an-address",
+        ("rl.engine",),
+        lambda c: c.rl.engine is not None and not _ENGINE.fullmatch(c.rl.engine),
+        "rl.engine is {c.rl.engine}, and no kind of server with its address",
+        "write for example:   engine: vllm:http://127.0.0.1:8000   or   engine: sglang:http://127.0.0.1:30000",
+    ),
+    Rule(
+        "rl-engine-draws-from-all",
+        ("rl.engine", "rl.top_k", "rl.top_p"),
+        lambda c: c.rl.engine is not None and (c.rl.top_k > 0 or c.rl.top_p < 1),
+        "rl.engine tells how likely a token was among those that it drew from, and rl.top_k ({c.rl.top_k}) and "
+        "rl.top_p ({c.rl.top_p}) leave some out, which training counts",
+        "delete top_k and top_p",
+    ),
+    Rule(
+        "rl-replay-draws-nothing",
+        ("rl.engine", "rl.replay"),
+        lambda c: c.rl.engine is not None and c.rl.replay is not None,
+        "rl.replay learns from recorded answers, and rl.engine would draw others",
+        "delete one of them",
     ),
     Rule(
         "rl-weight-for-each-reward",

@@ -5,7 +5,9 @@ Read by every rank at its start, in a second for thousands: nothing of it is kep
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from duoka.config.schema import RunConfig
@@ -15,11 +17,13 @@ from duoka.data.read.record_kinds import read_record
 from duoka.data.read.records import find_pieces, read_piece
 from duoka.data.read.registry import ResolvedSet, find_sets, max_record_bytes
 from duoka.data.report import DataReport, SetReport, count_lengths
-from duoka.data.tokens.template import mark_tokens, render_prompt
+from duoka.data.tokens.template import knows_tools, mark_tokens, render_prompt, tool_turn
 from duoka.data.tokens.tokenize import Counts
 from duoka.data.tokens.tokenizer import ChatTokenizer
-from duoka.errors import DataError, Fault, Faults
+from duoka.errors import ConfigError, DataError, Fault, Faults
 from duoka.tasks.find import find_tasks, is_task
+from duoka.tasks.tool_pool import ToolPool
+from duoka.units import parse_seconds
 
 _PIECE_BYTES = 4 << 20
 
@@ -30,11 +34,14 @@ def prepare_prompts(config: RunConfig, base: Path, tokenizer: ChatTokenizer) -> 
     questions: list[Question] = []
     ids: list[Sequence[int]] = []
     room = config.data.max_length - config.rl.max_new_tokens
+    tools = _tools(config, base, tokenizer)
     for found in find_sets(config, base):
         counts, bad = Counts(), list[Fault]()
         asked = list(_asked(found, base, config, bad))
         if bad and config.data.on_bad == "error":
             raise Faults(bad[:10], title="data error")
+        if tools:
+            asked = [(question, _with_tools(question, prompt, tools)) for question, prompt in asked]
         for (question, _), own in zip(asked, _encode(asked, tokenizer), strict=True):
             if len(own) > room:
                 counts.num_dropped_long += 1
@@ -60,6 +67,36 @@ def prepare_prompts(config: RunConfig, base: Path, tokenizer: ChatTokenizer) -> 
         notes=tokenizer.notes,
     )  # fmt: skip
     return rows, report
+
+
+def _tools(config: RunConfig, base: Path, tokenizer: ChatTokenizer) -> str:
+    """What prompts tell of rl.tools, as JSON; "" without any."""
+    if not config.rl.tools:
+        return ""
+    pool = ToolPool(config.rl.tools, base, deadline_s=parse_seconds(config.rl.tool_deadline))
+    try:
+        schemas = pool.schemas
+    finally:
+        pool.close()
+    try:
+        if knows_tools(tokenizer, schemas):
+            tool_turn(["?"], schemas, tokenizer)
+            return json.dumps(schemas, ensure_ascii=False)
+        why = f"the chat template ({tokenizer.template_name}) knows no tools, so the model would not hear of them"
+    except BadRecord as error:
+        why = error.rule
+    raise ConfigError(
+        f"rl.tools: {why}", fix="take a model whose template does (Qwen2.5, Qwen3, Llama 3.1 and later), or delete them"
+    )
+
+
+def _with_tools(question: Question, prompt: Prompt, tools: str) -> Prompt:
+    if prompt.tools:
+        raise DataError(
+            f"{question.id} names tools of its own, which nobody would run beside rl.tools",
+            fix="take the column tools out of the data, or delete rl.tools",
+        )
+    return replace(prompt, tools=tools)
 
 
 Asked = tuple[Question, Prompt]  # what rewards know of it, and what the model reads: calls and tools too

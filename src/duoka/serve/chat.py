@@ -19,9 +19,10 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.data.tokens.typed_control import break_up, without_marks
 from duoka.errors import ConfigError
 from duoka.model.sampling import Sampling
-from duoka.serve.api.tools import split_calls
 from duoka.serve.generate import stream_answer
-from duoka.serve.tools import MOST_CALLS, Tool, as_asked, call_tool, end_of_speech
+from duoka.serve.tools import MOST_CALLS, as_asked, end_of_speech
+from duoka.tasks.tool_calls import split_calls
+from duoka.tasks.tools import Tool, call_tool
 
 Write = Callable[[str], None]
 

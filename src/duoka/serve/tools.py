@@ -1,64 +1,17 @@
-"""Tools that `duoka chat --tools` gives a model: what it is told of each, and what a call of one answers.
-
-A tool never raises: what went wrong is its answer, for the model to read.
-"""
+"""Tools that `duoka chat --tools` gives a model (tasks/tools.py), and what a listener hears of their calls."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
+from duoka.data.tokens.template import knows_tools
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError
-from duoka.tasks.calculate import Refused, calculate
-from duoka.tasks.run_code import output_of
+from duoka.tasks.tools import TOOLS, Tool, arguments_of
 
 MOST_CALLS = 8  # rounds of calls in one answer
 _MARK = "<tool_call>"
-
-
-@dataclass(frozen=True)
-class Tool:
-    """`argument`: the name of its only one, a text."""
-
-    name: str
-    description: str
-    argument: str
-    meaning: str
-    run: Callable[[str], str]
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        properties = {self.argument: {"type": "string", "description": self.meaning}}
-        parameters = {"type": "object", "properties": properties, "required": [self.argument]}
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {"type": "function", "function": function}
-
-
-def _calculate(expression: str) -> str:
-    try:
-        return calculate(expression)
-    except Refused as reason:
-        return f"error: {reason}"
-
-
-TOOLS = {
-    one.name: one
-    for one in (
-        Tool(
-            "calculator",
-            "Computes an arithmetic expression exactly.",
-            "expression",
-            "such as (3 + 4) * 2**8",
-            _calculate,
-        ),
-        Tool("python", "Runs a Python program and returns what it prints.", "code", "the whole program", output_of),
-    )
-}
 
 
 def find_tools(names: Sequence[str], tokenizer: ChatTokenizer) -> dict[str, Tool]:
@@ -72,15 +25,6 @@ def find_tools(names: Sequence[str], tokenizer: ChatTokenizer) -> dict[str, Tool
             fix="take a model whose template does (Qwen2.5, Qwen3, Llama 3.1 and later), or leave --tools out",
         )
     return found
-
-
-def knows_tools(tokenizer: ChatTokenizer, tools: list[dict[str, Any]]) -> bool:
-    """Whether the template writes tools into a prompt."""
-    asked = [{"role": "user", "content": "?"}]
-    try:
-        return tokenizer.render(asked, tools, prompt=True) != tokenizer.render(asked, None, prompt=True)
-    except TemplateError:
-        return False
 
 
 def end_of_speech(text: str) -> int:
@@ -97,21 +41,4 @@ def end_of_speech(text: str) -> int:
 
 def as_asked(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call as templates write it: its arguments as an object."""
-    return {"name": call["function"]["name"], "arguments": _arguments(call)}
-
-
-def _arguments(call: Mapping[str, Any]) -> Any:
-    try:
-        return json.loads(call["function"]["arguments"])
-    except ValueError:
-        return call["function"]["arguments"]
-
-
-def call_tool(tools: Mapping[str, Tool], call: Mapping[str, Any]) -> str:
-    tool, arguments = tools.get(call["function"]["name"]), _arguments(call)
-    if tool is None:
-        return f"error: there is no tool {call['function']['name']}; there is {', '.join(tools)}"
-    given = arguments.get(tool.argument) if isinstance(arguments, dict) else arguments
-    if not isinstance(given, (str, int, float)):
-        return f"error: {tool.name} needs {tool.argument} as text"
-    return tool.run(str(given))
+    return {"name": call["function"]["name"], "arguments": arguments_of(call)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from duoka.config.paths import given_path, is_file
@@ -12,11 +14,12 @@ from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError, Fault
 from duoka.tasks.find import find_scored, find_tasks, is_task
 from duoka.tasks.task import Task
+from duoka.tasks.tool_pool import BUILT_IN
 
 
 def check_tasks(config: RunConfig, base: Path) -> list[Fault]:
     """Faults of `train.eval_tasks`, and of what stage rl asks and rewards."""
-    faults = _check_rewards(config, base) if config.stage.kind.draws else []
+    faults = [*_check_rewards(config, base), *_check_tools(config, base)] if config.stage.kind.draws else []
     for place, name in enumerate(config.train.eval_tasks):
         key = f"train.eval_tasks.{place}"
         try:
@@ -35,12 +38,61 @@ def check_tasks(config: RunConfig, base: Path) -> list[Fault]:
 
 def reward_files(config: RunConfig, base: Path) -> dict[str, Path | None]:
     """The files of reward functions, looked up from here and then from `base`; None: there is none."""
+    names = config.rl.rewards if config.stage.kind.draws else ()
+    return _files([name for name in names if name != TASK_REWARD and name not in config.rl.judges], base)
+
+
+def tool_files(config: RunConfig, base: Path) -> dict[str, Path | None]:
+    """The files of functions that are tools, as reward_files."""
+    names = config.rl.tools if config.stage.kind.draws else ()
+    return _files([name for name in names if name not in BUILT_IN], base)
+
+
+def tools_digest(config: RunConfig, base: Path) -> str:
+    """What tools answer is decided by their files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in tool_files(config, base).values():
+        digest.update(file.read_bytes() if file is not None else b"")
+    return digest.hexdigest()
+
+
+def _files(names: Sequence[str], base: Path) -> dict[str, Path | None]:
     found: dict[str, Path | None] = {}
-    for name in config.rl.rewards if config.stage.kind.draws else ():
-        if name != TASK_REWARD and name not in config.rl.judges:
-            given = given_path(name.rpartition(":")[0])
-            found[name] = next((place.resolve() for place in (given, base / given) if is_file(place)), None)
+    for name in names:
+        given = given_path(name.rpartition(":")[0])
+        found[name] = next((place.resolve() for place in (given, base / given) if is_file(place)), None)
     return found
+
+
+def _find_function(name: str, place: Path | None, key: str) -> tuple[ast.Module | None, list[Fault]]:
+    """The file of a function, read and not run; faults where it has none of that name."""
+    if place is None:
+        fix = "a path begins in the folder where duoka is started, or beside the YAML"
+        return None, [Fault(f"there is no file {name.rpartition(':')[0]!r}", key=key, fix=fix)]
+    try:
+        tree = ast.parse(place.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        what = f"{place.name} is no Python: {error.msg}"
+        return None, [Fault(what, file=str(place), line=error.lineno or 0, source=(error.text or "").strip())]
+    except (OSError, ValueError) as error:
+        return None, [Fault(f"{place} cannot be read: {error}", key=key)]
+    function = name.rpartition(":")[2]
+    named = [one.name for one in tree.body if isinstance(one, ast.FunctionDef)]
+    bound = [getattr(part, "id", "") for one in tree.body if isinstance(one, ast.Assign) for part in one.targets]
+    imports = [alias for one in tree.body if isinstance(one, ast.ImportFrom) for alias in one.names]
+    imported = [alias.asname or alias.name for alias in imports]
+    if function in (*named, *bound, *imported):
+        return tree, []
+    known = f"it has {', '.join(named)}" if named else "it has none"
+    return tree, [Fault(f"{place.name} has no function {function!r}", key=key, fix=known)]
+
+
+def _check_tools(config: RunConfig, base: Path) -> list[Fault]:
+    return [
+        fault
+        for name, place in tool_files(config, base).items()
+        for fault in _find_function(name, place, "rl.tools")[1]
+    ]
 
 
 def _check_rewards(config: RunConfig, base: Path) -> list[Fault]:
@@ -48,26 +100,10 @@ def _check_rewards(config: RunConfig, base: Path) -> list[Fault]:
     faults = []
     for name, place in reward_files(config, base).items():
         function = name.rpartition(":")[2]
-        if place is None:
-            fix = "a path begins in the folder where duoka is started, or beside the YAML"
-            faults.append(Fault(f"there is no file {name.rpartition(':')[0]!r}", key="rl.rewards", fix=fix))
+        tree, missing = _find_function(name, place, "rl.rewards")
+        faults += missing
+        if tree is None:
             continue
-        try:
-            tree = ast.parse(place.read_text(encoding="utf-8"))
-        except SyntaxError as error:
-            what = f"{place.name} is no Python: {error.msg}"
-            faults.append(Fault(what, file=str(place), line=error.lineno or 0, source=(error.text or "").strip()))
-            continue
-        except (OSError, ValueError) as error:
-            faults.append(Fault(f"{place} cannot be read: {error}", key="rl.rewards"))
-            continue
-        named = [one.name for one in tree.body if isinstance(one, ast.FunctionDef)]
-        bound = [getattr(part, "id", "") for one in tree.body if isinstance(one, ast.Assign) for part in one.targets]
-        imports = [alias for one in tree.body if isinstance(one, ast.ImportFrom) for alias in one.names]
-        imported = [alias.asname or alias.name for alias in imports]
-        if function not in (*named, *bound, *imported):
-            known = f"it has {', '.join(named)}" if named else "it has none"
-            faults.append(Fault(f"{place.name} has no function {function!r}", key="rl.rewards", fix=known))
         faults += [
             Fault(
                 f"{function} takes {_told_arguments(one)}, and rewards are called with three", file=str(place),

@@ -1,19 +1,12 @@
 """Rewards of answers, computed in processes of their own that are killed at a deadline with all that they started.
 
 A function that raises, hangs, or gives no number has failed: its answer has no reward (None), which is counted, and is
-never a zero that training would learn from. A signal could not do that: it interrupts Python alone, on one thread.
+never a zero that training would learn from.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from duoka.process.lifeline import WORLD_TOKEN, leaves_the_world
-
-_START_S = 60.0  # a process imports what the functions need before it is asked
+from duoka.tasks.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -46,7 +37,7 @@ class RewardPool:
 
     def __init__(self, names: Sequence[str], base: Path, *, deadline_s: float, num_workers: int = 1) -> None:
         self.names = tuple(names)
-        self._workers = [_Worker(self.names, base, deadline_s) for _ in range(num_workers)]
+        self._workers = [Worker(self.names, base, deadline_s) for _ in range(num_workers)]
 
     def score(
         self,
@@ -62,13 +53,13 @@ class RewardPool:
         todo, ends = iter(range(len(questions))), time.monotonic() + for_s
         lock = threading.Lock()
 
-        def work(worker: _Worker) -> None:
+        def work(worker: Worker) -> None:
             while True:
                 with lock:
                     place = next(todo, None) if time.monotonic() < ends or not found else None
                 if place is None:
                     return
-                found[place] = worker.ask(questions[place])
+                found[place] = self._rewarded(*worker.ask(questions[place]))
 
         with ThreadPoolExecutor(len(self._workers), "duoka-rewards") as threads:
             going = {threads.submit(work, one) for one in self._workers}
@@ -79,6 +70,12 @@ class RewardPool:
                     one.result()  # what a thread raised is raised here
         return [found[place] for place in range(len(found))]
 
+    def _rewarded(self, parts: list[dict[str, Any]] | None, why: str) -> Rewarded:
+        if parts is None:
+            return Rewarded((None,) * len(self.names), (f"{' + '.join(self.names)}: {why}",))
+        faults = (f"{name}: {one['error']}" for name, one in zip(self.names, parts, strict=True) if "error" in one)
+        return Rewarded(tuple(one.get("value") for one in parts), tuple(faults))
+
     def faults(self) -> list[str]:
         """Why functions cannot be loaded: said before answers are drawn that nobody could reward."""
         return self._workers[0].faults() if self.names else []
@@ -86,95 +83,3 @@ class RewardPool:
     def close(self) -> None:
         for worker in self._workers:
             worker.end()
-
-
-def _environment() -> dict[str, str]:
-    """No rank's, but with the sign by which a launcher finds what it has to end."""
-    token = {WORLD_TOKEN: os.environ[WORLD_TOKEN]} if WORLD_TOKEN in os.environ else {}
-    return {**leaves_the_world(os.environ), **token}
-
-
-class _Worker:
-    def __init__(self, names: tuple[str, ...], base: Path, deadline_s: float) -> None:
-        self._names, self._base, self._deadline_s = names, base, deadline_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._read, self._is_new = b"", True
-
-    def faults(self) -> list[str]:
-        if self._process is not None and not self._is_new:  # it was asked already, and its answers tell
-            return []
-        line: bytes | None = b""
-        with contextlib.suppress(OSError):
-            line = self._line(self._started(), time.monotonic() + _START_S)
-        if not line:
-            self.end()
-            return [f"{' + '.join(self._names)}: {'not ready within 60 s' if line is None else 'the process ended'}"]
-        self._is_new = False
-        return list(json.loads(line))
-
-    def ask(self, question: dict[str, Any]) -> Rewarded:
-        try:
-            process = self._started()
-            line = self._line(process, time.monotonic() + _START_S) if self._is_new else b"ready"
-            if line:
-                self._is_new = False
-                assert process.stdin is not None
-                # Columns of a table may hold what JSON has no word for, such as times.
-                process.stdin.write(json.dumps(question, default=str).encode() + b"\n")
-                process.stdin.flush()
-                line = self._line(process, time.monotonic() + self._deadline_s)
-        except OSError as error:
-            line, why = None, f"its process ended ({error.strerror or type(error).__name__})"
-        else:
-            why = f"not ready within {_START_S:g} s" if self._is_new else f"no answer within {self._deadline_s:g} s"
-            if line == b"":  # it has closed its end: it is gone, or about to be
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    why = f"its process ended ({process.wait(self._deadline_s)})"
-        if not line:
-            self.end()
-            return Rewarded((None,) * len(self._names), (f"{' + '.join(self._names)}: {why}",))
-        parts = json.loads(line)
-        faults = tuple(
-            f"{name}: {one['error']}" for name, one in zip(self._names, parts, strict=True) if "error" in one
-        )
-        return Rewarded(tuple(one.get("value") for one in parts), faults)
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "duoka.tasks.reward_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                env=_environment(), start_new_session=True,
-            )  # fmt: skip
-            self._read, self._is_new = b"", True
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps([self._names, str(self._base)]).encode() + b"\n")
-            self._process.stdin.flush()
-        return self._process
-
-    def _line(self, process: subprocess.Popen[bytes], ends: float) -> bytes | None:
-        """The next line; None when it does not come in time, empty when none will come."""
-        assert process.stdout is not None
-        while b"\n" not in self._read:
-            # Not select.select, which knows no file beyond the 1,024th that a process opens.
-            poll = select.poll()
-            poll.register(process.stdout, select.POLLIN)
-            if not poll.poll(1000 * min(max(0.0, ends - time.monotonic()), 86400.0)):
-                return None
-            some = os.read(process.stdout.fileno(), 1 << 16)
-            if not some:
-                return b""
-            self._read += some
-        line, _, self._read = self._read.partition(b"\n")
-        return line
-
-    def end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                if pipe is not None:
-                    pipe.close()

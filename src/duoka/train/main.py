@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import torch
+from collections.abc import Callable
+from functools import partial
 
 from duoka.comm.world import World, end_world, start_world
 from duoka.config.loaded import Loaded
 from duoka.data.prepare import prepare_data
 from duoka.errors import StoppedEarly
-from duoka.hub.models import model_folder, resolve_tokenizer
+from duoka.hub.models import model_folder
 from duoka.model.build import named_part
 from duoka.model.native import describe
 from duoka.optim.build import describe_optimizer
@@ -18,7 +17,7 @@ from duoka.process.environ import read_rank_environment
 from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.heart import Heart, watch_itself
 from duoka.runs.stop_request import read_stop_request
-from duoka.store.final_folder import ResultSources, write_final
+from duoka.store.final_folder import write_final
 from duoka.store.saving import check_room
 from duoka.store.state import read_random_state, set_random_state
 from duoka.train.loop import train
@@ -111,15 +110,7 @@ def _finish(run: Run, stopped_by: str) -> int:
     world.heart.tell("end", step)
     beside = run.stage.beside(contents.engine)
     write_final(
-        named_part(contents.engine.bare), run.mesh, lambda: _result_sources(inputs, beside), inputs.run.final
+        named_part(contents.engine.bare), run.mesh, partial(inputs.result_sources, beside), inputs.run.final
     )  # fmt: skip
     record.done(step)
     return 0
-
-
-def _result_sources(inputs: Inputs, beside: Mapping[str, Mapping[str, torch.Tensor]]) -> ResultSources:
-    """The tokenizer and the template that training used."""
-    tokenizer = inputs.tokenizer()
-    template = tokenizer.template if tokenizer.template_name != "model" else None
-    folder = resolve_tokenizer(inputs.config.model, inputs.loaded.base, inputs.folder)
-    return ResultSources(inputs.folder, folder, template, beside)

@@ -6,7 +6,7 @@ of a run is made anywhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,10 @@ from duoka.data.prepare import PreparedData, read_tokenizer
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.hub.adapter_files import note_other_bases
 from duoka.hub.base import BaseIdentity, model_fingerprint
+from duoka.hub.models import resolve_tokenizer
 from duoka.model import native
 from duoka.model.adapters import Earlier
-from duoka.model.build import find_core, load_model, named_weights
+from duoka.model.build import find_core, load_model, named_part, named_weights
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.exactness import RowChoice, check_stages, choose_rows, needs_own_logits
 from duoka.model.layers import find_layers
@@ -52,6 +53,7 @@ from duoka.runs.manifest import list_checkpoints
 from duoka.runs.versions import library_versions
 from duoka.store.checkpoint import CheckpointStore, Facts
 from duoka.store.contents import Contents
+from duoka.store.final_folder import ResultSources, write_final
 from duoka.store.resume import check_changes, choose_checkpoint
 from duoka.store.retention import clean_drafts
 from duoka.store.saving import Saver
@@ -91,6 +93,13 @@ class Inputs:
 
     def tokenizer(self) -> ChatTokenizer:
         return read_tokenizer(self.config.model, self.loaded.base, self.folder)
+
+    def result_sources(self, beside: Mapping[str, Mapping[str, torch.Tensor]]) -> ResultSources:
+        """What the final folder takes from elsewhere: the tokenizer and the template that training used."""
+        tokenizer = self.tokenizer()
+        template = tokenizer.template if tokenizer.template_name != "model" else None
+        folder = resolve_tokenizer(self.config.model, self.loaded.base, self.folder)
+        return ResultSources(self.folder, folder, template, beside)
 
 
 @dataclass
@@ -190,6 +199,7 @@ def build_run(inputs: Inputs, world: World) -> Run:
         inputs.tokenizer,
         engine,
         plan.layout,
+        lambda folder: write_final(named_part(engine.bare), mesh, partial(inputs.result_sources, {}), folder),
     )
     feed = stage.feed(feed, around)
     store = _open_store(inputs, plan, world)

@@ -24,6 +24,11 @@ class AnswerRows(ABC):
     num_targets: np.ndarray
     reference: np.ndarray | None = None
 
+    @property
+    def margins(self) -> np.ndarray | None:
+        """(samples,) by how much the better of two answers is to score higher; None: by nothing."""
+        return None
+
     @abstractmethod
     def __len__(self) -> int: ...
 

@@ -55,6 +55,7 @@ class Batch:
     target_places: Tensor | None = None  # (targets,) long, among all tokens, for devices that are slow to be asked
     sides: Tensor | None = None  # (documents,) long, of answers: CHOSEN or REJECTED (of a pair: in this order); PADDING
     reference: Tensor | None = None  # (documents,) double: log-probability of each where the run began
+    margins: Tensor | None = None  # (pairs,) double: by how much the better answer is to score higher
     mismatched: Batch | None = None  # of labeled answers: the same prompts, each with an answer to another one
 
     def pinned(self) -> Batch:
@@ -273,7 +274,10 @@ def with_sides(batch: Batch, store: Samples, sample_ids: Sequence[int | None]) -
     if store.reference is not None:
         known = [store.reference_of(index) if index is not None else np.zeros(1) for index in sample_ids]
         reference = torch.from_numpy(np.concatenate([np.zeros(0), *known]))
-    return replace(batch, sides=torch.tensor(sides, dtype=torch.long), reference=reference)
+    margins = None
+    if isinstance(store, AnswerRows) and store.margins is not None:
+        margins = torch.from_numpy(store.margins[[index for index in sample_ids if index is not None]])
+    return replace(batch, sides=torch.tensor(sides, dtype=torch.long), reference=reference, margins=margins)
 
 
 def build_rows(store: Samples, plan: MicroPlan, shape: tuple[int, int], pad_id: int, key: int | None = None) -> Batch:

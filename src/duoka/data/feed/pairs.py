@@ -43,6 +43,10 @@ class PairRows(AnswerRows):
         return None if self.reference is None else self.reference[index]
 
     @property
+    def margins(self) -> np.ndarray | None:
+        return self.store.margins
+
+    @property
     def packed_lengths(self) -> np.ndarray:
         return self.lengths
 

@@ -26,7 +26,8 @@ INFO_FILE = "dataset_info.json"
 _PEEK_BYTES = 1 << 20
 _OPTIONS = ("file_name", "hf_hub_url", "formatting", "columns", "tags", "num_samples", "split", "subset", "ranking")
 _COLUMNS = (
-    "prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected", "kto_tag", "text",
+    "prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected", "margin", "kto_tag",
+    "text",
 )  # fmt: skip
 _REMOTE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 

@@ -62,6 +62,7 @@ class Preference:
     tools: str | None = None
     source: str = ""
     line: int = 0
+    margin: float = 0.0  # by how much the better answer is to score higher (stage reward)
 
 
 @dataclass(frozen=True)

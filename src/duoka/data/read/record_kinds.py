@@ -6,6 +6,7 @@ conversation is written; the kind says what stands beside it. Raises BadRecord, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -111,7 +112,21 @@ def _read_preference(record: dict[str, Any], form: SetFormat, source: str, line:
     _check(messages, "question")
     if answers[0] == answers[1]:
         raise BadRecord("chosen and rejected are the same answer", "there is nothing to prefer: leave the record out")
-    return Preference(tuple(messages), answers[0], answers[1], read_tools(tools), source, line)
+    margin = _read_margin(record, form.columns.get("margin"))
+    return Preference(tuple(messages), answers[0], answers[1], read_tools(tools), source, line, margin)
+
+
+def _read_margin(record: dict[str, Any], name: str | None) -> float:
+    value = record.get(name) if name else None
+    if value is None:
+        return 0.0
+    try:
+        found = math.nan if isinstance(value, (bool, list, dict)) else float(value)  # cells of a table are text
+    except (ValueError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise BadRecord(f"{name!r} is {kind_of(value)}, and must be a number", "by how much chosen is to score higher")
+    return found
 
 
 def _answer_turns(value: Any, name: str, form: SetFormat) -> list[Message]:

@@ -265,5 +265,6 @@ def _describe(form: SetFormat) -> str:
     else:
         said = f"{columns.get('messages', 'chosen')}: {tags['role_tag']} {tags['user_tag']}/{tags['assistant_tag']}"
     if form.kind == "preference":
-        return f"{said}; {columns['chosen']} before {columns['rejected']}"
+        by = f" by {columns['margin']}" if "margin" in columns else ""
+        return f"{said}; {columns['chosen']} before {columns['rejected']}{by}"
     return f"{said}; label {columns['kto_tag']}" if form.kind == "labeled" else said

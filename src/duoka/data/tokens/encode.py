@@ -21,11 +21,13 @@ REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (y
 class Encoded:
     """One record as tokens. `parts` are two for a preference pair (chosen, rejected), else one.
 
-    `mark` goes into the store beside the sample: a pair's length of the chosen part, a label as 0 or 1.
+    `mark` and `margin` go into the store beside the sample: a pair's length of the chosen part, a label as 0 or 1; by
+    how much a pair's better answer is to score higher.
     """
 
     parts: tuple[Sample, ...]
     mark: int = 0
+    margin: float = 0.0
     num_unknown: int = 0  # tokens that stand for characters which the tokenizer does not have
     is_damaged: bool = False  # the text holds U+FFFD: characters were lost before duoka read it
 
@@ -104,14 +106,14 @@ def _sample(marked: _Marked, tokens: Tokens, tokenizer: ChatTokenizer) -> Sample
 
 
 def _finish(example: AnyExample, parts: tuple[Sample, ...], tokenizer: ChatTokenizer) -> Encoded:
-    mark = 0
+    mark, margin = 0, 0.0
     if isinstance(example, Preference):
-        mark = len(parts[0].input_ids)
+        mark, margin = len(parts[0].input_ids), example.margin
     elif isinstance(example, Labeled):
         mark = int(example.is_good)
     texts = _texts_of(example)
     num_unknown = _count_unknown(parts, texts, tokenizer)
-    return Encoded(parts, mark, num_unknown, any(REPLACEMENT in text for text in texts))
+    return Encoded(parts, mark, margin, num_unknown, any(REPLACEMENT in text for text in texts))
 
 
 def frame_text(ids: list[int], tokenizer: ChatTokenizer) -> list[int]:
@@ -153,7 +155,7 @@ def fit_length(encoded: Encoded, max_length: int, on_long: str, example: AnyExam
     if on_long in ("truncate", "split") and isinstance(example, (Example, Preference, Labeled)):
         parts = tuple(Sample(part.input_ids[:max_length], part.is_target[:max_length]) for part in encoded.parts)
         mark = len(parts[0].input_ids) if isinstance(example, Preference) else encoded.mark
-        return [Encoded(parts, mark)]
+        return [Encoded(parts, mark, encoded.margin)]
     return []  # a prompt without its end asks nothing
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,6 +95,43 @@ def render_prompt(
     _check_all_is_there(text, said, tokenizer)
     text, _, cuts = without_marks(text, [], mark)
     return text, cuts
+
+
+def knows_tools(tokenizer: ChatTokenizer, tools: list[dict[str, Any]]) -> bool:
+    """Whether the template writes tools into a prompt."""
+    from jinja2 import TemplateError
+
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        return tokenizer.render(asked, tools, prompt=True) != tokenizer.render(asked, None, prompt=True)
+    except TemplateError:
+        return False
+
+
+def tool_turn(answers: Sequence[str], tools: list[dict[str, Any]], tokenizer: ChatTokenizer) -> list[int]:
+    """The ids of what tools answered, from behind the assistant's end of turn to where it speaks again.
+
+    They are what the template writes behind any answer, so that of what the model said no token is encoded anew.
+    Raises BadRecord where the template cannot tell one from the other.
+    """
+    call = json.dumps([{"name": tools[0]["function"]["name"], "arguments": {}}])
+    asked = (Message("user", "?"), Message("assistant", "!", call))
+    said, mark = _messages((*asked, *(Message("tool", answer) for answer in answers)), tokenizer)
+    before = _render(tokenizer, said[:2], tools, turn=2)
+    whole = _render(tokenizer, said, tools, turn=len(said), prompt=True)
+    at = _trim_end(before, 0, len(before), tokenizer)
+    lost = any(turn["content"].strip() not in whole[at:] for turn in said[2:])
+    if not whole.startswith(before[:at]) or lost:
+        raise BadRecord(
+            f"the chat template ({tokenizer.template_name}) does not write what a tool answers behind the call",
+            "use a model whose template knows tools (Qwen2.5, Qwen3, Llama 3.1 and later)",
+        )
+    text, _, cuts = without_marks(whole, [], mark)
+    (tokens,) = tokenizer.encode_many([text])
+    if cuts:
+        tokens = _encode_typed(text, cuts, tokens, tokenizer)
+    ids: list[int] = tokens.ids[tokens.starts >= at].tolist()
+    return ids
 
 
 def _turn_span(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, place: int, text: str) -> Span:

@@ -6,15 +6,16 @@ samples from several parts (a mixture, a split). `prepare` makes both; the loade
     ids.npy       (tokens,) int32     targets.npy    (tokens,) bool
     offsets.npy   (samples + 1,) int64                num_targets.npy (samples,) int32
     content.npy   (samples,) uint64: a hash of each sample     marks.npy      (samples,) int32
-    meta.json: what it is, written last
+    margins.npy   (samples,) float64, where one is not 0       meta.json: what it is, written last
 
 A mark is what a kind of data has to say of a sample: how many of a preference pair's tokens are the chosen part, or
-whether a labeled answer is good (1) or not (0).
+whether a labeled answer is good (1) or not (0). A margin is by how much a pair's better answer is to score higher.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ import numpy as np
 from duoka.data.tokens.template import Sample
 from duoka.runs.folder import read_json, write_json_atomic
 
-ARRAYS = ("ids", "targets", "offsets", "num_targets", "content", "marks")
+ARRAYS = ("ids", "targets", "offsets", "num_targets", "content", "marks")  # and margins, where there are any
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,24 @@ class Arrays:
     num_targets: np.ndarray
     content: np.ndarray
     marks: np.ndarray
+    margins: np.ndarray | None = None
+
+    def named(self) -> dict[str, np.ndarray]:
+        """Those that are there, by their names."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
-def pack_arrays(samples: Sequence[Sample], marks: Sequence[int] | None = None) -> Arrays:
+def pack_arrays(
+    samples: Sequence[Sample], marks: Sequence[int] | None = None, margins: Sequence[float] | None = None
+) -> Arrays:
     all_marks = np.zeros(len(samples), np.int32) if marks is None else np.array(marks, np.int32)
+    all_margins = np.zeros(len(samples)) if margins is None else np.array(margins, np.float64)
     lengths = np.array([len(sample.input_ids) for sample in samples], np.int64)
     digests = (
         hashlib.blake2b(
-            sample.input_ids.tobytes() + sample.is_target.tobytes(), digest_size=8, salt=_salt(int(mark))
+            sample.input_ids.tobytes() + sample.is_target.tobytes(), digest_size=8, salt=_salt(int(mark), float(margin))
         ).digest()
-        for sample, mark in zip(samples, all_marks, strict=True)
+        for sample, mark, margin in zip(samples, all_marks, all_margins, strict=True)
     )
     return Arrays(
         ids=np.concatenate([np.zeros(0, np.int32), *(sample.input_ids for sample in samples)]),
@@ -57,12 +66,14 @@ def pack_arrays(samples: Sequence[Sample], marks: Sequence[int] | None = None) -
         num_targets=np.array([sample.num_targets for sample in samples], np.int32),
         content=np.frombuffer(b"".join(digests), np.uint64).copy(),
         marks=all_marks,
+        margins=all_margins if all_margins.any() else None,
     )
 
 
-def _salt(mark: int) -> bytes:
-    """Equal tokens with another mark are another sample. Most have none, and keep the plain hash."""
-    return mark.to_bytes(8, "little", signed=True) if mark else b""
+def _salt(mark: int, margin: float) -> bytes:
+    """Equal tokens with another mark or margin are another sample. Most have none, and keep the plain hash."""
+    first = mark.to_bytes(8, "little", signed=True) if mark or margin else b""
+    return first + (struct.pack("<d", margin) if margin else b"")
 
 
 def write_part(folder: Path, pieces: Sequence[Arrays], meta: dict[str, Any]) -> None:
@@ -81,7 +92,10 @@ def write_part(folder: Path, pieces: Sequence[Arrays], meta: dict[str, Any]) -> 
     for name, dtype in (("num_targets", np.int32), ("content", np.uint64), ("marks", np.int32)):
         joined = np.concatenate([np.zeros(0, dtype), *(getattr(piece, name) for piece in pieces)])
         np.save(folder / f"{name}.npy", joined, allow_pickle=False)
-    sizes = {name: (folder / f"{name}.npy").stat().st_size for name in ARRAYS}
+    if any(piece.margins is not None for piece in pieces):
+        margins = [np.zeros(len(piece.marks)) if piece.margins is None else piece.margins for piece in pieces]
+        np.save(folder / "margins.npy", np.concatenate(margins), allow_pickle=False)
+    sizes = {file.stem: file.stat().st_size for file in sorted(folder.glob("*.npy"))}
     write_json_atomic(folder / "meta.json", {**meta, "sizes_bytes": sizes})
 
 
@@ -91,14 +105,15 @@ class TokenPart:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.meta = read_json(folder / "meta.json") or {}
-        loaded = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
+        names = [*ARRAYS, "margins"] if "margins" in self.meta.get("sizes_bytes", {}) else ARRAYS
+        loaded = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
         self.arrays = Arrays(**loaded)
 
     @staticmethod
     def is_whole(folder: Path) -> bool:
         """True when the folder was written to its end, and nothing in it was cut since."""
         sizes = (read_json(folder / "meta.json") or {}).get("sizes_bytes", {})
-        files = {name: folder / f"{name}.npy" for name in ARRAYS}
+        files = {name: folder / f"{name}.npy" for name in (*ARRAYS, *(["margins"] if "margins" in sizes else []))}
         return all(file.is_file() and file.stat().st_size == sizes.get(name) for name, file in files.items())
 
     def __len__(self) -> int:
@@ -151,6 +166,16 @@ class TokenStore:
     @cached_property
     def marks(self) -> np.ndarray:
         return self._chosen([part.arrays.marks for part in self.parts], np.int32)
+
+    @cached_property
+    def margins(self) -> np.ndarray | None:
+        """(samples,) float64; None where all are 0."""
+        found = [part.arrays.margins for part in self.parts]
+        if all(one is None for one in found):
+            return None
+        sizes = map(len, self.parts)
+        whole = [np.zeros(size) if one is None else one for one, size in zip(found, sizes, strict=True)]
+        return self._chosen(whole, np.float64)
 
     def __repr__(self) -> str:
         return f"TokenStore({len(self):,} samples, {int(self.lengths.sum(dtype=np.int64)):,} tokens)"

@@ -27,7 +27,7 @@ from duoka.data.read.record_kinds import read_record
 from duoka.data.read.records import FilePiece, Record, read_piece
 from duoka.data.tokens.encode import Encoded, encode_examples, fit_length
 from duoka.data.tokens.template import Targets
-from duoka.data.tokens.token_store import ARRAYS, Arrays, pack_arrays
+from duoka.data.tokens.token_store import Arrays, pack_arrays
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import Fault, WorkerFailed
 from duoka.process.lifeline import die_with_parent
@@ -173,14 +173,15 @@ def read_result(draft: Path, number: int) -> PieceResult | None:
 
 def read_arrays(draft: Path, number: int) -> Arrays:
     with np.load(draft / f"piece-{number:06d}.npz", allow_pickle=False) as file:
-        return Arrays(**{name: file[name] for name in ARRAYS})
+        return Arrays(**{name: file[name] for name in file.files})
 
 
 def _write_piece(draft: Path, number: int, result: PieceResult, samples: list[Encoded]) -> None:
-    arrays = pack_arrays([sample.joined() for sample in samples], [sample.mark for sample in samples])
+    marks, margins = [sample.mark for sample in samples], [sample.margin for sample in samples]
+    arrays = pack_arrays([sample.joined() for sample in samples], marks, margins)
     name = draft / f"piece-{number:06d}"
     with open(f"{name}.draft", "wb") as file:
-        np.savez(file, **{name: getattr(arrays, name) for name in ARRAYS})
+        np.savez(file, allow_pickle=False, **arrays.named())
     os.replace(f"{name}.draft", f"{name}.npz")
     write_json_atomic(Path(f"{name}.json"), result.to_json())  # last: it says that the arrays are whole
 

@@ -14,8 +14,8 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.serve.api.fields import BadRequest
 from duoka.serve.api.requests import Asked
 from duoka.serve.api.text import Answer, Piece
-from duoka.serve.api.tools import split_calls
 from duoka.serve.batching.scheduler import Done, Event, Failed, IsFull, Scheduler, Scored, TooLarge
+from duoka.tasks.tool_calls import split_calls
 
 _LOOK_S = 0.25  # how often somebody who waits is asked whether they are still there
 

@@ -11,12 +11,11 @@ from typing import Any
 from jinja2 import TemplateError
 
 from duoka.data.read.example import BadRecord, Message
-from duoka.data.tokens.template import encode_prompt, render_prompt
+from duoka.data.tokens.template import encode_prompt, knows_tools, render_prompt
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.sampling import Sampling
 from duoka.serve.api.fields import BadRequest, Fields, several
 from duoka.serve.batching.scheduler import Job, Mailbox
-from duoka.serve.tools import knows_tools
 
 MOST_ANSWERS = 128
 MOST_TOP = 20

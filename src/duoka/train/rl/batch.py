@@ -26,11 +26,11 @@ class Learned:
     @property
     def by_token(self) -> tuple[float, ...]:
         one = self.advantage
-        return one if isinstance(one, tuple) else (one,) * len(self.rollout.ids)
+        return one if isinstance(one, tuple) else (one,) * self.rollout.num_own
 
 
 class AnswerRows:
-    """Sample i is answer i behind its prompt: each token of the answer is a target, its stop token too."""
+    """Sample i is answer i behind its prompt: each token that was drawn is a target, its stop token too."""
 
     def __init__(self, answers: Sequence[Learned]) -> None:
         self.answers = tuple(answers)
@@ -43,11 +43,14 @@ class AnswerRows:
     def segments(self, index: int) -> list[Sample]:
         one = self.answers[index].rollout
         ids = np.array([*one.prompt_ids, *one.ids], np.int32)
-        return [Sample(ids, np.arange(len(ids)) >= len(one.prompt_ids))]
+        is_target = np.arange(len(ids)) >= len(one.prompt_ids)
+        if one.own is not None:
+            is_target[len(one.prompt_ids) :] = one.own
+        return [Sample(ids, is_target)]
 
     @property
     def num_targets(self) -> int:
-        return sum(len(one.rollout.ids) for one in self.answers)
+        return sum(one.rollout.num_own for one in self.answers)
 
 
 @dataclass(frozen=True)

@@ -4,25 +4,30 @@ What is computed at once is decided by the prompts alone (`make_units`): rows of
 for any number of ranks, so that a rank computes of a unit the bits that any other would. Each token is drawn by a
 number that is counted (seed, step, prompt, sample, position), whoever computes it. So one set of weights gives the same
 answers on any number of ranks. After an update weights of another number of ranks differ in their last bits, and where
-two tokens are nearly tied answers part.
+two tokens are nearly tied answers part. Answers that called tools go on in parts of one length again, which the turns
+before decide.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from duoka.config.rl import RlConfig
 from duoka.data.feed.prompts import PromptRows
 from duoka.data.tokens.tokenizer import ChatTokenizer
-from duoka.model.answer import Answered, answer_rows, stop_tokens, with_cache
+from duoka.model.answer import alone, answer_rows, stop_tokens, with_cache
 from duoka.model.build import LossModel
 from duoka.model.sampling import Sampling, draw_rows, uniform
 from duoka.parallel.engine import Engine
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
+from duoka.train.rl.drafts import Draft, ToolTurns
+from duoka.train.rl.outside import Outside
 from duoka.train.rl.rollouts import Rollout
 
 Unit = tuple[tuple[int, int], ...]  # (prompt, sample) of each row
@@ -55,6 +60,8 @@ class Drawer:
     max_length: int
     prompts: PromptRows
     tokenizer: ChatTokenizer
+    turns: ToolTurns | None = None
+    outside: Outside | None = None
 
     def __post_init__(self) -> None:
         assert isinstance(self.engine.bare, LossModel)
@@ -64,53 +71,95 @@ class Drawer:
         """All answers of a step, on every rank."""
         world = self.engine.mesh.data
         units = make_units(prompts, self.prompts.lengths.tolist(), self.rl.samples, self.rl.rows)
-        shares = share_units(units, world.size)
+        own = share_units(units, world.size)[world.rank]
+        drafts = self._ask(number, own) if self.outside is not None else self._draw(number, own)
+        order = {place: at for at, place in enumerate(prompts)}
+        found = [one.rollout(self.prompts.questions[one.prompt].id, has_tools=self.turns is not None) for one in drafts]
+        drawn = [one for part in world.gather(found) for one in part]
+        return sorted(drawn, key=lambda one: (order[one.prompt], one.sample))
+
+    def _draw(self, number: int, units: Sequence[Unit]) -> list[Draft]:
         with self.engine.evaluate() as model:
             assert isinstance(model, LossModel)
             was_training = model.training
             model.eval()
             try:
                 with with_cache(model.core):
-                    own = self._draw_share(model, number, shares[world.rank], max(map(len, shares)))
+                    return self._draw_share(model, number, units)
             finally:
                 model.train(was_training)
-        order = {place: at for at, place in enumerate(prompts)}
-        drawn = [one for part in world.gather(own) for one in part]
-        return sorted(drawn, key=lambda one: (order[one.prompt], one.sample))
 
-    def _draw_share(self, model: LossModel, number: int, units: Sequence[Unit], rounds: int) -> list[Rollout]:
+    def _ask(self, number: int, units: Sequence[Unit]) -> list[Draft]:
+        """This rank's answers, drawn by an engine, on all ranks together."""
+        assert self.outside is not None
+        heart, world = self.engine.world.heart, self.engine.mesh.data
+        self.outside.load(number)
+        found = [Draft(prompt, sample, self.prompts.ids[prompt]) for unit in units for prompt, sample in unit]
+        going = found
+        while world.sum([float(bool(going))])[0] > 0:
+            asked = [(one.read, self._room(one), self._seed(number, one)) for one in going]
+            drawn = self.outside.answer(asked, self._sampling, partial(heart.tell, "rollouts"))
+            for one, answer in zip(going, drawn, strict=True):
+                one.add(answer.ids, answer.stop, answer.logps, self.tokenizer)
+                one.version = answer.version
+            going = [] if self.turns is None else self.turns.answer(going, self._room, partial(heart.tell, "tools"))
+        return found
+
+    def _seed(self, number: int, draft: Draft) -> int:
+        return int(uniform(self.seed, number, draft.prompt, draft.sample, len(draft.ids)) * (1 << 31))
+
+    @property
+    def _sampling(self) -> Sampling:
+        return Sampling(temperature=self.rl.temperature, top_p=self.rl.top_p, top_k=self.rl.top_k)
+
+    def _draw_share(self, model: LossModel, number: int, units: Sequence[Unit]) -> list[Draft]:
         """Ranks that gather weights for each pass make equally many of them."""
         world = self.engine.mesh.data
         together = self.layout.is_sharded and world.size > 1
-        asked: Callable[[bool], bool] = lambda going: world.sum([float(going)])[0] > 0  # noqa: E731
-        found: list[Rollout] = []
-        for place in range(rounds if together else len(units)):
-            unit = units[place] if place < len(units) else ()
+        is_any: Callable[[bool], bool] = lambda going: world.sum([float(going)])[0] > 0  # noqa: E731
+        goes_on = is_any if together else alone
+        todo = deque([Draft(prompt, sample, self.prompts.ids[prompt]) for prompt, sample in unit] for unit in units)
+        found: list[Draft] = []
+        while goes_on(bool(todo)):
+            drafts = todo.popleft() if todo else []
+            found += [one for one in drafts if not one.rounds]
             with compute_in(self.layout.precision, self.engine.world.device):
-                found += self._draw_unit(model, number, unit, asked if together else None)
+                self._draw_turn(model, number, drafts, goes_on)
+            if self.turns is not None:
+                going = self.turns.answer(drafts, self._room, partial(self.engine.world.heart.tell, "tools"))
+                todo.extend(_by_length(going))
         return found
 
-    def _draw_unit(
-        self, model: LossModel, number: int, unit: Unit, is_any_going: Callable[[bool], bool] | None
-    ) -> list[Rollout]:
-        heart, rl = self.engine.world.heart, self.rl
-        sampling = Sampling(temperature=rl.temperature, top_p=rl.top_p, top_k=rl.top_k)
+    def _room(self, draft: Draft) -> int:
+        return min(self.rl.max_new_tokens, self.max_length - len(draft.asked)) - len(draft.ids)
+
+    def _draw_turn(
+        self, model: LossModel, number: int, drafts: Sequence[Draft], is_any_going: Callable[[bool], bool]
+    ) -> None:
+        """A turn of answers that have one length so far."""
+        heart, sampling = self.engine.world.heart, self._sampling
 
         def choose(logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
             heart.tell("rollouts")
-            numbers = [uniform(self.seed, number, prompt, sample, position) for prompt, sample in unit]
-            return draw_rows(logits.float(), sampling, numbers)
+            places = [(one.prompt, one.sample, len(one.ids) + position) for one in drafts]
+            return draw_rows(logits.float(), sampling, [uniform(self.seed, number, *place) for place in places])
 
-        ids = [self.prompts.ids[prompt] for prompt, _ in unit]
-        room = min(rl.max_new_tokens, self.max_length - len(ids[0])) if ids else 0
-        more = {} if is_any_going is None else {"is_any_going": is_any_going}
-        answers = answer_rows(model, ids or [(0,)], self.stop_ids, room, choose, **more)
-        return [self._rollout(*row, answer) for row, answer in zip(unit, answers, strict=False)]
+        room = self._room(drafts[0]) if drafts else 0
+        asked = [one.read for one in drafts] or [(0,)]
+        answers = answer_rows(model, asked, self.stop_ids, room, choose, is_any_going)
+        for one, answer in zip(drafts, answers, strict=False):
+            one.add(answer.ids, answer.stop, answer.logps, self.tokenizer)
 
-    def _rollout(self, prompt: int, sample: int, answer: Answered) -> Rollout:
-        ids = (*answer.ids, *(() if answer.stop is None else (answer.stop,)))
-        text = self.tokenizer.backend.decode(answer.ids, skip_special_tokens=True)
-        return Rollout(
-            prompt, sample, self.prompts.questions[prompt].id, self.prompts.ids[prompt], ids, answer.ended, text,
-            tuple(answer.logps),
-        )  # fmt: skip
+    def close(self) -> None:
+        if self.turns is not None:
+            self.turns.pool.close()
+        if self.outside is not None:
+            self.outside.close()
+
+
+def _by_length(drafts: Sequence[Draft]) -> list[list[Draft]]:
+    """Those that are computed at once."""
+    found: dict[int, list[Draft]] = {}
+    for one in drafts:
+        found.setdefault(len(one.read), []).append(one)
+    return list(found.values())

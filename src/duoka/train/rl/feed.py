@@ -30,7 +30,7 @@ from duoka.errors import ConfigError, DataError
 from duoka.hub.base import model_fingerprint
 from duoka.parallel.engine import Engine
 from duoka.plan.layout import Layout
-from duoka.tasks.check import reward_files
+from duoka.tasks.check import reward_files, tools_digest
 from duoka.tasks.rewards import Rewarded, RewardPool
 from duoka.train.rl.batch import AnswerRows, build_answers
 from duoka.train.rl.draw import Drawer
@@ -77,6 +77,8 @@ class Site:
             rl.samples, rl.max_new_tokens, rl.temperature, rl.top_k, rl.top_p, rl.rows, self.config.data.max_length,
             self.layout.precision, rl.rewards, rl.reward_weights, rl.kl > 0,
             *(["values"] if rl.row.has_values else ()),
+            *([rl.engine] if rl.engine else ()),
+            *([rl.tools, rl.tool_rounds, tools_digest(self.config, self.base)] if rl.tools else ()),
         ]  # fmt: skip
         return hashlib.blake2b(json.dumps(facts, default=str).encode(), digest_size=16).hexdigest()
 
@@ -121,6 +123,7 @@ class RolloutFeed:
 
     def close(self) -> None:
         self.site.pool.close()
+        self.site.drawer.close()
 
     # --- one batch ---
 
@@ -275,7 +278,8 @@ class RolloutFeed:
 
     def _question(self, one: Rollout) -> dict[str, Any]:
         asked = self.site.prompts.questions[one.prompt].to_json()
-        return {**asked, "completion": one.text, "is_cut": not one.ended}
+        called = {} if one.calls is None else {"calls": one.calls}
+        return {**asked, "completion": one.text, "is_cut": not one.ended, **called}
 
     def _check_failures(self, rollouts: Sequence[Rollout]) -> None:
         failed = [one for one in rollouts if one.faults]

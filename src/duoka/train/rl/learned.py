@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from duoka.config.rl import RlConfig
+from duoka.tasks.tools import ERROR
 from duoka.train.rl.advantages import advantages, deviation, estimate, has_signal, whitened
 from duoka.train.rl.batch import Learned
 from duoka.train.rl.rollouts import Rollout, RolloutStep
@@ -61,7 +62,7 @@ def facts_of(step: RolloutStep, rl: RlConfig) -> dict[str, float]:
     """What is logged of a step's answers."""
     groups = [[one.reward for one in group] for group in _groups(step)]
     rewards = [value for group in groups for value in group if value is not None]
-    lengths = [len(one.ids) for one in step.rollouts]
+    lengths = [one.num_own for one in step.rollouts]
     facts = {
         "reward": math.fsum(rewards) / max(1, len(rewards)),
         "reward_sd": deviation(rewards),
@@ -70,9 +71,18 @@ def facts_of(step: RolloutStep, rl: RlConfig) -> dict[str, float]:
         "truncated": sum(not one.ended for one in step.rollouts) / len(lengths),
         "unrewarded": sum(one.reward is None for one in step.rollouts) / len(lengths),
     }
+    if rl.tools:
+        facts |= _facts_of_calls(step)
     if rl.row.has_values:
         return facts | _facts_of_values(_by_values(step, rl))
     return facts | {"groups_equal": sum(not has_signal(group) for group in groups) / len(groups)}
+
+
+def _facts_of_calls(step: RolloutStep) -> dict[str, float]:
+    """Calls of an answer, and the share of these that failed."""
+    calls = [call for one in step.rollouts for call in one.calls or ()]
+    failed = sum(call["answer"].startswith(ERROR) for call in calls)
+    return {"tool_calls": len(calls) / len(step.rollouts), "tool_errors": failed / max(1, len(calls))}
 
 
 def _facts_of_values(answers: list[Learned]) -> dict[str, float]:

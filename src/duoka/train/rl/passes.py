@@ -54,7 +54,7 @@ class AnswerPass:
                 if not isinstance(micro, AnswerBatch):
                     continue
                 flat = found.double()[(micro.labels != IGNORED).to(device)].cpu()
-                sizes = [len(rollouts[place].ids) for place in micro.places]
+                sizes = [rollouts[place].num_own for place in micro.places]
                 for place, values in zip(micro.places, flat.split(sizes), strict=True):
                     own[place] = tuple(values.tolist())
             model.train(was_training)

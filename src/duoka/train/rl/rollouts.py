@@ -23,7 +23,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Rollout:
-    """One answer. `ids` end with the stop token where `ended`; a list of numbers has one for each of them."""
+    """One answer. `ids` end with the stop token where `ended`; lists of numbers have one for each that was drawn."""
 
     prompt: int  # its place among the prompts
     sample: int
@@ -31,7 +31,7 @@ class Rollout:
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
     ended: bool  # by a stop token; else it was cut
-    text: str
+    text: str  # with tools: what was said after the last of their answers
     drawn: tuple[float, ...]  # log-probabilities where it was drawn
     rewards: tuple[float | None, ...] | None = None  # of each function; None: not scored yet
     reward: float | None = None  # their sum; None: it has none
@@ -39,6 +39,14 @@ class Rollout:
     old: tuple[float, ...] | None = None  # log-probabilities as training computes them, before the first update
     start: tuple[float, ...] | None = None  # and where the run began
     values: tuple[float, ...] | None = None  # of the value head before the first update: what is still to come
+    own: tuple[bool, ...] | None = None  # which of `ids` the model drew, and tools did not answer; None: all
+    calls: tuple[dict[str, Any], ...] | None = None  # of tools: name, arguments, answer; None: there are none
+
+    version: str | None = None  # of the weights of an engine that drew it
+
+    @property
+    def num_own(self) -> int:
+        return len(self.ids) if self.own is None else sum(self.own)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ is divided by, for every row of config/rl.py:ALGORITHMS.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,12 +27,15 @@ from duoka.parallel.gather import gather_state
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.objective import Sums
 from duoka.tasks.rewards import RewardPool
+from duoka.tasks.tool_pool import ToolPool
 from duoka.train.moments import Concern
 from duoka.train.record import Recorder
 from duoka.train.rl.batch import AnswerBatch
+from duoka.train.rl.drafts import ToolTurns
 from duoka.train.rl.draw import Drawer
 from duoka.train.rl.feed import RolloutFeed, Site
 from duoka.train.rl.judges import Judges
+from duoka.train.rl.outside import SERVERS, Outside
 from duoka.train.rl.passes import AnswerPass, take_values
 from duoka.train.rl.rollouts import FOLDER, Rollout
 from duoka.train.rl.start import StartWeights
@@ -41,6 +45,7 @@ from duoka.train.stages.stage import Around, Stage
 from duoka.units import parse_seconds
 
 # Log-probabilities of a token, drawn with a cache and learned without one, that are the same but for rounding.
+_NEAR = 0.3  # the same of an engine, whose kernels and types are others
 _SAME = {"fp32": 1e-3, "bf16": 1e-1, "fp16": 1e-1}
 
 
@@ -52,6 +57,7 @@ class Policy(Stage):
         self.rl, self.row = config.rl, config.rl.row
         names = ["entropy", "logp_gap"]
         names += ["ratio", "clip_low", "clip_high"] if self.row.ratio != "none" else []
+        names += ["importance"] if self.rl.cap is not None else []
         names += ["kl"] if self.rl.kl else []
         self.metrics = dict.fromkeys(names, "tokens") | ({"value_loss": "values"} if self.row.has_values else {})
         self._first_logps: dict[int, torch.Tensor] = {}  # by place among the rollouts, from their first update
@@ -90,7 +96,7 @@ class Policy(Stage):
                 rollouts = [replace(one, values=values) for one, values in zip(rollouts, found, strict=True)]
             return rollouts
 
-        drawer = Drawer(engine, layout, rl, config.train.seed, longest, feed.store, around.tokenizer())
+        drawer = self._drawer(feed.store, around)
         functions = [name for name in rl.rewards if name not in rl.judges]
         pool = RewardPool(
             functions, around.base, deadline_s=parse_seconds(rl.reward_deadline), num_workers=rl.reward_workers
@@ -104,6 +110,24 @@ class Policy(Stage):
         )  # fmt: skip
         self._feed = RolloutFeed(feed, site)
         return self._feed
+
+    def _drawer(self, prompts: PromptRows, around: Around) -> Drawer:
+        rl, engine, tokenizer = self.rl, around.engine, around.tokenizer()
+        turns = None
+        if rl.tools:
+            deadline_s = parse_seconds(rl.tool_deadline)
+            tools = ToolPool(rl.tools, around.base, deadline_s=deadline_s, num_workers=rl.reward_workers)
+            turns = ToolTurns(tools, rl.tool_rounds, tokenizer)
+        drawer = Drawer(
+            engine, around.layout, rl, self.config.train.seed, self.config.data.max_length, prompts, tokenizer, turns
+        )
+        if rl.engine is not None:
+            kind, _, url = rl.engine.partition(":")
+            server = SERVERS[kind](url, drawer.stop_ids, parse_seconds(self.config.parallel.timeout))
+            world = engine.mesh.everyone
+            sign = world.agree(secrets.token_hex(4))
+            drawer.outside = Outside(server, world, around.write, around.run.path / "engine", rl.rows, sign)
+        return drawer
 
     def concerns(self, record: Recorder) -> tuple[Concern, ...]:
         assert self._feed is not None
@@ -141,6 +165,9 @@ class Policy(Stage):
         shares = _on_tokens(1 / counts, micro)
         share = shares if self.row.normalize == "answers" else torch.ones_like(shares)
         gain, metrics = self._gain(logps, old, advantages, micro, counts, is_target)
+        if self.rl.cap is not None:
+            weight = (old - micro.drawn.to(device)).exp().clamp(max=self.rl.cap)
+            gain, metrics["importance"] = gain * weight, (weight * is_target).sum()
         loss = -(gain * share * is_target).sum()
         if micro.start is not None:
             apart = micro.start.to(device) - logps
@@ -203,6 +230,15 @@ class Policy(Stage):
         """At its first step the model is the policy that drew: else its ratios, and what is learned, mean nothing."""
         if self.rl.replay is not None or metrics["logp_gap"] <= _SAME[precision]:
             return
+        if self.rl.engine is not None:
+            if metrics["logp_gap"] <= _NEAR:
+                return
+            raise ConfigError(
+                f"the engine answers with another model than the one that learns: log-probabilities differ by "
+                f"{metrics['logp_gap']:.3g} a token at the first step",
+                where="likely: it serves another base, or tells log-probabilities before rl.temperature",
+                fix="start it with the same model; vLLM with   --logprobs-mode processed_logprobs",
+            )
         raise ConfigError(
             f"the model that learns is not the one that drew: log-probabilities differ by {metrics['logp_gap']:.3g} a "
             "token at the first step",

@@ -1,7 +1,8 @@
 """Stage reward: a model that scores answers, so that the better one of each preference pair scores higher.
 
--log sigma(R_w - R_l) of the scores R of both answers (arXiv 2203.02155), and `centering` times (R_w + R_l)^2 beside it
-(2312.09244): a difference says nothing of where scores lie.
+-log sigma(R_w - R_l - m) of the scores R of both answers (arXiv 2203.02155) and the pair's margin m, where the data has
+one (2307.09288), and `centering` times (R_w + R_l)^2 beside it (2312.09244): a difference says nothing of where scores
+lie.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 from duoka.comm.world import World
 from duoka.config.schema import RunConfig
-from duoka.data.feed.answers import PADDING
+from duoka.data.feed.answers import PADDING, AnswerRows
 from duoka.data.feed.loader import Batch, GlobalBatch
 from duoka.data.prepare import PreparedData
 from duoka.model.build import LossModel
@@ -33,13 +34,17 @@ class Rewards(Stage):
         super().__init__(config)
         self.centering = config.stage.centering or 0.0
         self.pad_id = 0
+        self.has_margins = False
 
     def describe(self) -> str:
         beside = f" + {self.centering:g} x (sum of both scores)^2" if self.centering else ""
-        return f"-log sigmoid of the better answer's score less the worse one's{beside}"
+        less = ", less the pair's margin" if self.has_margins else ""
+        return f"-log sigmoid of the better answer's score less the worse one's{less}{beside}"
 
     def take_data(self, prepared: PreparedData) -> None:
         self.pad_id = prepared.pad_id
+        rows = prepared.train
+        self.has_margins = isinstance(rows, AnswerRows) and rows.margins is not None
 
     def wrap(self, lm: torch.nn.Module, *, own_logits: bool = False) -> LossModel:
         return ScoreModel(lm, self.pad_id)
@@ -57,7 +62,8 @@ class Rewards(Stage):
         real = (micro.sides != PADDING).nonzero().view(-1, 2)  # (pairs, 2): chosen and rejected, side by side
         places = last_tokens(micro, self.pad_id)[real].to(device)
         better, worse = scores.reshape(-1)[places].double().unbind(dim=1)
-        loss = -F.logsigmoid(better - worse)
+        ahead = better - worse if micro.margins is None else better - worse - micro.margins.to(device)
+        loss = -F.logsigmoid(ahead)
         if self.centering:
             loss = loss + self.centering * (better + worse) ** 2
         with torch.no_grad():

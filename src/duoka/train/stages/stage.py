@@ -42,6 +42,7 @@ class Around:
     tokenizer: Callable[[], ChatTokenizer]
     engine: Engine
     layout: Layout
+    write: Callable[[Path], None]  # the trained weights into a folder, as the run's result; on all ranks together
 
 
 class Stage(ABC):

@@ -1,6 +1,7 @@
-"""A process that computes rewards: a question a line on its input, a number, null or an error a line on its output.
+"""A process that runs a user's functions, rewards or tools: a question a line on its input, an answer a line on its
+output, which of a reward is a number, null or an error.
 
-Started by rewards.py, which kills it with all that it started when an answer takes too long. What a reward function
+Started by worker.py, which kills it with all that it started when an answer takes too long. What a reward function
 prints goes to the error stream; it ends with whoever started it, also in the middle of a function that hangs.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import queue
@@ -21,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from duoka.config.paths import given_path, is_file
+from duoka.tasks.tools import ERROR, MOST_SAID, schema_of
 
 Reward = Callable[[list[dict[str, str]], str, dict[str, Any]], Any]
 _MOST = 1e30  # squares of it, and sums of these, are finite
@@ -38,7 +41,7 @@ def main() -> None:
     own = os.getpid()
     while True:
         question = json.loads(asked.get())
-        found = [_score(functions, name, question, Path(base)) for name in names]
+        found = _answer(functions, names, question, Path(base))
         if os.getpid() != own:  # a function forked, and nobody ended its child: one question has one answer
             os._exit(0)
         print(json.dumps(found), file=answers, flush=True)
@@ -64,6 +67,38 @@ def _load_all(names: list[str], base: Path) -> tuple[dict[str, Any], list[str]]:
     return functions, faults
 
 
+def _answer(functions: dict[str, Any], names: list[str], question: dict[str, Any], base: Path) -> Any:
+    """Rewards of an answer; or, of functions that are tools, what the model is told of them, or what a call gives."""
+    if "schemas" in question:
+        return [_schema(functions, name) for name in names]
+    if "tool" in question:
+        return _call(functions[question["tool"]], question["arguments"])
+    return [_score(functions, name, question, base) for name in names]
+
+
+def _schema(functions: dict[str, Any], name: str) -> dict[str, Any]:
+    try:
+        return schema_of(functions[name])
+    except (LookupError, TypeError, ValueError, NameError) as error:
+        return {"error": _told(f"{name}: {type(error).__name__}: {error}")}
+
+
+def _call(function: Callable[..., Any], arguments: Any) -> str:
+    """What a call of a function answers, as the model reads it."""
+    if not isinstance(arguments, dict):
+        return f"{ERROR}{function.__name__} needs its arguments as an object"
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return f"{ERROR}{function.__name__}: {error}"
+    try:
+        found = function(**arguments)
+        said = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may raise anything
+        said = f"{ERROR}{type(error).__name__}: {error}"
+    return said[:MOST_SAID].encode("utf-8", "replace").decode()
+
+
 def _score(functions: dict[str, Any], name: str, question: dict[str, Any], base: Path) -> dict[str, Any]:
     """{"value": a number or null}, or {"error": why there is none}."""
     try:
@@ -75,7 +110,7 @@ def _score(functions: dict[str, Any], name: str, question: dict[str, Any], base:
             messages = [{"role": role, "content": text} for role, text in question["messages"]]
             # A record's own column `answer` is what its owner means by it; a conversation's last turn stands in.
             facts = {"answer": question["answer"], **question["facts"], "id": question["id"],
-                     "is_cut": question["is_cut"]}  # fmt: skip
+                     "is_cut": question["is_cut"], "calls": question.get("calls", [])}  # fmt: skip
             value = functions[name](messages, question["completion"], facts)
         if value is None:
             return {"value": None}
