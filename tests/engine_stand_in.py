@@ -15,18 +15,19 @@ from typing import Any
 
 
 class StandIn:
-    """`is_stale`: it says that it loaded weights, and answers with the first ones."""
+    """`is_stale`: it says that it loaded weights, and answers with the first ones; with `says_so` by their name."""
 
-    def __init__(self, base: Path, *, is_stale: bool = False, token: str | None = None) -> None:
+    def __init__(self, base: Path, *, is_stale: bool = False, says_so: bool = False, token: str | None = None) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.base, self.is_stale, self.token = base, is_stale, token
+        self.base, self.is_stale, self.says_so, self.token = base, is_stale, says_so, token
         self.lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         self.lock = threading.Lock()
         self.version = "default"
         self.adapters: dict[str, Any] = {}
         self.asked: list[str] = []  # paths, as they came
+        self.seen: list[int] = []  # folders beside weights, when it was told to load these
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         self.asked.append(path)
@@ -51,7 +52,8 @@ class StandIn:
 
         if not self.is_stale:
             self.lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.version = version
+        self.version = self.version if self.says_so else version
+        self.seen.append(len(list(Path(folder).parent.iterdir())))
         return {"success": True, "message": "loaded"}
 
     def _adapt(self, body: dict[str, Any]) -> None:

@@ -76,6 +76,7 @@ def test_each_step_is_drawn_by_its_own_weights(case, servers, name):
         versions = {one["version"] for one in lines_of(run, number)}
         assert len(versions) == 1 and versions.pop().startswith(f"step-{number:08d}-")
     assert not (run / "engine").exists(), "weights that a server was given are not left behind"
+    assert all(count <= 2 for count in servers[name].seen), "nor kept once it has others"
     asked = servers[name].asked
     loads = sum("load_lora" in path or path in ("/collective_rpc", "/update_weights_from_disk") for path in asked)
     assert loads == (5 if "LoRA" in name else 3), "three, and with adapters two that were given back"
@@ -105,3 +106,6 @@ def test_what_is_wrong_with_a_server_is_said_at_once(case, tmp_path, monkeypatch
     with serving(other) as url:
         wrong = run_duoka("train", str(yaml), f"output={tmp_path / 'c'}", f"rl.engine=vllm:{url}", cwd=folder)
     assert wrong.returncode == 2 and "answers with another model" in wrong.stderr, wrong.stderr
+    with serving(StandIn(folder / "model", is_stale=True, says_so=True)) as url:
+        old = run_duoka("train", str(yaml), f"output={tmp_path / 'd'}", f"rl.engine=sglang:{url}", cwd=folder)
+    assert old.returncode == 2 and "drawn by weights 'default'" in old.stderr, old.stderr

@@ -32,6 +32,10 @@ def weather(city: str) -> str:
     """The weather of a city."""
     return "sunny" if city == "Oslo" else "rain"
 '''
+UNFORESEEN = """
+def weather(city: str) -> str:
+    return "zz 9q " + city[::-1] + " 31 % of what is 7"  # nothing it was taught to go on from
+"""
 SPOKEN = "\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -40,6 +44,7 @@ def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rollouts-tools")
     model = write_talking_model(folder / "model")
     (folder / "mine.py").write_text(FUNCTIONS, encoding="utf-8")
+    (folder / "other.py").write_text(UNFORESEEN, encoding="utf-8")
     for name, ask in (("sums", ASKS_SUM), ("weather", ASKS_WEATHER)):
         (folder / f"{name}.jsonl").write_text((json.dumps({"prompt": ask}) + "\n") * 2, encoding="utf-8")
     yaml = folder / "run.yaml"
@@ -56,6 +61,8 @@ def case(tmp_path_factory):
         job("mine", *short, "data.train=[weather.jsonl]", "rl.tools=[mine.py:weather]", "rl.rewards=[mine.py:sunny]"),
         job("no room", *short, "rl.max_new_tokens=90"),
         job("once", *short, "rl.tool_rounds=1"),
+        job("unforeseen", *short, "data.train=[weather.jsonl]", "rl.tools=[other.py:weather]", "rl.temperature=0.8",
+            "rl.samples=12", "rl.rewards=[mine.py:right]"),
     ], 1)  # fmt: skip
     train_all([
         job("two", "parallel.strategy=ddp", *short),
@@ -99,6 +106,24 @@ def test_what_is_drawn_is_what_is_learned_and_calls_are_counted(case):
     found = answers(case / "whole")
     assert first["tool_calls"] == sum(len(one["calls"]) for one in found) / 8 >= 0.5
     assert first["num_targets"] == sum(sum(one["own"]) for one in found)
+
+
+def test_behind_a_tool_draws_are_counted_on(case):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from duoka.model.sampling import uniform
+
+    model = AutoModelForCausalLM.from_pretrained(case / "model", dtype=torch.float64, attn_implementation="eager")
+    for one in called(case / "unforeseen"):
+        ids = torch.tensor([*one["prompt_ids"], *one["ids"]])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, len(one["prompt_ids"]) - 1 : -1] / 0.8
+        for position, (row, token, own) in enumerate(zip(logits, one["ids"], one["own"], strict=True)):
+            passed = row.softmax(-1).cumsum(-1)
+            at = uniform(7, 0, one["prompt"], one["sample"], position)
+            falls_on = (passed[token - 1] if token else 0.0) - 1e-5 < at < passed[token] + 1e-5
+            assert falls_on or not own, (one["sample"], position)
 
 
 def test_any_world_draws_the_same_and_recorded_answers_give_the_run_again(case):
