@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from duoka.comm.collectives import TimedWork, bytes_of, gather_into, num_ranks
 from duoka.comm.ledger import LEDGER
-from duoka.plan.traffic import PACKED_BLOCK
+from duoka.plan.traffic import PACKED_BLOCKS
 
-BLOCK = PACKED_BLOCK
 _SCALE_BYTES = 4
 _LEVELS = {8: 127, 4: 7}
 _BIASED = 8  # 4-bit numbers are stored from 1 to 15
@@ -25,16 +24,17 @@ _BIASED = 8  # 4-bit numbers are stored from 1 to 15
 
 def packed_bytes(count: int, bits: int) -> int:
     """Of `count` numbers, the last block filled up."""
-    return -(-count // BLOCK) * (BLOCK * bits // 8 + _SCALE_BYTES)
+    block = PACKED_BLOCKS[bits]
+    return -(-count // block) * (block * bits // 8 + _SCALE_BYTES)
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Rows of numbers as rows of bytes: numbers in whole blocks, then the blocks' scales."""
-    rows, count = values.shape
-    whole = -(-count // BLOCK) * BLOCK
+    (rows, count), block = values.shape, PACKED_BLOCKS[bits]
+    whole = -(-count // block) * block
     blocks = values.new_zeros((rows, whole), dtype=torch.float32)
     blocks[:, :count] = values
-    blocks = blocks.view(rows, -1, BLOCK)
+    blocks = blocks.view(rows, -1, block)
     scales = blocks.abs().amax(-1, keepdim=True).div_(_LEVELS[bits])
     # A block of zeros has scale 0, and 0 / 0 is no number.
     numbers = blocks.div_(torch.where(scales == 0, 1.0, scales)).round_().nan_to_num_(0.0).to(torch.int8)
@@ -46,15 +46,15 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, out: torch.Tensor, bits: int) -> torch.Tensor:
     """The numbers of `pack`, into rows of any type."""
-    rows, count = out.shape
-    num_blocks = -(-count // BLOCK)
-    size = num_blocks * BLOCK * bits // 8
+    (rows, count), block = out.shape, PACKED_BLOCKS[bits]
+    num_blocks = -(-count // block)
+    size = num_blocks * block * bits // 8
     numbers, scales = packed[:, :size], packed[:, size:].contiguous().view(torch.float32)
     if bits == 4:
         pairs = torch.stack((numbers & 15, numbers >> 4), dim=-1)
-        signed = pairs.view(rows, num_blocks, BLOCK).float() - _BIASED
+        signed = pairs.view(rows, num_blocks, block).float() - _BIASED
     else:
-        signed = numbers.view(torch.int8).reshape(rows, num_blocks, BLOCK).float()
+        signed = numbers.view(torch.int8).reshape(rows, num_blocks, block).float()
     return out.copy_(signed.mul_(scales.unsqueeze(-1)).view(rows, -1)[:, :count])
 
 
@@ -137,7 +137,7 @@ def _sum_parts(parts: torch.Tensor, bits: int, group: dist.ProcessGroup | None, 
 
 def error_bound(values: torch.Tensor, bits: int) -> torch.Tensor:
     """How far each number may come out from what went in: half a step of its block's scale."""
-    count = values.numel()
-    blocks = torch.nn.functional.pad(values.reshape(-1).float(), (0, -count % BLOCK)).view(-1, BLOCK)
+    count, block = values.numel(), PACKED_BLOCKS[bits]
+    blocks = torch.nn.functional.pad(values.reshape(-1).float(), (0, -count % block)).view(-1, block)
     steps = blocks.abs().amax(-1, keepdim=True) / _LEVELS[bits]
     return (0.5 * steps * (1 + math.ldexp(1, -20))).expand_as(blocks).reshape(-1)[:count]

@@ -25,7 +25,8 @@ When = Literal["forward", "backward", "end", "between"]  # `between`: nothing of
 LINK_SHARE = 0.78
 NETWORK_SHARE = 0.80
 Reshard = bool | Literal["node"]
-PACKED_BLOCK = 256  # numbers with a scale of 4 bytes, where weights or gradients travel in 8 or 4 bits
+# By bits in which weights or gradients travel: how many neighbors share a scale of 4 bytes.
+PACKED_BLOCKS = {8: 256, 4: 64}
 BUCKET_BYTES = 25 * 2**20  # DDP's
 
 
@@ -195,7 +196,7 @@ def _expert_traffic(
 
 def _packed_bytes(bits: int) -> float:
     """Per number, with its part of its block's scale; 0 where numbers travel as they are."""
-    return bits / 8 + 4 / PACKED_BLOCK if bits else 0.0
+    return bits / 8 + 4 / PACKED_BLOCKS[bits] if bits else 0.0
 
 
 def _scattered(work: Work, payload: float, times: int, group: Group, layers: int) -> list[Exchange]:
