@@ -15,13 +15,17 @@ from typing import Any
 
 
 class StandIn:
-    """`is_stale`: it says that it loaded weights, and answers with the first ones; with `says_so` by their name."""
+    """`is_stale`: it says that it loaded weights, and answers with the first ones; with `says_so` by their name.
+    `drops`: a name of what is wrong with its answers."""
 
-    def __init__(self, base: Path, *, is_stale: bool = False, says_so: bool = False, token: str | None = None) -> None:
+    def __init__(
+        self, base: Path, *, is_stale: bool = False, says_so: bool = False, token: str | None = None, drops: str = ""
+    ) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         self.base, self.is_stale, self.says_so, self.token = base, is_stale, says_so, token
+        self.drops = drops
         self.lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         self.lock = threading.Lock()
         self.version = "default"
@@ -85,10 +89,18 @@ class StandIn:
         assert body["model"] == "base" or body["model"] in self.adapters
         stops = body["stop_token_ids"]
         ids, logps = self._draw(lm, body["prompt"], body["max_tokens"], body["temperature"], body["seed"], stops)
-        one = {
+        one: dict[str, Any] = {
             "token_ids": ids, "logprobs": {"token_logprobs": logps}, "text": "",
             "finish_reason": "stop" if ids[-1] in stops else "length",
         }  # fmt: skip
+        if self.drops == "answer":
+            one |= {"token_ids": [], "logprobs": {"token_logprobs": []}, "finish_reason": "abort"}
+        elif self.drops == "number":
+            one["logprobs"] = {"token_logprobs": [None, *logps[1:]]}
+        elif self.drops == "vocabulary":
+            one["token_ids"] = [1_000_000, *ids[1:]]
+        elif self.drops == "end":
+            one |= {"token_ids": [3] * len(ids), "finish_reason": "stop"}
         return {"model": body["model"], "choices": [one]}
 
     def _generate(self, body: dict[str, Any]) -> dict[str, Any]:

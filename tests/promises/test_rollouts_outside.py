@@ -109,3 +109,17 @@ def test_what_is_wrong_with_a_server_is_said_at_once(case, tmp_path, monkeypatch
     with serving(StandIn(folder / "model", is_stale=True, says_so=True)) as url:
         old = run_duoka("train", str(yaml), f"output={tmp_path / 'd'}", f"rl.engine=sglang:{url}", cwd=folder)
     assert old.returncode == 2 and "drawn by weights 'default'" in old.stderr, old.stderr
+
+
+def test_answers_that_are_none_are_refused_and_never_learned(case, tmp_path):
+    folder, yaml = case
+    said = {
+        "answer": "an answer ended with 'abort' after 0 tokens",
+        "number": "its answer is none of vLLM's: TypeError",
+        "vocabulary": "an answer has a token that this model of ",
+        "end": "an answer lacks the token that ended it",
+    }
+    for name, words in said.items():
+        with serving(StandIn(folder / "model", drops=name)) as url:
+            done = run_duoka("train", str(yaml), f"output={tmp_path / name}", f"rl.engine=vllm:{url}", cwd=folder)
+        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, (name, done.stderr)

@@ -14,6 +14,7 @@ ROLLOUT_CONTRADICTIONS = {
     "rl-tools-of-one-name": RL + "rl: {tools: [a.py:look, b.py:look]}\n" + ASKS,
     "rl-rounds-of-no-tool": RL + "rl: {tool_rounds: 2}\n" + ASKS,
     "rl-engine-has-an-address": RL + "rl: {engine: vllm}\n" + ASKS,
+    "rl-engine-has-no-password": RL + "rl: {engine: 'vllm:http://me:secret@127.0.0.1:8000'}\n" + ASKS,
     "rl-engine-draws-from-all": RL + "rl: {engine: 'vllm:http://127.0.0.1:8000', top_k: 20}\n" + ASKS,
     "rl-replay-draws-nothing": RL + "rl: {engine: 'vllm:http://127.0.0.1:8000', replay: runs/a/rollouts}\n" + ASKS,
     "rl-weight-for-each-reward": RL + "rl: {reward_weights: [1, 2]}\n" + ASKS,

@@ -119,6 +119,13 @@ RL_RULES: tuple[Rule, ...] = (
         "write for example:   engine: vllm:http://127.0.0.1:8000   or   engine: sglang:http://127.0.0.1:30000",
     ),
     Rule(
+        "rl-engine-has-no-password",
+        ("rl.engine",),
+        lambda c: c.rl.engine is not None and "@" in c.rl.engine,
+        "rl.engine has a user's name or a password in its address, which a run's files would show",
+        "write the address alone, and give the server's key in the environment variable DUOKA_ENGINE_TOKEN",
+    ),
+    Rule(
         "rl-engine-draws-from-all",
         ("rl.engine", "rl.top_k", "rl.top_p"),
         lambda c: c.rl.engine is not None and (c.rl.top_k > 0 or c.rl.top_p < 1),

@@ -7,15 +7,14 @@ never a zero that training would learn from.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from duoka.tasks.worker import Worker
+from duoka.tasks.worker import Worker, ask_all
 
 
 @dataclass(frozen=True)
@@ -50,24 +49,13 @@ class RewardPool:
         if not self.names:  # reward models alone
             return [Rewarded(()) for _ in questions]
         found: dict[int, Rewarded] = {}
-        todo, ends = iter(range(len(questions))), time.monotonic() + for_s
-        lock = threading.Lock()
+        ends = time.monotonic() + for_s
+        in_time = takewhile(lambda _: time.monotonic() < ends or not found, range(len(questions)))
 
-        def work(worker: Worker) -> None:
-            while True:
-                with lock:
-                    place = next(todo, None) if time.monotonic() < ends or not found else None
-                if place is None:
-                    return
-                found[place] = self._rewarded(*worker.ask(questions[place]))
+        def ask(worker: Worker, place: int) -> None:
+            found[place] = self._rewarded(*worker.ask(questions[place]))
 
-        with ThreadPoolExecutor(len(self._workers), "duoka-rewards") as threads:
-            going = {threads.submit(work, one) for one in self._workers}
-            while going:
-                done, going = wait(going, timeout=1.0)
-                alive()
-                for one in done:
-                    one.result()  # what a thread raised is raised here
+        ask_all(self._workers, in_time, ask, alive)
         return [found[place] for place in range(len(found))]
 
     def _rewarded(self, parts: list[dict[str, Any]] | None, why: str) -> Rewarded:

@@ -5,16 +5,14 @@ Such a process is killed at a deadline (worker.py); the model reads that there w
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from duoka.errors import ConfigError
 from duoka.tasks.tools import CALCULATOR, ERROR, arguments_of, no_tool
-from duoka.tasks.worker import Worker
+from duoka.tasks.worker import Worker, ask_all
 
 BUILT_IN = {CALCULATOR.name: CALCULATOR}  # programs that a model wrote are run by no training
 
@@ -43,23 +41,11 @@ class ToolPool:
     def answer(self, calls: Sequence[Mapping[str, Any]], alive: Callable[[], None] = lambda: None) -> list[str]:
         """What each call answers, in order; `alive` is called as they come."""
         found: dict[int, str] = {}
-        todo, lock = iter(range(len(calls))), threading.Lock()
 
-        def work(worker: Worker) -> None:
-            while True:
-                with lock:
-                    place = next(todo, None)
-                if place is None:
-                    return
-                found[place] = self._answer(worker, calls[place])
+        def ask(worker: Worker, place: int) -> None:
+            found[place] = self._answer(worker, calls[place])
 
-        with ThreadPoolExecutor(len(self._workers), "duoka-tools") as threads:
-            going = {threads.submit(work, one) for one in self._workers}
-            while going:
-                done, going = wait(going, timeout=1.0)
-                alive()
-                for one in done:
-                    one.result()  # what a thread raised is raised here
+        ask_all(self._workers, range(len(calls)), ask, alive)
         return [found[place] for place in range(len(calls))]
 
     def _answer(self, worker: Worker, call: Mapping[str, Any]) -> str:

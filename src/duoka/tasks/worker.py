@@ -13,7 +13,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +114,26 @@ class Worker:
             with contextlib.suppress(OSError):
                 if pipe is not None:
                     pipe.close()
+
+
+def ask_all(
+    workers: Sequence[Worker], todo: Iterable[int], ask: Callable[[Worker, int], None], alive: Callable[[], None]
+) -> None:
+    """`ask` for each place of `todo`, which is taken by whichever worker is free; `alive` is called meanwhile."""
+    places, lock = iter(todo), threading.Lock()
+
+    def work(worker: Worker) -> None:
+        while True:
+            with lock:
+                place = next(places, None)
+            if place is None:
+                return
+            ask(worker, place)
+
+    with ThreadPoolExecutor(len(workers), "duoka-workers") as threads:
+        going = {threads.submit(work, one) for one in workers}
+        while going:
+            done, going = wait(going, timeout=1.0)
+            alive()
+            for one in done:
+                one.result()  # what a thread raised is raised here

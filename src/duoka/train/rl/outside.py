@@ -8,6 +8,7 @@ answers are recorded, not promised: tokens are weighed by how far the two are ap
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -44,8 +45,8 @@ class Server(ABC):
 
     start: str  # how one begins it
 
-    def __init__(self, url: str, stop_ids: frozenset[int], limit_s: float) -> None:
-        self.url, self.stop_ids, self.limit_s = url.rstrip("/"), sorted(stop_ids), limit_s
+    def __init__(self, url: str, stop_ids: frozenset[int], vocab: int, limit_s: float) -> None:
+        self.url, self.stop_ids, self.vocab, self.limit_s = url.rstrip("/"), sorted(stop_ids), vocab, limit_s
         # Not through a proxy: it stands beside the run.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.version = ""  # of the weights that it has, and the name by which these are asked for, if any
@@ -87,14 +88,22 @@ class Server(ABC):
             fix=f"start it with   {self.start}   or delete rl.engine, and the run draws by itself",
         )  # fmt: skip
 
-    def _drawn(self, ids: Sequence[int], logps: Sequence[float], is_stopped: bool, version: str) -> Drawn:
-        if len(ids) != len(logps) or (is_stopped and (not ids or ids[-1] not in self.stop_ids)):
-            what = f"an answer of {len(ids)} tokens has {len(logps)} log-probabilities"
-            raise self._fault(what if len(ids) != len(logps) else "an answer lacks the token that ended it")
+    def _drawn(self, ids: Sequence[Any], logps: Sequence[Any], finish: str, version: str) -> Drawn:
+        """Raises TypeError and ValueError for what is no number."""
+        tokens, own, is_stopped = tuple(map(int, ids)), tuple(map(float, logps)), finish == "stop"
         if version != self.version:
             raise self._fault(f"an answer was drawn by weights {version!r}, and {self.version!r} were loaded")
-        stop = ids[-1] if is_stopped else None
-        return Drawn(tuple(ids[:-1] if is_stopped else ids), stop, tuple(logps), version)
+        if not tokens or finish not in ("stop", "length"):
+            raise self._fault(f"an answer ended with {finish!r} after {len(tokens)} tokens")
+        if len(tokens) != len(own):
+            raise self._fault(f"an answer of {len(tokens)} tokens has {len(own)} log-probabilities")
+        if not all(math.isfinite(one) for one in own):
+            raise self._fault("an answer has a log-probability that is no number")
+        if is_stopped and tokens[-1] not in self.stop_ids:
+            raise self._fault("an answer lacks the token that ended it")
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab:
+            raise self._fault(f"an answer has a token that this model of {self.vocab:,} tokens does not know")
+        return Drawn(tokens[:-1] if is_stopped else tokens, tokens[-1] if is_stopped else None, own, version)
 
 
 class Vllm(Server):
@@ -127,9 +136,7 @@ class Vllm(Server):
         try:
             (one,) = found["choices"]
             version = found["model"] if self.name == self.version else self.version  # of adapters it says which
-            return self._drawn(
-                one["token_ids"], one["logprobs"]["token_logprobs"], one["finish_reason"] == "stop", version
-            )
+            return self._drawn(one["token_ids"], one["logprobs"]["token_logprobs"], one["finish_reason"], version)
         except (KeyError, TypeError, ValueError) as error:
             raise self._fault(f"its answer is none of vLLM's: {type(error).__name__} {error}") from None
 
@@ -160,7 +167,7 @@ class Sglang(Server):
             told = found["meta_info"]
             version = self.version if self.name else str(told["weight_version"])
             logps = [one[0] for one in told["output_token_logprobs"]]
-            return self._drawn(found["output_ids"], logps, told["finish_reason"]["type"] == "stop", version)
+            return self._drawn(found["output_ids"], logps, told["finish_reason"]["type"], version)
         except (KeyError, TypeError, ValueError) as error:
             raise self._fault(f"its answer is none of SGLang's: {type(error).__name__} {error}") from None
 

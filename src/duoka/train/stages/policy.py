@@ -123,7 +123,9 @@ class Policy(Stage):
         )
         if rl.engine is not None:
             kind, _, url = rl.engine.partition(":")
-            server = SERVERS[kind](url, drawer.stop_ids, parse_seconds(self.config.parallel.timeout))
+            core: Any = find_core(engine.bare)
+            vocab, limit_s = core.config.get_text_config().vocab_size, parse_seconds(self.config.parallel.timeout)
+            server = SERVERS[kind](url, drawer.stop_ids, vocab, limit_s)
             world = engine.mesh.everyone
             sign = world.agree(secrets.token_hex(4))
             drawer.outside = Outside(server, world, around.write, around.run.path / "engine", rl.rows, sign)
