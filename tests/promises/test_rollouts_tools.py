@@ -8,6 +8,9 @@ from talking import ASKS_SUM, ASKS_WEATHER, SUNNY, write_talking_model
 from test_any_split import read_run
 from worlds import train_all
 
+from duoka.runs.folder import RunFolder
+from duoka.watch.report import summary_to_json
+
 pytestmark = pytest.mark.timeout(300)
 
 YAML = """
@@ -102,6 +105,7 @@ def test_what_a_tool_said_stands_as_the_template_writes_it_and_only_the_rest_was
 
 def test_what_is_drawn_is_what_is_learned_and_calls_are_counted(case):
     first = read_run(case / "whole")[0]
+    assert first["rollouts_s"] > 0 and "rollouts" in summary_to_json(RunFolder(case / "whole"))["seconds"]
     assert first["logp_gap"] < 1e-4 and first["ratio"] == 1.0 and first["tool_errors"] == 0
     found = answers(case / "whole")
     assert first["tool_calls"] == sum(len(one["calls"]) for one in found) / 8 >= 0.5

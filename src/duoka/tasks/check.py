@@ -59,6 +59,8 @@ def tools_digest(config: RunConfig, base: Path) -> str:
 def _files(names: Sequence[str], base: Path) -> dict[str, Path | None]:
     found: dict[str, Path | None] = {}
     for name in names:
+        if ".py:" not in name:  # no function's name, which a rule says
+            continue
         given = given_path(name.rpartition(":")[0])
         found[name] = next((place.resolve() for place in (given, base / given) if is_file(place)), None)
     return found

@@ -49,6 +49,7 @@ class Recorder:
         self.yardstick = yardstick
         self.world = world
         self.total_steps = total_steps
+        self._draws = config.stage.kind.draws
         self._rank_events = EventWriter(rank_log(run, world.rank))
         self._sinks = Sinks(_build_sinks(config.log) if world.is_main else (), warn=self._warn)
         self._facts = RunFacts(
@@ -67,6 +68,8 @@ class Recorder:
     def step(self, state: TrainState, numbers: dict[str, Any], result: StepResult, step_s: float) -> None:
         """One optimizer step: `numbers` are global."""
         own: dict[str, Any] = {name: round(value, 6) for name, value in asdict(result.times).items()}
+        if self._draws:  # a stage whose data are answers: drawing them and rewarding them is what it waited for
+            own["rollouts_s"], own["data_s"] = own["data_s"], 0.0
         own |= {"sent_bytes": sent_bytes(result.traffic)} if self.world.size > 1 else {}
         own |= {"exchanged_s": round(result.seen_exchange_s, 6)} if result.seen_exchange_s else {}
         self._note_traffic(state, result)

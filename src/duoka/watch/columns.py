@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-PARTS = ("data", "forward", "backward", "wait", "optimizer", "checkpoint")
+PARTS = ("rollouts", "data", "forward", "backward", "wait", "optimizer", "checkpoint")
 _NOT_VALUES = ("v", "t", "step")
 _MOST_COLUMNS = 64  # a damaged log could name ever new ones
 _NAN = math.nan

@@ -150,9 +150,10 @@ class History:
         return max((size for size in seen if size), default=None)
 
     def speed_predicted(self) -> dict[str, float] | None:
-        """Tokens per second of the plan: likely, and the range; None for a plan that knew no speed."""
+        """Tokens per second of the plan: likely, and the range; None for a plan that knew no speed, and where answers
+        are drawn, whose time no plan counts."""
         speed = self.plan.get("speed")
-        if not isinstance(speed, dict):
+        if not isinstance(speed, dict) or self.steps.total("rollouts_s"):
             return None
         tokens = number(speed.get("tokens_per_step"))
         seconds = {name: number(speed.get(f"{name}_s")) for name in ("step", "low", "high")}

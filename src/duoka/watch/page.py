@@ -48,6 +48,7 @@ details[open] summary{margin-bottom:10px}footer{color:var(--soft);margin-top:22p
 
 # Parts of a step in the order in which they happen; told apart by color and by lightness.
 PART_COLOURS = {
+    "rollouts": "#be185d",
     "data": "#94a3b8",
     "forward": "#2f6bde",
     "backward": "#1e40af",

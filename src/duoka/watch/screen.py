@@ -27,8 +27,8 @@ _BARS = ("█", "#")
 _EMPTY = ("─", "-")
 _DOT = ("·", "-")
 _PART_STYLES = {
-    "data": "cyan", "forward": "blue", "backward": "magenta", "wait": "yellow", "optimizer": "green",
-    "checkpoint": "red", "other": "dim",
+    "rollouts": "bright_magenta", "data": "cyan", "forward": "blue", "backward": "magenta", "wait": "yellow",
+    "optimizer": "green", "checkpoint": "red", "other": "dim",
 }  # fmt: skip
 _STATE_STYLES = {"running": "green", "done": "green", "starting": "cyan", "stopped": "yellow", "stalled": "red",
                  "silent": "yellow", "failed": "red", "dead": "red"}  # fmt: skip

@@ -25,7 +25,7 @@ from duoka.errors import ConfigError, Fault, Faults
 from duoka.hub.base import model_fingerprint
 from duoka.hub.models import find_model, local_tokenizer
 from duoka.runs.cache import cache_folder, make_folder
-from duoka.tasks.check import reward_files
+from duoka.tasks.check import reward_files, tool_files, tools_digest
 from duoka.tasks.find import find_scored
 
 RESULTS_VERSION = 1  # raise it when the same config would give other results: all stages run again then
@@ -98,6 +98,8 @@ class Nodes:
         facts["contents of the data"] = _digest(digests)
         if rewards := [file for file in reward_files(loaded.config, loaded.base).values() if file is not None]:
             facts["contents of the rewards"] = _digest([file.read_text(encoding="utf-8") for file in rewards])
+        if any(tool_files(loaded.config, loaded.base).values()):
+            facts["contents of the tools"] = tools_digest(loaded.config, loaded.base)
         facts |= self._outside(spec, loaded)
         return self._node(spec, facts, loaded)
 
