@@ -129,3 +129,13 @@ def test_raw_torch_scripts_run_under_launch_untouched(tmp_path):
     done = run_duoka("launch", HERE / "guides" / "spawn.py", free_port(), tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "spawn-0.txt").read_text() == (tmp_path / "spawn-1.txt").read_text()
+
+
+def test_items_are_shared_by_turns_as_a_guide_s_table_shows(tmp_path):
+    done = run_duoka("launch", "--nproc", "8", HERE / "guides" / "shares.py", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shares = [(tmp_path / f"24-{rank}.txt").read_text() for rank in range(8)]
+    assert shares == [f"{rank} {rank + 8} {rank + 16}" for rank in range(8)], "3 each, as the guide prints them"
+    uneven = [(tmp_path / f"99-{rank}.txt").read_text().split() for rank in range(8)]
+    assert sorted(int(one) for own in uneven for one in own) == list(range(99)), "each once"
+    assert [len(own) for own in uneven] == [13, 13, 13] + [12] * 5

@@ -38,6 +38,17 @@ def test_what_is_measured_is_what_the_plan_takes(tmp_path, monkeypatch):
     assert "guess" not in " ".join(cluster.notes)
 
 
+def test_the_disk_that_is_asked_for_is_measured(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(hardware, "measure_disk", lambda folder: seen.append(folder) or 2e9)
+    monkeypatch.setattr(hardware, "measure_offload", lambda folder: seen.append(folder) or 3e9)
+    (tmp_path / "fast").mkdir()
+    words = ["hardware", "--nproc", "1", "--output", str(tmp_path / "hardware.json"), "--disk", "fast"]
+    result = CliRunner().invoke(command, words, standalone_mode=False)
+    assert seen == [tmp_path / "fast"] * 2 and f"2 GB/s written in {tmp_path / 'fast'}" in result.output
+    assert json.loads((tmp_path / "hardware.json").read_text())["offload_bytes_per_s"] == 3e9
+
+
 def test_json_is_one_object(tmp_path):
     out = tmp_path / "hardware.json"
     words = ["hardware", "--nproc", "1", "--json", "--output", str(out)]

@@ -12,9 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from data_kit import TURNS, messages_record, simple_records, write_jsonl
+from torch.utils.data import DistributedSampler
 
 from duoka.cli.data import command
 from duoka.config.load import load_config
+from duoka.data.audit import evened_out
 from duoka.data.feed.loader import Loader
 from duoka.errors import ConfigError, Faults
 
@@ -112,6 +114,14 @@ def test_audit_says_what_samplers_that_pad_would_make_of_99(config: Path) -> Non
     assert "would make 99 of them, batches evened out 129" in three, "3 x 43"
     many = CliRunner().invoke(command, [*arguments[:2], "train.global_batch=2k tokens", "--world", "2"])
     assert "would make 100 of them\n" in many.stdout, "batches of tokens have no number of samples"
+
+
+def test_what_the_audit_says_of_padding_is_what_torch_s_sampler_does() -> None:
+    for count in range(1, 201):
+        for world in range(1, 9):
+            ranks = [list(DistributedSampler(range(count), world, rank, shuffle=False)) for rank in range(world)]  # type: ignore[arg-type]
+            assert sum(map(len, ranks)) == evened_out(count, world) and len({len(own) for own in ranks}) == 1
+            assert {one for own in ranks for one in own} == set(range(count)), (count, world)
 
 
 def test_audit_sees_a_sample_that_is_left_out(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,29 @@ def test_the_end_report_names_losses_speed_time_memory_and_the_next_commands(log
 
 
 @pytest.mark.parametrize(
+    ("waits", "words"),
+    [
+        ((0.1, 0.1), "90% of 2 ranks' time was their own work; `duoka bench run` measures it"),
+        (
+            (0.0, 0.4),
+            "80% of 2 ranks' time was their own work; rank 0 is the slowest: it waits 0 s a step, the others 0.4",
+        ),
+        ((0.3, 0.3), "70% of 2 ranks' time was their own work; all wait alike: the exchange takes the rest"),
+    ],
+)
+def test_the_end_report_says_how_much_of_the_ranks_time_was_work_and_why_not_more(log, waits, words):
+    for rank, wait_s in enumerate(waits):
+        events = EventWriter(rank_log(log.run, rank))
+        for step in range(1, 5):
+            log.step(step, 1.0) if not rank else None
+            events.write("rank", rank=rank, step=step, step_s=1.0, wait_s=wait_s, forward_s=1 - wait_s)
+    log.plan("cuda")
+    assert "efficiency" not in lines_of(log.run), "a GPU's passes hold their waiting"
+    log.plan("cpu")
+    assert words in " ".join(lines_of(log.run).split())
+
+
+@pytest.mark.parametrize(
     ("config", "first", "measured"),
     [
         ("stage: {name: reward}\ndata: {train: [a], eval: 0.1}\n", "score RUN DATA", None),

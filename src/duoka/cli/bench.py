@@ -31,11 +31,18 @@ def command() -> None:
     "--nproc", type=click.IntRange(min=1), metavar="N", help="Processes that exchange; default: one per GPU, or 2."
 )
 @click.option("--output", type=click.Path(dir_okay=False), help="Where to write; default: where duoka plan looks.")
+@click.option(
+    "--disk",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="FOLDER",
+    default=Path(),
+    help="Whose disk is measured: that of parallel.offload's folder, or of runs; default: this folder.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def hardware(nproc: int | None, output: str | None, as_json: bool) -> int:
+def hardware(nproc: int | None, output: str | None, disk: Path, as_json: bool) -> int:
     """Matrix products, memory and disk bandwidth and all-reduces of this machine, written to hardware.json.
 
-    Takes about a minute. Let nothing else run beside it. The disk is the one of this folder.
+    Takes about a minute. Let nothing else run beside it.
     """
     from duoka.bench.hardware import measure_device, measure_disk, measure_offload
     from duoka.comm.world import pick_device
@@ -51,7 +58,7 @@ def hardware(nproc: int | None, output: str | None, as_json: bool) -> int:
     _use_all_cores(machine)
     found = measure_device(pick_device(0), say=say)
     ranks = nproc or len(machine.gpus) or min(2, machine.num_cores)
-    facts = _facts(machine, found) | _disk(measure_disk, measure_offload, say)
+    facts = _facts(machine, found) | _disk(disk.resolve(), measure_disk, measure_offload, say)
     link = _link(ranks, say) if ranks > 1 else {}
     facts |= link
     if link:
@@ -85,15 +92,15 @@ def _facts(machine: Machine, found: HardwareBench) -> dict[str, Any]:
 
 
 def _disk(
-    measure: Callable[[Path], float], measure_offload: Callable[[Path], float], say: Callable[[str], None]
+    folder: Path, measure: Callable[[Path], float], measure_offload: Callable[[Path], float], say: Callable[[str], None]
 ) -> dict[str, float]:
     try:
-        speed, slices = measure(Path.cwd()), measure_offload(Path.cwd())
+        speed, slices = measure(folder), measure_offload(folder)
     except (OSError, StorageError) as error:
         why = error.what if isinstance(error, StorageError) else error.strerror or error
         say(f"the disk was not measured, plans keep their guess: {why}")
         return {}
-    say(f"disk: {speed / 1e9:.3g} GB/s written in {Path.cwd()}")
+    say(f"disk: {speed / 1e9:.3g} GB/s written in {folder}")
     say(f"disk: {slices / 1e9:.3g} GB/s read and written at once, as offload: {{optimizer: disk}} does")
     return {"disk_bytes_per_s": speed, "offload_bytes_per_s": slices}
 

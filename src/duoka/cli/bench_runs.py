@@ -19,8 +19,8 @@ import click
 
 from duoka.errors import ConfigError, DataError, DoesNotFit, StorageError, WorkerFailed
 from duoka.units import format_bytes
+from duoka.watch.costs import LOW
 
-LOW = 0.85  # an efficiency below it gets a reason
 _WAITS = 0.1  # the share of a step that counts as one
 _TITLES = tuple(f"{kind.title}:" for kind in (ConfigError, DataError, DoesNotFit, StorageError, WorkerFailed))
 

@@ -6,8 +6,10 @@ travel as the same bytes whoever gathers them. What is not finite stays so: it m
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +24,16 @@ _LEVELS = {8: 127, 4: 7}
 _BIASED = 8  # 4-bit numbers are stored from 1 to 15
 
 
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """Of GPUs; none without Triton, where torch's own operators do it."""
+    try:
+        from duoka.comm import blockwise_triton
+    except ImportError:
+        return None
+    return blockwise_triton
+
+
 def packed_bytes(count: int, bits: int) -> int:
     """Of `count` numbers, the last block filled up."""
     block = PACKED_BLOCKS[bits]
@@ -31,6 +43,8 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Rows of numbers as rows of bytes: numbers in whole blocks, then the blocks' scales."""
     (rows, count), block = values.shape, PACKED_BLOCKS[bits]
+    if values.is_cuda and (kernels := _kernels()) is not None:
+        return kernels.pack(values, bits, block)
     whole = -(-count // block) * block
     blocks = values.new_zeros((rows, whole), dtype=torch.float32)
     blocks[:, :count] = values
@@ -47,6 +61,8 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack(packed: torch.Tensor, out: torch.Tensor, bits: int) -> torch.Tensor:
     """The numbers of `pack`, into rows of any type."""
     (rows, count), block = out.shape, PACKED_BLOCKS[bits]
+    if out.is_cuda and (kernels := _kernels()) is not None:
+        return kernels.unpack(packed, out, bits, block)
     num_blocks = -(-count // block)
     size = num_blocks * block * bits // 8
     numbers, scales = packed[:, :size], packed[:, size:].contiguous().view(torch.float32)

@@ -71,6 +71,11 @@ class Audit:
         return asdict(self) | {"is_exact": self.is_exact}
 
 
+def evened_out(count: int, size: int) -> int:
+    """The next multiple: what a sampler makes of `count` samples that repeats some until `size` ranks have as many."""
+    return -(-count // size) * size
+
+
 def audit_data(
     prepared: PreparedData, config: RunConfig, num_ranks: int, *, epoch: int = 0, num_batches: int = 1000
 ) -> Audit:
@@ -108,8 +113,8 @@ def audit_data(
     what = "rows of text" if prepared.report.row_tokens else prepared.report.noun or "samples"
     asked = parse_amount(config.train.global_batch)
     # As DistributedSampler counts: the same number on every rank of every step.
-    whole = -(-asked.count // num_ranks) * num_ranks if asked.unit == "samples" else 0
-    padded, evened = (-(-total // size) * size if size else 0 for size in (num_ranks, whole))
+    whole = evened_out(asked.count, num_ranks) if asked.unit == "samples" else 0
+    padded, evened = evened_out(total, num_ranks), evened_out(total, whole) if whole else 0
     return Audit(epoch, what, total, int((seen > 1).sum()), int((seen < 1).sum()), words, ranks, padded, evened)
 
 

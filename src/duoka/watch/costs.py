@@ -10,8 +10,10 @@ from typing import Any
 from duoka.units import format_bytes
 from duoka.watch.columns import number, whole
 from duoka.watch.history import History
+from duoka.watch.ranks import find_slowest
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
+LOW = 0.85  # an efficiency below it gets a reason
 _WIDTH = 66  # of a row's text, so that 80 columns are enough
 
 
@@ -32,6 +34,23 @@ def exchange_rows(history: History) -> list[tuple[str, str]]:
     return [("" if place else "exchange", text) for place, text in enumerate(lines)]
 
 
+def efficiency_rows(history: History) -> list[tuple[str, str]]:
+    """How much of its ranks' time was their own work, and what they waited for where it is little. On CPUs: a GPU's
+    passes hold their waiting."""
+    device = (history.plan.get("machine") or {}).get("device")
+    whole_s = sum(rank.step_s for rank in history.ranks)
+    if len(history.ranks) < 2 or device != "cpu" or whole_s <= 0:
+        return []
+    share = 1 - sum(rank.times.get("wait", 0.0) for rank in history.ranks) / whole_s
+    words = f"{share:.0%} of {len(history.ranks)} ranks' time was their own work;"
+    if share >= LOW:
+        words += " `duoka bench run` measures it beside one process"
+    else:
+        slowest = find_slowest(history.ranks)
+        words += f" {slowest.sentence()}" if slowest else " all wait alike: the exchange takes the rest"
+    return [("efficiency" if i == 0 else "", text) for i, text in enumerate(_in_lines(words.split(), " "))]
+
+
 def memory_rows(history: History) -> list[tuple[str, str]]:
     """The peak beside the plan's, and what is held."""
     measured, predicted = history.memory_measured(), history.memory_predicted()
@@ -40,8 +59,9 @@ def memory_rows(history: History) -> list[tuple[str, str]]:
         spread = f"{format_bytes(predicted['low'])} to {format_bytes(predicted['high'])}"
         said = f"{format_bytes(predicted['peak'])} predicted ({spread})"
     seen = f"{format_bytes(measured)} measured" if measured else ""
-    text = ", ".join(part for part in (seen, said) if part)
-    return [*([("memory", f"{text}, peak per rank")] if text else []), *held_rows(history)]
+    parts = [part for part in (seen, said) if part]
+    lines = _in_lines([*parts, "peak per rank"]) if parts else []
+    return [*(("" if place else "memory", text) for place, text in enumerate(lines)), *held_rows(history)]
 
 
 def held_rows(history: History) -> list[tuple[str, str]]:

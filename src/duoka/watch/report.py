@@ -14,7 +14,7 @@ from duoka.units import format_bytes, format_count, format_seconds
 from duoka.watch.answers import accuracy_note, answer_charts, answer_rows, eval_sentence
 from duoka.watch.chart import Chart, draw_chart
 from duoka.watch.columns import number, whole
-from duoka.watch.costs import costs_to_json, exchange_rows, memory_rows
+from duoka.watch.costs import costs_to_json, efficiency_rows, exchange_rows, memory_rows
 from duoka.watch.curve import can_draw, draw_curve
 from duoka.watch.facts import run_facts
 from duoka.watch.history import History, read_history
@@ -295,7 +295,7 @@ def _result_rows(history: History, arrow: str) -> list[tuple[str, str]]:
         named = [f"{name} {percent(seconds, total)}" for name, seconds in split.items()]
         # Two lines, so that 80 columns are enough.
         rows += [("time" if i == 0 else "", ", ".join(named[i : i + 4])) for i in range(0, len(named), 4)]
-    rows += [*exchange_rows(history), *memory_rows(history)]
+    rows += [*exchange_rows(history), *efficiency_rows(history), *memory_rows(history)]
     if history.warnings:
         rows.append(("warnings", f"{len(history.warnings)}, listed in report.html"))
     return rows
