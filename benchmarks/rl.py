@@ -114,16 +114,22 @@ def moved(row: dict[str, Any], work: tuple[Path, Path, Path], asked: argparse.Na
 
 def page_text(found: dict[str, Any]) -> str:
     ours = next(row for row in found["results"] if row["tool"] == "duoka")
-    head = ["tool", "seconds a step", "CPU-seconds a step", "times ours", "peak of the largest process", "mean reward"]
+    head = [
+        "tool",
+        "seconds a step",
+        "CPU-seconds a step",
+        "seconds: times ours",
+        "CPU-seconds",
+        "peak, largest process",
+    ]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in found["results"]:
         if "error" in row:
             lines.append(f"| {row['tool']} | {row['error']} |" + " |" * (len(head) - 2))
             continue
-        one, rewards = row["seconds"], row["rewards"]
-        ratio, peak = one["cpu"] / ours["seconds"]["cpu"], f"{row['peak_bytes'] / 2**30:.2f} GiB"
-        learned = f"{rewards[0]:.3f} to {np.mean(rewards[-3:]):.3f}"
-        cells = (row["tool"], f"{one['wall']:.1f}", f"{one['cpu']:.1f}", f"{ratio:.2f}", peak, learned)
+        one, peak = row["seconds"], f"{row['peak_bytes'] / 2**30:.2f} GiB"
+        wall, cpu = (f"{one[kind] / ours['seconds'][kind]:.2f}" for kind in ("wall", "cpu"))
+        cells = (row["tool"], f"{one['wall']:.1f}", f"{one['cpu']:.1f}", wall, cpu, peak)
         lines.append(f"| {' | '.join(cells)} |")
     versions, machine = found["versions"], found["machine"]
     same = f"The same answers, learned from a row at a time: gradient norms of duoka move by {found['moved']:.1e}."

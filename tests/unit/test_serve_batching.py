@@ -15,7 +15,7 @@ from duoka.errors import ConfigError
 from duoka.model.build import load_model
 from duoka.model.request import ModelRequest
 from duoka.model.sampling import Sampling
-from duoka.serve.batching.cache import register_slot_attention
+from duoka.model.slots import register_slot_attention
 from duoka.serve.batching.model import CHUNK, SlotModel
 from duoka.serve.batching.scheduler import Done, Failed, IsFull, Job, Scheduler, Scored, TooLarge
 

@@ -312,6 +312,15 @@ class LossModel(torch.nn.Module):
         output = core(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1], output.past_key_values
 
+    def look_at_slots(self, input_ids: torch.Tensor, position_ids: torch.Tensor, slots: Any) -> torch.Tensor:
+        """Logits after the last token of each row (rows, vocab), over `slots` of their own (slots.py).
+
+        Under FSDP all ranks call it, as next_token.
+        """
+        core: Any = self.core
+        output = core(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=1, slots=slots)
+        return output.logits[:, -1]  # type: ignore[no-any-return]
+
     @property
     def core(self) -> torch.nn.Module:
         """The transformers model, inside its adapters when there are any."""

@@ -73,9 +73,11 @@ def draw_rows(logits: torch.Tensor, sampling: Sampling, numbers: Sequence[float]
 
     As `choose_token` at a temperature above 0, for many rows in one pass over them.
     """
-    logps = (logits.double() / sampling.temperature).log_softmax(dim=-1)  # (rows, vocab)
+    scores = logits.double()
+    scores = scores if sampling.temperature == 1 else scores / sampling.temperature
+    scores = scores - scores.amax(dim=-1, keepdim=True)  # (rows, vocab)
+    passed = scores.exp().cumsum_(dim=-1)
     if sampling.keeps_all:
-        passed = logps.exp().cumsum(dim=-1)
         wanted = torch.tensor(numbers, dtype=passed.dtype, device=passed.device)[:, None] * passed[:, -1:]
         tokens = torch.searchsorted(passed, wanted, right=True).clamp_(max=passed.shape[1] - 1)
     else:
@@ -84,7 +86,7 @@ def draw_rows(logits: torch.Tensor, sampling: Sampling, numbers: Sequence[float]
             for row, number in zip(logits.double(), numbers, strict=True)
         ]
         tokens = torch.tensor(drawn, device=logits.device)[:, None]
-    return tokens.squeeze(1), logps.gather(1, tokens).squeeze(1)
+    return tokens.squeeze(1), (scores.gather(1, tokens) - passed[:, -1:].log()).squeeze(1)
 
 
 def _changed(logits: torch.Tensor, sampling: Sampling, counts: Mapping[int, int]) -> torch.Tensor:

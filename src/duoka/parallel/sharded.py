@@ -174,8 +174,8 @@ def apply_sharded(
     # The root is needed again at once when the backward pass begins: None keeps it gathered until its end.
     shard(bare, wide, None if reshard else False)
     if isinstance(bare, LossModel):
-        register_fsdp_forward_method(bare, "next_token")
-        register_fsdp_forward_method(bare, "continue_from")
+        for name in ("next_token", "continue_from", "look_at_slots"):
+            register_fsdp_forward_method(bare, name)
     buffers, known = LayerBuffers(), {id(layer) for layer in layers}
     for unit in _units(bare):
         # The one place where the mean over ranks is undone: the loss is divided by the global count already.

@@ -19,11 +19,11 @@ from duoka.comm.world import pick_device
 from duoka.errors import ConfigError
 from duoka.model.answer import stop_tokens
 from duoka.model.quantize import decode_fast
+from duoka.model.slots import register_slot_attention
 from duoka.plan.hardware import read_machine
 from duoka.serve.api.requests import Facts
 from duoka.serve.api.server import Server, Service
 from duoka.serve.batching.adapters import why_not_by_rows
-from duoka.serve.batching.cache import register_slot_attention
 from duoka.serve.batching.model import SlotModel
 from duoka.serve.batching.scheduler import Scheduler
 from duoka.serve.load_run import Trained, choose_dtype, load_chat_tokenizer, load_trained

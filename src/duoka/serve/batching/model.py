@@ -14,8 +14,8 @@ import torch
 
 from duoka.errors import ConfigError
 from duoka.model.decode import MOST_ROWS, answer_fast
+from duoka.model.slots import Rows, SequenceCache
 from duoka.serve.batching.adapters import RowAdapters
-from duoka.serve.batching.cache import Rows, SequenceCache
 
 CHUNK = 128  # tokens of a prompt that are read at once
 # Of logits' spread, between reading a text at once and in pieces. A right model of 30 layers was off by 5% in bf16, by

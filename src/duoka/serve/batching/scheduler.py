@@ -16,7 +16,7 @@ import torch
 
 from duoka.errors import DuokaError
 from duoka.model.sampling import Sampling, choose_token
-from duoka.serve.batching.cache import SequenceCache
+from duoka.model.slots import SequenceCache
 from duoka.serve.batching.model import CHUNK, Next, SlotModel
 
 _BREAKS = (RuntimeError, ValueError, TypeError, LookupError, OSError, DuokaError)

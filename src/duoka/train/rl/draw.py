@@ -1,15 +1,17 @@
 """Answers to a step's prompts, drawn by the ranks that train, with the weights as they are.
 
-What is computed at once is decided by the prompts alone (`make_units`): rows of one length, without padding, the same
-for any number of ranks, so that a rank computes of a unit the bits that any other would. Each token is drawn by a
+On CPUs rows of any lengths are computed together, each as if it were alone (`answer_together`). Elsewhere, and for
+architectures that cannot, what is computed at once is decided by the prompts alone (`make_units`): rows of one length,
+without padding. Either way a rank computes of an answer the bits that any other would, and each token is drawn by a
 number that is counted (seed, step, prompt, sample, position), whoever computes it. So one set of weights gives the same
 answers on any number of ranks. After an update weights of another number of ranks differ in their last bits, and where
-two tokens are nearly tied answers part. Answers that called tools go on in parts of one length again, which the turns
-before decide.
+two tokens are nearly tied answers part. Answers that called tools go on, in parts of one length again where that
+counts, which the turns before decide.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.answer import alone, answer_rows, stop_tokens, with_cache
 from duoka.model.build import LossModel
 from duoka.model.sampling import Sampling, draw_rows, uniform
+from duoka.model.together import answer_together, computes_by_rows, with_slots
 from duoka.parallel.engine import Engine
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
@@ -49,6 +52,23 @@ def share_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
     return shares
 
 
+def share_rows(
+    prompts: Sequence[int], lengths: Sequence[int], samples: int, rows: int, num_ranks: int
+) -> list[list[Unit]]:
+    """The answers of each rank, one row more or less, in parts of at most `rows`: the longest prompts first."""
+    order = sorted(prompts, key=lambda prompt: (-lengths[prompt], prompt))
+    every = [(prompt, sample) for prompt in order for sample in range(samples)]
+    edges = [len(every) * rank // num_ranks for rank in range(num_ranks + 1)]
+    shares = [tuple(every[begin:end]) for begin, end in itertools.pairwise(edges)]
+    return [[share[at : at + rows] for at in range(0, len(share), rows)] for share in shares]
+
+
+def width_of(answers: int, rows: int) -> int:
+    """Rows of a pass that writes, of a step of so many answers: the same on any number of ranks."""
+    whole = 64 if answers > 256 else 32
+    return max(1, min(rows, whole, -(-answers // 8) * 8))
+
+
 @dataclass
 class Drawer:
     """One rank's share of the drawing; the same on every rank but for its place."""
@@ -65,13 +85,19 @@ class Drawer:
 
     def __post_init__(self) -> None:
         assert isinstance(self.engine.bare, LossModel)
+        is_on_cpu = self.engine.world.device.type == "cpu" and self.outside is None
+        self._is_by_rows, self._width = is_on_cpu and computes_by_rows(self.engine.bare.core), 0
         self.stop_ids = stop_tokens(self.engine.bare.core, self.tokenizer)
 
     def draw(self, number: int, prompts: Sequence[int]) -> list[Rollout]:
         """All answers of a step, on every rank."""
         world = self.engine.mesh.data
-        units = make_units(prompts, self.prompts.lengths.tolist(), self.rl.samples, self.rl.rows)
-        own = share_units(units, world.size)[world.rank]
+        lengths, samples = self.prompts.lengths.tolist(), self.rl.samples
+        if self._is_by_rows:
+            own = share_rows(prompts, lengths, samples, self.rl.rows, world.size)[world.rank]
+            self._width = width_of(len(prompts) * samples, self.rl.rows)
+        else:
+            own = share_units(make_units(prompts, lengths, samples, self.rl.rows), world.size)[world.rank]
         drafts = self._ask(number, own) if self.outside is not None else self._draw(number, own)
         order = {place: at for at, place in enumerate(prompts)}
         found = [one.rollout(self.prompts.questions[one.prompt].id, has_tools=self.turns is not None) for one in drafts]
@@ -84,7 +110,7 @@ class Drawer:
             was_training = model.training
             model.eval()
             try:
-                with with_cache(model.core):
+                with with_slots(model.core) if self._is_by_rows else with_cache(model.core):
                     return self._draw_share(model, number, units)
             finally:
                 model.train(was_training)
@@ -127,7 +153,7 @@ class Drawer:
                 self._draw_turn(model, number, drafts, goes_on)
             if self.turns is not None:
                 going = self.turns.answer(drafts, self._room, partial(self.engine.world.heart.tell, "tools"))
-                todo.extend(_by_length(going))
+                todo.extend([going] if self._is_by_rows and going else _by_length(going))
         return found
 
     def _room(self, draft: Draft) -> int:
@@ -136,17 +162,23 @@ class Drawer:
     def _draw_turn(
         self, model: LossModel, number: int, drafts: Sequence[Draft], is_any_going: Callable[[bool], bool]
     ) -> None:
-        """A turn of answers that have one length so far."""
+        """A turn of answers; they have one length so far where rows are not computed by themselves."""
         heart, sampling = self.engine.world.heart, self._sampling
 
-        def choose(logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def choose(
+            logits: torch.Tensor, position: int, rows: Sequence[int] = range(len(drafts))
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             heart.tell("rollouts")
-            places = [(one.prompt, one.sample, len(one.ids) + position) for one in drafts]
+            places = [(drafts[row].prompt, drafts[row].sample, len(drafts[row].ids) + position) for row in rows]
             return draw_rows(logits.float(), sampling, [uniform(self.seed, number, *place) for place in places])
 
-        room = self._room(drafts[0]) if drafts else 0
-        asked = [one.read for one in drafts] or [(0,)]
-        answers = answer_rows(model, asked, self.stop_ids, room, choose, is_any_going)
+        if self._is_by_rows:
+            mixed = [(one.read, self._room(one)) for one in drafts]
+            answers = answer_together(model, mixed, self.stop_ids, self._width, choose, is_any_going)
+        else:
+            room = self._room(drafts[0]) if drafts else 0
+            asked = [one.read for one in drafts] or [(0,)]
+            answers = answer_rows(model, asked, self.stop_ids, room, choose, is_any_going)
         for one, answer in zip(drafts, answers, strict=False):
             one.add(answer.ids, answer.stop, answer.logps, self.tokenizer)
 
