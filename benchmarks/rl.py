@@ -118,9 +118,9 @@ def page_text(found: dict[str, Any]) -> str:
         "tool",
         "seconds a step",
         "CPU-seconds a step",
-        "seconds: times ours",
+        "times ours: seconds",
         "CPU-seconds",
-        "peak, largest process",
+        "peak of a process",
     ]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in found["results"]:
