@@ -131,6 +131,20 @@ def test_raw_torch_scripts_run_under_launch_untouched(tmp_path):
     assert (tmp_path / "spawn-0.txt").read_text() == (tmp_path / "spawn-1.txt").read_text()
 
 
+@pytest.mark.nightly
+def test_a_script_of_transformers_trainer_runs_alone_and_under_launch(tmp_path, tiny_model):
+    """Two ranks each see other rows than one does; that they exchange shows in weights that are the same on both."""
+    seen = []
+    for size in ("1", "2"):
+        done = run_duoka("launch", "--nproc", size, HERE / "guides" / "trainer.py", tmp_path, tiny_model, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        seen.append([json.loads((tmp_path / f"trainer-{rank}.json").read_text()) for rank in range(int(size))])
+    (alone,), (first, second) = seen
+    assert alone["size"] == 1 and first["size"] == second["size"] == 2
+    assert "DISTRIBUTED" in first["mode"] and first["wrapped"] == "DistributedDataParallel" != alone["wrapped"]
+    assert first["weights"] == second["weights"] != alone["weights"]
+
+
 def test_items_are_shared_by_turns_as_a_guide_s_table_shows(tmp_path):
     done = run_duoka("launch", "--nproc", "8", HERE / "guides" / "shares.py", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

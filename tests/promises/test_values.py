@@ -40,6 +40,9 @@ SPLITS = {
     "2, zero2, padded": (2, ["parallel.strategy=zero2", WHOLE, PADDED]),
     "2, fsdp": (2, ["parallel.strategy=fsdp", ONE]),
     "2, fsdp, LoRA": (2, ["parallel.strategy=fsdp", ONE, LORA]),
+    "4, hsdp": (4, ["parallel.strategy=hsdp", "parallel.shard_ranks=2", ONE]),
+    "2, fsdp, offload": (2, ["parallel.strategy=fsdp", "parallel.offload=params", TWO]),
+    "2, zero1, disk": (2, ["parallel.strategy=zero1", "parallel.offload={optimizer: disk}", TWO]),
 }
 DAILY = [
     ("one update", "whole"), ("one update", "2, ddp"), ("two updates", "one at a time"), ("two updates", "2, fsdp"),

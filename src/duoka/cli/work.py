@@ -102,6 +102,7 @@ def work(load: Callable[[], Loaded], run: RunFolder, rank: int, *, supervised: b
     # Libraries warn their own developers; a user can do nothing about it, N times.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* view")  # of heads: nothing of ours writes there
 
     def end_hanging(what: str) -> None:
         error = WorkerFailed(what, where=f"stacks: {stacks_path(run, rank)}")
