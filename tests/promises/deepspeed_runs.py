@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import torch
+from worlds import free_port
 
 
 def save_checkpoints(model, folder, stages):
@@ -42,5 +43,52 @@ def save_checkpoints(model, folder, stages):
                 known[name] = parameter.detach().clone()
         if dist.get_rank() == 0:
             save_file({name: value.contiguous() for name, value in known.items()}, place / "known.safetensors")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def go_on(model, exported, folder, stages, rank_rows):
+    """In a world: at each stage DeepSpeed loads what was exported, and steps twice more; weights and moments of it all.
+
+    `rank_rows`: of each step, of each rank, the tokens it learns from.
+    """
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if "RANK" not in os.environ:  # alone
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **place})
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for stage in stages:
+        lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        settings = {
+            "train_batch_size": size, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+            "checkpoint": {"load_universal": True},
+        }  # fmt: skip
+        optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-2, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        engine, *_ = deepspeed.initialize(model=lm, optimizer=optimizer, lr_scheduler=schedule, config=settings)
+        _, client = engine.load_checkpoint(str(exported))
+        known = {"step": torch.tensor([engine.global_steps, client["duoka"]["step"]])}
+        for number, rows in enumerate([None, *rank_rows]):
+            if rows is not None:
+                ids = torch.tensor([rows[rank]])
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                engine.step()
+            for name, parameter in engine.module.named_parameters():
+                known[f"{number}.{name}"] = safe_get_full_fp32_param(parameter).clone()
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    known[f"{number}.{kind}.{name}"] = safe_get_full_optimizer_state(parameter, kind).clone()
+        if rank == 0:
+            save_file(
+                {name: value.contiguous() for name, value in known.items()}, Path(folder) / f"{size}-{stage}.known"
+            )
         dist.barrier()
     dist.destroy_process_group()

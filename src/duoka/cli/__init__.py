@@ -41,6 +41,7 @@ COMMANDS = {
     "serve": "Serve a run by OpenAI's HTTP API, with a chat page.",
     "export": "Merge adapters and write a standard model folder.",
     "import-checkpoint": "Write what DeepSpeed trained as a model folder.",
+    "export-checkpoint": "Write a checkpoint that DeepSpeed goes on from.",
     "plan": "Say before a run whether it fits, and how it is laid out.",
     "comm": "Test how processes talk to each other, and how fast.",
     "profile": "Say where the time of a training step goes.",

@@ -146,12 +146,12 @@ def _find_in_run(name: str, run: RunFolder, step: int | None, say: Say) -> Train
     base_name = find_model(config.model, loaded.base).hub_id or str(base)
     of_run: dict[str, Any] = {"run": run, "config": config, "config_base": loaded.base}
     if step is not None:
-        return _on_its_base(Trained(name, base, base_name, checkpoint=_checkpoint_of(run, step), **of_run))
+        return _on_its_base(Trained(name, base, base_name, checkpoint=find_checkpoint(run, step, say), **of_run))
     if (run.final / "adapter_config.json").is_file():
         return _on_its_base(Trained(name, base, base_name, adapter=run.final, **of_run))
     if (run.final / "config.json").is_file():
         return Trained(name, base, base_name, full=run.final, **of_run)
-    newest = _newest_checkpoint(run, say)
+    newest = find_checkpoint(run, None, say)
     say(f"{run.path} is not finished: reading {newest.name}")
     return _on_its_base(Trained(name, base, base_name, checkpoint=newest, **of_run))
 
@@ -168,7 +168,10 @@ def _on_its_base(trained: Trained) -> Trained:
     return trained
 
 
-def _checkpoint_of(run: RunFolder, step: int) -> Path:
+def find_checkpoint(run: RunFolder, step: int | None, say: Say) -> Path:
+    """That of a step, or the newest that is whole."""
+    if step is None:
+        return _newest_checkpoint(run, say)
     from duoka.comm.world import World
     from duoka.runs.manifest import folder_name, list_checkpoints
     from duoka.store.resume import find_damage

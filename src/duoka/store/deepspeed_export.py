@@ -1,0 +1,96 @@
+"""A checkpoint as DeepSpeed's universal one, which its engine goes on from at stages 1 to 3 on any number of ranks.
+
+Written without DeepSpeed, a parameter at a time. What decides the next steps beside weights and moments (learning rate,
+betas, decay, data) is the script's own that goes on. Called by `duoka export-checkpoint`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from duoka.errors import ConfigError
+from duoka.runs.manifest import step_of
+from duoka.store.reader import opened
+from duoka.store.resume import STATE, config_of
+
+_VERSION = "0.19.8"  # of DeepSpeed, whose form this is
+_SAY_EVERY_S = 5.0
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Stage 3 looks for the second name, the others for the first.
+_FACTS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+@dataclass(frozen=True)
+class Exported:
+    step: int
+    num_parameters: int
+    num_tensors: int
+    tag: str
+
+
+def export_universal(checkpoint: Path, folder: Path, say: Callable[[str], None] = lambda _: None) -> Exported:
+    """Write `checkpoint` into the new `folder`; `say` hears how far it is, where that takes long."""
+    optim = config_of(checkpoint).optim
+    if optim.name != "adamw":
+        raise ConfigError(
+            f"{checkpoint} was trained by {optim.name}, whose state DeepSpeed's engine cannot go on with: it knows "
+            "AdamW's moments",
+            fix="duoka export writes the weights alone",
+        )
+    step = step_of(checkpoint)
+    place = folder / f"global_step{step}"
+    with opened(checkpoint) as (_, saved):
+        shapes = {name: tuple(one.size) for name, one in saved.items() if hasattr(one, "size")}
+    names = [name.removeprefix("model.") for name in shapes if name.startswith("model.")]
+    (place / "zero").mkdir(parents=True)
+    count, total, said = torch.tensor(float(step)), 0, time.monotonic()
+    for number, name in enumerate(names):
+        found = _read(checkpoint, {f"model.{name}": shapes, **{f"optim.{kind}.{name}": shapes for kind in _MOMENTS}})
+        parts = dict(zip(("fp32", *_MOMENTS), found, strict=True))
+        own = place / "zero" / name
+        own.mkdir()
+        for kind, value in parts.items():
+            torch.save({"param": value, "cat_dim": 0}, own / f"{kind}.pt")
+        torch.save(count.clone(), own / "step.pt")
+        total += parts["fp32"].numel()
+        if time.monotonic() - said > _SAY_EVERY_S:
+            said = time.monotonic()
+            say(f"{number + 1:,} of {len(names):,} parameters are written")
+    _write_facts(place, checkpoint, step)
+    (folder / "latest_universal").write_text(place.name, encoding="utf-8")
+    return Exported(step, total, len(names), place.name)
+
+
+def _read(checkpoint: Path, shapes: dict[str, dict[str, tuple[int, ...]]]) -> list[torch.Tensor]:
+    wanted = {name: torch.empty(all_shapes[name], dtype=torch.float32) for name, all_shapes in shapes.items()}
+    with opened(checkpoint) as (reader, _):
+        dcp.load(dict(wanted), storage_reader=reader, no_dist=True)
+    return list(wanted.values())
+
+
+def _write_facts(place: Path, checkpoint: Path, step: int) -> None:
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["progress"]
+    # Of DeepSpeed's schedules, torch's and transformers': each looks at its own.
+    schedule = {"last_batch_iteration": step - 1, "last_epoch": step, "_step_count": step + 1, "lr_lambdas": []}
+    facts: dict[str, Any] = {
+        "module": {}, "ds_version": _VERSION, "dp_world_size": 1, "mp_world_size": 1, "global_steps": step,
+        "global_samples": state["num_samples"], "skipped_steps": 0, "lr_scheduler": schedule,
+        "duoka": {key: state[key] for key in ("step", "epoch", "num_samples", "num_tokens")},
+    }  # fmt: skip
+    for name in _FACTS:
+        torch.save(facts, place / name)
+    # Nothing but the parameters' places: a group's own learning rate, betas and decay stay as the script sets them.
+    groups: list[dict[str, Any]] = [{"params": []}]
+    whole = {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": groups}
+    torch.save(
+        {"optimizer_state_dict": whole, "param_groups": groups, "ds_version": _VERSION},
+        place / "zero" / "optimizer_state.pt",
+    )
