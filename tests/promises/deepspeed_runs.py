@@ -47,10 +47,11 @@ def save_checkpoints(model, folder, stages):
     dist.destroy_process_group()
 
 
-def go_on(model, exported, folder, stages, rank_rows):
+def go_on(model, exported, folder, stages, rank_rows, is_split):
     """In a world: at each stage DeepSpeed loads what was exported, and steps twice more; weights and moments of it all.
 
-    `rank_rows`: of each step, of each rank, the tokens it learns from.
+    `rank_rows`: of each step, of each rank, the tokens it learns from. `is_split`: weights that decay and others in two
+    groups, as most scripts have it.
     """
     import deepspeed
     import torch.distributed as dist
@@ -72,7 +73,9 @@ def go_on(model, exported, folder, stages, rank_rows):
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
             "checkpoint": {"load_universal": True},
         }  # fmt: skip
-        optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-2, weight_decay=0.1)
+        split = {flat: [one for one in lm.parameters() if (one.ndim < 2) == flat] for flat in (False, True)}
+        groups = [{"params": split[False]}, {"params": split[True], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups if is_split else lm.parameters(), lr=1e-2, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         engine, *_ = deepspeed.initialize(model=lm, optimizer=optimizer, lr_scheduler=schedule, config=settings)
         _, client = engine.load_checkpoint(str(exported))
@@ -88,7 +91,8 @@ def go_on(model, exported, folder, stages, rank_rows):
                     known[f"{number}.{kind}.{name}"] = safe_get_full_optimizer_state(parameter, kind).clone()
         if rank == 0:
             save_file(
-                {name: value.contiguous() for name, value in known.items()}, Path(folder) / f"{size}-{stage}.known"
+                {name: value.contiguous() for name, value in known.items()},
+                Path(folder) / f"{size}-{stage}-{is_split}.known",
             )
         dist.barrier()
     dist.destroy_process_group()

@@ -1,6 +1,5 @@
 """DeepSpeed alone goes on with a run of ours, at its stages and on other numbers of ranks, as a plain loop would."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -39,8 +38,10 @@ def case(tmp_path_factory):
     done = run_duoka("export-checkpoint", folder / "run", "-o", folder / "universal", "--checkpoint", "3")
     assert done.returncode == 0, done.stderr
     assert '"load_universal": true' in done.stdout and "step 3" in done.stdout
-    run_world(1, go_on, str(model), str(folder / "universal"), str(folder), [3], [rows[:1] for rows in ROWS])
-    run_world(2, go_on, str(model), str(folder / "universal"), str(folder), [1, 2, 3], ROWS)
+    places = (str(model), str(folder / "universal"), str(folder))
+    run_world(1, go_on, *places, [3], [rows[:1] for rows in ROWS], False)
+    run_world(2, go_on, *places, [1, 2, 3], ROWS, False)
+    run_world(2, go_on, *places, [1, 2], ROWS, True)
     return folder, model
 
 
@@ -56,20 +57,22 @@ def of_checkpoint(folder: Path) -> dict:
     return found
 
 
-def plain_steps(model: Path, start: dict, steps: list) -> list:
+def plain_steps(model: Path, start: dict, steps: list, is_split: bool) -> list:
     """What torch alone makes of it: the parameters by name after each step."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     named = dict(lm.named_parameters())
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-2, weight_decay=0.1)
+    groups = [{"params": [one], "weight_decay": 0.0 if is_split and one.ndim < 2 else 0.1} for one in named.values()]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     for name, parameter in named.items():
         parameter.data.copy_(start[f"model.{name}"])
         moments = {kind: start[f"optim.{kind}.{name}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
     found = []
     for number, rows in enumerate(steps):
-        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + 3 + number)
+        for group in optimizer.param_groups:  # DeepSpeed asks a schedule for the first time after its first step
+            group["lr"] = 1e-2 if number == 0 else 1e-2 / (1 + 3 + number)
         for row in rows:
             ids = torch.tensor([row])
             (lm(input_ids=ids, labels=ids).loss / len(rows)).backward()
@@ -79,11 +82,14 @@ def plain_steps(model: Path, start: dict, steps: list) -> list:
     return found
 
 
-@pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 1), (2, 2), (2, 3)])
-def test_deepspeed_goes_on_with_our_weights_moments_and_steps(case, size, stage):
+@pytest.mark.parametrize(
+    ("size", "stage", "is_split"),
+    [(1, 3, False), (2, 1, False), (2, 2, False), (2, 3, False), (2, 1, True), (2, 2, True)],
+)
+def test_deepspeed_goes_on_with_our_weights_moments_and_steps(case, size, stage, is_split):
     folder, model = case
     start = of_checkpoint(folder / "run" / "checkpoints" / "step-00000003")
-    known = load_file(folder / f"{size}-{stage}.known")
+    known = load_file(folder / f"{size}-{stage}-{is_split}.known")
     assert known["step"].tolist() == [3, 3]
     names = [name.removeprefix("model.") for name in start if name.startswith("model.")]
     assert len(names) > 10
@@ -92,7 +98,7 @@ def test_deepspeed_goes_on_with_our_weights_moments_and_steps(case, size, stage)
         for kind in ("exp_avg", "exp_avg_sq"):
             assert known[f"0.{kind}.{name}"].equal(start[f"optim.{kind}.{name}"])
     steps = [rows[:size] for rows in ROWS]
-    for number, wanted in enumerate(plain_steps(model, start, steps), 1):
+    for number, wanted in enumerate(plain_steps(model, start, steps, is_split), 1):
         for name in names:
             torch.testing.assert_close(known[f"{number}.{name}"], wanted[name], rtol=1e-5, atol=2e-6)
 
@@ -113,5 +119,9 @@ def test_what_cannot_be_exported_is_said(case, tmp_path):
     assert full.returncode == 2 and "nothing is overwritten" in full.stderr
     missing = run_duoka("export-checkpoint", folder / "run", "-o", tmp_path / "a", "--checkpoint", "4")
     assert missing.returncode == 2 and "it has: 3, 5" in missing.stderr, missing.stderr
-    state = json.loads((folder / "run" / "checkpoints" / "step-00000003" / "state.json").read_text())
-    assert state["progress"]["step"] == 3
+    for setting, words in (("lora={rank: 2}", "holds adapters"), ("optim.name=muon", "was trained by muon")):
+        trained = run_duoka("train", folder / "run.yaml", f"output={tmp_path / words}", setting, "train.max_steps=1")
+        assert trained.returncode == 0, trained.stderr
+        refused = run_duoka("export-checkpoint", tmp_path / words, "-o", tmp_path / "b")
+        assert refused.returncode == 2 and words in refused.stderr and "duoka export" in refused.stderr
+        assert not (tmp_path / "b").exists()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from duoka.store.resume import STATE, config_of
 _VERSION = "0.19.8"  # of DeepSpeed, whose form this is
 _SAY_EVERY_S = 5.0
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOST_GROUPS = 256  # of a script's optimizer: one for each weight of a large model that has rates of its own
 # Stage 3 looks for the second name, the others for the first.
 _FACTS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
@@ -38,23 +39,16 @@ class Exported:
 
 def export_universal(checkpoint: Path, folder: Path, say: Callable[[str], None] = lambda _: None) -> Exported:
     """Write `checkpoint` into the new `folder`; `say` hears how far it is, where that takes long."""
-    optim = config_of(checkpoint).optim
-    if optim.name != "adamw":
-        raise ConfigError(
-            f"{checkpoint} was trained by {optim.name}, whose state DeepSpeed's engine cannot go on with: it knows "
-            "AdamW's moments",
-            fix="duoka export writes the weights alone",
-        )
-    step = step_of(checkpoint)
-    place = folder / f"global_step{step}"
+    step, place = step_of(checkpoint), folder / f"global_step{step_of(checkpoint)}"
     with opened(checkpoint) as (_, saved):
         shapes = {name: tuple(one.size) for name, one in saved.items() if hasattr(one, "size")}
     names = [name.removeprefix("model.") for name in shapes if name.startswith("model.")]
+    _check(checkpoint, names, shapes)
     (place / "zero").mkdir(parents=True)
     count, total, said = torch.tensor(float(step)), 0, time.monotonic()
     for number, name in enumerate(names):
-        found = _read(checkpoint, {f"model.{name}": shapes, **{f"optim.{kind}.{name}": shapes for kind in _MOMENTS}})
-        parts = dict(zip(("fp32", *_MOMENTS), found, strict=True))
+        kept = [f"model.{name}", *(f"optim.{kind}.{name}" for kind in _MOMENTS)]
+        parts = dict(zip(("fp32", *_MOMENTS), _read(checkpoint, {key: shapes[key] for key in kept}), strict=True))
         own = place / "zero" / name
         own.mkdir()
         for kind, value in parts.items():
@@ -69,8 +63,20 @@ def export_universal(checkpoint: Path, folder: Path, say: Callable[[str], None] 
     return Exported(step, total, len(names), place.name)
 
 
-def _read(checkpoint: Path, shapes: dict[str, dict[str, tuple[int, ...]]]) -> list[torch.Tensor]:
-    wanted = {name: torch.empty(all_shapes[name], dtype=torch.float32) for name, all_shapes in shapes.items()}
+def _check(checkpoint: Path, names: list[str], shapes: Collection[str]) -> None:
+    config, why = config_of(checkpoint), ""
+    if config.optim.name != "adamw":
+        why = f"was trained by {config.optim.name}, and DeepSpeed's engine goes on with AdamW's moments alone"
+    elif config.lora is not None:
+        why = "holds adapters, and their names in a model differ from script to script"
+    elif not all(f"optim.{kind}.{name}" in shapes for name in names for kind in _MOMENTS):
+        why = "has frozen weights, which have no moments"
+    if why:
+        raise ConfigError(f"{checkpoint} {why}", fix="`duoka export` writes the weights, from which a script can begin")
+
+
+def _read(checkpoint: Path, shapes: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:
+    wanted = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
     with opened(checkpoint) as (reader, _):
         dcp.load(dict(wanted), storage_reader=reader, no_dist=True)
     return list(wanted.values())
@@ -87,8 +93,9 @@ def _write_facts(place: Path, checkpoint: Path, step: int) -> None:
     }  # fmt: skip
     for name in _FACTS:
         torch.save(facts, place / name)
-    # Nothing but the parameters' places: a group's own learning rate, betas and decay stay as the script sets them.
-    groups: list[dict[str, Any]] = [{"params": []}]
+    # A group's learning rate, betas and decay stay as the script sets them: nothing is said of them here. But stages 1
+    # and 2 load no more groups than there are here, and leave the others' weights as they were without a word.
+    groups: list[dict[str, Any]] = [{"params": []} for _ in range(_MOST_GROUPS)]
     whole = {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": groups}
     torch.save(
         {"optimizer_state_dict": whole, "param_groups": groups, "ds_version": _VERSION},
