@@ -119,7 +119,10 @@ def test_what_cannot_be_exported_is_said(case, tmp_path):
     assert full.returncode == 2 and "nothing is overwritten" in full.stderr
     missing = run_duoka("export-checkpoint", folder / "run", "-o", tmp_path / "a", "--checkpoint", "4")
     assert missing.returncode == 2 and "it has: 3, 5" in missing.stderr, missing.stderr
-    for setting, words in (("lora={rank: 2}", "holds adapters"), ("optim={name: muon, lr: 0.02, adamw_lr: 3e-4}", "was trained by muon")):
+    for setting, words in (
+        ("lora={rank: 2}", "holds adapters"),
+        ("optim={name: muon, lr: 0.02, adamw_lr: 3e-4}", "was trained by muon"),
+    ):
         trained = run_duoka("train", folder / "run.yaml", f"output={tmp_path / words}", setting, "train.max_steps=1")
         assert trained.returncode == 0, trained.stderr
         refused = run_duoka("export-checkpoint", tmp_path / words, "-o", tmp_path / "b")
