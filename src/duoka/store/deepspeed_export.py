@@ -1,7 +1,8 @@
 """A checkpoint as DeepSpeed's universal one, which its engine goes on from at stages 1 to 3 on any number of ranks.
 
-Written without DeepSpeed, a parameter at a time, in pickles of tensors: that is their form. What decides the next steps beside weights and moments (learning rate,
-betas, decay, data) is the script's own that goes on. Called by `duoka export-checkpoint`.
+Written without DeepSpeed, a parameter at a time, in pickles of tensors, which are its form. What decides the next steps
+beside weights and moments (learning rate, betas, decay, data) is the script's own that goes on. Called by
+`duoka export-checkpoint`.
 """
 
 from __future__ import annotations
