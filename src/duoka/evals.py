@@ -166,27 +166,18 @@ class Answers:
 
     def answer(self, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
         """The likeliest tokens after each prompt, up to the first of its `until`."""
-        from duoka.model.answer import answer_rows, with_cache
+        from duoka.model.together import likeliest_answers
         from duoka.parallel.precision import compute_in
         from duoka.parallel.task_rows import Row
 
-        groups: dict[tuple[int, int], list[int]] = {}
-        rows: list[Row] = []
-        for place, (context, wishes) in enumerate(asked):
-            most = self._room_of(wishes)
-            ids = self.read(context)
-            rows.append(self._fitted(Row(0, 0, ids, len(ids)), most))
-            groups.setdefault((len(rows[-1].prompt), most), []).append(place)
-        device, found = next(self.model.parameters()).device, dict[int, str]()
-        for (_, most), places in sorted(groups.items(), reverse=True):
-            for at in range(0, len(places), self.batch):
-                some = places[at : at + self.batch]
-                with compute_in(self.precision, device), with_cache(self.model.core):
-                    said = answer_rows(self.model, [rows[place].prompt for place in some], self.stop_ids, most)
-                for place, one in zip(some, said, strict=True):
-                    text = self.tokenizer.backend.decode(one.ids, skip_special_tokens=True)
-                    found[place] = _until(text, asked[place][1].get("until") or ())
-        return [found[place] for place in range(len(asked))]
+        rows: list[tuple[Sequence[int], int]] = []
+        for context, wishes in asked:
+            most, ids = self._room_of(wishes), self.read(context)
+            rows.append((self._fitted(Row(0, 0, ids, len(ids)), most).prompt, most))
+        with compute_in(self.precision, next(self.model.parameters()).device):
+            said = likeliest_answers(self.model, rows, self.stop_ids, self.batch)
+        texts = [self.tokenizer.backend.decode(one.ids, skip_special_tokens=True) for one in said]
+        return [_until(text, wishes.get("until") or ()) for text, (_, wishes) in zip(texts, asked, strict=True)]
 
     def _room_of(self, wishes: dict[str, Any]) -> int:
         draws = [name for name in _DRAWING if wishes.get("do_sample") and wishes.get(name)]

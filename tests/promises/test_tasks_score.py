@@ -143,15 +143,15 @@ def test_an_interrupted_task_goes_on_and_a_finished_one_is_kept(scored, monkeypa
     trained = find_trained("model", say=lambda text: None)
     asked = Asked(("sort", "mmlu:mmlu"), LIMIT, 4, max_new_tokens=12)
     counts = []
-    plain = module.answer_rows
+    plain = module.likeliest_answers
 
-    def counted(lm, prompts, *rest):
-        counts.append(len(prompts))
+    def counted(lm, asked, *rest):
+        counts.append(len(asked))
         if len(counts) == 3 and not tmp_path.joinpath("again").exists():
             raise KeyboardInterrupt
-        return plain(lm, prompts, *rest)
+        return plain(lm, asked, *rest)
 
-    monkeypatch.setattr(module, "answer_rows", counted)
+    monkeypatch.setattr(module, "likeliest_answers", counted)
     with pytest.raises(KeyboardInterrupt):
         score_tasks(trained, asked, tmp_path / "out", say=lambda text: None)
     (part,) = (tmp_path / "out").glob("*/part.jsonl")

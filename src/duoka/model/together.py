@@ -15,22 +15,28 @@ from typing import Any, Protocol
 
 import torch
 
-from duoka.model.answer import Answered, alone, window_of
+from duoka.model.answer import Answered, alone, answer_rows, window_of, with_cache
 from duoka.model.build import LossModel
 from duoka.model.experts import find_experts
 from duoka.model.slots import Rows, SequenceCache, register_slot_attention
 from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, tiny_config
 
+WIDTH = 16  # rows of a pass where no step says how many there are
 _TOLERANCE = 1e-3  # of logits' spread; a right model is off by 1e-6, what is wrong by about as much as they differ
+_KNOWN: dict[str, bool] = {}  # by an architecture's config
 _LENGTH, _READ = 24, 17  # of the trial's text: so much is read at once, the rest token by token
 
 
 class ChooseRows(Protocol):
-    """Chooses a token for each of `rows`, places of those asked: (tokens, their log-probabilities)."""
+    """Chooses a token for each of `rows`, places of those asked: (tokens, their log-probabilities or None)."""
 
     def __call__(
         self, logits: torch.Tensor, position: int, rows: Sequence[int], /
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+
+def likeliest_of_rows(logits: torch.Tensor, position: int, rows: Sequence[int]) -> tuple[torch.Tensor, None]:
+    return logits.float().argmax(-1), None
 
 
 @torch.no_grad()
@@ -52,6 +58,35 @@ def answer_together(
     return going.found
 
 
+def answers_by_rows(model: LossModel) -> bool:
+    """Whether answers of this model are computed so: on a GPU, torch's attention over all rows at once is faster."""
+    return next(model.parameters()).device.type == "cpu" and computes_by_rows(model.core)
+
+
+def likeliest_answers(
+    model: LossModel, asked: Sequence[tuple[Sequence[int], int]], stop_ids: frozenset[int], batch: int
+) -> list[Answered]:
+    """The likeliest tokens behind each (prompt, most tokens), `batch` rows at once; where rows hang on each other, of
+    one length. In order."""
+    found: dict[int, Answered] = {}
+    by_rows = answers_by_rows(model)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for place in sorted(range(len(asked)), key=lambda place: (-len(asked[place][0]), place)):
+        prompt, room = asked[place]
+        alike.setdefault((0, 0) if by_rows else (len(prompt), room), []).append(place)
+    for (_, room), places in alike.items():
+        for at in range(0, len(places), batch):
+            some = places[at : at + batch]
+            if by_rows:
+                with with_slots(model.core):
+                    answers = answer_together(model, [asked[one] for one in some], stop_ids, WIDTH, likeliest_of_rows)
+            else:
+                with with_cache(model.core):
+                    answers = answer_rows(model, [asked[one][0] for one in some], stop_ids, room)
+            found |= dict(zip(some, answers, strict=True))
+    return [found[place] for place in range(len(asked))]
+
+
 @contextlib.contextmanager
 def with_slots(lm: torch.nn.Module) -> Iterator[None]:
     """Attention over slots in place of the model's own meanwhile."""
@@ -66,10 +101,17 @@ def with_slots(lm: torch.nn.Module) -> Iterator[None]:
 
 def computes_by_rows(lm: torch.nn.Module) -> bool:
     """Whether an architecture's rows do not depend on each other, and mean in pieces what they mean at once: tried on a
-    tiny copy. Mixtures are left out: how many rows an expert has is up to all of them."""
-    config: Any = lm.config
+    tiny copy, once. Mixtures are left out: how many rows an expert has is up to all of them."""
     if any(True for _ in find_experts(lm)):
         return False
+    config: Any = lm.config
+    key = config.to_json_string(use_diff=False)
+    if key not in _KNOWN:
+        _KNOWN[key] = _is_right(config)
+    return _KNOWN[key]
+
+
+def _is_right(config: Any) -> bool:
     text = [SPECIAL + (7 * n + 3) % (VOCABULARY - SPECIAL) for n in range(_LENGTH)]
     try:
         tiny: Any = build_tiny(tiny_config(config), register_slot_attention())
@@ -164,10 +206,11 @@ class _Going:
         places = torch.tensor(slots.starts)[:, None] + torch.arange(tokens.shape[1])
         return self.model.look_at_slots(tokens, places, slots)
 
-    def _note(self, rows: Sequence[int], chosen: torch.Tensor, logps: torch.Tensor) -> None:
-        for row, token, logp in zip(rows, chosen.tolist(), logps.tolist(), strict=True):
+    def _note(self, rows: Sequence[int], chosen: torch.Tensor, logps: torch.Tensor | None) -> None:
+        for place, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
             one = self.found[row]
-            one.logps.append(logp)
+            if logps is not None:
+                one.logps.append(float(logps[place]))
             self._newest[row] = token
             if token in self.stop_ids:
                 self.found[row], self._caches[row] = replace(one, ended=True, stop=token), None

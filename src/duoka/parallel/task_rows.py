@@ -98,13 +98,14 @@ class Prompts:
     def num_new(self, row: Row) -> int:
         return len(row.wanted) or self.max_new_tokens
 
-    def groups(self, batch: int) -> list[list[int]]:
-        """Places of rows that are computed at once, the longest first. Those that generate are of one length.
+    def groups(self, batch: int, *, mixed: bool = False) -> list[list[int]]:
+        """Places of rows that are computed at once, the longest first. Those that generate are of one length, unless
+        they may be `mixed`.
 
         Nothing but the rows and `batch` decides, so that any number of processes computes the same groups.
         """
         places = sorted(range(len(self.rows)), key=lambda place: (-len(self.rows[place].ids), place))
-        if not self.generates:
+        if mixed or not self.generates:
             return [places[at : at + batch] for at in range(0, len(places), batch)]
         alike: dict[tuple[int, int], list[int]] = {}
         for place in places:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from duoka.comm.world import World
-from duoka.model.answer import answer_rows, with_cache
 from duoka.model.build import LossModel
+from duoka.model.together import answers_by_rows, likeliest_answers
 from duoka.parallel.precision import compute_in
 from duoka.parallel.task_rows import Prompts, Row
 
@@ -39,7 +39,8 @@ def compute_rows(
     `together`: weights are sharded, so that all ranks compute every group.
     """
     results = dict(known or {})
-    todo = [group for group in prompts.groups(batch) if not all(place in results for place in group)]
+    groups = prompts.groups(batch, mixed=prompts.generates and answers_by_rows(model))
+    todo = [group for group in groups if not all(place in results for place in group)]
     at_once = 1 if together else world.size
     was_training = model.training
     model.eval()
@@ -69,8 +70,7 @@ def _compute(
         else:
             # A greedy measure compares all tokens that are wanted: a stop token is one of them.
             stops = stop_ids if prompts.task.kind == "generate" else frozenset[int]()
-            with with_cache(model.core):
-                answers = answer_rows(model, [row.prompt for row in rows], stops, prompts.num_new(rows[0]))
+            answers = likeliest_answers(model, [(row.prompt, prompts.num_new(row)) for row in rows], stops, len(rows))
             found = [{"ids": one.ids, "ended": one.ended} for one in answers]
     return dict(zip(group, found, strict=True))
 

@@ -25,7 +25,7 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.answer import alone, answer_rows, stop_tokens, with_cache
 from duoka.model.build import LossModel
 from duoka.model.sampling import Sampling, draw_rows, uniform
-from duoka.model.together import answer_together, computes_by_rows, with_slots
+from duoka.model.together import answer_together, answers_by_rows, with_slots
 from duoka.parallel.engine import Engine
 from duoka.parallel.precision import compute_in
 from duoka.plan.layout import Layout
@@ -85,8 +85,7 @@ class Drawer:
 
     def __post_init__(self) -> None:
         assert isinstance(self.engine.bare, LossModel)
-        is_on_cpu = self.engine.world.device.type == "cpu" and self.outside is None
-        self._is_by_rows, self._width = is_on_cpu and computes_by_rows(self.engine.bare.core), 0
+        self._is_by_rows, self._width = self.outside is None and answers_by_rows(self.engine.bare), 0
         self.stop_ids = stop_tokens(self.engine.bare.core, self.tokenizer)
 
     def draw(self, number: int, prompts: Sequence[int]) -> list[Rollout]:
