@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def events_of(run):
-    lines = (run / "events" / "global.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+def steps_of(run):
+    lines = (run / "events" / "run.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(json.loads, lines) if event["type"] == "step"]
 
 
 def test_base_mid_sft_and_rl_each_improve_what_the_next_one_begins_with(tmp_path):
@@ -23,12 +23,17 @@ def test_base_mid_sft_and_rl_each_improve_what_the_next_one_begins_with(tmp_path
         shutil.copy(EXAMPLES / name, tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "duoka", "run", "little.yaml"],
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-        timeout=2300,
-    )
+        cwd=tmp_path, text=True, capture_output=True, timeout=2300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     out = tmp_path / "runs" / "little"
     stages = json.loads((out / "pipeline.json").read_text(encoding="utf-8"))["stages"]
-    print(json.dumps(stages, indent=1)[:4000])
+    folders = {name: out / stages[name]["folder"] for name in stages}
+    for name in ("base", "mid", "sft"):
+        losses = [step["loss"] for step in steps_of(folders[name])]
+        assert sum(losses[-5:]) / 5 < 0.8 * losses[0], f"{name} learned: {losses[0]:.3f} to {losses[-1]:.3f}"
+    rewards = [step["reward"] for step in steps_of(folders["rl"])]
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5, rewards
+    scores = json.loads((folders["score"] / "result.json").read_text(encoding="utf-8"))
+    found = {name: scores[name]["spelling"]["score"] for name in ("mid", "sft", "rl")}
+    assert found["rl"] > found["sft"] >= found["mid"], found
