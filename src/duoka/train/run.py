@@ -189,21 +189,21 @@ def build_run(inputs: Inputs, world: World) -> Run:
     torch.manual_seed(config.train.seed + mesh.data.rank)
     on_gpu = world.device.type == "cuda"
     feed = build_feed(config, inputs.prepared, plan.layout, mesh.data.rank, mesh.data.sum, pin_memory=on_gpu)
-    model = model_fingerprint(inputs.folder)
+    store = _open_store(inputs, plan, world)
     around = Around(
         inputs.loaded.base,
         inputs.folder,
         inputs.run,
-        model,
+        model_fingerprint(inputs.folder),
         inputs.prepared.pad_id,
         inputs.tokenizer,
         engine,
         plan.layout,
         lambda folder: write_final(named_part(engine.bare), mesh, partial(inputs.result_sources, {}), folder),
+        store.release,
     )
-    feed = stage.feed(feed, around)
-    store = _open_store(inputs, plan, world)
     try:
+        feed = stage.feed(feed, around)
         _go_on(inputs, found, store, contents, notes)  # or begin with an earlier stage's averages
         mean_length = inputs.prepared.mean_length
         settings = build_settings(config, feed, contents.state, mean_length, plan.horizon)

@@ -90,6 +90,7 @@ class Policy(Stage):
 
         def look_back(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
             if self._start is not None:
+                around.release()
                 rollouts = self._start.add(rollouts, over)
             if self.row.has_values:
                 found = over.numbers(rollouts, "values", take_values, "values")

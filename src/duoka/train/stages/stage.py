@@ -43,6 +43,7 @@ class Around:
     engine: Engine
     layout: Layout
     write: Callable[[Path], None]  # the trained weights into a folder, as the run's result; on all ranks together
+    release: Callable[[], None]  # before weights change outside of an optimizer's step: a save may be reading them
 
 
 class Stage(ABC):
