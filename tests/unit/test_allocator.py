@@ -13,9 +13,15 @@ from tiny import write_conversations
 from duoka.cluster import doctor
 from duoka.cluster.doctor import Patient
 from duoka.cluster.launch import share_of_machine
+from duoka.plan import heap
 from duoka.plan.hardware import Gpu, Machine
+from duoka.plan.heap import describe_allocator, find_allocator, has_allocator
+from duoka.plan.layout import Layout
+from duoka.plan.memory import HEAP, estimate_memory
+from duoka.plan.recipe import Work
+from duoka.plan.shape import demo_shape
 from duoka.process import allocator
-from duoka.process.allocator import allocator_environment, describe_allocator, find_allocator
+from duoka.process.allocator import allocator_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libraries are preloaded on Linux")
 
@@ -95,3 +101,22 @@ def test_what_is_compiled_for_a_shape_is_not_kept_for_a_thousand_others() -> Non
     """1.44 GiB where 905 MiB were planned, in the demo's 42 steps of other lengths each."""
     assert share_of_machine(2, 4, {})["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
     assert share_of_machine(2, 4, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "9"})["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "9"
+
+
+def test_a_plan_counts_what_the_c_library_s_heap_keeps(monkeypatch):
+    monkeypatch.setattr(heap, "find_allocator", lambda: None)
+    assert not has_allocator({}) and has_allocator({"LD_PRELOAD": "/lib/libjemalloc.so.2"})
+    monkeypatch.setattr(heap, "find_allocator", lambda: Path("/lib/libjemalloc.so.2"))
+    assert has_allocator({}) and not has_allocator({"DUOKA_MALLOC": "0"}) and not has_allocator({"LD_PRELOAD": "/x.so"})
+    memories = {
+        (device, known, disk): estimate_memory(
+            Work(demo_shape(), None, device, has_allocator=known), Layout(precision="fp32", disk=disk), 2048
+        )
+        for device in ("cpu", "cuda") for known in (True, False) for disk in ("none", "optimizer")
+    }  # fmt: skip
+    plain, kept = memories["cpu", True, "none"], memories["cpu", False, "none"]
+    more = HEAP * (plain.parts["activations"] + plain.parts["loss"])
+    assert kept.parts["heap"] == pytest.approx(more, rel=1e-6) and "heap" in kept.formulas
+    assert kept.peak_bytes - plain.peak_bytes == pytest.approx(more, rel=1e-6) and kept.high_bytes > plain.high_bytes
+    for device, disk in (("cpu", "optimizer"), ("cuda", "none")):
+        assert memories[device, False, disk].peak_bytes == memories[device, True, disk].peak_bytes

@@ -24,7 +24,7 @@ from duoka.cluster.probe import (
     read_versions,
 )
 from duoka.plan.hardware import read_cpu_flags, read_gpus
-from duoka.process.allocator import find_allocator
+from duoka.plan.heap import find_allocator
 from duoka.process.secrets import hide_secrets
 from duoka.units import format_bytes
 

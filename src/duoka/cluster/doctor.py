@@ -31,7 +31,7 @@ from duoka.cluster.probe import (
 from duoka.plan.compiler import INSTALL as INSTALL_COMPILER
 from duoka.plan.compiler import SWITCH, find_compiler
 from duoka.plan.hardware import Machine, read_machine
-from duoka.process.allocator import INSTALL, find_allocator
+from duoka.plan.heap import INSTALL, find_allocator
 from duoka.process.environ import LOOPBACK
 from duoka.runs.cache import cache_folder
 from duoka.units import format_bytes

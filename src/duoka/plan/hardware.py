@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from duoka.plan.compiler import has_kernels
+from duoka.plan.heap import has_allocator
 
 # Instructions that multiply bf16 matrices in hardware. Without them bf16 is emulated, and slower than fp32.
 _CPU_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -47,6 +48,7 @@ class Machine:
     disk_free_bytes: int | None = None  # where a run offloads to; None: not looked at
     threads_per_rank: int = 0  # OMP_NUM_THREADS; 0: not set, so that ranks share all cores
     has_kernels: bool = True  # compiled ones, for bf16 on CPUs
+    has_allocator: bool = True  # tcmalloc or jemalloc, for ranks on CPUs
 
     def cores_used(self, num_local_ranks: int) -> int:
         """By all ranks together, when CPUs compute."""
@@ -121,6 +123,7 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
     return Machine(
         _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, hindrance,
         threads_per_rank=int(threads) if threads.isdigit() else 0, has_kernels=has_kernels(env),
+        has_allocator=has_allocator(env),
     )  # fmt: skip
 
 

@@ -330,6 +330,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         frozen_bits=0 if config.model.quantization == "none" else 4,
         saves_beside=config.checkpoint.is_async, is_new=config.model.is_new,
         thin_gradients=packed.gradients == "powersgd", has_kernels=machine.has_kernels,
+        has_allocator=machine.has_allocator,
         weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
         node_ranks=local_size if config.parallel.reshard == "node" else 0,
         deepspeed=config.parallel.deepspeed if config.parallel.engine == "deepspeed" else None,

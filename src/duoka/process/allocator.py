@@ -7,31 +7,16 @@ A user's own LD_PRELOAD stays as it is, and DUOKA_MALLOC=0 leaves the heap alone
 from __future__ import annotations
 
 import os
-import platform
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
-SWITCH = "DUOKA_MALLOC"
+from duoka.plan.heap import LIBRARIES, PRELOAD, SWITCH, find_allocator
+
 # oneDNN keeps what it compiles for each shape of a product, 1,024 of them by itself: with rows of other lengths in
 # every step 10 MiB a step, for shapes that do not come again. So many are enough for the layers of one length.
 FEW_PRIMITIVES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-PRELOAD = "LD_PRELOAD"
 _RATE = "TCMALLOC_RELEASE_RATE"
 _THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
-INSTALL = "apt install libtcmalloc-minimal4   (Debian, Ubuntu; elsewhere gperftools)"
-_LIBRARIES = {"libtcmalloc_minimal.so.4": "tcmalloc", "libtcmalloc.so.4": "tcmalloc", "libjemalloc.so.2": "jemalloc"}
-_FOLDERS = (f"{sys.prefix}/lib", "/usr/local/lib", f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib")
-
-
-def find_allocator(folders: Sequence[str] = _FOLDERS) -> Path | None:
-    """The best library there is; the first folder that has one counts, so an environment's own before the system's."""
-    for folder in folders:
-        for name in _LIBRARIES:
-            path = Path(folder, name)
-            if path.exists():
-                return path
-    return None
 
 
 def allocator_environment(env: Mapping[str, str] = os.environ, *, keeps: bool = True) -> dict[str, str]:
@@ -43,11 +28,5 @@ def allocator_environment(env: Mapping[str, str] = os.environ, *, keeps: bool = 
         # The C library's heap raises its threshold by what was freed, and keeps layers that are gone.
         return {} if keeps or _THRESHOLD in env else {_THRESHOLD: "131072"}
     # At its own rate tcmalloc gives pages back that the next micro-batch asks for: a tenth of the first steps' speed.
-    is_slow = keeps and _RATE not in env and _LIBRARIES[path.name] == "tcmalloc"
+    is_slow = keeps and _RATE not in env and LIBRARIES[path.name] == "tcmalloc"
     return {PRELOAD: str(path), **({_RATE: "0"} if is_slow else {})}
-
-
-def describe_allocator(env: Mapping[str, str] = os.environ) -> str:
-    """The heap of a process that was started with `env`, by its name; empty for the C library's."""
-    loaded = {Path(one).name for one in env.get(PRELOAD, "").replace(":", " ").split()}
-    return next((heap for name, heap in _LIBRARIES.items() if name in loaded), "")

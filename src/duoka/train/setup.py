@@ -12,9 +12,9 @@ from duoka.config.derive import rules_kept
 from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
+from duoka.plan.heap import describe_allocator
 from duoka.plan.layout import Layout
 from duoka.plan.shortfall import plan_with_less
-from duoka.process.allocator import describe_allocator
 from duoka.runs.events import global_log
 from duoka.runs.manifest import read_manifest
 from duoka.units import Every, format_count, parse_amount, parse_every
