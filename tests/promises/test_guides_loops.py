@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -134,12 +135,12 @@ def test_raw_torch_scripts_run_under_launch_untouched(tmp_path):
 @pytest.mark.nightly
 def test_a_script_of_transformers_trainer_runs_alone_and_under_launch(tmp_path, tiny_model):
     """Two ranks each see other rows than one does; that they exchange shows in weights that are the same on both."""
-    seen = []
-    for size in ("1", "2"):
-        done = run_duoka("launch", "--nproc", size, HERE / "guides" / "trainer.py", tmp_path, tiny_model, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        seen.append([json.loads((tmp_path / f"trainer-{rank}.json").read_text()) for rank in range(int(size))])
-    (alone,), (first, second) = seen
+    script = HERE / "guides" / "trainer.py"
+    subprocess.run([sys.executable, script, tmp_path, tiny_model], cwd=tmp_path, check=True, timeout=200)
+    alone = json.loads((tmp_path / "trainer-0.json").read_text())
+    done = run_duoka("launch", "--nproc", "2", script, tmp_path, tiny_model, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"trainer-{rank}.json").read_text()) for rank in (0, 1))
     assert alone["size"] == 1 and first["size"] == second["size"] == 2
     assert "DISTRIBUTED" in first["mode"] and first["wrapped"] == "DistributedDataParallel" != alone["wrapped"]
     assert first["weights"] == second["weights"] != alone["weights"]

