@@ -17,6 +17,7 @@ from duoka.runs.cache import cache_folder, make_folder
 from duoka.runs.folder import write_text_atomic
 from duoka.tasks.core import read_core
 from duoka.tasks.drawn import Arithmetic, Drawn, Reverse, Sort, Spaced, Spelling
+from duoka.tasks.gym import GYM, find_gym
 from duoka.tasks.published import Arc, Gsm8k, HumanEval, Mmlu, Published
 from duoka.tasks.stories import Stories
 from duoka.tasks.task import Item, Split, Task
@@ -39,8 +40,10 @@ def find_tasks(name: str, base: Path = Path()) -> list[Task]:
         if colon:
             raise ConfigError(f"task {word} is drawn from a seed and takes no path, got {path!r}", fix=f"write {word}")
         return [DRAWN[word]()]
+    if word == GYM and path:
+        return [find_gym(path)]
     if word not in PUBLISHED and word != CORE:
-        known = (*DRAWN, *(f"{one}:PATH" for one in (*PUBLISHED, CORE)))
+        known = (*DRAWN, *(f"{one}:PATH" for one in (*PUBLISHED, CORE)), f"{GYM}:NAME")
         guess = nearest(word, (*DRAWN, *PUBLISHED, CORE))
         hint = f"did you mean {guess!r}? " if guess else ""
         raise ConfigError(f"there is no task named {word!r}", fix=f"{hint}known: {', '.join(known)}")
