@@ -108,6 +108,8 @@ def test_a_plan_counts_what_the_c_library_s_heap_keeps(monkeypatch):
     assert not has_allocator({}) and has_allocator({"LD_PRELOAD": "/lib/libjemalloc.so.2"})
     monkeypatch.setattr(heap, "find_allocator", lambda: Path("/lib/libjemalloc.so.2"))
     assert has_allocator({}) and not has_allocator({"DUOKA_MALLOC": "0"}) and not has_allocator({"LD_PRELOAD": "/x.so"})
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert has_allocator({}), "another heap than the one that was measured"
     memories = {
         (device, known, disk): estimate_memory(
             Work(demo_shape(), None, device, has_allocator=known), Layout(precision="fp32", disk=disk), 2048
