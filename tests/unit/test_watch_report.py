@@ -115,6 +115,17 @@ def test_the_end_report_names_losses_speed_time_memory_and_the_next_commands(log
         assert words in text, f"{words!r} is missing in\n{text}"
 
 
+def test_a_run_that_draws_answers_shows_its_reward(log):
+    for step in range(1, 6):
+        log.step(step, 0.0, reward=step / 10, answer_tokens=60.0 - step, rollouts_s=0.5, data_s=0.0)
+    log.plan("cpu")
+    text = lines_of(log.run)
+    assert "reward      0.1 → 0.5" in text and "rollouts " in text, text
+    write_report(log.run)
+    page = (log.run.path / "report.html").read_text(encoding="utf-8")
+    assert "Mean reward of a step's answers" in html.unescape(page) and "Tokens of an answer" in page
+
+
 @pytest.mark.parametrize(
     ("waits", "words"),
     [

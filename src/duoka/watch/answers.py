@@ -27,12 +27,15 @@ def labels_answers(event: Mapping[str, Any]) -> bool:
 
 
 def answer_charts(history: History) -> list[Chart]:
+    """Of stages that compare answers, and of stage rl, whose loss says nothing of how well it goes."""
     ahead = "Pairs in which the better answer is ahead" if _has_pairs(history) else "Answers on their side of z0"
     rewards = () if _has_pairs(history) else (("good", "reward_chosen"), ("bad", "reward_rejected"))
     charts = [
         Chart("Margin of rewards, better less worse answer", *history.values("margin"), **_SMALL),  # type: ignore[arg-type]
         *(Chart(f"Reward of {side} answers", *history.values(name), **_SMALL) for side, name in rewards),  # type: ignore[arg-type]
         Chart(ahead, *history.values("accuracy"), from_zero=True, **_SMALL),  # type: ignore[arg-type]
+        Chart("Mean reward of a step's answers", *history.values("reward"), **_SMALL),  # type: ignore[arg-type]
+        Chart("Tokens of an answer", *history.values("answer_tokens"), from_zero=True, **_SMALL),  # type: ignore[arg-type]
     ]
     return [chart for chart in charts if points_of(chart.steps, chart.values)]
 
@@ -45,7 +48,8 @@ def answer_rows(history: History, arrow: str) -> list[tuple[str, str]]:
     """For the terminal: how both answers have fared."""
     rows, is_paired = [], _has_pairs(history)
     better, worse = ("better ", "worse ") if is_paired else ("good ", "bad ")
-    for label, names in (("margin", ("margin",)), ("rewards", ("reward_chosen", "reward_rejected"))):
+    shown = (("margin", ("margin",)), ("rewards", ("reward_chosen", "reward_rejected")), ("reward", ("reward",)))
+    for label, names in shown:
         parts = []
         for name in names:
             points = points_of(*history.values(name))
