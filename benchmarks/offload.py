@@ -47,6 +47,8 @@ TIERS: dict[str, tuple[int, list[str]]] = {
     "params: disk, 2 processes": (2, [ON_DISK["params"]]),
     "compress: int8, 2 processes": (2, ["parallel.compress={weights: int8, gradients: int8}"]),
 }
+ENGINE = "parallel.engine=deepspeed"
+TIERS |= {f"{one}: disk, engine: deepspeed": (1, [ON_DISK[one], ENGINE]) for one in ("optimizer", "params")}
 PEERS = {"DeepSpeed, optimizer on nvme": "optimizer", "DeepSpeed, parameters too": "params"}
 HIDDEN = 640
 MIB = 2**20

@@ -8,7 +8,8 @@ import test_any_split as any_split
 import torch
 from safetensors.torch import load_file
 from test_any_split import CUT, LORA, PADDED, TOLERANCE, WHOLE, batches, case, oracles  # noqa: F401  (fixtures)
-from worlds import train_all
+from test_packed_exchange import in_nodes_of_two
+from worlds import run_world, train_all
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
 pytestmark = pytest.mark.timeout(400)
@@ -113,6 +114,26 @@ def test_the_other_splits_do_too(case, oracles, monkeypatch):  # noqa: F811
         train_all([(str(yamls[model]), settings, str(folder / name)) for name, model, settings in jobs], size)
     for name in NIGHTLY:
         compare(folder, name, NIGHTLY, oracles, monkeypatch)
+
+
+@pytest.mark.nightly
+def test_copies_inside_a_node_change_bytes_and_no_number(case, oracles, monkeypatch):  # noqa: F811
+    """hpZ: what the first forward pass gathered stays cut over the node's two ranks until the step."""
+    folder, yamls, _, _ = case
+    splits = {f"copies, {how}": ("odd", 4, use(3, CUT, f"parallel.reshard={how}")) for how in ("true", "node")}
+    jobs = [(str(yamls[model]), settings, str(folder / name)) for name, (model, _, settings) in splits.items()]
+    run_world(4, in_nodes_of_two, jobs)
+    for name in splits:
+        compare(folder, name, splits, oracles, monkeypatch)
+    plain, copies = (any_split.read_run(folder / name) for name in splits)
+    weights = load_file(folder / "copies, true" / "final" / "model.safetensors").values()
+    whole = 4 * sum(tensor.numel() for tensor in weights) * 3 / 4  # what a gather over four ranks brings
+    assert len(plain) == len(copies) == 8
+    for step, ours in list(zip(plain, copies, strict=True))[1:]:  # the first has copies of the rehearsal's
+        num_micro = round(step["sent_bytes"] / whole / 3)
+        # Of a whole gather 3/4 are others', of one inside the node 1/2.
+        wanted = whole * (1 + (2 * num_micro - 1) * (1 / 2) / (3 / 4) + num_micro)
+        assert ours["sent_bytes"] == pytest.approx(wanted, rel=0.02), f"step {step['step']}"
 
 
 def check_goes_on(folder, name, first, whole="native"):

@@ -1,6 +1,7 @@
 """The plan of parallel.engine deepspeed: what it holds and sends; promises/test_deepspeed.py counts it in runs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from test_plan_memory import SHAPE
@@ -10,6 +11,8 @@ from duoka.bench.dry_run import dry_run
 from duoka.config.schema import ParallelConfig, RunConfig
 from duoka.config.schema_running import DeepSpeedConfig
 from duoka.errors import ConfigError
+from duoka.plan.choose import check_machine
+from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
 from duoka.plan.memory import estimate_memory
 from duoka.plan.recipe import Work, static_memory
@@ -47,10 +50,40 @@ def test_each_stage_holds_and_sends_its_own(strategy, per_parameter, sent, switc
     assert math.isclose(exchanged, sent * 4 * SHAPE.num_parameters * (RANKS - 1) / RANKS, rel_tol=1e-6)
 
 
+def test_copies_inside_nodes_hold_more_and_send_less_between_them():
+    own, at = work(**LIVE), layout("fsdp")
+    sent = {how: traffic(own, at, 2, accumulation=3, reshard=how) for how in (True, "node")}
+    across = {how: sum(one.sent_bytes for one in found if one.group.nodes > 1) for how, found in sent.items()}
+    gather = 4 * SHAPE.num_parameters * (RANKS - 1) / RANKS
+    assert across[True] == pytest.approx(9 * gather) and across["node"] == pytest.approx(4 * gather)
+    plain, copies = (estimate_memory(replace(own, node_ranks=near), at, 64).peak_bytes for near in (0, 2))
+    assert copies - plain == pytest.approx(4 * SHAPE.num_parameters / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(("disk", "kept"), [("optimizer", 4 / RANKS + 4 / RANKS), ("params", 4 / RANKS)])
+def test_what_lies_in_files_takes_no_memory_but_its_buffers(disk, kept):
+    """Weights and gradients of a rank, or gradients alone; a group of what is stepped passes four times."""
+    own, at = work(sub_group_size=1000, **LIVE), replace(layout("fsdp"), offload="optimizer", disk=disk)
+    found = estimate_memory(own, at, 64)
+    assert found.disk_bytes == pytest.approx((12 + (disk == "params") * 4) * SHAPE.num_parameters / RANKS, rel=1e-6)
+    held = sum(found.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
+    elsewhere = 0 if "gradients" in found.parts else 4 * SHAPE.num_parameters / RANKS
+    assert held + elsewhere == pytest.approx(kept * SHAPE.num_parameters, rel=1e-6)
+    assert found.parts["disk buffers"] >= 4 * 4 * 1000
+
+
 def test_the_live_window_of_stage_3_is_part_of_the_peak():
     small = estimate_memory(work(stage3_prefetch_bucket_size=0, **LIVE), layout("fsdp"), 64)
     large = estimate_memory(work(), layout("fsdp"), 64)
     assert large.peak_bytes - small.peak_bytes > 0.5 * 4 * (SHAPE.num_parameters - SHAPE.num_embedding)
+
+
+def test_one_process_does_not_compute_again_with_weights_of_a_disk():
+    raw = {"model": "demo", "data": {"train": ["identity"]}, "train": {"recompute": "full"}}
+    raw["parallel"] = {"engine": "deepspeed", "strategy": "zero3", "offload": {"params": "disk"}}
+    config, machine = RunConfig.model_validate(raw), Machine(2, 8 << 30, 8 << 30)
+    assert [fault.key for fault in check_machine(config, machine, 1)] == ["train.recompute"]
+    assert not check_machine(config, machine, 2)
 
 
 def test_who_has_not_model_and_optimizer_together_refuses_it():

@@ -8,23 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from duoka.config.schema import OptimConfig, ParallelConfig, RunConfig
-from duoka.config.schema_running import OffloadConfig
+from duoka.config.schema_running import DeepSpeedConfig, OffloadConfig
 from duoka.errors import Fault, Faults
 from duoka.units import Amount, parse_amount, parse_warmup
 
+OF_WEIGHTS_IN_USE = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
 STAGES = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
-def engine_json(parallel: ParallelConfig, strategy: str, precision: str, world_size: int) -> dict[str, Any]:
-    """What duoka gives DeepSpeed as its engine: batches, the loss's scale, clipping and the schedule stay duoka's."""
+# Elements of a group where the state lies on a disk: four times so many pass through memory.
+GROUP_ON_DISK = 20_000_000
+
+
+def engine_json(
+    parallel: ParallelConfig, strategy: str, precision: str, world_size: int, folder: Path | None = None, near: int = 0
+) -> dict[str, Any]:
+    """What duoka gives DeepSpeed as its engine: batches, the loss's scale, clipping and the schedule stay duoka's.
+
+    `folder`: of what lies on a disk. `near`: ranks of a node, which share a copy of weights between the two passes.
+    """
+    zero = _zero(parallel, strategy, folder)
+    if zero["stage"] == 3 and parallel.reshard == "node" and 1 < near < world_size and world_size % near == 0:
+        zero["zero_hpz_partition_size"] = near
     return {
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": _zero(parallel, strategy, parallel.offloads),
+        "zero_optimization": zero,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -33,26 +47,40 @@ def engine_json(parallel: ParallelConfig, strategy: str, precision: str, world_s
     }
 
 
-def _zero(parallel: ParallelConfig, strategy: str, offloads: OffloadConfig) -> dict[str, Any]:
-    own = parallel.deepspeed.model_dump()
+def _zero(parallel: ParallelConfig, strategy: str, folder: Path | None = None) -> dict[str, Any]:
+    own, offloads = switches(parallel).model_dump(), parallel.offloads
     stage = STAGES[strategy]
     kept = {name: value for name, value in own.items() if stage == 3 or not name.startswith(("stage3", "sub_group"))}
     zero: dict[str, Any] = {"stage": stage, "reduce_scatter": True, "contiguous_gradients": True}
     zero |= kept if stage else {}
     if offloads.moves_anything and stage:
-        zero["offload_optimizer"] = _place(offloads, "host" if offloads.optimizer == "none" else offloads.optimizer)
+        where = offloads.params if offloads.optimizer == "none" else offloads.optimizer
+        zero["offload_optimizer"] = _place(offloads, where, folder)
         if offloads.share < 1:
             zero["offload_optimizer"]["ratio"] = offloads.share
     if offloads.params != "none" and stage == 3:
-        zero["offload_param"] = _place(offloads, offloads.params)
+        zero["offload_param"] = _place(offloads, offloads.params, folder)
+        if offloads.params == "disk":
+            zero["offload_param"]["max_in_cpu"] = 0  # a model of up to 1e9 elements would stay in memory
     if stage in (1, 2) and not offloads.moves_anything:
         zero["compute_grad_norm"] = False  # duoka's norm is there before the step
     return zero
 
 
-def _place(offloads: OffloadConfig, where: str) -> dict[str, Any]:
+def switches(parallel: ParallelConfig) -> DeepSpeedConfig:
+    """Those of the config. Where a disk is used the defaults are others: by these, all state would pass through memory
+    at once, and weights lie in more buffers than there are."""
+    own, offloads = parallel.deepspeed, parallel.offloads
+    here: dict[str, int] = {"sub_group_size": GROUP_ON_DISK} if offloads.uses_disk else {}
+    here |= dict.fromkeys(OF_WEIGHTS_IN_USE, 0) if offloads.params == "disk" else {}
+    plain = DeepSpeedConfig()
+    return own.model_copy(update={k: size for k, size in here.items() if getattr(own, k) == getattr(plain, k)})
+
+
+def _place(offloads: OffloadConfig, where: str, folder: Path | None) -> dict[str, Any]:
     if where == "disk":
-        return {"device": "nvme", "nvme_path": offloads.folder or "/local_nvme", "pin_memory": False}
+        path = str(folder) if folder is not None else offloads.folder or "/local_nvme"
+        return {"device": "nvme", "nvme_path": path, "pin_memory": False}
     return {"device": "cpu", "pin_memory": False}
 
 
@@ -73,7 +101,7 @@ def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[
         raise Faults(faults)
     parallel, optim = config.parallel, config.optim
     batch, micro = _samples(config.train.global_batch), _samples(config.train.micro_batch) or 1
-    zero = _zero(parallel, "zero3" if parallel.strategy == "hsdp" else parallel.strategy, parallel.offloads)
+    zero = _zero(parallel, "zero3" if parallel.strategy == "hsdp" else parallel.strategy)
     zero.pop("compute_grad_norm", None)
     if zero["stage"] == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True

@@ -6,12 +6,18 @@ A part of the table in rules.py, which evaluates it.
 
 from __future__ import annotations
 
+from duoka.config.deepspeed_json import OF_WEIGHTS_IN_USE, switches
 from duoka.config.rule import Rule
 from duoka.config.schema import RunConfig
 from duoka.config.schema_running import DeepSpeedConfig
 
 _NATIVE = "write:   engine: native"
 NO_DEEPSPEED = "parallel.engine is deepspeed, and the package deepspeed is not installed here"
+NO_AIO = (
+    "parallel.offload uses a disk and parallel.engine is deepspeed, which compiles its async_io for that: a C++ "
+    "compiler and the headers of libaio are not there together"
+)
+GET_AIO = "apt install g++ libaio-dev   (Debian, Ubuntu; elsewhere libaio-devel), or write:   engine: native"
 GET_DEEPSPEED = "DS_BUILD_OPS=0 pip install 'duoka[deepspeed]'   or write:   engine: native"
 
 
@@ -94,17 +100,41 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     Rule(
         "deepspeed-with-reshard",
         ("parallel.reshard", "parallel.engine"),
-        lambda c: _is_on(c) and c.parallel.reshard is not True,
-        "parallel.reshard is {c.parallel.reshard}, a setting of native fsdp, and parallel.engine is deepspeed",
+        lambda c: (
+            _is_on(c)
+            and (c.parallel.reshard is False or (c.parallel.reshard == "node" and c.parallel.offloads.params != "none"))
+        ),
+        "parallel.reshard is {c.parallel.reshard} with offload {c.parallel.offload}, and parallel.engine is deepspeed: "
+        "it knows true, and node while weights are not offloaded",
         "delete it, or write:   deepspeed: {{stage3_max_live_parameters: 1000000000}}",
     ),
     Rule(
         "deepspeed-with-disk",
-        ("parallel.offload", "parallel.engine"),
-        lambda c: _is_on(c) and c.parallel.offloads.uses_disk,
-        "parallel.offload is {c.parallel.offload}, and parallel.engine is deepspeed, whose files on a disk need its "
-        "compiled kernels",
-        f"write:   offload: optimizer   (host memory), or   {_NATIVE[9:]}",
+        ("parallel.offload", "parallel.strategy"),
+        lambda c: _is_on(c) and c.parallel.offloads.uses_disk and c.parallel.strategy not in ("zero3", "fsdp"),
+        "parallel.offload is {c.parallel.offload} and parallel.strategy is {c.parallel.strategy}: DeepSpeed offloads "
+        "to a disk at stage 3 alone",
+        f"write:   strategy: zero3   or   offload: optimizer   (host memory), or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-with-part-of-the-state-on-disk",
+        ("parallel.offload.share", "parallel.engine"),
+        lambda c: _is_on(c) and c.parallel.offloads.uses_disk and c.parallel.offloads.share < 1,
+        "parallel.offload.share is {c.parallel.offloads.share} with optimizer: disk, and parallel.engine is deepspeed, "
+        "whose share is one of host memory",
+        f"delete share, or write:   optimizer: host   or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-keeping-weights-of-a-disk",
+        ("parallel.deepspeed", "parallel.offload"),
+        lambda c: (
+            _is_on(c)
+            and c.parallel.offloads.params == "disk"
+            and any(getattr(switches(c.parallel), name) for name in OF_WEIGHTS_IN_USE)
+        ),
+        "parallel.offload has params: disk, and parallel.deepspeed keeps gathered weights or fetches them ahead: "
+        "each would hold one of the few buffers between disk and memory until DeepSpeed finds none",
+        "delete   stage3_max_live_parameters, stage3_max_reuse_distance, stage3_prefetch_bucket_size   (0 here)",
     ),
     Rule(
         "deepspeed-offload-of-whole-models",
@@ -113,7 +143,7 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
             _is_on(c)
             and (
                 (c.parallel.offload != "none" and c.parallel.strategy in ("auto", "single", "ddp"))
-                or (c.parallel.offload == "params" and c.parallel.strategy not in ("zero3", "fsdp"))
+                or (c.parallel.offloads.params != "none" and c.parallel.strategy not in ("zero3", "fsdp"))
             )
         ),
         "parallel.offload is {c.parallel.offload} and parallel.strategy is {c.parallel.strategy}: DeepSpeed offloads "

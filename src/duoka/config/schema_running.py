@@ -136,19 +136,20 @@ class DeepSpeedConfig(Section):
         500_000_000, description="Stages 1 and 2: elements of new weights that are gathered at once, an even number."
     )
     stage3_prefetch_bucket_size: Annotated[Whole, Field(ge=0)] = Field(
-        50_000_000, description="Stage 3: elements of weights that are gathered ahead of their use."
+        50_000_000, description="Stage 3: elements of weights that are gathered ahead of their use; from a disk none."
     )
     stage3_param_persistence_threshold: Annotated[Whole, Field(ge=0)] = Field(
         100_000, description="Stage 3: smaller parameters stay gathered on every rank."
     )
     stage3_max_live_parameters: Annotated[Whole, Field(ge=0)] = Field(
-        100_000_000, description="Stage 3: so many gathered elements may stay after their use; 0: none."
+        100_000_000, description="Stage 3: so many gathered elements may stay after their use; 0, as from a disk: none."
     )
     stage3_max_reuse_distance: Annotated[Whole, Field(ge=0)] = Field(
-        100_000_000, description="Stage 3: weights that are used again within so many elements stay gathered."
+        100_000_000,
+        description="Stage 3: weights that are used again within so many elements stay gathered; from a disk none.",
     )
     sub_group_size: Annotated[Whole, Field(ge=1)] = Field(
-        1_000_000_000, description="Stage 3: elements that the optimizer updates at once."
+        1_000_000_000, description="Stage 3: elements that the optimizer updates at once; 20 million of a disk's."
     )
     overlap_comm: bool = Field(
         False, description="Exchange gradients beside the backward pass; on GPUs faster, with a second bucket."

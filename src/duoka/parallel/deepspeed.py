@@ -20,15 +20,16 @@ from duoka.config.deepspeed_json import STAGES, engine_json
 from duoka.data.feed.loader import GlobalBatch
 from duoka.model.build import named_part
 from duoka.model.shards import Weights
-from duoka.optim.clip import shorten_all
 from duoka.optim.spread import add_over
+from duoka.parallel.deepspeed_disk import SwapFolder, Zero3OnDisk, build_aio, set_buffers
+from duoka.parallel.deepspeed_saved import KeptViews
 from duoka.parallel.deepspeed_traffic import count_exchanges
 from duoka.parallel.deepspeed_zero import Zero3, Zero12, ZeroState
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.objective import Objective
 from duoka.parallel.out_of_memory import Shortage
 from duoka.parallel.single import bring
-from duoka.torch_private import foreach_norm
+from duoka.process.heap import give_back
 
 
 def load_deepspeed(device: torch.device) -> Any:
@@ -70,14 +71,23 @@ class DeepSpeed(Engine):
         package.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
         count_exchanges()
         layout = spec.layout
-        settings = engine_json(spec.parallel, layout.strategy, layout.precision, self.mesh.loss.size)
+        on_disk = layout.disk != "none"
+        folder = SwapFolder(spec.folder, self).path if on_disk else None
+        sizes = self.mesh.loss.size, folder, self.world.local_size
+        settings = engine_json(spec.parallel, layout.strategy, layout.precision, *sizes)
+        if on_disk:
+            build_aio(package)
+            set_buffers(settings, self.bare, sizes[0])
         if self.stage == 3:
             fill_and_cut(package, self.bare, spec.source, self.world.is_main, self.world.device, settings)
+            give_back()  # whole parameters passed by
         place = SimpleNamespace(device_rank=self.world.device.index or 0)
         self.running, zero, *_ = package.initialize(args=place, model=self.bare, optimizer=optimizer, config=settings)
+        give_back()
         self.model = self.running
         if self.stage:
-            self.zero = (Zero3 if self.stage == 3 else Zero12)(zero, named)
+            kind = Zero3OnDisk if on_disk else Zero3 if self.stage == 3 else Zero12
+            self.zero = kind(zero, named)
         return optimizer
 
     # --- what is trained ---
@@ -104,12 +114,17 @@ class DeepSpeed(Engine):
     def gradients(self) -> list[torch.Tensor]:
         return super().gradients() if self.zero is None else self.zero.gradients()
 
+    @property
+    def disk_bytes(self) -> int:
+        return 0 if self.zero is None else self.zero.disk_bytes()
+
     # --- one optimizer step ---
 
     @contextlib.contextmanager
     def exchange(self, last: bool) -> Iterator[None]:
         self.running.set_gradient_accumulation_boundary(last)
-        yield
+        with KeptViews() if self.stage == 3 else contextlib.nullcontext():
+            yield
 
     def backward(self, loss: torch.Tensor) -> None:
         # The one place where DeepSpeed's mean over ranks is undone.
@@ -118,11 +133,9 @@ class DeepSpeed(Engine):
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> torch.Tensor:
         if self.zero is None:
             return super().clip(optimizer, max_norm, is_scaled=is_scaled)
-        gradients = self.gradients()
-        own = torch.stack(foreach_norm(gradients)).float().square().sum() if gradients else torch.zeros(())
         groups = (self.mesh.loss.group,) if self.mesh.loss.size > 1 else ()
-        norm = add_over(own, groups, self.world.device.type).sqrt()
-        shorten_all(gradients, norm, max_norm)
+        norm = add_over(self.zero.norm_square(), groups, self.world.device.type).sqrt()
+        self.zero.shorten(norm, max_norm)
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from duoka.optim.clip import shorten_all
 from duoka.parallel.flat_shard import FlatShard, real_shape
+from duoka.torch_private import foreach_norm
 
 Named = Mapping[str, torch.nn.Parameter]
 
@@ -49,6 +51,22 @@ class ZeroState(ABC):
     def refresh(self) -> None:
         """Bring the weights that passes use up to date with the lines."""
 
+    def values_of(self, line: torch.Tensor) -> torch.Tensor:
+        """A line's weights, live."""
+        return line
+
+    def norm_square(self) -> torch.Tensor:
+        """Of this rank's parts of the gradients."""
+        gradients = self.gradients()
+        return torch.stack(foreach_norm(gradients)).float().square().sum() if gradients else torch.zeros(())
+
+    def shorten(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Shorten the gradients, whose norm over all ranks is `norm`; 0: let them be."""
+        shorten_all(self.gradients(), norm, max_norm)
+
+    def disk_bytes(self) -> int:
+        return 0
+
     def discard(self) -> None:
         """Drop the gradients as DeepSpeed does it after an overflow, which it is made to see."""
         # Of gradients that lie on the host it looks at norms that it noted before, and keeps the memory.
@@ -66,7 +84,8 @@ class ZeroState(ABC):
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Weights by name."""
-        return {name: self._shard(parameter, self.part_of(parameter).line) for name, parameter in self.named.items()}
+        values = {id(line): self.values_of(line) for line in self.lines()}
+        return {name: self._shard(one, values[id(self.part_of(one).line)]) for name, one in self.named.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's state as `kind.parameter-name`; what was never stepped is made first, as zeros."""
@@ -75,7 +94,7 @@ class ZeroState(ABC):
         for name, parameter in self.named.items():
             line = self.part_of(parameter).line
             for kind, value in states[id(line)].items():
-                found[f"{kind}.{name}"] = self._shard(parameter, value) if value.shape == line.shape else value
+                found[f"{kind}.{name}"] = self._shard(parameter, value) if value.ndim else value
         return found
 
     def _state_of(self, line: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -142,8 +161,8 @@ class Zero3(ZeroState):
             for place, parameter in enumerate(group):
                 part = self.part_of(parameter)
                 if self.zero.offload_optimizer:
-                    assert part.line.grad is not None
-                    found.append(part.line.grad.narrow(0, part.at, part.length))
+                    if part.line.grad is not None:  # else: put away in files
+                        found.append(part.line.grad.narrow(0, part.at, part.length))
                 elif self.zero.averaged_gradients.get(number):  # else: before the first backward pass, or after a step
                     found.append(self.zero.averaged_gradients[number][place][: part.length])
         return found
@@ -151,9 +170,13 @@ class Zero3(ZeroState):
     def refresh(self) -> None:
         zero = self.zero
         zero.empty_partition_cache()
+        zero.invalidate_secondary_tensor()  # a node's copies are of the older values
         with torch.no_grad():
             for cut, line in zip(zero.fp16_partitioned_groups_flat, self.lines(), strict=True):
                 cut.copy_(line)
-        kept = zero.persistent_parameters
+        self._gather_kept()
+
+    def _gather_kept(self) -> None:
+        kept = self.zero.persistent_parameters
         if kept:  # these stay gathered, and were gathered from the older values
             kept[0].all_gather(kept)

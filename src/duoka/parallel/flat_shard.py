@@ -60,12 +60,25 @@ def part_of_cut(parameter: Any) -> FlatShard:
     """This rank's part of a parameter that stage 3 has cut."""
     each, whole = parameter.partition_numel(), parameter.ds_numel
     start = min(each * dist.get_rank(parameter.ds_process_group), whole)
-    return FlatShard(parameter.ds_tensor.detach()[: min(each, whole - start)], real_shape(parameter), start)
+    return FlatShard(_own_of_cut(parameter)[: min(each, whole - start)], real_shape(parameter), start)
+
+
+def _own_of_cut(parameter: Any) -> torch.Tensor:
+    """What this rank has, padded: in memory, or in DeepSpeed's file of it."""
+    kept = parameter.ds_tensor
+    if kept.numel() == kept.ds_numel:
+        return kept.detach()  # type: ignore[no-any-return]
+    return mapped_file(parameter.nvme_swapper.get_path(parameter, True), kept.ds_numel, parameter.dtype)
+
+
+def mapped_file(path: str, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """The first values in a file, live: what is written there is in the file."""
+    return torch.from_file(path, shared=True, size=length, dtype=dtype)
 
 
 def gather_cut(parameter: Any) -> torch.Tensor:
     """The whole of a parameter that stage 3 has cut; all ranks call it."""
-    own, group = parameter.ds_tensor.detach(), parameter.ds_process_group
+    own, group = _own_of_cut(parameter), parameter.ds_process_group
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own.contiguous(), group=group)
     return torch.cat(parts)[: parameter.ds_numel].view(real_shape(parameter))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from duoka.config.deepspeed_json import STAGES
-from duoka.config.rules_deepspeed import GET_DEEPSPEED, NO_DEEPSPEED
+from duoka.config.rules_deepspeed import GET_AIO, GET_DEEPSPEED, NO_AIO, NO_DEEPSPEED
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES
 from duoka.config.schema import RunConfig, TrainConfig
@@ -18,6 +18,7 @@ from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
 from duoka.plan.axes import axes_of, check_axes, data_ranks, stages_per_rank, why_exchange
 from duoka.plan.catalog import Cluster, cluster_of
+from duoka.plan.compiler import has_aio
 from duoka.plan.fill_in import fill_in
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout, Precision
@@ -52,6 +53,7 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
     if config.parallel.offloads.activations == "host" and machine.device == "cpu":
         what = "parallel.offload has activations: host, and on a CPU they lie in host memory already"
         faults.append(Fault(what, key="parallel.offload.activations", fix="write:   activations: disk   or delete it"))
+    faults += _check_weights_on_disk(config, world_size)
     if axes := check_axes(config.parallel, world_size):
         return [*faults, *axes]
     data = data_ranks(config.parallel, world_size)
@@ -68,6 +70,19 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
     return faults
 
 
+def _check_weights_on_disk(config: RunConfig, world_size: int) -> list[Fault]:
+    """One DeepSpeed process computes in the buffers through which weights pass, where a pass that comes again finds
+    other weights; several gather copies."""
+    own = config.parallel
+    if own.engine == "native" or own.offloads.params != "disk" or world_size > 1 or config.train.recompute == "none":
+        return []
+    what = (
+        f"parallel.offload has params: disk, train.recompute is {config.train.recompute}, and parallel.engine is "
+        "deepspeed, which on one process gives layers that are computed again the weights of others"
+    )
+    return [Fault(what, key="train.recompute", fix="write:   recompute: none   or   engine: native")]
+
+
 def check_packages(config: RunConfig) -> list[Fault]:
     """Packages beside duoka's own that the config needs, and that are not installed here."""
     faults = []
@@ -78,6 +93,8 @@ def check_packages(config: RunConfig) -> list[Fault]:
             faults.append(Fault(what, key="log.to", fix=f"type:   {tracker.install}"))
     if config.parallel.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         faults.append(Fault(NO_DEEPSPEED, key="parallel.engine", fix=GET_DEEPSPEED))
+    elif config.parallel.engine == "deepspeed" and config.parallel.offloads.uses_disk and not has_aio():
+        faults.append(Fault(NO_AIO, key="parallel.offload", fix=GET_AIO))
     if importlib.util.find_spec("bitsandbytes") is not None:
         return faults
     if config.optim.name == "adamw8bit":

@@ -6,7 +6,9 @@ Here, because a plan counts with them: what a step keeps and how long it takes.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import subprocess
 from collections.abc import Mapping
 
 SWITCH = "DUOKA_NATIVE"  # 0: none are compiled
@@ -21,3 +23,17 @@ def has_kernels(env: Mapping[str, str] = os.environ) -> bool:
 def find_compiler(env: Mapping[str, str] = os.environ) -> str | None:
     names = (env.get("CXX"), "g++", "clang++")
     return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def has_aio(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether a program with Linux's asynchronous reads and writes compiles, which DeepSpeed's offload to a disk does.
+
+    Seen by compiling one, with the flags that DeepSpeed looks at, too.
+    """
+    compiler = find_compiler(env)
+    if compiler is None:
+        return False
+    flags = [flag for name in ("CFLAGS", "LDFLAGS") for flag in shlex.split(env.get(name, ""))]
+    program = "#include <libaio.h>\nint main() { return io_destroy(0); }\n"
+    line = [compiler, "-x", "c++", "-", *flags, "-laio", "-o", os.devnull]
+    return subprocess.run(line, input=program, text=True, capture_output=True, timeout=60, check=False).returncode == 0

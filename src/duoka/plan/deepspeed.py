@@ -21,6 +21,9 @@ class Work(Protocol):
     def device(self) -> str: ...
 
     @property
+    def node_ranks(self) -> int: ...
+
+    @property
     def state_bytes(self) -> float: ...
 
 
@@ -43,6 +46,8 @@ class ModelShare(Protocol):
     def head(self) -> int: ...
 
 
+IMPORTED_BYTES = 50 * 2**20  # what the package takes when it is imported
+WEIGHT_BUFFERS = 3  # of a module with one matrix; DeepSpeed writes back through one of a group's size
 SIZE = 4  # bytes of a weight, and of a gradient, however it was computed
 
 
@@ -62,6 +67,22 @@ def static_parts(
     return (whole + frozen_bytes) // ranks, part, own_state, f"(4Pt + 4Pt + {SIZE + state:.3g}Pt)/N"
 
 
+def on_disk(work: Work, ranks: int, share: ModelShare, frozen_bytes: int, disk: str) -> int:
+    """Stage 3: masters and moments, and with `params` the weights that passes use; gradients stay in memory."""
+    own = int((SIZE + work.state_bytes) * share.trainable) // ranks
+    return own + ((SIZE * share.trainable + frozen_bytes) // ranks if disk == "params" else 0)
+
+
+def disk_buffers(work: Work, ranks: int, share: ModelShare, disk: str) -> int:
+    """Through which the optimizer's groups pass (weights, two moments, gradients), and weights on their way."""
+    own = work.deepspeed
+    assert own is not None
+    largest = max(share.embedding, share.head, share.per_layer // 4) // ranks
+    group = min(max(own.sub_group_size, largest), share.trainable // ranks)
+    weights = WEIGHT_BUFFERS * largest + group if disk == "params" else 0
+    return SIZE * (4 * group + weights)
+
+
 def bucket_bytes(work: Work, strategy: str, share: ModelShare) -> int:
     """Gradients on their way: one bucket, or two where exchanges run beside the backward pass."""
     own = work.deepspeed
@@ -74,13 +95,23 @@ def bucket_bytes(work: Work, strategy: str, share: ModelShare) -> int:
     return SIZE * size * (2 if own.overlap_comm else 1)
 
 
-def gathered_bytes(work: Work, share: ModelShare) -> int:
+def step_bytes(work: Work, strategy: str, ranks: int, share: ModelShare, offloads: bool) -> int:
+    """Beside what lasts, while the optimizer steps: the bucket, and at stage 3 the gradients end to end."""
+    if strategy in ("single", "ddp"):
+        return 0
+    again = 0 if strategy != "fsdp" or offloads else SIZE * share.trainable // ranks
+    return bucket_bytes(work, strategy, share) + again
+
+
+def gathered_bytes(work: Work, ranks: int, share: ModelShare) -> int:
     """Stage 3: weights that are whole at once, beside the part that lasts."""
     own = work.deepspeed
     assert own is not None
     largest = max(share.per_layer, share.embedding, share.head)
     window = own.stage3_max_live_parameters + own.stage3_prefetch_bucket_size + largest
-    return SIZE * min(share.trainable + share.frozen, window)
+    whole = share.trainable + share.frozen
+    copy = whole // work.node_ranks if 1 < work.node_ranks < ranks else 0  # that lasts from pass to pass
+    return SIZE * (min(whole, window) + copy)
 
 
 def gathers_twice(work: Work, share: ModelShare) -> bool:

@@ -87,13 +87,12 @@ def _estimate(
     """`sizes`: tokens of the first micro-batch, and of the fullest later one."""
     static = static_memory(work, layout, share)
     low, framework, high = _framework_bytes(work, layout)
-    held = _on_device(static, layout)
+    held = _on_device(static, layout, work.deepspeed is not None)
     base = {"weights": held["weights"], "optimizer": held["optimizer"], "framework": framework}
     copied = copy_bytes(work, layout)
     copy = copied if work.device == "cpu" else 0
     base |= {"checkpoint copy": copy} if copy else {}
-    slots = buffer_bytes(static.disk_bytes if layout.disk == "optimizer" else static.optimizer_bytes)
-    slots = 0 if layout.disk == "none" else slots
+    slots = _slot_bytes(work, layout, share, static)
     base |= {"disk buffers": slots} if slots and work.device == "cpu" else {}
     gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") or work.deepspeed else {}
     gradients = {"gradients": held["gradients"]}
@@ -139,6 +138,15 @@ def _estimate(
         host_bytes=static.host_bytes + copied - copy + slots - base.get("disk buffers", 0) + (moved if on_host else 0),
         disk_bytes=static.disk_bytes + (0 if on_host else moved),
     )
+
+
+def _slot_bytes(work: Work, layout: Layout, share: ModelShare, static: StaticMemory) -> int:
+    """Through which what lies on a disk passes."""
+    if layout.disk == "none":
+        return 0
+    if work.deepspeed is not None:
+        return deepspeed.disk_buffers(work, layout.state_ranks, share, layout.disk)
+    return buffer_bytes(static.disk_bytes if layout.disk == "optimizer" else static.optimizer_bytes)
 
 
 def _pass_moments(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> dict[str, dict[str, int]]:
@@ -189,7 +197,8 @@ def moved_activations(work: Work, layout: Layout, share: ModelShare, tokens: int
 def _framework_bytes(work: Work, layout: Layout) -> tuple[int, int, int]:
     """(low, likely, high). On a GPU every further axis brings communicators, and buffers with them."""
     if work.device != "cuda":
-        return CPU_FRAMEWORK_BYTES
+        more = deepspeed.IMPORTED_BYTES if work.deepspeed is not None else 0
+        return tuple(size + more for size in CPU_FRAMEWORK_BYTES)  # type: ignore[return-value]
     return tuple(size + len(layout.axes) * AXIS_BYTES for size in CUDA_FRAMEWORK_BYTES)  # type: ignore[return-value]
 
 
@@ -223,7 +232,7 @@ def _heap_bytes(work: Work, layout: Layout, own: Mapping[str, int]) -> dict[str,
     return {"heap": int(HEAP * (own.get("activations", 0) + own.get("loss", 0)))}
 
 
-def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
+def _on_device(static: StaticMemory, layout: Layout, is_deepspeeds: bool) -> dict[str, int]:
     """The parts of `static` that lie where the model computes: all on a CPU, less what is offloaded on a GPU."""
     parts = {
         "weights": static.weights_bytes,
@@ -231,7 +240,7 @@ def _on_device(static: StaticMemory, layout: Layout) -> dict[str, int]:
         "optimizer": static.optimizer_bytes - static.disk_bytes,
     }
     if layout.disk == "params" and layout.strategy in ("fsdp", "hsdp"):
-        return dict.fromkeys(parts, 0)
+        return dict.fromkeys(parts, 0) | ({"gradients": static.gradients_bytes} if is_deepspeeds else {})
     if not static.host_bytes:
         return parts
     if layout.offload == "optimizer":
@@ -246,7 +255,7 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
     """What FSDP holds whole at each moment: layers that compute and are fetched, the ends, gradients on their way."""
     size = 4 if layout.precision == "fp32" else 2
     if work.deepspeed is not None:
-        live = deepspeed.gathered_bytes(work, share) if layout.strategy == "fsdp" else 0
+        live = deepspeed.gathered_bytes(work, layout.state_ranks, share) if layout.strategy == "fsdp" else 0
         buckets = deepspeed.bucket_bytes(work, layout.strategy, share)
         return {"loss": live, "start of the backward pass": live + buckets, _LAST_OF_PASS: live + buckets}
     if work.program is not None:
@@ -285,6 +294,8 @@ def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:
 
 def _optimizer_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     """Temporaries of an optimizer that is not fused: of one tensor at a time on CPU, of all at once on CUDA."""
+    if work.deepspeed is not None:
+        return deepspeed.step_bytes(work, layout.strategy, layout.state_ranks, share, layout.offload != "none")
     if work.program is not None or work.optimizer == "adamw":
         return 0
     if work.device == "cuda":

@@ -306,6 +306,8 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     # Weights that are whole on each rank stay in memory, where another strategy is only compared with.
     all_of_it = sum(own) if layout.strategy in ("fsdp", "hsdp") else moments
     disk = {"none": 0, "optimizer": moments, "params": all_of_it}[layout.disk]
+    if disk and work.deepspeed is not None:
+        disk = deepspeed.on_disk(work, ranks, share, frozen, layout.disk)
     return StaticMemory(layout.strategy, *own, formula, host - disk if work.device == "cuda" else 0, disk)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
+from duoka.config.deepspeed_json import switches
 from duoka.config.schema import RunConfig
 from duoka.errors import DoesNotFit, Faults
 from duoka.plan.advice import advice
@@ -333,7 +334,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         has_allocator=machine.has_allocator,
         weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
         node_ranks=local_size if config.parallel.reshard == "node" else 0,
-        deepspeed=config.parallel.deepspeed if config.parallel.engine == "deepspeed" else None,
+        deepspeed=switches(config.parallel) if config.parallel.engine == "deepspeed" else None,
         references=_num_references(config), looks=config.stage.kind.looks,
         value_head=value_head_parameters(config, shape),
         keeps_start=config.stage.kind.draws and config.rl.kl > 0,

@@ -231,7 +231,8 @@ def _data_traffic(
         buckets = max(1.0, wide * trained / BUCKET_BYTES)
         return [Exchange(grads, "all-reduce", wide * trained, 1, everyone, "backward", buckets)]
     if work.deepspeed is not None:
-        return _of_deepspeed(work, layout, share, everyone, micro)
+        near = Group(everyone.members, 1) if reshard == "node" and 1 < everyone.members < everyone.size else everyone
+        return _of_deepspeed(work, layout, share, everyone, near, micro)
     sent = _packed_bytes(work.weight_bits) or half  # per number, forward
     if layout.strategy in ("zero1", "zero2"):
         times = micro if layout.strategy == "zero2" else 1
@@ -255,8 +256,13 @@ def _data_traffic(
     return found
 
 
-def _of_deepspeed(work: Work, layout: Layout, share: ModelShare, everyone: Group, micro: int) -> list[Exchange]:
-    """Stages 1 to 3: weights travel as wide as they are, and stages 1 and 2 sum gradients by all-reduce."""
+def _of_deepspeed(
+    work: Work, layout: Layout, share: ModelShare, everyone: Group, near: Group, micro: int
+) -> list[Exchange]:
+    """Stages 1 to 3: weights travel as wide as they are, and stages 1 and 2 sum gradients by all-reduce.
+
+    `near`: the ranks that share a copy of the weights, from a step's first forward pass to its last backward pass.
+    """
     assert work.deepspeed is not None
     wide = deepspeed.SIZE
     trained, messages = wide * share.trainable, max(1.0, share.trainable / work.deepspeed.reduce_bucket_size)
@@ -267,7 +273,10 @@ def _of_deepspeed(work: Work, layout: Layout, share: ModelShare, everyone: Group
             Exchange("gradients", "all-reduce", trained, times, everyone, "backward", messages),
         ]
     weights, layers = wide * (share.trainable + share.frozen), share.num_layers + 2
-    found = [Exchange("weights, forward", "all-gather", weights, micro, everyone, "forward", layers)]
+    first = micro if near is everyone else 1
+    found = [Exchange("weights, forward", "all-gather", weights, first, everyone, "forward", layers)]
+    if micro > first:
+        found.append(Exchange("weights, forward again", "all-gather", weights, micro - first, near, "forward", layers))
     if deepspeed.gathers_twice(work, share):
-        found.append(Exchange("weights, backward", "all-gather", weights, micro, everyone, "backward", layers))
+        found.append(Exchange("weights, backward", "all-gather", weights, micro, near, "backward", layers))
     return [*found, Exchange("gradients", "reduce-scatter", trained, micro, everyone, "backward", messages)]

@@ -309,11 +309,12 @@ def build_contents(
     config: RunConfig, plan: Plan, engine: Engine, roles: dict[str, Role], run_folder: Path = Path()
 ) -> Contents:
     layout, folder = plan.layout, offload_folder(config.parallel.offloads, run_folder)
-    on_host = layout.offload == "optimizer" and not engine.offloads_itself
+    is_ours = not engine.offloads_itself
+    on_host, on_disk = is_ours and layout.offload == "optimizer", is_ours and layout.disk != "none"
     optimizer = engine.build_optimizer(
         partial(
             build_optimizer, optim=config.optim, roles=roles,
-            on_host=on_host, on_disk=folder if layout.disk != "none" else None, share=layout.offload_share,
+            on_host=on_host, on_disk=folder if on_disk else None, share=layout.offload_share,
             b_lr_ratio=config.lora.b_lr_ratio if config.lora else 1.0, sharing=engine.share_matrices,
         )
     )  # fmt: skip
