@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import Network, machines, why_not
-from tiny import write_conversations, write_tiny_model
+from tiny import build_tiny_tokenizer, write_conversations, write_tiny_model
 
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
@@ -38,6 +38,7 @@ AXES = {
     "tensor": ["parallel.tensor=2"],
     "pipeline": ["parallel.pipeline=2"],
     "sequence": ["parallel.sequence=2"],
+    "expert": ["parallel.strategy=zero1", "parallel.expert=2", "model=MIXTURE"],
 }
 # Two on each: what stays inside does not.
 NODES = {
@@ -54,10 +55,27 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, Pa
     home = folder / "home"
     home.mkdir()
     model = write_tiny_model(folder / "model", hidden=256, layers=4)
+    write_mixture(folder / "mixture")
     data = write_conversations(home / "chats.jsonl", 40, seed=2)
     (home / "run.yaml").write_text(YAML.format(model=model, data=data), encoding="utf-8")
     with machines(folder / "net") as net:
         yield net, home, model
+
+
+def write_mixture(folder: Path) -> None:
+    """Wide enough that tokens on their way to experts are more than all that is said beside them."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    tokenizer = build_tiny_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=256, moe_intermediate_size=256, head_dim=64,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def through_the_cable(net: Network) -> int:
@@ -89,7 +107,7 @@ def a_step(net: Network, home: Path, settings: list[str], ranks: int) -> tuple[f
 @pytest.mark.parametrize("name", AXES)
 def test_the_ledger_s_bytes_are_the_cable_s(case: tuple[Network, Path, Path], name: str) -> None:
     net, home, _ = case
-    sent, run = a_step(net, home, AXES[name], 1)
+    sent, run = a_step(net, home, [one.replace("MIXTURE", str(home.parent / "mixture")) for one in AXES[name]], 1)
     lines = (run.events / "rank00001.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) >= MORE and len(read_steps(run)) == MORE
     told = [json.loads(line)["sent_bytes"] for line in lines if '"sent_bytes"' in line]

@@ -82,6 +82,27 @@ def look_at_collectives(folder):
     dist.destroy_process_group()
 
 
+def meet_on_unequal_machines(folder):
+    """Two ranks on one machine, and one on each of two more: what the first two could cut, the others could not."""
+    import torch.distributed as dist
+
+    from duoka.comm.world import World
+    from duoka.parallel.mesh import Mesh
+
+    dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    everyone = World(rank=rank, size=4, local_size=(2, 2, 1, 1)[rank], backend="gloo")
+    mesh = Mesh(everyone=everyone, loss=everyone)
+    Path(folder, f"unequal-{rank}.json").write_text(json.dumps([mesh.node_size, mesh.nodes() is None]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_of_unequal_machines_agree_that_there_are_no_nodes_to_share_in(tmp_path):
+    run_world(4, meet_on_unequal_machines, str(tmp_path))
+    assert {file.read_text() for file in tmp_path.glob("unequal-*.json")} == {"[0, true]"}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")

@@ -217,3 +217,11 @@ def test_the_plan_takes_the_state_out_of_memory_and_asks_the_disk_for_it() -> No
     assert f"needs {format_bytes(moments)}" in str(refusal) and format_bytes(moments // 2) in str(refusal)
     # Replicas have a copy each, on the disk that they share.
     assert plan({"optimizer": "disk"}, 100 * GIB, ranks=2).disk.needed_bytes == 2 * moments
+
+
+def test_a_state_of_torch_s_is_refused(tmp_path):
+    """It would be used in place of the file's, and its groups (the learning rate) by nobody."""
+    _, plain = made()
+    _, optimizer = made(on_disk=tmp_path)
+    with pytest.raises(NotImplementedError, match="in place"):
+        optimizer.load_state_dict(plain.state_dict())

@@ -73,7 +73,8 @@ class DeepSpeed(Engine):
         layout = spec.layout
         on_disk = layout.disk != "none"
         folder = SwapFolder(spec.folder, self).path if on_disk else None
-        sizes = self.mesh.loss.size, folder, self.world.local_size
+        near = self.mesh.node_size if spec.parallel.reshard == "node" else 0
+        sizes = self.mesh.loss.size, folder, near
         settings = engine_json(spec.parallel, layout.strategy, layout.precision, *sizes)
         if on_disk:
             build_aio(package)

@@ -95,9 +95,18 @@ class Mesh:
         """A new group of the `loss` ranks, for exchanges that cross those of other groups. All ranks call it."""
         return _group_over(self.everyone, self.sizes, self.place, ("replicate", "shard", "sp"), is_new=True)
 
+    @cached_property
+    def node_size(self) -> int:
+        """Ranks of each node; 0 where nodes differ, which a rank cannot see by itself. All ranks ask at once."""
+        sizes = set(self.everyone.gather(self.everyone.local_size))
+        return sizes.pop() if len(sizes) == 1 else 0
+
     def nodes(self) -> Nodes | None:
-        """The ranks that share state, by node: groups of their own. None where they are of one. All ranks call it."""
-        inside, size = self.everyone.local_size, self.everyone.size
+        """The ranks that share state, by node: groups of their own. None where they are of one, or nodes differ.
+
+        All ranks call it.
+        """
+        inside, size = self.node_size, self.everyone.size
         if self.loss.size != size or not 1 < inside < size or size % inside:
             return None
         own, rank = list[dist.ProcessGroup | None](), self.everyone.rank

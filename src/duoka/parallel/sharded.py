@@ -162,7 +162,7 @@ def apply_sharded(
             ignored_params=ignored,
         )
 
-    reshard, packing = _reshard_after_forward(parallel, layout, world), _packing(parallel, layout, mesh)
+    reshard, packing = _reshard_after_forward(parallel, layout, mesh), _packing(parallel, layout, mesh)
     # Layers that are not transformers' may mix types in ways that only autocast sorts out.
     layers, policy = (find_layers(core), narrow) if is_transformer(core) else (find_blocks(core), wide)
     for layer in layers:
@@ -218,11 +218,11 @@ def _offload_policy(layout: Layout, world: World) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=world.device.type == "cuda" and layout.disk != "params")
 
 
-def _reshard_after_forward(parallel: ParallelConfig, layout: Layout, world: World) -> bool | int:
+def _reshard_after_forward(parallel: ParallelConfig, layout: Layout, mesh: Mesh) -> bool | int:
     """False: weights stay whole; a number: so many neighbors share a copy of them until the backward pass."""
     # Of a node's ranks those of one tensor-parallel row share weights: the number counts along the shards.
-    near = world.local_size // layout.tp
-    if parallel.reshard == "node" and 1 < near < layout.state_ranks and layout.state_ranks % near == 0:
+    near = mesh.node_size // layout.tp if parallel.reshard == "node" else 0
+    if 1 < near < layout.state_ranks and layout.state_ranks % near == 0:
         return near
     return bool(parallel.reshard) and layout.strategy not in ("zero1", "zero2")
 
