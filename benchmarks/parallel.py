@@ -2,8 +2,8 @@
 
     python benchmarks/parallel.py --out benchmarks/parallel.json --table benchmarks/parallel.md
 
-Worlds run in a network namespace of their own, as those of traffic.py. transformers' own tensor parallelism computes
-the same tokens through the same sizes. Nothing is asserted.
+Worlds run in a network namespace of their own, as those of traffic.py. transformers' and DeepSpeed's own tensor
+parallelism compute the same tokens through the same sizes. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -195,27 +195,19 @@ def work(folder: Path) -> None:
     end_world(world)
 
 
-def work_as_transformers(folder: Path) -> None:
-    """One rank of transformers' own tensor parallelism: the same tokens, the same sum of losses, the same update."""
+def loss_of(model: Any, ids: Any) -> Any:
+    """A micro-batch's part of the mean over a step's targets."""
+    import torch.nn.functional as functional
+
+    labels = ids.roll(-1)
+    labels[::2] = -100
+    logits = model(input_ids=ids[None]).logits[0]
+    return functional.cross_entropy(logits, labels, reduction="sum") / (MICROS * TOKENS // 2)
+
+
+def time_peer(name: str, step: Callable[[int], None]) -> None:
     import torch
     import torch.distributed as dist
-    import torch.nn.functional as functional
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(folder / "llama", tp_plan="auto", dtype=torch.float32).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
-
-    def step(number: int) -> None:
-        for ids in draw(number):
-            labels = ids.roll(-1)
-            labels[::2] = -100
-            logits = model(input_ids=ids[None]).logits[0]
-            loss = functional.cross_entropy(logits, labels, reduction="sum") / (MICROS * TOKENS // 2)
-            loss.backward()
-        optimizer.step()  # no norm: theirs over cut and whole tensors is not the model's
-        optimizer.zero_grad()
 
     step(0), step(1)
     dist.barrier()
@@ -228,10 +220,73 @@ def work_as_transformers(folder: Path) -> None:
     dist.all_reduce(spent)
     if dist.get_rank() == 0:
         print(json.dumps([{
-            "layout": "transformers tp2", "schedule": "", "model": "llama", "num_processes": 2,
+            "layout": name, "schedule": "", "model": "llama", "num_processes": 2,
             "cpu_s": float(spent) / STEPS, "seconds": seconds / STEPS, "wire_bytes": wire / 2 / STEPS,
         }]))  # fmt: skip
     dist.destroy_process_group()
+
+
+def work_as_transformers(folder: Path) -> None:
+    """One rank of transformers' own tensor parallelism: the same tokens, the same sum of losses, the same update."""
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", tp_plan="auto", dtype=torch.float32).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+
+    def step(number: int) -> None:
+        for ids in draw(number):
+            loss_of(model, ids).backward()
+        optimizer.step()  # no norm: theirs over cut and whole tensors is not the model's
+        optimizer.zero_grad()
+
+    time_peer("transformers tp2", step)
+
+
+def work_as_deepspeed(folder: Path) -> None:
+    """And one of DeepSpeed's AutoTP, at stage 0."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile it now
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    plain = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).train()
+    model = deepspeed.tp_model_init(plain, tp_size=2, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": MICROS, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 0}, "tensor_parallel": {"autotp_size": 2}, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def step(number: int) -> None:
+        for ids in draw(number):
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+
+    time_peer("DeepSpeed AutoTP 2", step)
+
+
+PEERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "transformers": (
+        work_as_transformers,
+        "transformers tp2 is `from_pretrained(tp_plan='auto')` over gloo; its MB are the wire's. It gathers logits, "
+        "and its step has no gradient norm, which it does not compute over cut tensors.",
+    ),
+    "deepspeed": (
+        work_as_deepspeed,
+        "DeepSpeed AutoTP 2 is `tp_model_init` at stage 0 over gloo, clipping on; its MB are the wire's. Embedding, "
+        "head and loss are whole on each rank.",
+    ),
+}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -272,28 +327,28 @@ def _line(row: dict[str, Any], one: float, alone: bool) -> str:
 
 
 def peers(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    try:
-        rows = run_world(2, __file__, str(folder), "--peer")
-    except (SystemExit, subprocess.TimeoutExpired, IndexError) as error:
-        notes.append(f"transformers' own tensor parallelism did not run: {error or type(error).__name__}.")
-        return []
-    notes.append(
-        "transformers tp2 is `from_pretrained(tp_plan='auto')` over gloo; its MB are the wire's. It gathers logits, "
-        "and its step has no gradient norm, which it does not compute over cut tensors."
-    )
+    rows = []
+    for name, (_, what) in PEERS.items():
+        try:
+            rows += run_world(2, __file__, str(folder), "--peer", name)
+        except (SystemExit, subprocess.TimeoutExpired, IndexError) as error:
+            notes.append(f"{name}'s own tensor parallelism did not run: {error or type(error).__name__}.")
+        else:
+            notes.append(what)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for flag in ("--rank", "--alone", "--peer"):
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    for flag in ("--rank", "--alone"):
         parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     if options.rank:
-        run: Callable[[Path], None] = work_as_transformers if options.peer else work
+        run: Callable[[Path], None] = PEERS[options.peer][0] if options.peer else work
         run(options.folder)
         return
     if not options.alone:

@@ -25,23 +25,26 @@ class Entries:
         return 1.0 if int(answer) == int(entry["answer"]) else 0.01
 
 
+CACHED = (gym.entries_of, gym.entry_of, gym.drawn_items)
+
+
 @pytest.fixture
-def package(monkeypatch):
+def package(monkeypatch, tmp_path):
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path))
     made = {"sums": 100_000, "few": 5, "composite": 1}
     known = SimpleNamespace(
         factory=SimpleNamespace(DATASETS=made),
         create_dataset=lambda name, size, seed: Entries(size, seed, made[name]),
     )
     monkeypatch.setitem(sys.modules, "reasoning_gym", known)
-    for cached in (gym.entries_of, gym.drawn_items):
+    for cached in CACHED:
         cached.cache_clear()
     yield
-    for cached in (gym.entries_of, gym.drawn_items):
+    for cached in CACHED:
         cached.cache_clear()
 
 
-def test_questions_are_for_training_or_for_testing_and_each_is_there_once(package, tmp_path, monkeypatch):
-    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path))
+def test_questions_are_for_training_or_for_testing_and_each_is_there_once(package, tmp_path):
     (task,) = find_tasks("task:gym:sums")
     train, test = task.items("train"), task.items("test")
     assert (len(train), len(test), task.name) == (2000, 200, "gym-sums")
@@ -52,6 +55,18 @@ def test_questions_are_for_training_or_for_testing_and_each_is_there_once(packag
     lines = task_data("task:gym:sums", tmp_path, "train").read_text(encoding="utf-8").splitlines()
     first = json.loads(lines[0])["messages"]
     assert [turn["role"] for turn in first] == ["user", "assistant"] and first[1]["content"] == train[0].answer
+
+
+def test_questions_are_drawn_once_for_all_processes_and_slow_ones_with_a_word(package, monkeypatch, capsys):
+    monkeypatch.setattr(gym, "SLOW_S", -1.0)
+    first = gym.drawn_items("sums")
+    assert "gym:sums: 2200 questions are being drawn" in capsys.readouterr().err
+    for cached in CACHED:  # as another process would find it
+        cached.cache_clear()
+    monkeypatch.setattr(gym, "_draw", None)
+    assert gym.drawn_items("sums") == first and not capsys.readouterr().err
+    (task,) = find_tasks("gym:sums")
+    assert task.check(first["train"][7], first["train"][7].answer) == 1.0
 
 
 def test_answers_are_checked_by_the_package_and_nonsense_is_worth_nothing(package):

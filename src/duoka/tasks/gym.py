@@ -5,19 +5,26 @@ As of our own drawn tasks, a question's hash says whether it is for training or 
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import re
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 from duoka.errors import ConfigError
 from duoka.registry import nearest
+from duoka.runs.cache import cache_folder, hold_lock, make_folder
+from duoka.runs.folder import write_text_atomic
 from duoka.tasks.drawn import SEED, is_for_test
 from duoka.tasks.task import Item, Split, Task, ask
 
 GYM = "gym"
 SIZES: Mapping[Split, int] = {"train": 2000, "test": 200}
 _MOST_DRAWS = 5 * (SIZES["train"] + SIZES["test"])  # some have few questions, and draw them again and again
+SLOW_S = 3.0  # after so long a word is said
 _OF_OTHERS = ("composite",)  # made of others, which would have to be named
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # What its checks raise on answers that no program wrote.
@@ -42,11 +49,9 @@ class Gym(Task):
     def check(self, item: Item, answer: str) -> float:
         """By the package's own check; of an answer with <answer> tags, what stands between the last of them."""
         tagged = _TAGGED.findall(answer)
-        entries = entries_of(self.dataset)
+        entries, entry = entries_of(self.dataset), entry_of(self.dataset, item.facts["place"])
         try:
-            score = float(
-                entries.score_answer((tagged[-1] if tagged else answer).strip(), entries[item.facts["place"]])
-            )
+            score = float(entries.score_answer((tagged[-1] if tagged else answer).strip(), entry))
         except _UNREADABLE:
             return 0.0
         return min(1.0, max(0.0, score))
@@ -78,19 +83,52 @@ def entries_of(dataset: str) -> Any:
     return _package().create_dataset(dataset, size=_MOST_DRAWS, seed=SEED)
 
 
+@lru_cache(maxsize=2 * sum(SIZES.values()))
+def entry_of(dataset: str, place: int) -> Any:
+    """Some take the package a fifth of a second."""
+    return entries_of(dataset)[place]
+
+
 @cache
 def drawn_items(dataset: str) -> Mapping[Split, tuple[Item, ...]]:
-    entries, seen = entries_of(dataset), set[str]()
-    found: dict[Split, list[Item]] = {"train": [], "test": []}
+    """Drawn by one process of a machine, and kept for the others and for the next time."""
+    folder = make_folder(cache_folder() / GYM)
+    path = folder / f"{dataset}-{_version()}.json"
+    with hold_lock(folder / "draw.lock", on_wait=lambda: None):
+        if not path.exists():
+            write_text_atomic(path, json.dumps(_draw(dataset)))
+    rows: Mapping[Split, list[tuple[int, str, str]]] = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        split: tuple(
+            Item(f"{split}-{number}", ask(question), answer, facts={"place": place})
+            for number, (place, question, answer) in enumerate(found)
+        )
+        for split, found in rows.items()
+    }
+
+
+def _draw(dataset: str) -> Mapping[Split, list[tuple[int, str, str]]]:
+    found: dict[Split, list[tuple[int, str, str]]] = {"train": [], "test": []}
+    seen, begun, is_said = set[str](), time.monotonic(), False
     for place in range(_MOST_DRAWS):
-        entry = entries[place]
+        if not is_said and time.monotonic() - begun > SLOW_S:
+            say = f"{GYM}:{dataset}: {sum(SIZES.values())} questions are being drawn, which are kept for the next time"
+            print(say, file=sys.stderr, flush=True)
+            is_said = True
+        entry = entry_of(dataset, place)
         question, answer = entry["question"], entry["answer"]
         split: Split = "test" if is_for_test(question) else "train"
         if question in seen or len(found[split]) == SIZES[split]:
             continue
         seen.add(question)
-        named = f"{split}-{len(found[split])}"
-        found[split].append(Item(named, ask(question), answer or "", facts={"place": place}))
+        found[split].append((place, question, answer or ""))
         if all(len(found[one]) == size for one, size in SIZES.items()):
             break
-    return {split: tuple(items) for split, items in found.items()}
+    return found
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("reasoning-gym")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
