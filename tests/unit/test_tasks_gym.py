@@ -63,10 +63,13 @@ def test_questions_are_drawn_once_for_all_processes_and_slow_ones_with_a_word(pa
     assert "gym:sums: 2200 questions are being drawn" in capsys.readouterr().err
     for cached in CACHED:  # as another process would find it
         cached.cache_clear()
-    monkeypatch.setattr(gym, "_draw", None)
+    asked = []
+    plain = Entries.__getitem__
+    monkeypatch.setattr(Entries, "__getitem__", lambda self, place: asked.append(place) or plain(self, place))
     assert gym.drawn_items("sums") == first and not capsys.readouterr().err
     (task,) = find_tasks("gym:sums")
     assert task.check(first["train"][7], first["train"][7].answer) == 1.0
+    assert asked == [first["train"][7].facts["place"]], "no question is drawn again but the one that is checked"
 
 
 def test_answers_are_checked_by_the_package_and_nonsense_is_worth_nothing(package):

@@ -72,7 +72,7 @@ class DiskAdamW(HostAdamW):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Refused: it would put other tensors, and other groups, in the place of those that lie in the file."""
-        raise NotImplementedError("fill the tensors of `state` in place: they are a file's (engine.optimizer_tensors)")
+        raise TypeError("fill the tensors of `state` in place: they are a file's (engine.optimizer_tensors)")
 
     def _lay_out(self) -> tuple[list[tuple[torch.nn.Parameter, int]], int]:
         """Where each parameter's numbers begin in a moment's half, and how long that is; cuts it into slices."""

@@ -124,6 +124,7 @@ def _estimate(
     loose = sums[peak] - fixed - framework
     moved = moved_activations(work, layout, share, max(sizes), length)
     on_host = layout.activations == "host"
+    put_away = static.gradients_bytes if work.deepspeed is not None and layout.disk != "none" else 0  # in files too
     return Memory(
         parts=parts,
         moments=sums,
@@ -136,7 +137,7 @@ def _estimate(
         formula=formula,
         formulas=_name_formulas(work, layout, static, formula, share),
         host_bytes=static.host_bytes + copied - copy + slots - base.get("disk buffers", 0) + (moved if on_host else 0),
-        disk_bytes=static.disk_bytes + (0 if on_host else moved),
+        disk_bytes=static.disk_bytes + put_away + (0 if on_host else moved),
     )
 
 
