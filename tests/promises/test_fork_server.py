@@ -1,6 +1,7 @@
 """Ranks are forked from one process that imported torch and the model once, and are as any rank: same weights, same
 ends, children of the launcher; without that process, or against the user's wish, each starts by itself."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -51,13 +52,22 @@ def test_ranks_share_one_import_and_restart_without_it_when_it_is_gone(case):
     assert same_weights(folder / "forked", folder / "whole")
 
 
+def ranks_of(launcher):
+    """Those of its children that are told their rank; one that ends while it is looked at is none."""
+    found = []
+    for child in psutil.Process(launcher).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child] if "RANK" in child.environ() else []
+    return found
+
+
 def test_each_rank_starts_by_itself_where_the_user_says_so(case):
     folder, yaml = case
     process = start_really(yaml, folder / "alone", **{SWITCH: "0"})
     try:  # to their first moments: what two of them import by themselves is what forking spares
         deadline = time.monotonic() + WITHIN_S
         # One that was just forked looks like the launcher, until it is what it becomes.
-        while len(ranks := [one for one in psutil.Process(process.pid).children() if "RANK" in one.environ()]) < 2:
+        while len(ranks := ranks_of(process.pid)) < 2:
             assert time.monotonic() < deadline and process.poll() is None, "no two ranks came"
             time.sleep(0.02)
         assert all("duoka.process.fork_server" not in rank.cmdline() for rank in ranks)
