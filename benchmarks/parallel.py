@@ -283,8 +283,7 @@ PEERS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "deepspeed": (
         work_as_deepspeed,
-        "DeepSpeed AutoTP 2 is `tp_model_init` at stage 0 over gloo, clipping on; its MB are the wire's. Embedding, "
-        "head and loss are whole on each rank.",
+        "DeepSpeed AutoTP 2 is `tp_model_init` at stage 0 over gloo, clipping on; its MB are the wire's.",
     ),
 }
 
