@@ -48,7 +48,9 @@ TIERS: dict[str, tuple[int, list[str]]] = {
     "compress: int8, 2 processes": (2, ["parallel.compress={weights: int8, gradients: int8}"]),
 }
 ENGINE = "parallel.engine=deepspeed"
-TIERS |= {f"{one}: disk, engine: deepspeed": (1, [ON_DISK[one], ENGINE]) for one in ("optimizer", "params")}
+TIERS |= {
+    f"{one}: disk, 2 processes, engine: deepspeed": (2, [ON_DISK[one], ENGINE]) for one in ("optimizer", "params")
+}
 PEERS = {"DeepSpeed, optimizer on nvme": "optimizer", "DeepSpeed, parameters too": "params"}
 HIDDEN = 640
 MIB = 2**20

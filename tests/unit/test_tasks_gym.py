@@ -72,6 +72,14 @@ def test_questions_are_drawn_once_for_all_processes_and_slow_ones_with_a_word(pa
     assert asked == [first["train"][7].facts["place"]], "no question is drawn again but the one that is checked"
 
 
+def test_a_damaged_file_of_questions_is_drawn_again(package, tmp_path):
+    first = gym.drawn_items("sums")
+    (file,) = (tmp_path / "gym").glob("*.json")
+    file.write_text(file.read_text(encoding="utf-8")[:1000], encoding="utf-8")
+    gym.drawn_items.cache_clear()
+    assert gym.drawn_items("sums") == first
+
+
 def test_answers_are_checked_by_the_package_and_nonsense_is_worth_nothing(package):
     (task,) = find_tasks("gym:sums")
     item = task.items("test")[3]

@@ -77,7 +77,7 @@ class DeepSpeed(Engine):
         sizes = self.mesh.loss.size, folder, near
         settings = engine_json(spec.parallel, layout.strategy, layout.precision, *sizes)
         if on_disk:
-            build_aio(package)
+            build_aio(package, self.world.print)
             set_buffers(settings, self.bare, sizes[0])
         if self.stage == 3:
             fill_and_cut(package, self.bare, spec.source, self.world.is_main, self.world.device, settings)

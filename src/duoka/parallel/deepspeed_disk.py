@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +98,15 @@ class Zero3OnDisk(Zero3):
         self.zero._release_swap_buffers(number)
 
 
-def build_aio(package: Any) -> None:
+def build_aio(package: Any, say: Callable[[str], None]) -> None:
     """Compile DeepSpeed's reader and writer, or load what was compiled: one process of a machine after the other.
 
     A build that was killed leaves a lock that the next would wait for; who is alone here knows that nobody holds it.
     """
     own = cache_folder() / "torch_extensions" / torch.__version__
     place = make_folder(Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own))))
+    if not list(place.glob("async_io/*.so")):
+        say(f"DeepSpeed's async_io is compiled, once for this machine, for some minutes   ({place})")
     with hold_lock(place / "compile.lock", on_wait=lambda: None):
         for left in place.glob("*/lock"):
             left.unlink()

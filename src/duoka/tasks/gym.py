@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 from duoka.errors import ConfigError
@@ -22,6 +23,7 @@ from duoka.tasks.drawn import SEED, is_for_test
 from duoka.tasks.task import Item, Split, Task, ask
 
 GYM = "gym"
+Rows = dict[Split, list[tuple[int, str, str]]]  # place among the draws, question, answer
 SIZES: Mapping[Split, int] = {"train": 2000, "test": 200}
 _MOST_DRAWS = 5 * (SIZES["train"] + SIZES["test"])  # some have few questions, and draw them again and again
 SLOW_S = 3.0  # after so long a word is said
@@ -93,11 +95,13 @@ def entry_of(dataset: str, place: int) -> Any:
 def drawn_items(dataset: str) -> Mapping[Split, tuple[Item, ...]]:
     """Drawn by one process of a machine, and kept for the others and for the next time."""
     folder = make_folder(cache_folder() / GYM)
-    path = folder / f"{dataset}-{_version()}.json"
-    with hold_lock(folder / "draw.lock", on_wait=lambda: None):
-        if not path.exists():
-            write_text_atomic(path, json.dumps(_draw(dataset)))
-    rows: Mapping[Split, list[tuple[int, str, str]]] = json.loads(path.read_text(encoding="utf-8"))
+    path = folder / f"{dataset}-{_version()}-{SEED}-{sum(SIZES.values())}.json"
+    rows = _read(path)
+    if rows is None:
+        with hold_lock(path.with_suffix(".lock"), on_wait=lambda: _say(dataset)):
+            if (rows := _read(path)) is None:
+                rows = _draw(dataset)
+                write_text_atomic(path, json.dumps(rows))
     return {
         split: tuple(
             Item(f"{split}-{number}", ask(question), answer, facts={"place": place})
@@ -107,13 +111,26 @@ def drawn_items(dataset: str) -> Mapping[Split, tuple[Item, ...]]:
     }
 
 
-def _draw(dataset: str) -> Mapping[Split, list[tuple[int, str, str]]]:
-    found: dict[Split, list[tuple[int, str, str]]] = {"train": [], "test": []}
+def _read(path: Path) -> Rows | None:
+    """None: not there, or damaged."""
+    try:
+        rows: Rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return rows
+
+
+def _say(dataset: str) -> None:
+    what = f"{GYM}:{dataset}: {sum(SIZES.values())} questions are being drawn, which are kept for the next time"
+    print(what, file=sys.stderr, flush=True)
+
+
+def _draw(dataset: str) -> Rows:
+    found: Rows = {"train": [], "test": []}
     seen, begun, is_said = set[str](), time.monotonic(), False
     for place in range(_MOST_DRAWS):
         if not is_said and time.monotonic() - begun > SLOW_S:
-            say = f"{GYM}:{dataset}: {sum(SIZES.values())} questions are being drawn, which are kept for the next time"
-            print(say, file=sys.stderr, flush=True)
+            _say(dataset)
             is_said = True
         entry = entry_of(dataset, place)
         question, answer = entry["question"], entry["answer"]
