@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 
+from duoka.config.rules_deepspeed import GET_AIO
+from duoka.errors import ConfigError
 from duoka.parallel.deepspeed_zero import Zero3
 from duoka.parallel.flat_shard import mapped_file, real_shape
 from duoka.runs.cache import cache_folder, hold_lock, make_folder
@@ -110,7 +113,14 @@ def build_aio(package: Any, say: Callable[[str], None]) -> None:
     with hold_lock(place / "compile.lock", on_wait=lambda: None):
         for left in place.glob("*/lock"):
             left.unlink()
-        package.ops.op_builder.AsyncIOBuilder().load(verbose=False)
+        try:
+            package.ops.op_builder.AsyncIOBuilder().load(verbose=False)
+        except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
+            raise ConfigError(
+                "DeepSpeed's async_io, which parallel.offload: disk needs, cannot be compiled or loaded here",
+                where=str(error).strip().splitlines()[-1][:200],
+                fix=f"{GET_AIO}; what was compiled lies in {place}, and may be deleted",
+            ) from None
 
 
 def set_buffers(settings: Mapping[str, Any], model: torch.nn.Module, ranks: int) -> None:

@@ -28,9 +28,9 @@ def find_compiler(env: Mapping[str, str] = os.environ) -> str | None:
 def has_aio(env: Mapping[str, str] = os.environ) -> bool:
     """Whether a program with Linux's asynchronous reads and writes compiles, which DeepSpeed's offload to a disk does.
 
-    Seen by compiling one, with the flags that DeepSpeed looks at, too.
+    Seen by compiling one, with the compiler that torch takes for that and the flags that DeepSpeed looks at, too.
     """
-    compiler = find_compiler(env)
+    compiler = shutil.which(env.get("CXX") or "c++")
     if compiler is None:
         return False
     flags = [flag for name in ("CFLAGS", "LDFLAGS") for flag in shlex.split(env.get(name, ""))]

@@ -183,7 +183,8 @@ def banner(
         f"  batch       {plan.batch.sentence()}{_why(plan, 'train.micro_batch')}",
         f"  layout      {plan.reasons.get('parallel.strategy', layout.name)}{engine}; "
         f"{plan.reasons.get('train.precision', layout.precision)}"
-        + (f"; sequence cut in {plan.reasons['parallel.sequence']}" if layout.sp > 1 else ""),
+        + (f"; sequence cut in {plan.reasons['parallel.sequence']}" if layout.sp > 1 else "")
+        + (f"; offload {offloads}" if (offloads := str(config.parallel.offloads)) else ""),
         f"  memory      {plan.memory_sentence()}{recompute}{heap}",
         f"  steps       {settings.total_steps:,}{per_epoch}, {rates}; "
         f"saved every {settings.save_every}, newest {config.checkpoint.keep} kept",
