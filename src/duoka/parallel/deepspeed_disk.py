@@ -107,7 +107,8 @@ def build_aio(package: Any, say: Callable[[str], None]) -> None:
     A build that was killed leaves a lock that the next would wait for; who is alone here knows that nobody holds it.
     """
     own = cache_folder() / "torch_extensions" / torch.__version__
-    place = make_folder(Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own))))
+    place = make_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or own))
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(place)
     if not list(place.glob("async_io/*.so")):
         say(f"DeepSpeed's async_io is compiled, once for this machine, for some minutes   ({place})")
     with hold_lock(place / "compile.lock", on_wait=lambda: None):
