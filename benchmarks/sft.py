@@ -29,8 +29,8 @@ from duoka.process.allocator import allocator_environment
 
 PEERS = Path(__file__).with_name("sft_peers.py")
 NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
-# unsaved: without a checkpoint at every step; recompute: with activations computed again, as trl does by default.
-TOOLS = ("duoka", "duoka-unsaved", "duoka-recompute", "trainer", "trl", "llamafactory")
+# saving: with a checkpoint beside every step; recompute: with activations computed again, as trl does by default.
+TOOLS = ("duoka", "duoka-saving", "duoka-recompute", "trainer", "trl", "llamafactory")
 WORDS = (
     "the of and to in is that it for as was on with his he be by at are this have from or an they which one you model "
     "data train time people water music year city number house river story paper"
@@ -45,10 +45,11 @@ class Case:
     layout: str  # padded: a peer's defaults; packed: a peer tuned
     processes: int = 1
     machine: str = "2 cores, AVX2"  # rows of before machines were told apart
+    threads: int = 1  # of each process
 
     @property
     def name(self) -> str:
-        return f"{self.tool} {self.method} {self.precision} {self.layout} {self.processes}p"
+        return f"{self.tool} {self.method} {self.precision} {self.layout} {self.processes}p {self.threads}t"
 
 
 def write_chats(path: Path, seed: int = 0) -> None:
@@ -78,8 +79,8 @@ def duoka_command(case: Case, folder: Path, data: Path, steps: int, accumulation
             "micro_batch": "auto" if packed else ROWS, "seed": 0,
             "recompute": "full" if case.tool == "duoka-recompute" else "none",
         },
-        # A save is written while the step that is measured runs; peers save nothing.
-        "checkpoint": {"every": 1000 if case.tool == "duoka-unsaved" else 1},
+        # By default a checkpoint comes after more steps than are measured, and peers save nothing.
+        **({"checkpoint": {"every": 1}} if case.tool == "duoka-saving" else {}),
         "output": str(folder / "run"),
     }  # fmt: skip
     if case.method == "lora":
@@ -130,7 +131,7 @@ def choose_cases(options: argparse.Namespace) -> list[Case]:
     pythons["llamafactory"] = options.llamafactory
     lists = (options.processes, options.precisions, options.methods, options.layouts, options.tools)
     return [
-        Case(tool, method, precision, layout, processes, machine_kind())
+        Case(tool, method, precision, layout, processes, machine_kind(), options.threads)
         for processes, precision, method, layout, tool in itertools.product(*lists)
         if pythons[tool]
     ]
@@ -148,12 +149,13 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["fp32"])
     parser.add_argument("--layouts", nargs="+", default=["padded", "packed"])
     parser.add_argument("--processes", nargs="+", type=int, default=[1])
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps, the first of which is start-up")
+    parser.add_argument("--threads", type=int, default=2, help="of each process")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps, the first of which is start-up")
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=400.0, help="of one case")
     options, started = parser.parse_args(), time.monotonic()
     end_like_an_interrupt()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     with tempfile.TemporaryDirectory() as name:
         os.environ.setdefault("DUOKA_CACHE", str(Path(name) / "cache"))
         Path(os.environ["DUOKA_CACHE"]).mkdir(exist_ok=True)
@@ -187,7 +189,7 @@ def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
         versions["llamafactory"] = package_versions(options.llamafactory, names)
     work = {
         "model": "SmolLM2-135M-Instruct", "conversations": NUM_CHATS, "max_length": MAX_LENGTH,
-        "rows_per_process": ROWS, "accumulation": options.accumulation, "steps": options.steps,
+        "rows_per_process": ROWS, "accumulation": options.accumulation,
         "measured": "CPU of the process tree from the end of the first step to the end of the last; wall likewise",
     }  # fmt: skip
     if before.get("work", work) != work:

@@ -16,7 +16,7 @@ from watching import fill_page
 
 Row = dict[str, Any]
 OLD_MACHINE = "2 cores, AVX2"  # of rows from before machines were told apart
-ORDER = ("machine", "processes", "precision", "method", "layout")
+ORDER = ("machine", "threads", "processes", "precision", "method", "layout")
 PLACES = {"full": 0, "lora": 1, "padded": 0, "packed": 1, "fp32": 0, "bf16": 1}
 # What is aimed at: in words, duoka's tool and layout, the peers' layout, the row's key, the aim, which may be one for
 # each method and precision. A peer is the one of most tokens per CPU-second; the last line compares two that compute
@@ -26,6 +26,8 @@ TUNED = {("full", "bf16"): 1.8, ("lora", "bf16"): 2.0, ("full", "fp32"): 1.5, ("
 AIMS = (
     ("tokens per CPU-s, its defaults", ("duoka", "packed"), "padded", "tokens_per_cpu_s", DEFAULTS),
     ("tokens per CPU-s, tuned", ("duoka", "packed"), "packed", "tokens_per_cpu_s", TUNED),
+    ("tokens per s, its defaults", ("duoka", "packed"), "padded", "tokens_per_wall_s", DEFAULTS),
+    ("tokens per s, tuned", ("duoka", "packed"), "packed", "tokens_per_wall_s", TUNED),
     ("peak memory, its defaults", ("duoka", "packed"), "padded", "peak_bytes", 0.6),
     ("peak memory, tuned", ("duoka", "packed"), "packed", "peak_bytes", 0.6),
     ("CPU-s to the first step, its defaults", ("duoka", "packed"), "padded", "first_step_cpu_s", 0.5),
@@ -35,12 +37,12 @@ AIMS = (
 
 
 def page_text(found: dict[str, Any]) -> str:
-    results: list[Row] = [{"machine": OLD_MACHINE, **row} for row in found["results"]]
+    results: list[Row] = [{"machine": OLD_MACHINE, "threads": 1, **row} for row in found["results"]]
     rows = sorted(results, key=lambda row: [PLACES.get(row[key], row[key]) for key in ORDER])
     lines = [*table(rows), "", "duoka as it is by default (packed) beside the peer of most tokens per CPU-second:", ""]
     lines += verdicts(rows)
     machine = found["machine"]
-    cores = f"{machine['processor']}, {machine['cores']} cores, {machine['threads_per_process']} thread(s) a process"
+    cores = f"{machine['processor']}, {machine['cores']} cores; a x b: processes, and threads of each"
     packages = "; ".join(
         f"{who}: {', '.join(f'{name} {number}' for name, number in names.items())}"
         for who, names in found["versions"].items()
@@ -49,12 +51,10 @@ def page_text(found: dict[str, Any]) -> str:
 
 
 def table(rows: list[Row]) -> Iterable[str]:
-    yield "| machine | work | tool | tokens per CPU-s | per s | peak GiB | CPU-s to step 1 | measured (UTC), code |"
+    yield "| machine | work, processes x threads | tool | tokens per CPU-s | per s | peak GiB | CPU-s to step 1 | measured (UTC), code |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
-        work = (
-            f"{row['machine']} | {row['method']}, {row['precision']}, {row['layout']}, {row['processes']} process(es)"
-        )
+        work = f"{row['machine']} | {row['method']}, {row['precision']}, {row['layout']}, {started(row)}"
         when = f"{row['measured']}, {row['code']}"
         if "error" in row:
             yield f"| {work} | {row['tool']} | {row['error'].replace('|', '/')} | | | | {when} |"
@@ -64,17 +64,24 @@ def table(rows: list[Row]) -> Iterable[str]:
         yield f"| {work} | {row['tool']} | {cells} | {when} |"
 
 
+def started(row: Row) -> str:
+    """As in "2 x 1": processes, and threads of each."""
+    return f"{row['processes']} x {row['threads']}"
+
+
 def verdicts(rows: list[Row]) -> Iterable[str]:
     """One line per aim that has both sides measured; a ratio is duoka's number over the peer's."""
-    yield "| machine | work | what | duoka | best peer | ratio | aim | reached |"
+    yield "| machine | work, processes x threads | what | duoka | best peer | ratio | aim | reached |"
     yield "|---|---|---|---|---|---|---|---|"
     good = [row for row in rows if "error" not in row]
-    work: Callable[[Row], tuple[Any, ...]] = lambda row: tuple(row[key] for key in ORDER[:4])  # noqa: E731
-    for (kind, processes, precision, method), members in itertools.groupby(good, key=work):
+    work: Callable[[Row], tuple[Any, ...]] = lambda row: tuple(row[key] for key in ORDER[:5])  # noqa: E731
+    for (kind, *_, precision, method), members in itertools.groupby(good, key=work):
         group = list(members)
         for what, (tool, packing), peers_layout, key, aims in AIMS:
             aim = aims[method, precision] if isinstance(aims, dict) else aims
-            ours = next((row for row in group if (row["tool"], row["layout"]) == (tool, packing)), None)
+            own = [row for row in group if row["tool"].startswith(tool) and row["layout"] == packing]
+            own = [row for row in own if row["tool"] in (tool, f"{tool}-saving")]
+            ours = min(own, key=lambda row: len(row["tool"]), default=None)  # else the one that saved at every step
             layout, _, only = peers_layout.partition(" ")
             peers = [row for row in group if not row["tool"].startswith("duoka") and row["layout"] == layout]
             peers = [row for row in peers if row["tool"] == only or not only]
@@ -83,7 +90,7 @@ def verdicts(rows: list[Row]) -> Iterable[str]:
             best = max(peers, key=lambda row: row["tokens_per_cpu_s"])
             ratio, unit = ours[key] / best[key], 2**30 if key == "peak_bytes" else 1
             reached = ratio >= aim if aim > 1 else ratio <= aim
-            sign, place = (">=" if aim > 1 else "<="), f"{kind} | {method}, {precision}, {processes} process(es)"
+            sign, place = (">=" if aim > 1 else "<="), f"{kind} | {method}, {precision}, {started(ours)}"
             yield (
                 f"| {place} | {what} | {ours[key] / unit:.4g} | {best[key] / unit:.4g} ({best['tool']}) "
                 f"| {ratio:.2f} | {sign} {aim} | {'yes' if reached else 'no'} |"
