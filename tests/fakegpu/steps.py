@@ -109,7 +109,7 @@ def _try_fusions(folder, config):
     apply_fused(load_model(ModelRequest(folder, dtype=torch.float32, lora=config.lora)))
     attention.kernel_works = lambda *facts: True
     # The update of bf16 weights is one kernel of Triton's a parameter, which a dispatch mode does not see.
-    narrow._kernel_of_triton = lambda: SimpleNamespace(update_narrow=lambda *numbers: None)
+    narrow.kernel_of_triton = lambda: SimpleNamespace(update_narrow=lambda *numbers: None)
 
 
 def global_batch(tokens, packed, num_micro_batches):

@@ -1,4 +1,4 @@
-"""`train.weights: bf16`: the promises where weights, gradients and moments have 8 bits, and steps are rounded at random."""
+"""`train.weights: bf16`: promises where weights, gradients and moments are bf16, and steps are rounded at random."""
 
 import json
 import math

@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+
 from duoka.config.schema import OptimConfig
 from duoka.model import native
 from duoka.model.dropout import place_key
@@ -24,7 +25,7 @@ FORMS = ("compiled", "torch")
 def form(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(native, "serves", lambda *tensors, attention=False: False)
-        monkeypatch.setattr(narrow, "_CHUNK", {"cpu": 64})  # several chunks of each tensor
+        monkeypatch.setattr(narrow, "CHUNK", {"cpu": 64})  # several chunks of each tensor
     elif native.find() is None:
         pytest.skip("NO C++ COMPILER: the compiled update was not tried")
     return request.param
@@ -100,7 +101,7 @@ def test_steps_are_adamw_s_but_for_the_last_bit(form):
 
 
 def test_steps_below_the_last_bit_arrive_in_the_mean(form):
-    """100 steps of 1e-4 on weights of 1, whose neighbors in bf16 are 0.996 and 1.008: to the nearest, none would move."""
+    """100 steps of 1e-4 on weights of 1, whose neighbors are 0.996 and 1.008: to the nearest, none would move."""
     weight, grad = torch.ones(64, 64), torch.full((64, 64), 0.5)
     got, _ = step(weight, grad, times=100, lr=1e-4, weight_decay=0.0)
     moved = 1.0 - got.double()

@@ -274,9 +274,7 @@ def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: Wor
     register_attention()
     dtype = BY_PRECISION[config.weights_type(layout.precision)]
     with quiet_loading(), torch.device("meta"):
-        core = AutoModelForCausalLM.from_config(
-            _model_config(facts), dtype=dtype, attn_implementation="duoka"
-        )
+        core = AutoModelForCausalLM.from_config(_model_config(facts), dtype=dtype, attn_implementation="duoka")
         core.tie_weights()
         use_own_experts(core)
         if config.train_only is not None:

@@ -52,8 +52,8 @@ OPTIM_RULES: tuple[Rule, ...] = (
         "narrow-weights-by-another-optimizer",
         ("train.weights", "optim.name"),
         lambda c: _narrow(c) and c.optim.name != "adamw",
-        "train.weights is bf16, and optim.name is {c.optim.name}: only adamw rounds its steps at random, and rounded to "
-        "the nearest most of them would be lost",
+        "train.weights is bf16, and optim.name is {c.optim.name}: only adamw rounds its steps at random, and "
+        "rounded to the nearest most of them would be lost",
         "write   name: adamw   or delete weights",
     ),
     Rule(

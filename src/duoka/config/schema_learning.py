@@ -262,7 +262,7 @@ class TrainConfig(Section):
     )
     weights: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="bf16: trained weights, their gradients and AdamW's moments take 8 bytes a parameter instead of 16; "
+        description="bf16: trained weights, their gradients and AdamW's moments take 8 bytes a parameter, not 16; "
         "each step is rounded at random, so that small ones count in the mean (full fine-tuning and pretraining).",
     )
     recompute: Literal["auto", "none", "selective", "full"] = Field(

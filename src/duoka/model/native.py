@@ -244,14 +244,15 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_times_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, again: bool
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, again: bool, in_place: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(gradient of gate, of up, silu(gate) * up where it is wanted `again`). `grad`'s memory becomes up's gradient."""
+    """(gradient of gate, of up, silu(gate) * up where it is wanted `again`). `in_place`: up's goes over `grad`."""
     gate_grad, out = torch.empty_like(gate), torch.empty_like(gate) if again else None
+    up_grad = grad if in_place else torch.empty_like(up)
     _library().silu_backward(
-        _at(grad), _at(gate), _at(up), _at(gate_grad), _at(grad), _at(out), gate.numel(), torch.get_num_threads()
+        _at(grad), _at(gate), _at(up), _at(gate_grad), _at(up_grad), _at(out), gate.numel(), torch.get_num_threads()
     )
-    return gate_grad, grad, out
+    return gate_grad, up_grad, out
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """AdamW whose weights, gradients and moments are bf16: 8 bytes per parameter in place of 16. `train.weights: bf16`.
 
-A bf16 number has 8 bits: a step of lr on a weight of 1 lies below half of its last bit, and rounding to the nearest would
-lose it, every time. Here results are rounded at random, up as often as they lie high, so that steps arrive in the mean
-(stochastic rounding). The chance is counted, not drawn: a hash of the parameter's name, the step and the number's place in
-the whole tensor, so that any split over ranks rounds alike, and a run that goes on as one that never stopped.
+A bf16 number has 8 bits: a step of lr on a weight of 1 lies below half of its last bit, and rounding to the nearest
+would lose it, every time. Here results are rounded at random, up as often as they lie high, so that steps arrive in the
+mean (stochastic rounding). The chance is counted, not drawn: a hash of the parameter's name, the step and the number's
+place in the whole tensor, so that any split over ranks rounds alike, and a run that goes on as one that never stopped.
 Parameters of other types, as a head that stays fp32, learn by torch's own AdamW.
 """
 
@@ -25,7 +25,7 @@ from duoka.optim.host import local_part, near_state, state_of
 from duoka.torch_private import compute_local_shape_and_global_offset
 
 # At once, where no compiled kernel does it: temporaries take some 60 bytes for each (plan/memory.py knows them).
-_CHUNK = {"cpu": 2**20, "cuda": 2**23}
+CHUNK = {"cpu": 2**20, "cuda": 2**23}
 
 
 class NarrowAdamW(torch.optim.AdamW):
@@ -73,14 +73,14 @@ class NarrowAdamW(torch.optim.AdamW):
         if is_flat and native.serves(*numbers):
             native.adamw_(numbers, first, key, *factors)  # type: ignore[arg-type]
             return
-        if is_flat and numbers[0].is_cuda and _kernel_of_triton() is not None:
-            _kernel_of_triton().update_narrow(*numbers, first, key, *factors)
+        if is_flat and numbers[0].is_cuda and kernel_of_triton() is not None:
+            kernel_of_triton().update_narrow(*numbers, first, key, *factors)
             return
-        chunk = _CHUNK["cpu" if numbers[0].device.type == "cpu" else "cuda"]
+        chunk = CHUNK["cpu" if numbers[0].device.type == "cpu" else "cuda"]
         flat = [one.view(-1) if one.is_contiguous() else one.reshape(-1) for one in numbers]
         for start in range(0, flat[0].numel(), chunk):
-            part = [one[start : start + chunk] for one in flat]
-            update_narrow(*part, first + start, key, *factors)  # type: ignore[misc]
+            weight, grad, average, square = (one[start : start + chunk] for one in flat)
+            update_narrow(weight, grad, average, square, first + start, key, *factors)
         for one, values in zip(numbers, flat, strict=True):
             if not one.is_contiguous():
                 one.copy_(values.view(one.shape))
@@ -97,7 +97,7 @@ class NarrowAdamW(torch.optim.AdamW):
 
 
 @functools.cache
-def _kernel_of_triton() -> Any:
+def kernel_of_triton() -> Any:
     """narrow_triton.py, where Triton is there; torch brings it for CUDA."""
     if importlib.util.find_spec("triton") is None:
         return None
