@@ -142,6 +142,13 @@ def selective_bytes(work: Work, layout: Layout) -> float:
     return (entry + size * (2 * shape.hidden_size + ranks)) / rows + cut / layout.tp
 
 
+def kept_for_both(work: Work, layout: Layout) -> float:
+    """Per token of a layer that is computed again under selective recompute: what is there already, kept by its products
+    and its attention, and read by the backward pass as it is."""
+    shape, size = work.shape, 4 if layout.precision == "fp32" else 2
+    return (size * ((1 + shape.gated) * shape.intermediate_size + shape.q_size) + 4 * shape.num_heads) / layout.tp
+
+
 def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tuple[int, int]:
     """(while the loss is computed, what stays of it until its backward pass)."""
     shape, half = work.shape, layout.precision != "fp32"

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from duoka.plan import deepspeed
-from duoka.plan.activations import activation_bytes_per_token, boundary_bytes, loss_bytes, selective_bytes
+from duoka.plan.activations import (
+    activation_bytes_per_token,
+    boundary_bytes,
+    kept_for_both,
+    loss_bytes,
+    selective_bytes,
+)
 from duoka.plan.layout import Layout
 from duoka.plan.offload import LAYERS_HERE, buffer_bytes
 from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
@@ -157,7 +163,9 @@ def _pass_moments(work: Work, layout: Layout, share: ModelShare, tokens: int, le
     one_layer, kept, _ = _activations(work, layout, share, tokens, length)
     loss, head_gradient = loss_bytes(work, layout, share, tokens)
     working = _working_bytes(work, layout, tokens)
-    again = one_layer if layout.recompute != "none" else 0
+    again = {"none": 0, "full": one_layer}.get(
+        layout.recompute, max(0, one_layer - int(kept_for_both(work, layout) * tokens))
+    )
     casts = {"casts": _cast_bytes(work, layout, share)}
     if layout.pp > 1:
         # Hidden states that leave, and gradients that come and leave; received states are their layer's kept input.
