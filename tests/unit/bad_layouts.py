@@ -2,6 +2,12 @@
 
 HEAD = "model: demo\ndata: {train: [identity]}\n"
 LAYOUT_CONTRADICTIONS = {
+    "narrow-weights-in-wide-passes": HEAD + "train: {weights: bf16, precision: fp32}\n",
+    "narrow-weights-of-adapters": HEAD + "train: {weights: bf16}\nlora: {rank: 8}\n",
+    "narrow-weights-by-another-optimizer": HEAD + "train: {weights: bf16}\noptim: {name: lamb}\n",
+    "narrow-weights-elsewhere": HEAD + "train: {weights: bf16}\nparallel: {offload: optimizer}\n",
+    "narrow-weights-in-pieces": HEAD + "train: {weights: bf16}\nparallel: {tensor: 2}\n",
+    "narrow-weights-compressed": HEAD + "train: {weights: bf16}\nparallel: {compress: powersgd, strategy: ddp}\n",
     "eval-tasks-of-scores": "model: demo\ndata: {train: [a]}\ntrain: {eval_tasks: [sort]}\nstage: reward\n",
     "eval-tasks-with-axes": "model: demo\ndata: {train: [a], eval: 0.1}\n"
     "train: {eval_tasks: [sort]}\nparallel: {tensor: 2}\n",

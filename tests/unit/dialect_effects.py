@@ -167,6 +167,8 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("bf16", True, {}, "train.precision", "bf16"),
     ("fp16", True, {}, "train.precision", "fp16"),
     ("pure_bf16", True, {}, "train.precision", "bf16"),
+    ("pure_bf16", True, {"finetuning_type": "full"}, "train.weights", "bf16"),
+    ("pure_bf16", True, {}, "train.weights", "fp32"),
     ("disable_gradient_checkpointing", True, {}, "train.recompute", "none"),
     ("gradient_checkpointing", True, {}, "train.recompute", "full"),
     ("activation_checkpointing", True, {}, "train.recompute", "full"),

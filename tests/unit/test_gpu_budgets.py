@@ -14,6 +14,7 @@ LORA = {"rank": 4}
 PER_LAYER = {
     "full": ({}, 84),
     "lora": ({"lora": LORA}, 142),
+    "bf16 weights": ({"weights": "bf16"}, 60),
 }
 # Steps of two layers that must run, with as few waits as any.
 OTHERS = {
@@ -25,6 +26,7 @@ PER_LAYER_AT_NIGHT = {"full, fsdp": ({"strategy": "fsdp", "size": 8}, 84)}
 RARE = {
     "qwen3, lora, dropout": {"family": "qwen3", "lora": {**LORA, "dropout": 0.1}},
     "zero1, lora, loaded whole": {"strategy": "zero1", "size": 4, "lora": LORA, "by_slices": False},
+    "fsdp, bf16 weights": {"strategy": "fsdp", "size": 4, "weights": "bf16"},
     "zero2, muon": {"strategy": "zero2", "size": 4, "optim": "muon"},
     "fsdp, fp32, padded": {"strategy": "fsdp", "size": 4, "precision": "fp32", "packed": False},
 }

@@ -8,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from duoka.config.schema import LoraConfig
+from duoka.config.schema import LoraConfig, OptimConfig
 from duoka.model import native
+from duoka.optim.build import build_optimizer
 from duoka.plan.activations import LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS
 from duoka.plan.compiler import SWITCH, has_kernels
 from duoka.plan.layout import Layout
@@ -54,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def measured_peak(lora, precision, recompute, sizes=(TOKENS,)):
+def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from duoka.model.attention import register_attention
@@ -66,11 +67,14 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,)):
     lm = LlamaForCausalLM(LlamaConfig(**FACTS, attn_implementation=register_attention()))
     if lora is not None:
         lm = apply_lora(lm.to(torch.bfloat16 if precision == "bf16" else torch.float32), lora)
+    if narrow:
+        lm = lm.to(torch.bfloat16)
     model = LossModel(lm.train())
     apply_fused(lm, keeps_products=recompute == "selective")
     if recompute != "none":
         apply_recompute(lm, recompute, model.drops)
-    optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad])
+    trained = {name: p for name, p in lm.named_parameters() if p.requires_grad}
+    optimizer = build_optimizer(trained, OptimConfig()) if narrow else torch.optim.AdamW(trained.values())
     for _ in range(2):  # the optimizer's state exists from the second step on
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         half = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
@@ -112,6 +116,19 @@ def test_predicted_peak_is_what_a_real_step_allocates(dropout, precision, recomp
     allowed = 0.05 if recompute == "none" else 0.15
     ratio = predicted / measured
     assert abs(ratio - 1) < allowed, f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_bf16_weights_take_half(recompute):
+    tokens = 8 * TOKENS  # activations, and not weights, are most of it
+    layout = Layout(precision="bf16", recompute=recompute, micro=Amount(tokens, "tokens"))
+    narrow, wide = (Work(SHAPE, None, has_kernels=has_kernels(), narrow_weights=is_so) for is_so in (True, False))
+    predicted = estimate_memory(narrow, layout, tokens, later=0).peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    measured = measured_peak(None, "bf16", recompute, (tokens,), narrow=True)
+    allowed = 0.05 if recompute == "none" else 0.15
+    told = f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
+    assert abs(predicted / measured - 1) < allowed, told
+    assert static_memory(narrow, layout).total_bytes == static_memory(wide, layout).total_bytes / 2
 
 
 @pytest.mark.parametrize("dropout", [None, 0.05])

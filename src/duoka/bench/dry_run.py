@@ -272,11 +272,9 @@ def _engine(config: RunConfig, facts: dict[str, Any], layout: Layout, world: Wor
     from transformers import AutoModelForCausalLM
 
     register_attention()
-    half = BY_PRECISION[layout.precision]
+    dtype = BY_PRECISION[config.weights_type(layout.precision)]
     with quiet_loading(), torch.device("meta"):
-        core = AutoModelForCausalLM.from_config(
-            _model_config(facts), dtype=half if config.lora else torch.float32, attn_implementation="duoka"
-        )
+        core = AutoModelForCausalLM.from_config(_model_config(facts), dtype=dtype, attn_implementation="duoka")
         core.tie_weights()
         use_own_experts(core)
         if config.train_only is not None:

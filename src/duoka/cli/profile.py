@@ -39,6 +39,7 @@ def command(
     from duoka.data.prepare import prepare_data
     from duoka.hub.models import model_folder
     from duoka.plan.hardware import read_machine
+    from duoka.process.allocator import allocator_environment
     from duoka.process.environ import read_rank_environment
 
     place, machine = read_rank_environment(), read_machine()
@@ -53,8 +54,10 @@ def command(
     # Once, before there are ranks, which would wait for it.
     prepare_data(loaded.config, loaded.base, model_folder(loaded.config.model, loaded.base, Say()), say=Say())
     shared = [f"--steps={steps}", f"--out={folder.resolve()}", *(["--json"] if as_json else [])]
-    if size > 1:
-        return run_same_command(["profile", config, *overrides, *shared], size)
+    # One process too is started anew where training's would have another heap: a fifth of a step may lie there.
+    heap = {} if machine.gpus else allocator_environment(keeps=not loaded.config.parallel.offloads.uses_disk)
+    if size > 1 or heap:
+        return run_same_command(["profile", config, *overrides, *shared], size, heap)
     os.environ.setdefault("OMP_NUM_THREADS", str(machine.num_cores))
     return _work(config, overrides, steps, folder, as_json)
 

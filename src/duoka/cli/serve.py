@@ -50,7 +50,7 @@ def command(
     from duoka.process.allocator import FEW_PRIMITIVES
     from duoka.process.lifeline import leave_with_starter
 
-    os.environ.setdefault(*FEW_PRIMITIVES)  # before torch computes
+    os.environ.update({**FEW_PRIMITIVES, **os.environ})  # before torch computes
     from duoka.serve.api.start import Settings, build_service, describe_server, open_server, run_server
     from duoka.serve.load_run import find_trained
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 
 
-def run_same_command(arguments: Sequence[str], num_processes: int) -> int:
-    """`duoka ARGUMENTS` on every rank. Logs go to a temporary folder, which stays only when they explain a failure."""
+def run_same_command(arguments: Sequence[str], num_processes: int, env: Mapping[str, str] | None = None) -> int:
+    """`duoka ARGUMENTS` on every rank, with `env` beside the environment.
+
+    Logs go to a temporary folder, which stays only when they explain a failure.
+    """
     from duoka.cli.outcome import print_verdict
     from duoka.cluster.launcher import Spec
     from duoka.cluster.restart import LocalLauncher
@@ -22,7 +25,9 @@ def run_same_command(arguments: Sequence[str], num_processes: int) -> int:
     folder = Path(tempfile.mkdtemp(prefix=f"duoka-{arguments[0]}-"))
     run = RunFolder(folder)
     run.make()
-    spec = Spec(python_module("duoka", *arguments), num_processes, run, resumes=False, stop_within_s=STOP_S)
+    spec = Spec(
+        python_module("duoka", *arguments), num_processes, run, env=env or {}, resumes=False, stop_within_s=STOP_S
+    )
     verdict = LocalLauncher().start(spec, lambda text: click.echo(text, err=True))
     if verdict.exit_code == 0:
         shutil.rmtree(folder, ignore_errors=True)

@@ -130,9 +130,8 @@ def _command_of(pid: int) -> str:
 
 def share_of_machine(num_processes: int, num_cores: int, env: Mapping[str, str]) -> dict[str, str]:
     """The environment of processes that share a machine; what the user set stays."""
-    out = dict(env)
+    out = {**FEW_PRIMITIVES, **env}
     out.setdefault("OMP_NUM_THREADS", str(threads_per_process(num_cores, num_processes)))
-    out.setdefault(*FEW_PRIMITIVES)
     # Unbuffered: the last output of a killed rank must not be lost.
     out.setdefault("PYTHONUNBUFFERED", "1")
     out.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -28,7 +28,57 @@ NO_BITSANDBYTES = "optim.name is adamw8bit, which bitsandbytes computes, and it 
 GET_BITSANDBYTES = "pip install 'duoka[quant]'   or write:   name: adamw"
 
 
+def _narrow(c: RunConfig) -> bool:
+    return c.train.weights == "bf16"
+
+
 OPTIM_RULES: tuple[Rule, ...] = (
+    Rule(
+        "narrow-weights-in-wide-passes",
+        ("train.weights", "train.precision"),
+        lambda c: _narrow(c) and c.train.precision not in ("auto", "bf16"),
+        "train.weights is bf16, and train.precision is {c.train.precision}: passes compute in what weights are kept in",
+        "write   precision: bf16   or delete weights",
+    ),
+    Rule(
+        "narrow-weights-of-adapters",
+        ("train.weights", "lora"),
+        lambda c: _narrow(c) and c.lora is not None,
+        "train.weights is bf16, and lora trains adapters only: these are small and stay fp32, and the base below them "
+        "is bf16 by itself",
+        "delete weights, or delete lora to train all weights",
+    ),
+    Rule(
+        "narrow-weights-by-another-optimizer",
+        ("train.weights", "optim.name"),
+        lambda c: _narrow(c) and c.optim.name != "adamw",
+        "train.weights is bf16, and optim.name is {c.optim.name}: only adamw rounds its steps at random, and "
+        "rounded to the nearest most of them would be lost",
+        "write   name: adamw   or delete weights",
+    ),
+    Rule(
+        "narrow-weights-elsewhere",
+        ("train.weights", "parallel.offload", "parallel.engine"),
+        lambda c: _narrow(c) and (c.parallel.offloads.moves_anything or c.parallel.engine != "native"),
+        "train.weights is bf16, whose steps are made where the model computes; parallel.engine is {c.parallel.engine} "
+        "and parallel.offload {c.parallel.offload}",
+        "write   engine: native   and   offload: none   or delete weights",
+    ),
+    Rule(
+        "narrow-weights-in-pieces",
+        ("train.weights", "parallel.tensor", "parallel.expert"),
+        lambda c: _narrow(c) and (c.parallel.tensor > 1 or c.parallel.expert > 1),
+        "train.weights is bf16, and parallel.tensor is {c.parallel.tensor}, parallel.expert {c.parallel.expert}: how a "
+        "number is rounded is counted by its place in whole rows, which these cut or hand out",
+        "write   tensor: 1   and   expert: 1   (fsdp shares the memory too), or delete weights",
+    ),
+    Rule(
+        "narrow-weights-compressed",
+        ("train.weights", "parallel.compress"),
+        lambda c: _narrow(c) and c.parallel.compression.changes_anything,
+        "train.weights is bf16, and so are gradients; parallel.compress is {c.parallel.compress} beside it",
+        "write   compress: none   or delete weights",
+    ),
     Rule(
         "warmup-eats-the-run",
         ("optim.warmup", "train.max_steps"),

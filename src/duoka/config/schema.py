@@ -69,6 +69,13 @@ class RunConfig(Section):
         """The longest sample: a pair has two sequences."""
         return self.data.max_length * self.stage.kind.sequences
 
+    def weights_type(self, precision: str) -> str:
+        """In which numbers the model's weights lie where passes compute in `precision`.
+
+        Those that are trained are as wide as steps need them; a base under adapters is only read.
+        """
+        return precision if self.lora is not None else self.train.weights
+
     @property
     def is_evaluated(self) -> bool:
         """Whether anything is measured while it trains: a loss over data, or scores of tasks."""

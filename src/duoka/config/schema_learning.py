@@ -260,6 +260,11 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="auto: bf16 where the machine computes it natively, else fp32."
     )
+    weights: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="bf16: trained weights, their gradients and AdamW's moments take 8 bytes a parameter, not 16; "
+        "each step is rounded at random, so that small ones count in the mean (full fine-tuning and pretraining).",
+    )
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
     )

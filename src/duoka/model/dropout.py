@@ -61,13 +61,17 @@ def keep_scale(level: int) -> float:
 def dropped(keys: torch.Tensor, place: int, num_units: int, level: int) -> torch.Tensor:
     """True where a unit is dropped: (*keys.shape, num_units)."""
     num_hashes = -(-num_units // _UNITS_PER_HASH)
-    steps = torch.arange(num_hashes, device=keys.device, dtype=torch.int64).mul_(_STEP)
-    hashes = (keys + place).unsqueeze(-1) + steps
+    hashes = counted(keys + place, torch.arange(num_hashes, device=keys.device))
+    return hashes.view(torch.int16)[..., :num_units] < level - _LEVELS // 2
+
+
+def counted(keys: torch.Tensor | int, places: torch.Tensor) -> torch.Tensor:
+    """A hash of 64 bits for each of `places` (int64) under each of `keys`: (*keys.shape, *places.shape)."""
+    hashes = places * _STEP + (keys if isinstance(keys, int) else keys.unsqueeze(-1))
     shifted = hashes >> 32
     hashes.bitwise_xor_(shifted).mul_(_FIRST)
     torch.bitwise_right_shift(hashes, 29, out=shifted)
-    hashes.bitwise_xor_(shifted).mul_(_SECOND)
-    return hashes.view(torch.int16)[..., :num_units] < level - _LEVELS // 2
+    return hashes.bitwise_xor_(shifted).mul_(_SECOND)
 
 
 def drop_units(x: torch.Tensor, keys: torch.Tensor, place: int, level: int, *, in_place: bool = False) -> torch.Tensor:

@@ -171,6 +171,9 @@ class SiluTimes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
+        if _is_narrow(gate, up, grad):
+            gate_grad, up_grad, _ = native.silu_times_backward(grad, gate, up, again=False, in_place=False)
+            return gate_grad, up_grad
         return _gate_gradient(grad, gate, up), F.silu(gate).mul_(grad)
 
 

@@ -24,7 +24,7 @@ import torch
 from duoka.plan.compiler import SWITCH, find_compiler
 from duoka.runs.cache import cache_folder, hold_lock
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.h", "native.cpp", "decode.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.h", "native.cpp", "decode.cpp", "adamw.cpp"))
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
             "-fno-strict-aliasing", "-fPIC")  # fmt: skip
 _COMPILE_WITHIN_S = 120
@@ -40,6 +40,7 @@ _SIGNATURES: Mapping[str, list[Any]] = {
     "cross_entropy": [_P, _P, _P, _I, _I, _N],
     "add": [_P, _P, _I, _N],
     "drop": [_P, _P, _P, _I, _I, _I, _I, _N, _N],
+    "adamw": [_P, _P, _P, _P, _I, _I, _I, *[_F] * 7, _N],
     "attend_rows": [_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _N, _N],
     "multiply_rows": [_P, _P, _P, _P, _I, _I, _I, _N, _N],
 }
@@ -243,14 +244,15 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_times_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, again: bool
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, again: bool, in_place: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(gradient of gate, of up, silu(gate) * up where it is wanted `again`). `grad`'s memory becomes up's gradient."""
+    """(gradient of gate, of up, silu(gate) * up where it is wanted `again`). `in_place`: up's goes over `grad`."""
     gate_grad, out = torch.empty_like(gate), torch.empty_like(gate) if again else None
+    up_grad = grad if in_place else torch.empty_like(up)
     _library().silu_backward(
-        _at(grad), _at(gate), _at(up), _at(gate_grad), _at(grad), _at(out), gate.numel(), torch.get_num_threads()
+        _at(grad), _at(gate), _at(up), _at(gate_grad), _at(up_grad), _at(out), gate.numel(), torch.get_num_threads()
     )
-    return gate_grad, grad, out
+    return gate_grad, up_grad, out
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
@@ -296,6 +298,13 @@ def drop(x: torch.Tensor, keys: torch.Tensor, place: int, level: int, *, in_plac
         torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+def adamw_(
+    numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], first: int, key: int, *factors: float
+) -> None:
+    """One step of (weight, gradient, average, square), contiguous bf16, as optim/narrow.py says it in torch's words."""
+    _library().adamw(*map(_at, numbers), numbers[0].numel(), first, key, *factors, torch.get_num_threads())
 
 
 class Attention(torch.autograd.Function):

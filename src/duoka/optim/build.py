@@ -16,6 +16,7 @@ from duoka.optim.eight_bit import build_eight_bit
 from duoka.optim.host import HostAdamW
 from duoka.optim.layerwise import Lamb, Lars
 from duoka.optim.muon import MuonAdamW, Sharing, WholeMatrices
+from duoka.optim.narrow import NarrowAdamW
 from duoka.optim.roles import Role
 
 
@@ -52,6 +53,8 @@ def build_optimizer(
         return torch.optim.Adafactor(groups, lr=optim.lr)
     if on_disk is not None:
         return DiskAdamW(groups, folder=on_disk, share=share, **adamw)
+    if any(parameter.dtype is torch.bfloat16 for parameter in named.values()):
+        return NarrowAdamW(groups, names={parameter: name for name, parameter in named.items()}, **adamw)
     make = partial(HostAdamW, share=share) if on_host else partial(torch.optim.AdamW, fused=True)
     return make(groups, **adamw)
 

@@ -70,16 +70,22 @@ def global_norm(
 
 
 def _total_norm(grads: list[torch.Tensor], let_go: LetGo | None) -> torch.Tensor:
-    if let_go is None or not grads:
+    if (let_go is None and not any(grad.dtype is torch.bfloat16 for grad in grads)) or not grads:
         return torch.nn.utils.get_total_norm(grads)
     return torch.linalg.vector_norm(torch.stack(_norms(grads, let_go)))
 
 
 def _norms(grads: list[torch.Tensor], let_go: LetGo | None) -> list[torch.Tensor]:
     if let_go is None:
-        return list(foreach_norm(grads))
+        return _foreach(grads)
     norms: list[torch.Tensor] = []
     for grad in grads:
-        norms += foreach_norm([grad])
+        norms += _foreach([grad])
         let_go()
     return norms
+
+
+def _foreach(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of bf16 gradients too in fp32: a norm of 8 bits would clip by another factor."""
+    narrow = any(grad.dtype is torch.bfloat16 for grad in grads)
+    return list(foreach_norm(grads, dtype=torch.float32) if narrow else foreach_norm(grads))

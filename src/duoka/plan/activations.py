@@ -8,7 +8,7 @@ are exact counts of what autograd keeps for a Llama with fused parts and attenti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from duoka.plan.axes import deals_heads, key_value_heads
 from duoka.plan.layout import Layout
@@ -78,7 +78,12 @@ def boundary_bytes(work: Work, layout: Layout) -> int:
     if work.program is not None:
         rows = layout.tp if work.program.shares_rows else 1
         return int(work.program.boundary * work.shape.hidden_size) // rows
-    return (2 if layout.precision != "fp32" and work.lora is not None else 4) * work.shape.hidden_size
+    return (2 if has_narrow_stream(work, layout) else 4) * work.shape.hidden_size
+
+
+def has_narrow_stream(work: Work, layout: Layout) -> bool:
+    """Whether the residual stream is as narrow as the embedding's weights: of adapters' base, and where all are."""
+    return layout.precision != "fp32" and (work.lora is not None or work.narrow_weights)
 
 
 def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
@@ -86,6 +91,8 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
     shape, half = work.shape, layout.precision != "fp32"
     narrow = is_narrow(work, layout)
     rule = _NARROW_RULES[work.lora is not None] if narrow else _RULES[work.lora is not None, half]
+    if work.narrow_weights:
+        rule = replace(rule, hidden=rule.hidden - 4)  # what two norms read
     size = 2 if half else 4
     # Two of the h-wide tensors (rotated queries, attention's output) are as wide as all heads together.
     whole: float = (rule.hidden - 2 * size) * shape.hidden_size
@@ -129,10 +136,17 @@ def selective_bytes(work: Work, layout: Layout) -> float:
     cut = shape.q_size + 2 * shape.kv_size + (1 + shape.gated) * shape.intermediate_size
     adapters = 0 if work.lora is None else sum(one.num_out for one in adapted_linears(shape, work.lora))
     ranks = 0 if work.lora is None else work.lora.rank * len(adapted_linears(shape, work.lora))
-    entry = (size if half and work.lora is not None else 4) * shape.hidden_size
+    entry = (2 if has_narrow_stream(work, layout) else 4) * shape.hidden_size
     cut = size * (cut + shape.q_size + adapters) + 4 * shape.num_heads
     rows = layout.tp if work.program is not None and work.program.shares_rows else 1
     return (entry + size * (2 * shape.hidden_size + ranks)) / rows + cut / layout.tp
+
+
+def kept_for_both(work: Work, layout: Layout) -> float:
+    """Per token of a layer that is computed again under selective recompute: what is there already, kept by its products
+    and its attention, and read by the backward pass as it is."""
+    shape, size = work.shape, 4 if layout.precision == "fp32" else 2
+    return (size * ((1 + shape.gated) * shape.intermediate_size + shape.q_size) + 4 * shape.num_heads) / layout.tp
 
 
 def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tuple[int, int]:
@@ -153,7 +167,8 @@ def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tu
         return chunk, 2 * row_gradient
     head = shape.vocab_size * shape.hidden_size // layout.tp
     # Untied and sharded, the head is gathered in half precision; else a half copy of fp32 weights is made.
-    weight_copy = 2 * head if half and not (layout.is_sharded and not shape.tied) else 0
+    comes_narrow = work.narrow_weights or (layout.is_sharded and not shape.tied)
+    weight_copy = 2 * head if half and not comes_narrow else 0
     # The head's gradient is summed over chunks; in half precision each chunk's own product stands beside the sum.
     product = 2 * head if half else 0
     return chunk + weight_copy + product, 2 * row_gradient + 4 * head

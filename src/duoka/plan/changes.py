@@ -14,6 +14,7 @@ from duoka.plan.task import Task, load_of, memory_of
 from duoka.units import Amount, format_bytes
 
 PACKED = "model.quantization: nf4"
+NARROW = "train.weights: bf16"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,15 @@ def _may_be_packed(task: Task, layout: Layout) -> bool:
     )
 
 
+def _may_be_narrow(task: Task, layout: Layout) -> bool:
+    """Whether trained weights could be bf16: what the rules of train.weights ask for."""
+    work = task.work
+    is_plain = work.lora is None and work.optimizer == "adamw" and work.deepspeed is None and work.program is None
+    moves = layout.offload != "none" or layout.disk != "none" or work.weight_bits or work.gradient_bits
+    cut = layout.tp > 1 or layout.ep > 1
+    return is_plain and layout.precision == "bf16" and not (work.narrow_weights or moves or cut or work.thin_gradients)
+
+
 def _shorter(task: Task, length: int) -> Task:
     return replace(task, max_length=length, lengths=task.lengths.cut(length) if task.lengths else None)
 
@@ -78,6 +88,8 @@ def _tries(task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
         yield "parallel.offload: optimizer", task, replace(layout, offload="optimizer")
     if work.may_have_adapters:
         yield "lora: {rank: 8}", replace(task, work=replace(work, lora=LoraConfig())), layout
+    if _may_be_narrow(task, layout):
+        yield NARROW, replace(task, work=replace(work, narrow_weights=True)), layout
     if _may_be_packed(task, layout):
         yield PACKED, replace(task, work=replace(work, frozen_bits=4)), layout
     half = length // 2
@@ -119,6 +131,9 @@ def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_byte
         tries.append(("parallel.offload: optimizer", task, replace(layout, offload="optimizer")))
         if layout.is_sharded:
             tries.append(("parallel.offload: params", task, replace(layout, offload="params")))
+    if _may_be_narrow(task, layout):
+        narrow = replace(task, work=replace(task.work, narrow_weights=True))
+        tries += [(NARROW, narrow, layout), ("weights: bf16 and recompute: full", narrow, shared)]
     half = replace(shared, micro=Amount(length // 2, "tokens"))
     tries.append((f"data.max_length: {length // 2 // task.sequences}", _shorter(task, length // 2), half))
     if task.work.may_have_adapters:

@@ -183,6 +183,9 @@ def _why_not_dp(machine: Machine) -> str:
 
 def _choose_precision(train: TrainConfig, machine: Machine, reasons: dict[str, str], warnings: list[str]) -> Precision:
     asked = train.precision
+    if asked == "auto" and train.weights == "bf16":
+        reasons["train.precision"] = "bf16: train.weights are"
+        return "bf16"
     if asked == "auto":
         chosen = "bf16" if machine.has_native_bf16 else "fp32"
         reasons["train.precision"] = f"{chosen}: {machine.bf16_reason}"

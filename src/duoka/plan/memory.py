@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from duoka.plan import deepspeed
-from duoka.plan.activations import activation_bytes_per_token, boundary_bytes, loss_bytes, selective_bytes
+from duoka.plan.activations import (
+    activation_bytes_per_token,
+    boundary_bytes,
+    kept_for_both,
+    loss_bytes,
+    selective_bytes,
+)
 from duoka.plan.layout import Layout
 from duoka.plan.offload import LAYERS_HERE, buffer_bytes
 from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
@@ -26,6 +32,8 @@ AXIS_BYTES = 1200 * 2**20
 RANGE = (0.85, 1.30)
 # Of activations and logits, measured of 135M (full and LoRA, fp32 and bf16) beside tcmalloc: 0.17 to 0.36.
 HEAP = 0.28
+# Of an update that rounds at random in torch's own functions (optim/narrow.py): one chunk's temporaries.
+NARROW_STEP_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 # Where layers are gathered and freed on a CPU, malloc's heap fragments between tensors of different sizes: temporaries
 # took 1.4 (adapters) to 2.1 times (all weights) their own size (benchmarks/scaling.md).
 HOLES = 1.90
@@ -155,7 +163,9 @@ def _pass_moments(work: Work, layout: Layout, share: ModelShare, tokens: int, le
     one_layer, kept, _ = _activations(work, layout, share, tokens, length)
     loss, head_gradient = loss_bytes(work, layout, share, tokens)
     working = _working_bytes(work, layout, tokens)
-    again = one_layer if layout.recompute != "none" else 0
+    again = {"none": 0, "full": one_layer}.get(
+        layout.recompute, max(0, one_layer - int(kept_for_both(work, layout) * tokens))
+    )
     casts = {"casts": _cast_bytes(work, layout, share)}
     if layout.pp > 1:
         # Hidden states that leave, and gradients that come and leave; received states are their layer's kept input.
@@ -266,8 +276,9 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
     # A layer's gradients, and the fp32 buffer in which they are reduced.
     gradients = (size + 4) * share.per_layer if trains else 0
     # Tied ends belong to the root, which stays gathered in fp32; of untied ones each is there when it computes.
-    root = 0 if share.head else (4 if trains else size) * share.embedding
-    embedding = 0 if not share.head else (4 if trains else size) * share.embedding
+    wide = work.trained_size if trains else size
+    root = 0 if share.head else wide * share.embedding
+    embedding = 0 if not share.head else wide * share.embedding
     if 1 < work.node_ranks < layout.state_ranks:  # a copy that lasts from one pass to the next
         root += size * (share.trainable + share.frozen) // work.node_ranks
     return {
@@ -279,7 +290,7 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
 
 def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     """Half-precision copies that autocast keeps of the fp32 weights it multiplies with."""
-    comes_narrow = layout.is_sharded and work.deepspeed is None
+    comes_narrow = (layout.is_sharded and work.deepspeed is None) or work.narrow_weights
     if layout.precision == "fp32" or comes_narrow or work.program is not None:
         return 0  # what is gathered comes in half precision
     return 2 * (share.block_linear if work.lora is None else share.trainable)
@@ -297,6 +308,8 @@ def _optimizer_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     """Temporaries of an optimizer that is not fused: of one tensor at a time on CPU, of all at once on CUDA."""
     if work.deepspeed is not None:
         return deepspeed.step_bytes(work, layout.strategy, layout.state_ranks, share, layout.offload != "none")
+    if work.narrow_weights and not (work.device == "cpu" and work.has_kernels):
+        return NARROW_STEP_BYTES[work.device]
     if work.program is not None or work.optimizer == "adamw":
         return 0
     if work.device == "cuda":

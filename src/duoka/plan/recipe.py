@@ -68,6 +68,7 @@ class Work:
     value_head: int = 0  # parameters of a head that says what reward is still to come, trained beside the model
     keeps_start: bool = False  # a copy of what is trained, as it was when the run began
     looks: int = 0  # passes without gradients that come before a step's loss, each over as many tokens as it has
+    narrow_weights: bool = False  # trained weights, gradients and moments are bf16
     weight_bits: int = 0  # in which weights travel, 0: as they compute
     gradient_bits: int = 0
     node_ranks: int = 0  # that share a copy of gathered weights until the backward pass
@@ -99,10 +100,17 @@ class Work:
         return self.num_trainable + self.num_frozen
 
     @property
+    def trained_size(self) -> int:
+        """Bytes of a trained weight, and of its gradient."""
+        return 2 if self.narrow_weights else 4
+
+    @property
     def state_bytes(self) -> float:
         """Optimizer bytes per trained parameter."""
         if self.program is not None:
             return self.program.state
+        if self.narrow_weights:
+            return STATE_BYTES[self.optimizer] / 2
         per = STATE_BYTES[self.optimizer]
         if self.optimizer == "muon" and self.lora is None:
             ends = self.shape.num_embedding + self.shape.num_head
@@ -119,7 +127,7 @@ def copy_bytes(work: Work, layout: Layout) -> int:
     if not work.saves_beside or (work.device == "cpu" and not is_thin):
         return 0
     owed = 4 * work.num_trainable if is_thin else 0
-    return int((4 + work.state_bytes) * work.num_trainable) // layout.world_size + owed
+    return int((work.trained_size + work.state_bytes) * work.num_trainable) // layout.world_size + owed
 
 
 @dataclass(frozen=True)
@@ -257,19 +265,19 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     if work.program is not None:
         return _static_of_program(work.program, layout, share)
     # Weights that train_only leaves alone stay fp32, as those beside them; a base under adapters is only read.
-    frozen_size: float = 4 if layout.precision == "fp32" or work.train_only is not None else 2
+    frozen_size: float = work.trained_size if work.train_only is not None else 4 if layout.precision == "fp32" else 2
     packed_size = QUANTIZED_BYTES.get(work.frozen_bits, frozen_size)
-    train, ranks, state = share.trainable, layout.state_ranks, work.state_bytes
+    train, ranks, state, size = share.trainable, layout.state_ranks, work.state_bytes, work.trained_size
     packed = min(share.block_linear, share.frozen)  # embedding, head and norms stay as they are
     frozen = int(packed * packed_size + (share.frozen - packed) * frozen_size)
     note = f" + {packed_size:g}(P-Pt)" if frozen else ""
     if work.references:
         frozen += int(work.references * frozen_size * (share.trainable + share.frozen))
         note += f" + {work.references * frozen_size:g}P of references"
-    start = 4 * train if work.keeps_start else 0
+    start = size * train if work.keeps_start else 0
     if start:
         frozen += start
-        note += " + 4Pt of the start"
+        note += f" + {size}Pt of the start"
     axes = "" if layout.tp * layout.pp == 1 else f", P of a rank's 1/{layout.tp * layout.pp}"
     if work.deepspeed is not None:
         *parts, formula = deepspeed.static_parts(work, layout.strategy, ranks, share, frozen)
@@ -279,25 +287,26 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     elif layout.strategy in ("zero1", "zero2"):
         gathered, formula = _gathered_whole(work, layout.precision, share)
         first = layout.strategy == "zero1"
-        gradients = 4 * train if first else 4 * train // ranks
-        formula += f" + {'4Pt' if first else '4Pt/N'} + {4 + state:.3g}Pt/N{note}{axes}"
-        own = (gathered + frozen - start + start // ranks, gradients, int((4 + state) * train) // ranks)
-        host = own[2] + 4 * train // ranks if layout.offload == "params" else 0
+        # Until zero1 exchanges them at the end of a step, gradients are added up in fp32 whatever weights are.
+        gradients = 4 * train if first else size * train // ranks
+        formula += f" + {'4Pt' if first else f'{size}Pt/N'} + {size + state:.3g}Pt/N{note}{axes}"
+        own = (gathered + frozen - start + start // ranks, gradients, int((size + state) * train) // ranks)
+        host = own[2] + size * train // ranks if layout.offload == "params" else 0
     elif layout.strategy in ("fsdp", "hsdp"):
         divisor = "N" if layout.strategy == "fsdp" else "S"
         note_sharded = f" + {frozen_size:g}(P-Pt)/{divisor}" if frozen > start else ""
-        note_sharded += f" + 4Pt/{divisor} of the start" if start else ""
-        formula = f"(4Pt + 4Pt + {state:.3g}Pt)/{divisor}{note_sharded}{axes}"
-        own = ((4 * train + frozen) // ranks, 4 * train // ranks, int(state * train) // ranks)
+        note_sharded += f" + {size}Pt/{divisor} of the start" if start else ""
+        formula = f"({size}Pt + {size}Pt + {state:.3g}Pt)/{divisor}{note_sharded}{axes}"
+        own = ((size * train + frozen) // ranks, size * train // ranks, int(state * train) // ranks)
         host = sum(own) if layout.offload == "params" else 0
     else:
         copies = 1 + (not work.bucket_view) + 2 * work.thin_gradients if layout.strategy == "ddp" else 1
-        formula = f"4Pt + {4 * copies}Pt + {state:.3g}Pt{note}{axes}"
-        own = (4 * train + frozen, 4 * copies * train, int(state * train))
+        formula = f"{size}Pt + {size * copies}Pt + {state:.3g}Pt{note}{axes}"
+        own = (size * train + frozen, size * copies * train, int(state * train))
         host = 0
     if share.experts:
         trained = work.lora is None and work.train_only is None
-        held = (4 if trained else frozen_size, 4 * trained, state * trained)
+        held = (size if trained else frozen_size, size * trained, state * trained)
         own = tuple(size + int(each * share.experts) for size, each in zip(own, held, strict=True))  # type: ignore[assignment]
         formula += f" + {sum(held):.3g} of the experts/{layout.ep}"
     moments = int(layout.offload_share * state * train) // ranks
@@ -315,7 +324,7 @@ def _gathered_whole(work: Work, precision: str, share: ModelShare) -> tuple[int,
     """Weights whole in the type that computes; what begins the residual stream, the embedding, stays fp32."""
     if precision == "fp32":
         return 4 * share.trainable, "4Pt"
-    if work.lora is not None:
+    if work.lora is not None or work.narrow_weights:
         return 2 * share.trainable, "2Pt"
     return 2 * share.trainable + 2 * share.embedding, "2Pt + 2 of the embedding"
 

@@ -329,6 +329,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
     return Work(
         shape, config.lora, machine.device, view, optimizer, train_only=config.train_only,
         frozen_bits=0 if config.model.quantization == "none" else 4,
+        narrow_weights=config.train.weights == "bf16",
         saves_beside=config.checkpoint.is_async, is_new=config.model.is_new,
         thin_gradients=packed.gradients == "powersgd", has_kernels=machine.has_kernels,
         has_allocator=machine.has_allocator,

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 
 from duoka.plan.heap import LIBRARIES, PRELOAD, SWITCH, find_allocator
 
-# oneDNN keeps what it compiles for each shape of a product, 1,024 of them by itself: with rows of other lengths in
-# every step 10 MiB a step, for shapes that do not come again. So many are enough for the layers of one length.
-FEW_PRIMITIVES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+# What is compiled for each shape of a product is kept, 1,024 of them: once by oneDNN, once more by what torch calls it
+# through (ideep). With rows of other lengths in every step each keeps 10 MiB a step, for shapes that do not come again.
+# So many are enough for the layers of one length.
+FEW_PRIMITIVES: Mapping[str, str] = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 _RATE = "TCMALLOC_RELEASE_RATE"
 _THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 

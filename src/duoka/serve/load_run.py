@@ -269,15 +269,17 @@ def _load_checkpoint(
     base: Path, checkpoint: Path, config: RunConfig, dtype: torch.dtype, options: dict[str, Any]
 ) -> torch.nn.Module:
     """The base model with the trained tensors of a checkpoint over it; adapters in fp32, as in training."""
-    import torch
     import torch.distributed.checkpoint as dcp
 
     from duoka.model.build import load_model
+    from duoka.model.dtypes import BY_PRECISION
     from duoka.model.request import ModelRequest
     from duoka.store.reader import CheckpointReader
 
     what: dict[str, Any] = {"lora": config.lora, "train_only": config.train_only, "seed": config.train.seed}
-    lm = load_model(ModelRequest(base, dtype=dtype if config.lora else torch.float32, **what, **options))
+    lm = load_model(
+        ModelRequest(base, dtype=dtype if config.lora else BY_PRECISION[config.train.weights], **what, **options)
+    )
     tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters() if p.requires_grad}
     dcp.load(  # type: ignore[attr-defined]
         tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True

@@ -265,10 +265,9 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     """The model under its layout, and which part each of its parameters plays for the optimizer."""
     config = inputs.config
     seed_everything(config.train.seed)
-    # Trained weights are fp32 masters; a frozen base is only read, so it lies in the type that computes.
     request = ModelRequest(
         inputs.folder,
-        dtype=BY_PRECISION[plan.layout.precision] if config.lora else torch.float32,
+        dtype=BY_PRECISION[config.weights_type(plan.layout.precision)],
         lora=config.lora,
         train_only=config.train_only,
         seed=config.train.seed,

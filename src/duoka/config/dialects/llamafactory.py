@@ -17,6 +17,7 @@ from duoka.config.dialects.llamafactory_ppo import ppo_rows
 from duoka.config.dialects.llamafactory_rest import rest_rows
 from duoka.config.dialects.llamafactory_stages import pref_rows
 from duoka.config.dialects.rows import (
+    Answer,
     Asked,
     Dialect,
     Refusal,
@@ -110,7 +111,7 @@ def _rows_of_training() -> list[Row]:
         *implemented(learn.BATCH[1], "train.global_batch", learn.batch),
         *switch("bf16", "train.precision", learn.precision),
         *switch("fp16", "train.precision", learn.precision, "auto where there is no GPU"),
-        *switch("pure_bf16", "train.precision", learn.precision),
+        *switch("pure_bf16", "train.precision", _pure_bf16, "with full fine-tuning by AdamW train.weights too"),
         *switch("disable_gradient_checkpointing", "train.recompute", only_if_on("train.recompute", "none")),
         *switch("gradient_checkpointing", "train.recompute", learn.recompute),
         *switch("activation_checkpointing", "train.recompute", learn.recompute),
@@ -158,6 +159,17 @@ def _defaults(asked: Asked) -> Mapping[str, Any]:
     if to.is_freeze(asked):
         out |= {"train_only.layers": 2, "train_only.modules": "all"}
     return out
+
+
+def _pure_bf16(value: Any, asked: Asked) -> Any:
+    """Its weights have no fp32 masters; ours then round their steps at random, which AdamW alone does."""
+    answer = learn.precision(value, asked)
+    own_optimizer = str(asked.get("optim", "adamw_torch")) in learn.PLAIN_ADAMW and not asked.is_on("use_muon")
+    elsewhere = bool(asked.get("deepspeed")) or "offload" in str(asked.get("fsdp", ""))
+    if not asked.is_on("pure_bf16") or lora.is_lora(asked) or not own_optimizer or elsewhere:
+        return answer
+    note = "weights, gradients and AdamW's moments are bf16, and steps are rounded at random"
+    return Answer({"train.precision": "bf16", "train.weights": "bf16"}, note)
 
 
 def _rank(asked: Asked) -> int:

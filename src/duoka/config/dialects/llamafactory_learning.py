@@ -20,6 +20,7 @@ from duoka.config.dialects.rows import (
     words,
 )
 
+PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
@@ -106,8 +107,7 @@ def betas(value: Any, asked: Asked) -> Any:
 def optimizer(value: Any, asked: Asked) -> Any:
     if asked.is_on("use_muon"):
         return Answer()  # which stands above this name there too
-    plain = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
-    if str(value) in plain:
+    if str(value) in PLAIN_ADAMW:
         return "adamw"
     if str(value) in ("adamw_8bit", "adamw_bnb_8bit"):
         return "adamw8bit"
@@ -118,7 +118,7 @@ def optimizer(value: Any, asked: Asked) -> Any:
             f"write:   optim: {name}   and, where that does not fit, offload the optimizer (DeepSpeed's "
             "offload_optimizer, or parallel.offload: optimizer in duoka's own YAML)",
         )
-    raise Refusal(f"optim {value} is not there yet", f"write:   optim: adamw_torch   (known: {', '.join(plain)})")
+    raise Refusal(f"optim {value} is not there yet", f"write:   optim: adamw_torch   (known: {', '.join(PLAIN_ADAMW)})")
 
 
 def epochs(value: Any, asked: Asked) -> Any:
