@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from duoka.config.fields import Section, number_of
 from duoka.config.rl import RlConfig
 from duoka.config.schema_learning import (
+    GRAPHS,
     DataConfig,
     DataSource,
     LoraConfig,
@@ -25,6 +26,7 @@ from duoka.config.schema_running import CheckpointConfig, ClusterConfig, FaultsC
 from duoka.config.stages import StageConfig
 
 __all__ = [
+    "GRAPHS",
     "NAMED_BLOCKS",
     "CheckpointConfig",
     "ClusterConfig",
@@ -68,6 +70,11 @@ class RunConfig(Section):
     def sample_tokens(self) -> int:
         """The longest sample: a pair has two sequences."""
         return self.data.max_length * self.stage.kind.sequences
+
+    @property
+    def row_tokens(self) -> int:
+        """The length of every row of a micro-batch; 0 where they vary."""
+        return self.sample_tokens if self.stage.kind.reads_text or self.data.fixed_rows else 0
 
     @property
     def is_evaluated(self) -> bool:

@@ -81,8 +81,11 @@ def _why_no_plain_head(bare: Any, layout: Layout) -> str:
     return "" if bare.bend == STRAIGHT else BENT
 
 
-def why_no_launch(core: Any, layout: Layout, device: torch.device) -> str:
-    """Why packed rows take one call per document; "": one launch serves all of them. Tried here, before layers run."""
+def why_no_launch(core: Any, layout: Layout, device: torch.device, *, room: bool = False) -> str:
+    """Why packed rows take one call per document; "": one launch serves all of them. Tried here, before layers run.
+
+    `room`: and empty documents behind them.
+    """
     if not layout.packing:
         return ""
     if device.type != "cuda":
@@ -94,4 +97,5 @@ def why_no_launch(core: Any, layout: Layout, device: torch.device) -> str:
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         drops=bool(getattr(config, "attention_dropout", 0.0)),
         softcap=getattr(config, "attn_logit_softcapping", None),
+        room=room,
     )

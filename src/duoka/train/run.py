@@ -290,7 +290,8 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     model = stage.wrap(lm, own_logits=own_logits)
     beside: dict[str, Role] = {name: "vector" for name in named_weights(model) if name not in roles}
     folder = offload_folder(config.parallel.offloads, inputs.run.path)
-    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices, folder), roles | beside
+    rows = config.row_tokens
+    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices, folder, rows), roles | beside
 
 
 def _find_reference(inputs: Inputs, plan: Plan, engine: Engine) -> str:
