@@ -36,7 +36,7 @@ for words in (1, 7, 512, 20011):  # a row in one piece, and in several
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         rows = torch.randn(6, words + 3).mul(8).to(dtype)[:, :words]  # not end to end
         if words > 8:
-            rows[0, :8] = float("-inf")  # words that are ruled out, at the beginning of a row
+            rows[0, : words - 6] = float("-inf")  # words that are ruled out: all of a row's first piece
             rows[1] = 0.0
         labels = torch.randint(max(0, words - 5), words, (6,))
         wanted = rows.float().detach().requires_grad_()
