@@ -25,6 +25,7 @@ from duoka.torch_private import fake_store
 from duoka.train import run
 from duoka.train.stages.stage import build_stage
 from duoka.train.step import optimizer_step
+from fakegpu.liger import installed
 from fakegpu.mode import FakeGpu
 
 GPU = torch.device("cuda", 0)
@@ -49,8 +50,12 @@ def model_folder(family, num_layers, vocab):
 def count_step(
     num_layers=2, family="llama", strategy="single", size=1, precision="bf16", recompute="none", offload="none",
     lora=None, optim="adamw", packed=True, tokens=96, vocab=512, by_slices=True, weights="fp32",
+    kernels=(),
 ):  # fmt: skip
-    """An optimizer step of MICRO_BATCHES micro-batches, on rank 0 of `size`, after a first one that made the state."""
+    """An optimizer step of MICRO_BATCHES micro-batches, on rank 0 of `size`, after a first one that made the state.
+
+    `kernels`: parts that have stand-ins for Liger's kernels (fakegpu/liger.py).
+    """
     layout = Layout(
         dp=size, strategy=strategy, precision=precision, recompute=recompute, packing=packed, offload=offload,
         shard=size if strategy in SHARDED else 1,
@@ -64,7 +69,8 @@ def count_step(
     _try_fusions(folder, config)
     batches = [global_batch(tokens, packed, number) for number in (1, MICRO_BATCHES)]
     files = run.build_without_memory if by_slices else lambda request: None
-    with _world(layout) as world, FakeGpu() as gpu, mock.patch.object(run, "build_without_memory", files):
+    hidden = mock.patch.object(run, "build_without_memory", files)
+    with _world(layout) as world, installed(kernels), FakeGpu() as gpu, hidden:
         stage = build_stage(config)
         engine, roles = run.build_engine(inputs, plan, build_mesh(layout, world), stage)
         contents = run.build_contents(config, plan, engine, roles)

@@ -1,6 +1,7 @@
 """Configs whose axes, or tasks, do not go with their other keys, by the rule that refuses them; see bad_configs.py."""
 
 HEAD = "model: demo\ndata: {train: [identity]}\n"
+GRAPHS = "model: demo\ndata: {train: [identity], fixed_rows: true}\ntrain: {compile: reduce-overhead}\n"
 LAYOUT_CONTRADICTIONS = {
     "narrow-weights-in-wide-passes": HEAD + "train: {weights: bf16, precision: fp32}\n",
     "narrow-weights-of-adapters": HEAD + "train: {weights: bf16}\nlora: {rank: 8}\n",
@@ -44,6 +45,10 @@ LAYOUT_CONTRADICTIONS = {
     + "parallel: {offload: {activations: disk}}\ntrain: {recompute: selective}\n",
     "offload-activations-of-compiled-layers": HEAD
     + "parallel: {offload: {activations: disk}}\ntrain: {compile: true}\n",
+    "graphs-of-rows-of-one-length": HEAD + "train: {compile: reduce-overhead}\n",
+    "graphs-of-whole-models": GRAPHS + "parallel: {strategy: zero3}\n",
+    "graphs-keep-what-they-compute": GRAPHS.replace("overhead", "overhead, recompute: full"),
+    "graphs-of-likelihoods": GRAPHS + "stage: dpo\n",
     "offload-activations-of-stages-or-dp": HEAD + "parallel: {pipeline: 2, offload: {activations: disk}}\n",
     "offload-folder-without-disk": HEAD + "parallel: {offload: {optimizer: host, folder: /fast}}\n",
     "packed-exchange-of-shards-only": HEAD + "parallel: {strategy: ddp, compress: {gradients: int8}}\n",

@@ -16,6 +16,13 @@ PER_LAYER = {
     "lora": ({"lora": LORA}, 142),
     "bf16 weights": ({"weights": "bf16"}, 60),
 }
+# With kernels of Liger's form in the places of theirs: the same steps launch fewer.
+KERNELS = ["norm", "rotation", "MLP", "loss"]
+WITH_LIGER = {
+    "full, Liger": ({"kernels": KERNELS}, 66),
+    "lora, Liger": ({"lora": LORA, "kernels": KERNELS}, 128),
+    "full, selective, Liger": ({"recompute": "selective", "kernels": KERNELS}, 101),
+}
 # Steps of two layers that must run, with as few waits as any.
 OTHERS = {
     "full, selective": {"recompute": "selective"},
@@ -34,6 +41,7 @@ OFFLOADED = {
     "fsdp, offload params": {"strategy": "fsdp", "size": 4, "offload": "params"},
     "offload optimizer": {"offload": "optimizer"},
 }
+LIGERS = {f"liger_{name}" for name in ("norm", "norm_backward", "turn", "product", "product_backward", "loss")}
 # Lines that look at tensors in host memory in every step.
 HOST_WORK = ("duoka/model/drawing.py",)  # whether torch's random state of the host has moved
 
@@ -52,7 +60,8 @@ def by_layers(cases):
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    return count_steps(by_layers(PER_LAYER) | OTHERS | OFFLOADED, tmp_path_factory.mktemp("fakegpu"))
+    cases = by_layers(PER_LAYER | WITH_LIGER) | OTHERS | OFFLOADED
+    return count_steps(cases, tmp_path_factory.mktemp("fakegpu"))
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +85,19 @@ def check_layer(steps, name, budget):
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_a_layer_stays_within_its_kernels(steps, name):
     check_layer(steps, name, PER_LAYER[name][1])
+
+
+@pytest.mark.parametrize("name", WITH_LIGER)
+def test_a_layer_with_liger_s_kernels_launches_fewer(steps, name):
+    check_layer(steps, name, WITH_LIGER[name][1])
+    check_waits(steps[f"{name} 2"])
+    called = {kernel for kernel in ran(steps[f"{name} 2"])["by_kernel"] if kernel in LIGERS}
+    assert called == (LIGERS - {"liger_turn"} if "selective" in name else LIGERS), "selective recompute keeps products"
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_without_liger_nothing_of_it_is_called(steps, name):
+    assert not LIGERS & set(ran(steps[f"{name} 2"])["by_kernel"])
 
 
 @pytest.mark.nightly

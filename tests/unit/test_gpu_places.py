@@ -12,10 +12,9 @@ from duoka.comm.world import World, check_own_gpu, pick_device, set_gpu_habits
 from duoka.config.schema import ParallelConfig
 from duoka.errors import ConfigError
 from duoka.plan.hardware import Gpu, Machine
-from duoka.plan.layout import Layout
 from duoka.process.environ import RankEnvironment
 from duoka.process.interface import choose_interface
-from duoka.train.gpus import as_torch_sees, note_attention
+from duoka.train.gpus import as_torch_sees
 
 
 @pytest.fixture
@@ -111,24 +110,6 @@ def test_nccl_meets_where_gloo_does(monkeypatch):
     place = RankEnvironment(0, 0, 4, 2, 0, "10.0.0.1", 1234)
     choose_interface(place)
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib0")
-
-
-def test_the_banner_says_which_attention_runs_and_why(monkeypatch):
-    facts = {"hidden_size": 64, "num_attention_heads": 4}
-    gpu, layout = torch.device("cuda", 0), Layout(precision="bf16")
-
-    def note(layout=layout, device=gpu, **more):
-        config = SimpleNamespace(**facts, **more)
-        config.get_text_config = lambda: config
-        return note_attention(SimpleNamespace(config=config), layout, device)
-
-    tried = []
-    monkeypatch.setattr("duoka.model.attention.kernel_works", lambda *how: not tried.append(how))
-    assert note() == ["attention: one launch for all documents of a row"] and tried == [(gpu, torch.bfloat16, 16)]
-    assert "caps its scores" in note(attn_logit_softcapping=50.0)[0]
-    assert "drops attention weights" in note(attention_dropout=0.1)[0]
-    assert "torch.float32" in note(Layout(precision="fp32"))[0]
-    assert note(Layout(packing=False)) == [] == note(device=torch.device("cpu"))
 
 
 def test_the_plan_is_for_the_gpus_that_torch_sees(cuda):

@@ -29,7 +29,8 @@ from duoka.process.secrets import hide_secrets
 from duoka.units import format_bytes
 
 # Not needed for every run: named only where they are there.
-EXTRAS = ("bitsandbytes", "datasets", "huggingface_hub", "wandb", "triton", "flash-attn", "deepspeed", "gguf")
+EXTRAS = ("bitsandbytes", "datasets", "huggingface_hub", "wandb", "triton", "liger-kernel", "flash-attn", "deepspeed",
+          "gguf")  # fmt: skip
 # Instructions that decide which kernels a CPU runs.
 _TELLING_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd",
                   "bf16", "sve")  # fmt: skip

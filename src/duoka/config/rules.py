@@ -10,6 +10,7 @@ import os
 
 from duoka.config.catalog import leaves
 from duoka.config.rule import Rule, names_of
+from duoka.config.rules_compile import COMPILE_RULES
 from duoka.config.rules_deepspeed import DEEPSPEED_RULES
 from duoka.config.rules_expert import EXPERT_RULES
 from duoka.config.rules_model import MODEL_RULES
@@ -220,6 +221,7 @@ RULES: tuple[Rule, ...] = (
     *OPTIM_RULES,
     *MODEL_RULES,
     *PARALLEL_RULES,
+    *COMPILE_RULES,
     *DEEPSPEED_RULES,
     *TENSOR_RULES,
     *EXPERT_RULES,

@@ -153,8 +153,8 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     Rule(
         "deepspeed-with-compile",
         ("train.compile", "parallel.engine"),
-        lambda c: _is_on(c) and c.train.compile,
-        "train.compile is true, and parallel.engine is deepspeed, whose hooks gather weights inside the layers",
+        lambda c: _is_on(c) and bool(c.train.compile),
+        "train.compile is on, and parallel.engine is deepspeed, whose hooks gather weights inside the layers",
         f"write:   compile: false   or   {_NATIVE[9:]}",
     ),
     Rule(

@@ -76,8 +76,8 @@ EXPERT_RULES: tuple[Rule, ...] = (
     Rule(
         "expert-with-compile",
         ("train.compile", "parallel.expert"),
-        lambda c: _shares_experts(c) and c.train.compile,
-        "train.compile is true, and parallel.expert {c.parallel.expert} exchanges in the middle of each layer, where "
+        lambda c: _shares_experts(c) and bool(c.train.compile),
+        "train.compile is on, and parallel.expert {c.parallel.expert} exchanges in the middle of each layer, where "
         "compiled code would be cut",
         "write:   compile: false",
     ),

@@ -268,7 +268,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "quantized-base-is-not-compiled",
         ("model.quantization", "train.compile"),
-        lambda c: c.model.quantization != "none" and c.train.compile,
+        lambda c: c.model.quantization != "none" and bool(c.train.compile),
         "train.compile is on, and model.quantization packs the base by kernels that it cannot look into",
         "write   compile: false   or delete quantization",
     ),

@@ -70,8 +70,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "compile-with-sequence",
         ("parallel.sequence", "train.compile"),
-        lambda c: c.parallel.sequence > 1 and c.train.compile,
-        "train.compile is true and parallel.sequence is {c.parallel.sequence}: layers that exchange are not compiled",
+        lambda c: c.parallel.sequence > 1 and bool(c.train.compile),
+        "train.compile is on and parallel.sequence is {c.parallel.sequence}: layers that exchange are not compiled",
         "write:   compile: false",
     ),
     Rule(
@@ -136,8 +136,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "offload-activations-of-compiled-layers",
         ("parallel.offload", "train.compile"),
-        lambda c: c.parallel.offloads.activations != "none" and c.train.compile,
-        "parallel.offload has activations: {c.parallel.offloads.activations} and train.compile is true: compiled "
+        lambda c: c.parallel.offloads.activations != "none" and bool(c.train.compile),
+        "parallel.offload has activations: {c.parallel.offloads.activations} and train.compile is on: compiled "
         "layers keep what they choose",
         "write:   compile: false",
     ),

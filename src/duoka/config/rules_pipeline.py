@@ -26,8 +26,8 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
         "pipeline-with-compile",
         ("train.compile", "parallel.pipeline"),
-        lambda c: _has_stages(c) and c.train.compile,
-        "train.compile is true, and compiled layers have not been tried in a pipeline",
+        lambda c: _has_stages(c) and bool(c.train.compile),
+        "train.compile is on, and compiled layers have not been tried in a pipeline",
         "write:   compile: false",
     ),
     Rule(

@@ -193,7 +193,7 @@ RL_RULES: tuple[Rule, ...] = (
     Rule(
         "rl-compiles-nothing",
         ("train.compile", "stage"),
-        lambda c: _draws(c) and c.train.compile,
+        lambda c: _draws(c) and bool(c.train.compile),
         "train.compile is on, and answers grow by a token at a time: every length would be compiled anew",
         "delete it",
     ),

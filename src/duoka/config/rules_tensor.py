@@ -55,8 +55,8 @@ TENSOR_RULES: tuple[Rule, ...] = (
     Rule(
         "tensor-with-compile",
         ("train.compile", "parallel.tensor"),
-        lambda c: _is_cut(c) and c.train.compile,
-        "train.compile is true, and parallel.tensor {c.parallel.tensor} exchanges in the middle of each layer, where "
+        lambda c: _is_cut(c) and bool(c.train.compile),
+        "train.compile is on, and parallel.tensor {c.parallel.tensor} exchanges in the middle of each layer, where "
         "compiled code would be cut",
         "write:   compile: false",
     ),

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from duoka.config.fields import Section, number_of
 from duoka.config.rl import RlConfig
 from duoka.config.schema_learning import (
+    GRAPHS,
     DataConfig,
     DataSource,
     LoraConfig,
@@ -25,6 +26,7 @@ from duoka.config.schema_running import CheckpointConfig, ClusterConfig, FaultsC
 from duoka.config.stages import StageConfig
 
 __all__ = [
+    "GRAPHS",
     "NAMED_BLOCKS",
     "CheckpointConfig",
     "ClusterConfig",
@@ -75,6 +77,11 @@ class RunConfig(Section):
         Those that are trained are as wide as steps need them; a base under adapters is only read.
         """
         return precision if self.lora is not None else self.train.weights
+
+    @property
+    def row_tokens(self) -> int:
+        """The length of every row of a micro-batch; 0 where they vary."""
+        return self.sample_tokens if self.stage.kind.reads_text or self.data.fixed_rows else 0
 
     @property
     def is_evaluated(self) -> bool:

@@ -22,6 +22,8 @@ from duoka.config.fields import (
     Whole,
 )
 
+GRAPHS: Literal["reduce-overhead"] = "reduce-overhead"  # of train.compile: torch's word for CUDA graphs
+
 
 class ModelConfig(Section):
     """Which model. `model: demo` is short for `model: {name: demo}`."""
@@ -281,7 +283,11 @@ class TrainConfig(Section):
     rehearse: bool | Literal["auto"] = Field(
         "auto", description="Try the largest micro-batch before the first step; auto: on GPUs. Changes no result."
     )
-    compile: bool = Field(False, description="torch.compile each layer: slower to start, faster after it on GPUs.")
+    compile: bool | Literal["reduce-overhead"] = Field(
+        False,
+        description="torch.compile each layer: slower to start, faster after it on GPUs. reduce-overhead: as CUDA "
+        "graphs too, for rows of one length (data.fixed_rows, or stage pretrain) under single or ddp.",
+    )
     seed: Annotated[Whole, Field(ge=0)] = Field(42, description="Order, split, initial values, dropout.")
     eval_every: Often = Field("1 epoch", description="How often data.eval is measured and eval_tasks are scored.")
     eval_tasks: tuple[str, ...] = Field(

@@ -23,6 +23,7 @@ from duoka.model import native
 from duoka.model.one_document import Scoring, attend_document, attend_stretch
 
 NAME = "duoka"
+_FEWEST = 64  # documents of a micro-batch, as compiled layers know them
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -41,6 +42,15 @@ class Documents:
             return boundaries
         lengths = boundaries.cpu().diff()
         return cls(lengths, int(lengths.max()), boundaries.to(device, torch.int32, non_blocking=True))
+
+    def with_room(self, longest: int) -> Documents:
+        """With empty documents behind, to the next power of two: code that is made for one number serves most others.
+
+        None of them is longer than `longest`, which stands in place of the length that was measured.
+        """
+        count = len(self.edges) - 1
+        room = max(_FEWEST, 1 << (count - 1).bit_length()) - count
+        return Documents(self.lengths, longest, torch.cat((self.edges, self.edges[-1:].expand(room))))
 
 
 class SequenceExchange(Protocol):
@@ -277,9 +287,12 @@ def has_kernel_for(query: torch.Tensor, drops: bool, softcap: float | None) -> b
 
 
 def why_no_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, drops: bool, softcap: float | None
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, drops: bool, softcap: float | None, room: bool = False
 ) -> str:
-    """Why a GPU takes one call per document of a packed row; "": all of them go in one launch."""
+    """Why a GPU takes one call per document of a packed row; "": all of them go in one launch.
+
+    `room`: also with empty documents behind them.
+    """
     if find_varlen() is None:
         return "this torch has no kernel for documents of any length"
     if drops:
@@ -288,8 +301,9 @@ def why_no_kernel(
         return "the model caps its scores (softcap)"
     if dtype not in _HALF:
         return f"its kernel knows bf16 and fp16, not {dtype}"
-    works = kernel_works(device, dtype, head_dim)
-    return "" if works else f"its kernel does not answer as one call per document does, for heads of {head_dim}"
+    if not kernel_works(device, dtype, head_dim):
+        return f"its kernel does not answer as one call per document does, for heads of {head_dim}"
+    return "" if not room or kernel_works(device, dtype, head_dim, True) else "its kernel knows no empty documents"
 
 
 def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
@@ -298,20 +312,20 @@ def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
-_WORKS: dict[tuple[torch.device, torch.dtype, int], bool] = {}
+WORKS: dict[tuple[torch.device, torch.dtype, int, bool], bool] = {}
 
 
-def kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def kernel_works(device: torch.device, dtype: torch.dtype, head_dim: int, room: bool = False) -> bool:
     """Tried once beside one call per document: a GPU or a head size that the kernel does not serve goes without."""
-    key = (device, dtype, head_dim)
-    if key not in _WORKS:  # a table, not a cached function: compiled layers read it, and would trace the other
+    key = (device, dtype, head_dim, room)
+    if key not in WORKS:  # a table, not a cached function: compiled layers read it, and would trace the other
         # In a thread of its own: what a recomputed layer records of its operations must not hold those of a trial.
         with ThreadPoolExecutor(1) as aside:
-            _WORKS[key] = aside.submit(_try_kernel, device, dtype, head_dim).result()
-    return _WORKS[key]
+            WORKS[key] = aside.submit(_try_kernel, *key).result()
+    return WORKS[key]
 
 
-def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, room: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 4, 24, head_dim), (1, 2, 24, head_dim), (1, 2, 24, head_dim))
     inputs = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
@@ -320,6 +334,7 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     try:
         with torch.enable_grad():
             documents = Documents.of(torch.tensor([0, 7, 24]), device)
+            documents = documents.with_room(24) if room else documents
             ours = attend_all_documents(query, key, value, documents, None, None)
             alone = [attend_document(q, k, v, Scoring()).transpose(1, 2) for q, k, v in parts]
             want = torch.cat(alone, dim=1)

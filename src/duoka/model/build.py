@@ -42,6 +42,7 @@ from duoka.model.quantize import compute_in
 from duoka.model.random_init import random_weights
 from duoka.model.request import ModelRequest
 from duoka.model.score_head import read_scorer
+from duoka.model.steady import Steady
 
 GATHERED_HEAD = "apply_gathered"
 # What a LossModel is asked for: the sum of its targets' losses, or numbers of each target; of a pipeline's stage before
@@ -184,6 +185,7 @@ class LossModel(torch.nn.Module):
     """
 
     stages: PipelineStages | None = None
+    steady: Steady | None = None  # where layers are compiled for rows of one length
 
     def __init__(self, lm: torch.nn.Module, goal: Goal = LIKELIHOOD, *, own_logits: bool = False) -> None:
         super().__init__()
@@ -219,6 +221,9 @@ class LossModel(torch.nn.Module):
         inputs = (entry, labels, position_ids, boundaries, places, answer, temperature)
 
         def compute() -> tuple[torch.Tensor, torch.Tensor | None]:
+            if self.steady is not None:
+                with self.steady.passing():
+                    return self._answer(*inputs)
             if self.stages is None or stage is None:
                 return self._answer(*inputs)
             with self.stages.shown(stage):
@@ -258,6 +263,8 @@ class LossModel(torch.nn.Module):
         options["inputs_embeds" if entry.is_floating_point() else "input_ids"] = entry
         if boundaries is not None:
             documents = Documents.of(boundaries, entry.device)
+            if self.steady is not None:
+                documents = self.steady.documents(documents)
             # By the names of transformers too: layers that are no attention read where documents begin.
             options.update(documents=documents, cu_seq_lens_q=documents.edges, cu_seq_lens_k=documents.edges)
         if hands_on:

@@ -13,51 +13,59 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from duoka.model import native
+from duoka.model import gpu_kernels, native
 from duoka.model.dropout import CountedDropout, drop_units, keep_scale, level_of
 from duoka.model.head import plain_adapter
-from duoka.model.rotary import own_rotation
+from duoka.model.rotary import own_rotation, repeats_tables
 from duoka.model.split_products import SplitLinear, Waiting, waiting_of
 
 CLOSE = 1e-5
+_PART = "fused_part"  # of a class
 
 
 def apply_fused(lm: torch.nn.Module, *, keeps_products: bool = False) -> int:
     """Replace what can be replaced, in place; returns how many modules.
 
-    `keeps_products`: selective recompute keeps what products and attention give, as torch's operators. So adapters may
-    not work in place on products, and attention is torch's.
+    `keeps_products`: selective recompute keeps what products and attention give, as torch's operators. So adapters and
+    rotations may not work in place on products, and attention is torch's.
     """
     find_head = getattr(lm, "get_output_embeddings", None)
     head = find_head() if find_head else None
+    in_place = not keeps_products and not gpu_kernels.why_not()["rotation"] and repeats_tables(lm)
     count = 0
     for module in lm.modules():
-        kind = None if module is head else _find_kind(module, adapters=not keeps_products)
+        part, kind = ("", None) if module is head else _find_kind(module, not keeps_products, in_place)
         if kind is not None:
             # A class, not a method of this object: replicas that torch makes of it must not call the original.
-            module.__class__ = _with_forward(type(module), kind)  # type: ignore[arg-type]
+            module.__class__ = _with_forward(type(module), kind, part)  # type: ignore[arg-type]
             count += 1
         if hasattr(module, "q_proj") and not keeps_products:
             setattr(module, native.OWN_ATTENTION, True)
     return count
 
 
-def _find_kind(module: torch.nn.Module, *, adapters: bool) -> Any:
+def fused_parts(lm: torch.nn.Module) -> frozenset[str]:
+    """The kinds of parts that were replaced, by the names of the kernels' table: norm, rotation, MLP, adapters."""
+    return frozenset(filter(None, (getattr(type(module), _PART, "") for module in lm.modules())))
+
+
+def _find_kind(module: torch.nn.Module, adapters: bool, in_place: bool) -> tuple[str, Any]:
+    """(which part it is, the forward that takes its own's place; None: it stays)."""
     if hasattr(module, "variance_epsilon") and hasattr(module, "weight"):
-        return _forward_norm if _is_rms_norm(type(module)) else None  # type: ignore[arg-type]
+        return "norm", _forward_norm if _is_rms_norm(type(module)) else None  # type: ignore[arg-type]
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         kinds = type(module), type(module.act_fn)
-        return _forward_gated if _is_gated_silu(*kinds) else None  # type: ignore[arg-type]
+        return "MLP", _forward_gated if _is_gated_silu(*kinds) else None  # type: ignore[arg-type]
     if hasattr(module, "q_proj"):
-        return _forward_rotated(type(module).forward)
+        return "rotation", _forward_rotated(type(module).forward, in_place)
     if adapters and hasattr(module, "lora_A"):
-        return _forward_adapted if _is_frozen_with_adapter(module) else None
-    return None
+        return "adapters", _forward_adapted if _is_frozen_with_adapter(module) else None
+    return "", None
 
 
 @functools.cache
-def _with_forward(kind: type, forward: Any) -> type:
-    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward})
+def _with_forward(kind: type, forward: Any, part: str) -> type:
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward, _PART: part})
 
 
 # --- RMS norm: x * weight / rms(x) ---
@@ -122,13 +130,15 @@ def _forward_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def norm_on_gpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """torch's kernel, as wide as the input; under autocast its answer is narrow at once.
+    """Liger's kernel or torch's, as wide as the input; under autocast its answer is narrow at once.
 
     Autocast would widen a narrow input, and leave it to every projection behind the norm to cast the same numbers again
     and to keep its own copy of them.
     """
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     with torch.autocast("cuda", enabled=False):
+        if gpu_kernels.takes("norm", x, weight):
+            return gpu_kernels.norm(x, weight.to(x.dtype), eps).to(dtype)
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(dtype)
 
 
@@ -144,11 +154,14 @@ _ROTATION = "apply_rotary_pos_emb"
 
 
 @functools.cache
-def _forward_rotated(forward: Any) -> Any:
-    """The same forward with our rotation in place of the one that it calls; None when it calls none that we know."""
+def _forward_rotated(forward: Any, in_place: bool) -> Any:
+    """The same forward with our rotation in place of the one that it calls; None when it calls none that we know.
+
+    `in_place`: it may write over the products that it turns, and read half of the tables.
+    """
     if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names or forward.__closure__:
         return None
-    ours = own_rotation(forward.__globals__.get(_ROTATION))
+    ours = own_rotation(forward.__globals__.get(_ROTATION), in_place)
     if ours is None:
         return None
     names = {**forward.__globals__, _ROTATION: ours}
@@ -199,6 +212,9 @@ class SiluTimesDown(torch.autograd.Function):
             waiting, source = ctx.left
             waiting.leave(source, lambda: rows.t() @ _silu_times(gate, up).view(-1, up.shape[-1]))
         with torch.autocast(grad.device.type, enabled=False):
+            # What waits reads gate and up again.
+            if ctx.left is None and gpu_kernels.takes("MLP", gate, up):
+                return *_through_liger(rows, gate, up, weight, ctx.needs_input_grad[2]), None
             if _is_narrow(gate, up):
                 inner = (rows @ weight).view_as(up)
                 gate_grad, up_grad, both = native.silu_times_backward(inner, gate, up, again=ctx.needs_input_grad[2])
@@ -212,11 +228,28 @@ class SiluTimesDown(torch.autograd.Function):
         return _gate_gradient(inner, gate, up), silu.mul_(inner), weight_grad, None
 
 
+def _through_liger(
+    rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, wants_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of gate, up and weight, from that of what the product gave."""
+    found: list[torch.Tensor] = []
+
+    def find(both: torch.Tensor) -> torch.Tensor:
+        if wants_weight:
+            found.append(rows.t() @ both.view(-1, up.shape[-1]))
+        return (rows @ weight).view_as(up)
+
+    gate_grad, up_grad = gpu_kernels.silu_times_backward(gate, up, find)
+    return gate_grad, up_grad, found[0] if found else None
+
+
 def _is_narrow(*tensors: torch.Tensor) -> bool:
     return all(one.dtype is torch.bfloat16 and one.is_contiguous() for one in tensors) and native.serves(*tensors)
 
 
 def _silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if gpu_kernels.takes("MLP", gate, up):
+        return gpu_kernels.silu_times(gate, up)
     return native.silu_times(gate, up) if _is_narrow(gate, up) else F.silu(gate).mul_(up)
 
 
@@ -230,7 +263,8 @@ def _forward_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
     is_plain = type(down) in (torch.nn.Linear, SplitLinear) and down.bias is None
     if not is_plain or down._forward_hooks or down._forward_pre_hooks:
-        return down(SiluTimes.apply(gate, up))  # type: ignore[no-any-return]
+        product = gpu_kernels.silu_times if gpu_kernels.takes("MLP", gate, up) else SiluTimes.apply
+        return down(product(gate, up))  # type: ignore[no-any-return]
     weight = down.weight.to(gate.dtype)
     waiting = waiting_of(down, gate, weight)
     left = () if waiting is None else ((waiting, weight),)

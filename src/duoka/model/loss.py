@@ -7,12 +7,13 @@ Where the weight of a token depends on other tokens, logps.py is what to take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from duoka.model import native
+from duoka.model import gpu_kernels, native
 from duoka.model.chunks import STRAIGHT, Bend, ChunkedLogits, LowRank, Places, take_targets, wide
 from duoka.model.vocabulary import WHOLE, SharedVocabulary, Vocabulary
 
@@ -82,18 +83,18 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(rows.device.type, enabled=False):
             inputs = (rows, weight, bias, low_rows, low_weight)
-            # In bf16 on a CPU logits stay as narrow as the product gives them, and become their slope in one call.
+            # Logits stay as narrow as the product gives them where one call makes them their slope.
             plain = how == _How(STRAIGHT, LIKELIHOOD, False, WHOLE) and bias is None and low_rows is None
-            narrow = plain and rows.dtype is torch.bfloat16 and native.serves(rows, weight)
-            head = ChunkedLogits(inputs, how.bend, ctx.needs_input_grad[:5], how.vocabulary, narrow=narrow)
+            at_once = _find_kernel(rows, weight) if plain else None
+            head = ChunkedLogits(inputs, how.bend, ctx.needs_input_grad[:5], how.vocabulary, narrow=at_once is not None)
             loss = torch.zeros((), dtype=torch.float64, device=rows.device)
             correct = torch.zeros((), dtype=torch.long, device=rows.device)
             for chunk in head.chunks():
                 targets = labels[chunk.start : chunk.end]
                 if how.count:
                     correct += (how.vocabulary.likeliest(chunk.logits) == targets).sum()
-                if narrow:
-                    loss += native.cross_entropy_(chunk.logits, targets).sum()
+                if at_once is not None:
+                    loss += at_once(chunk.logits, targets).sum(dtype=torch.float64)
                 else:
                     loss += _to_slope_(chunk.logits, targets, how.goal, how.vocabulary)
                 if head.wants_any:
@@ -110,6 +111,13 @@ class _HeadLoss(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("the loss's gradient was taken twice: call the model again, or sum losses first")
         return *_scaled(gradients, slope, ctx.types), None, None
+
+
+def _find_kernel(rows: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """What makes logits as narrow as the rows their slope, and returns each row's loss; None: torch's operators do."""
+    if rows.dtype is torch.bfloat16 and native.serves(rows, weight):
+        return native.cross_entropy_
+    return gpu_kernels.cross_entropy_ if gpu_kernels.takes("loss", rows) else None
 
 
 def _scaled(

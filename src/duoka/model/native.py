@@ -90,6 +90,7 @@ class Library:
 class _Found:
     library: Library | None = None
     why_not: str = ""
+    why_no_attention: str = "the processor has no AVX-512 with bf16"
 
 
 @functools.cache
@@ -132,8 +133,8 @@ def use_at_most(level: int) -> None:
     found = _find()
     if level == 0 and found.library is not None:
         found.library, found.why_not = None, "another rank has none"
-    elif level == 1 and found.library is not None:
-        found.library.has_attention = False
+    elif level == 1 and found.library is not None and found.library.has_attention:
+        found.library.has_attention, found.why_no_attention = False, "another rank has none"
 
 
 def load_compiled(compiler: str, folder: Path) -> Library:
@@ -180,16 +181,12 @@ def _processor() -> str:
     return f"{platform.processor()} {platform.node()}"  # nobody says which: a machine's own
 
 
-def describe(device: torch.device, precision: str, *, compiled_layers: bool) -> str:
-    """For the banner of a run; "" where they have no part in it. Compiles them, where that was not done yet."""
-    if device.type != "cpu" or precision != "bf16" or compiled_layers:
-        return ""
+def why_not() -> tuple[str, str]:
+    """(why there are none, why there is no attention among them); "": there is. Compiles them, where nobody did yet."""
     found = _find()
     if found.library is None:
-        return f"torch's own: {found.why_not}"
-    library = found.library
-    attention = "" if library.has_attention else "; attention is torch's: the processor has no AVX-512 with bf16"
-    return f"compiled for this processor{attention}"
+        return found.why_not, ""
+    return "", "" if found.library.has_attention else found.why_no_attention
 
 
 def _library() -> Any:

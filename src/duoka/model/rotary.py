@@ -1,8 +1,8 @@
 """Rotary embedding with few passes over memory: x * cos + rotate_half(x) * sin, without a rotated copy.
 
 transformers writes it as ten small kernels and twenty more for its gradient, in fp32 where the residual stream is, and
-attention casts what comes. Here each tensor takes four on a GPU, and its gradient four; in bf16 on a CPU one each
-(native.cpp). In fp32 CPUs keep transformers' own.
+attention casts what comes. Here each tensor takes four on a GPU, and its gradient four, or both one by Liger's kernel
+(gpu_kernels.py); in bf16 on a CPU one each (native.cpp). In fp32 CPUs keep transformers' own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from duoka.model import native
+from duoka.model import gpu_kernels, native
 
 CLOSE = 1e-5
 Rotated = tuple[torch.Tensor, torch.Tensor]
@@ -71,8 +71,11 @@ def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
 
 
 @functools.cache
-def own_rotation(theirs: Any) -> Callable[..., Rotated] | None:
-    """Ours on GPUs and in bf16, a model's own function elsewhere; None where ours would not answer the same."""
+def own_rotation(theirs: Any, in_place: bool = False) -> Callable[..., Rotated] | None:
+    """Ours on GPUs and in bf16, a model's own function elsewhere; None where ours would not answer the same.
+
+    `in_place`: nobody reads again what is turned, and tables are repeated halves, so that Liger's may do it.
+    """
     if not callable(theirs) or not answers_alike(theirs):
         return None
 
@@ -83,13 +86,36 @@ def own_rotation(theirs: Any) -> Callable[..., Rotated] | None:
         fits = fits and query.ndim == 4 and cos.shape[1] == query.shape[2] == key.shape[2]
         if fits and not how and not named and not cos.requires_grad:
             if query.is_cuda:
-                return rotate(query, key, cos, sin)
+                by_liger = in_place and _is_for_liger(query, key, cos, sin)
+                return (gpu_kernels.rotate if by_liger else rotate)(query, key, cos, sin)
             if _is_narrow(query, key, cos, sin):
                 tables = (table.expand(query.shape[0], -1, -1).contiguous() for table in (cos, sin))
                 return tuple(_NarrowRotation.apply(x, *both) for both in [tuple(tables)] for x in (query, key))
         return theirs(query, key, cos, sin, *how, **named)
 
     return turn
+
+
+def _is_for_liger(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Its answer is as wide as what it is given; ours as attention computes."""
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    wide = autocast or torch.result_type(query, cos)
+    return query.dtype is key.dtype is wide and gpu_kernels.takes("rotation", query, key, cos, sin)
+
+
+def repeats_tables(lm: torch.nn.Module) -> bool:
+    """Whether the second half of each rotary table is the first again: seen from one made anew, of the same config."""
+    found = [module for module in lm.modules() if hasattr(module, "inv_freq")]
+    try:
+        return bool(found) and all(_is_repeated(type(module), module.config) for module in found)
+    except (AttributeError, TypeError, RuntimeError, ValueError, KeyError):
+        return False  # it is made otherwise
+
+
+def _is_repeated(kind: Any, config: Any) -> bool:
+    with torch.device("cpu"):
+        tables = kind(config=config)(torch.zeros(1, 5, 8), torch.arange(5)[None])
+    return all(torch.equal(*table.chunk(2, dim=-1)) for table in tables)
 
 
 def _is_narrow(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

@@ -14,13 +14,15 @@ from typing import NamedTuple
 
 import torch
 
-from duoka.config.schema import ParallelConfig
+from duoka.config.schema import GRAPHS, ParallelConfig
 from duoka.errors import ConfigError
 from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.fused import apply_fused
+from duoka.model.kernels import why_no_launch
 from duoka.model.layers import find_layers
 from duoka.model.pipeline_stages import cut_model
 from duoka.model.shards import Weights
+from duoka.model.steady import Steady
 from duoka.parallel.activations import ActivationsElsewhere
 from duoka.parallel.ddp import Ddp
 from duoka.parallel.deepspeed import DeepSpeed
@@ -76,8 +78,24 @@ def _compile(spec: EngineSpec) -> None:
             where="this dropout is counted call by call, which compiled layers cannot do",
             fix="set the dropout in config.json to 0, or write   compile: false",
         )
-    for layer in find_layers(find_core(spec.bare)):
-        layer.compile(dynamic=True)  # lengths differ from micro-batch to micro-batch
+    core, layout = find_core(spec.bare), spec.layout
+    layers = find_layers(core)
+    why_not = "rows have other lengths"
+    if spec.row_tokens:
+        why_not = why_no_launch(core, layout, spec.mesh.everyone.device, room=True)
+    if layout.compile == GRAPHS and (why_not or layout.recompute != "none" or layout.strategy not in ("single", "ddp")):
+        raise ConfigError(
+            f"train.compile is {GRAPHS}, and layers cannot be recorded as CUDA graphs here",
+            where=why_not or f"recompute is {layout.recompute}, the layout {layout.name}",
+            fix="write   compile: true",
+        )
+    if why_not or not isinstance(spec.bare, LossModel):
+        for layer in layers:
+            layer.compile(dynamic=True)  # lengths differ from micro-batch to micro-batch
+        return
+    spec.bare.steady = Steady(spec.row_tokens, layout.compile == GRAPHS, layers)
+    for layer in layers:
+        layer.compile(dynamic=False, **({"mode": GRAPHS} if layout.compile == GRAPHS else {}))
 
 
 def _cut(spec: EngineSpec) -> None:
@@ -96,7 +114,7 @@ STEPS = (
     Step("fused", lambda spec: isinstance(spec.bare, LossModel) and not spec.layout.compile, _fuse),
     Step("recompute", lambda spec: spec.layout.recompute != "none", _recompute),
     Step("activations", lambda spec: spec.layout.activations != "none", _move_activations),
-    Step("compile", lambda spec: spec.layout.compile, _compile),
+    Step("compile", lambda spec: bool(spec.layout.compile), _compile),
 )
 
 # Last, over all of that: how data ranks share weights, gradients and state. A pipeline has one of these inside it.
@@ -119,13 +137,14 @@ def parallelize(
     source: Weights | None = None,
     matrices: Collection[str] = (),
     folder: Path | None = None,
+    row_tokens: int = 0,
 ) -> Engine:
     """Apply the layout. With `source` the model is on the meta device still, and is filled once it is sharded.
 
     `matrices` names what the optimizer needs whole: under zero1 and zero2 each has a rank that owns it.
-    In `folder` lies what is offloaded to a disk.
+    In `folder` lies what is offloaded to a disk. `row_tokens`: the length of every row, where it never changes.
     """
-    spec = EngineSpec(bare, layout, parallel, mesh, source, matrices, folder or Path())
+    spec = EngineSpec(bare, layout, parallel, mesh, source, matrices, folder or Path(), row_tokens)
     for step in STEPS:
         if step.applies(spec):
             step.apply(spec)

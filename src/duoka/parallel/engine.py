@@ -2,8 +2,7 @@
 
 `Engine` is the plain form: a loop over micro-batches in one process, with nothing exchanged. Each strategy (single.py,
 dp.py, ddp.py, sharded.py) overrides what it does otherwise. Made by apply.py; called by train/step.py, by evaluations,
-by checkpoints (`extra_tensors`) and by the accelerator. A strategy asks for what it needs here; no other
-code asks which strategy it is.
+by checkpoints (`extra_tensors`) and by the accelerator. What a strategy needs it asks for here; none asks which it is.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ class EngineSpec:
     source: Weights | None = None
     matrices: Collection[str] = ()  # that the optimizer needs whole
     folder: Path = Path()  # of what lies on a disk
+    row_tokens: int = 0  # of every row; 0: they vary
     moved: Moved = field(default_factory=Moved)  # filled by the steps
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from duoka.config.schema import GRAPHS
 from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import Work, static_memory
@@ -46,6 +47,10 @@ def advice(
         found.append(
             "on a CPU freed tensors below 32 MiB may stay resident: MALLOC_MMAP_THRESHOLD_=1048576 "
             "THP_MEM_ALLOC_ENABLE=1 gives them back at once, for 4 to 9% more CPU time"
+        )
+    if layout.compile == GRAPHS:
+        found.append(
+            f"train.compile: {GRAPHS} is planned as if launches took no time, and has not been measured on a GPU"
         )
     if layout.axes:
         one_copy = layout.tp * layout.pp * layout.sp

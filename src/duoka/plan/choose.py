@@ -13,7 +13,7 @@ from duoka.config.deepspeed_json import STAGES
 from duoka.config.rules_deepspeed import GET_AIO, GET_DEEPSPEED, NO_AIO, NO_DEEPSPEED
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES
-from duoka.config.schema import RunConfig, TrainConfig
+from duoka.config.schema import GRAPHS, RunConfig, TrainConfig
 from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
 from duoka.plan.axes import axes_of, check_axes, data_ranks, stages_per_rank, why_exchange
@@ -53,6 +53,9 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
     if config.parallel.offloads.activations == "host" and machine.device == "cpu":
         what = "parallel.offload has activations: host, and on a CPU they lie in host memory already"
         faults.append(Fault(what, key="parallel.offload.activations", fix="write:   activations: disk   or delete it"))
+    if config.train.compile == GRAPHS and machine.device == "cpu":
+        what = f"train.compile is {GRAPHS}, which records CUDA graphs, and this machine has no GPU"
+        faults.append(Fault(what, key="train.compile", fix="write:   compile: true   or   compile: false"))
     faults += _check_weights_on_disk(config, world_size)
     if axes := check_axes(config.parallel, world_size):
         return [*faults, *axes]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from duoka.plan.compiler import has_kernels
+from duoka.plan.gpu_packages import why_no_liger, why_no_triton
 from duoka.plan.heap import has_allocator
 
 # Instructions that multiply bf16 matrices in hardware. Without them bf16 is emulated, and slower than fp32.
@@ -49,6 +50,8 @@ class Machine:
     threads_per_rank: int = 0  # OMP_NUM_THREADS; 0: not set, so that ranks share all cores
     has_kernels: bool = True  # compiled ones, for bf16 on CPUs
     has_allocator: bool = True  # tcmalloc or jemalloc, for ranks on CPUs
+    no_liger: str = ""  # why Liger's kernels are not there for GPUs
+    no_triton: str = ""
 
     def cores_used(self, num_local_ranks: int) -> int:
         """By all ranks together, when CPUs compute."""
@@ -123,7 +126,7 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
     return Machine(
         _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, hindrance,
         threads_per_rank=int(threads) if threads.isdigit() else 0, has_kernels=has_kernels(env),
-        has_allocator=has_allocator(env),
+        has_allocator=has_allocator(env), no_liger=why_no_liger(env), no_triton=why_no_triton(),
     )  # fmt: skip
 
 

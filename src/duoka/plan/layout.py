@@ -22,6 +22,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "params"]
 Elsewhere = Literal["none", "host", "disk"]
+Compile = bool | Literal["reduce-overhead"]
 OnDisk = Literal["none", "optimizer", "params"]  # params: the optimizer's state too
 
 # Axes beside data parallelism that `duoka train` runs. Others are ranked by the plan, marked, and never chosen.
@@ -50,7 +51,7 @@ class Layout:
     disk: OnDisk = "none"
     offload_share: float = 1.0  # of the optimizer's state, where that is offloaded
     activations: Elsewhere = "none"  # where they lie between a layer's two passes
-    compile: bool = False
+    compile: Compile = False
     tp: int = 1
     pp: int = 1
     sp: int = 1
@@ -154,7 +155,7 @@ class Layout:
             disk=cast(OnDisk, raw.get("disk", "none")),
             activations=cast(Elsewhere, raw.get("activations", "none")),
             offload_share=float(raw.get("offload_share", 1.0)),
-            compile=bool(raw.get("compile", False)),
+            compile=cast(Compile, raw.get("compile", False)),
             tp=int(raw.get("tp", 1)),
             pp=int(raw.get("pp", 1)),
             sp=int(raw.get("sp", 1)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from duoka.plan.kernels import kernel_sentences
 from duoka.plan.offload import disk_sentence
 from duoka.plan.report import Plan
 from duoka.plan.search import WORTH_IT, Candidate
@@ -78,6 +79,8 @@ def layout_lines(plan: Plan) -> list[str]:
     ]
     out = [f"layout   {layout.name}, {layout.precision}, recompute {layout.recompute}, micro-batch {layout.micro}"]
     out += [f"         auto: {key} -> {plan.reasons[key]}" for key, _ in rows if key in plan.reasons]
+    first, *reasons = kernel_sentences(plan.kernels)
+    out += [f"kernels  {first}", *(f"         {reason}" for reason in reasons)]
     out.append(f"batch    {plan.batch.sentence()}{_tokens_per_step(plan)}")
     if plan.steps is not None:
         out.append(f"steps    {plan.steps.sentence(plan.epochs)}")

@@ -22,6 +22,7 @@ from duoka.plan.costs import Costs, estimate_costs
 from duoka.plan.fewest import fewest_ranks
 from duoka.plan.hardware import Machine
 from duoka.plan.horizon import Horizon, find_horizon
+from duoka.plan.kernels import Chosen, choose_kernels, expected, kernels_json
 from duoka.plan.layout import Layout, Strategy
 from duoka.plan.lengths import Lengths
 from duoka.plan.memory import FITS, TIGHT, Memory
@@ -66,6 +67,7 @@ class Plan:
     disk: Room = field(default_factory=Room)  # of what is offloaded there
     changes: tuple[Change, ...] = ()
     horizon: Horizon | None = None  # what train.tokens comes to
+    kernels: tuple[Chosen, ...] = ()  # what will compute which part of a step, as far as can be told
 
     @property
     def yardstick(self) -> Yardstick:
@@ -139,6 +141,7 @@ class Plan:
             "costs": self.costs.to_json(),
             "cluster": {"name": self.cluster.name, "device_source": self.cluster.device.source},
             "notes": list(self.notes),
+            "kernels": kernels_json(self.kernels),
             "ranking": _ranking_json(self.ranking),
             "changes": [asdict(change) for change in self.changes],
         }
@@ -208,9 +211,8 @@ def make_plan(
 ) -> Plan:
     """Plan a run of `world_size` ranks, `local_size` of them on this machine (all, when left out).
 
-    `lengths` is what is known of the training data; without it samples count as long as they may be. `cluster` are
-    the machines with their speeds; `layout` takes the place of the config's. Raises Faults for settings that
-    the machine cannot do. A run that does not fit is a plan too: ask `refusal()`.
+    `lengths`: of the training data; without them samples count as long as they may be. `cluster`: the machines with
+    their speeds. `layout`: in place of the config's. Raises Faults for what the machine cannot do; see `refusal()`.
     """
     shape, local = _as_trained(config, shape), local_size or world_size
     _check(config, shape, machine, world_size, local_size, layout)
@@ -252,6 +254,7 @@ def make_plan(
         ranking=rank_layouts(config, task, layout, cluster, available) if is_ranked else None,
         changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
+        kernels=choose_kernels(expected(config, work, layout, machine)),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from duoka.config.schema import GRAPHS
 from duoka.plan.activations import activation_bytes_per_token, is_narrow
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
@@ -235,6 +236,8 @@ def _weights_seconds(work: Work, matmul_s: float) -> float:
 
 
 def _launch_s(work: Work, layout: Layout, kind: str) -> float:
+    if layout.compile == GRAPHS:
+        return 0.0  # one launch a layer and pass; not measured on a GPU yet
     kernels = KERNELS_PER_LAYER * (0.4 if layout.compile else 1.0) * work.shape.num_layers / layout.pp
     return kernels * LAUNCH_S if kind == "cuda" else 0.0
 

@@ -50,7 +50,7 @@ def build_objective(config: RunConfig, engine: Engine, stage: Objective) -> Call
     if config.train.compile or config.parallel.strategy == "dp":
         raise ConfigError(
             f"train.router_aux_loss is {coefficient:g}, and routers of compiled layers, or of copies, are not seen",
-            where="train.compile is true, or parallel.strategy is dp",
+            where="train.compile is on, or parallel.strategy is dp",
             fix=f"{fix}   or delete the other",
         )
     return Balance(engine, stage, routers, coefficient).objective_of

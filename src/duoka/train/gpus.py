@@ -7,16 +7,12 @@ see one card of eight. A plan made for what is not there would train on GPUs as 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import torch
 
 from duoka.comm.world import World
-from duoka.model.attention import why_no_kernel
-from duoka.model.dtypes import BY_PRECISION
 from duoka.plan.hardware import Gpu, Machine
-from duoka.plan.layout import Layout
 
 
 def as_torch_sees(machine: Machine, world: World) -> Machine:
@@ -38,23 +34,6 @@ def _held_bytes() -> int:
     """Of this process, without pages of files."""
     held = psutil.Process().memory_info()
     return max(0, held.rss - getattr(held, "shared", 0))
-
-
-def note_attention(core: Any, layout: Layout, device: torch.device) -> list[str]:
-    """Which attention packed rows get on a GPU, and why it is not the fast one. All ranks try it, before layers run."""
-    if device.type != "cuda" or not layout.packing:
-        return []
-    config = core.config.get_text_config()
-    why = why_no_kernel(
-        device,
-        BY_PRECISION[layout.precision],
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        drops=bool(getattr(config, "attention_dropout", 0.0)),
-        softcap=getattr(config, "attn_logit_softcapping", None),
-    )
-    return [
-        "attention: " + (f"one call per document, because {why}" if why else "one launch for all documents of a row")
-    ]
 
 
 def _read_gpu(device: torch.device) -> Gpu:

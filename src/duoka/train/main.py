@@ -11,8 +11,8 @@ from duoka.data.prepare import prepare_data
 from duoka.errors import StoppedEarly
 from duoka.hub.models import model_folder
 from duoka.model.build import named_part
-from duoka.model.native import describe
 from duoka.optim.build import describe_optimizer
+from duoka.plan.kernels import kernel_sentences, kernels_json
 from duoka.process.environ import read_rank_environment
 from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.heart import Heart, watch_itself
@@ -89,13 +89,14 @@ def _train(run: Run) -> int:
 
 def _announce(run: Run) -> None:
     inputs, settings, plan, contents = run.inputs, run.settings, run.plan, run.contents
-    write_json_atomic(inputs.run.plan, plan.to_json())
+    # The plan's guess of what computes what gives way to what was tried here.
+    write_json_atomic(inputs.run.plan, plan.to_json() | {"kernels": kernels_json(run.kernels)})
     resumed = f"  {describe_rest(run.found, settings, run.feed, contents.state)}" if run.found else ""
     parameters = contents.engine.count_parameters()
     learns = describe_optimizer(contents.optimizer, settings.config.optim, settings.batch_factor)
     lines = banner(settings, plan, inputs.prepared, inputs.run, parameters, learns, resumed)
-    kernels = describe(run.world.device, plan.layout.precision, compiled_layers=plan.layout.compile)
-    lines += [f"  kernels     {kernels}"] if kernels else []
+    first, *reasons = kernel_sentences(run.kernels)
+    lines += [f"  kernels     {first}", *(f"              {reason}" for reason in reasons)]
     lines += [f"  loss        {said}"] if (said := run.stage.describe()) else []
     lines += [f"  reference   {run.reference}"] if run.reference else []
     print("\n".join([*lines, *(f"  note: {note}" for note in run.notes), ""]), flush=True)

@@ -25,11 +25,11 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.hub.adapter_files import note_other_bases
 from duoka.hub.base import BaseIdentity, model_fingerprint
 from duoka.hub.models import resolve_tokenizer
-from duoka.model import native
 from duoka.model.adapters import Earlier
 from duoka.model.build import find_core, load_model, named_part, named_weights
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.exactness import RowChoice, check_stages, choose_rows, needs_own_logits
+from duoka.model.kernels import agree_on_kernels, look
 from duoka.model.layers import find_layers
 from duoka.model.quantize import Quantization
 from duoka.model.request import ModelRequest
@@ -43,7 +43,7 @@ from duoka.parallel.mesh import Mesh, build_mesh
 from duoka.parallel.objective import Objective
 from duoka.plan.catalog import local_cluster
 from duoka.plan.hardware import read_machine
-from duoka.plan.layout import Layout
+from duoka.plan.kernels import Chosen, choose_kernels
 from duoka.plan.offload import offload_folder, with_disk
 from duoka.plan.report import Plan, make_plan
 from duoka.plan.shape import read_shape
@@ -62,7 +62,7 @@ from duoka.store.takeover import take_over_state
 from duoka.train.balance import build_objective
 from duoka.train.evaluation import build_evaluation
 from duoka.train.garbage import GarbageCollection
-from duoka.train.gpus import as_torch_sees, note_attention
+from duoka.train.gpus import as_torch_sees
 from duoka.train.hooks import Timer
 from duoka.train.memory import MemoryWatch
 from duoka.train.moments import Moments
@@ -118,6 +118,7 @@ class Run:
     store: CheckpointStore
     settings: RunSettings
     reference: str  # what the loss compares with, and where that is from; "" where it does not
+    kernels: tuple[Chosen, ...]  # what computes which part of a step, and why no faster one
 
     # It is told how to ask whether the run should stop, and returns None when a rank said yes.
     evaluate: Callable[[Callable[[], bool]], Measured | None] | None = field(init=False)
@@ -174,14 +175,14 @@ def build_run(inputs: Inputs, world: World) -> Run:
     found = _find_start(inputs, world, notes)  # refuses ranks whose code, config, model or data differ
     rows = choose_rows(config, inputs.folder)  # packed, or padded where that changed the architecture's numbers
     plan = _agree_on_plan(inputs, world, found, rows, notes)  # rank 0's on every rank
-    _agree_on_kernels(plan.layout, world)
+    agree_on_kernels(plan.layout, plan.work.shape, world.device, world.gather)  # what all ranks can use
     mesh = build_mesh(plan.layout, world)  # who reads the same data, holds the same bits, adds the same loss
     world.heart.stand_at(mesh.describe_place())
     stage = build_stage(config)  # what an optimizer step minimizes
     stage.take_data(inputs.prepared)
     engine, roles = build_engine(inputs, plan, mesh, stage)  # the model under its layout; ranks read own shards
     objective_of = build_objective(config, engine, stage)
-    notes += note_attention(find_core(engine.bare), plan.layout, world.device)
+    kernels = choose_kernels(look(engine.bare, config, plan.layout, world.device))
     contents = build_contents(config, plan, engine, roles, inputs.run.path)  # with the optimizer, at step 0
     reference = _find_reference(inputs, plan, engine)  # while the engine has the weights that the run began with
     stage.take_start(engine)
@@ -210,7 +211,8 @@ def build_run(inputs: Inputs, world: World) -> Run:
     except BaseException:  # a Ctrl-C too must leave no thread and no group of the store behind; it goes on upwards
         store.close()
         raise
-    return Run(inputs, found, notes, plan, mesh, stage, objective_of, contents, feed, store, settings, reference)
+    parts = (stage, objective_of, contents, feed, store, settings, reference, kernels)
+    return Run(inputs, found, notes, plan, mesh, *parts)
 
 
 def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
@@ -255,12 +257,6 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowCh
     return plan
 
 
-def _agree_on_kernels(layout: Layout, world: World) -> None:
-    """Of compiled ones ranks use what all have: copies of a weight learn the same bits."""
-    if world.size > 1 and world.device.type == "cpu" and layout.precision == "bf16" and not layout.compile:
-        native.use_at_most(min(world.gather(native.level())))
-
-
 def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[Engine, dict[str, Role]]:
     """The model under its layout, and which part each of its parameters plays for the optimizer."""
     config = inputs.config
@@ -293,7 +289,8 @@ def build_engine(inputs: Inputs, plan: Plan, mesh: Mesh, stage: Stage) -> tuple[
     model = stage.wrap(lm, own_logits=own_logits)
     beside: dict[str, Role] = {name: "vector" for name in named_weights(model) if name not in roles}
     folder = offload_folder(config.parallel.offloads, inputs.run.path)
-    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices, folder), roles | beside
+    rows = config.row_tokens
+    return parallelize(model, plan.layout, config.parallel, mesh, source, matrices, folder, rows), roles | beside
 
 
 def _find_reference(inputs: Inputs, plan: Plan, engine: Engine) -> str:

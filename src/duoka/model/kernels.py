@@ -1,0 +1,101 @@
+"""The kernels' table (plan/kernels.py) for a model as it stands on its device: what is there is looked at, not guessed.
+
+`agree_on_kernels` comes before there are layers, `look` after they were replaced; all ranks call both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from duoka.config.schema import RunConfig
+from duoka.model import gpu_kernels, native
+from duoka.model.attention import why_no_kernel
+from duoka.model.build import LossModel, find_core, named_part
+from duoka.model.chunks import STRAIGHT
+from duoka.model.dtypes import BY_PRECISION
+from duoka.model.fused import fused_parts
+from duoka.plan.kernels import BENT, LIGER_PARTS, USUAL, Facts, why_no_plain_loss
+from duoka.plan.layout import Layout
+from duoka.plan.shape import ModelShape
+
+
+def agree_on_kernels(
+    layout: Layout, shape: ModelShape, device: torch.device, gather: Callable[[Any], list[Any]]
+) -> None:
+    """Try what this device may use, and use what all ranks have: copies of a weight learn the same bits.
+
+    `gather` gives what every rank said.
+    """
+    if device.type == "cuda":
+        sizes = gpu_kernels.Sizes(
+            shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size,
+            shape.vocab_size,
+        )  # fmt: skip
+        parts: tuple[gpu_kernels.Part, ...] = ("loss",) if layout.compile else gpu_kernels.PARTS
+        gpu_kernels.try_all(device, BY_PRECISION[layout.precision], sizes, parts)
+        for others in gather(dict(gpu_kernels.why_not())):
+            gpu_kernels.leave(part for part, why in others.items() if why)
+    elif layout.precision == "bf16":
+        native.use_at_most(min(gather(native.level())))
+
+
+def look(bare: Any, config: RunConfig, layout: Layout, device: torch.device) -> Facts:
+    """What the table asks of a model whose parts were replaced where they could be."""
+    facts = Facts(
+        device=device.type,
+        precision=layout.precision,
+        packing=layout.packing,
+        compiles=bool(layout.compile),
+        keeps_products=layout.recompute == "selective",
+        has=fused_parts(named_part(bare)) & USUAL,
+        adapters=config.lora is not None,
+        drops=config.lora is not None and config.lora.dropout > 0,
+        own_logits=isinstance(bare, LossModel) and not bare.has_plain_head,
+        no_plain_loss=why_no_plain_loss(config) or _why_no_plain_head(bare, layout),
+    )
+    if device.type == "cuda":
+        why = {str(part): why for part, why in gpu_kernels.why_not().items()}
+        launch = why_no_launch(find_core(bare), layout, device)
+        liger = {part: why[part] for part in LIGER_PARTS}
+        return replace(facts, no_documents=launch, no_liger=liger, no_triton=why["loss"])
+    if layout.precision == "bf16" or facts.drops:
+        missing, attention = native.why_not()
+        return replace(facts, no_native=missing, no_native_attention=attention)
+    return facts
+
+
+def _why_no_plain_head(bare: Any, layout: Layout) -> str:
+    """What stands between hidden states and the loss beside one product."""
+    if layout.tp > 1:
+        return "a tensor axis shares the vocabulary"
+    if not isinstance(bare, LossModel) or not bare.has_plain_head:
+        return ""
+    core: Any = bare.core
+    head = core.get_output_embeddings()
+    if hasattr(head, "base_layer") or head.bias is not None:
+        return "the head has a bias, or an adapter"
+    return "" if bare.bend == STRAIGHT else BENT
+
+
+def why_no_launch(core: Any, layout: Layout, device: torch.device, *, room: bool = False) -> str:
+    """Why packed rows take one call per document; "": one launch serves all of them. Tried here, before layers run.
+
+    `room`: and empty documents behind them.
+    """
+    if not layout.packing:
+        return ""
+    if device.type != "cuda":
+        return "a CPU computes attention a document at a time"
+    config = core.config.get_text_config()
+    return why_no_kernel(
+        device,
+        BY_PRECISION[layout.precision],
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        drops=bool(getattr(config, "attention_dropout", 0.0)),
+        softcap=getattr(config, "attn_logit_softcapping", None),
+        room=room,
+    )
