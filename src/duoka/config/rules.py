@@ -12,6 +12,7 @@ from duoka.config.catalog import leaves
 from duoka.config.rule import Rule, names_of
 from duoka.config.rules_deepspeed import DEEPSPEED_RULES
 from duoka.config.rules_expert import EXPERT_RULES
+from duoka.config.rules_fp8 import FP8_RULES
 from duoka.config.rules_model import MODEL_RULES
 from duoka.config.rules_optim import OPTIM_RULES
 from duoka.config.rules_parallel import PARALLEL_RULES
@@ -224,6 +225,7 @@ RULES: tuple[Rule, ...] = (
     *TENSOR_RULES,
     *EXPERT_RULES,
     *PIPELINE_RULES,
+    *FP8_RULES,
     *TEXT_RULES,
     *STAGE_RULES,
     *RL_RULES,

@@ -15,6 +15,19 @@ import torch.nn.functional as F
 
 from duoka.model import native
 from duoka.model.dropout import CountedDropout, drop_units, keep_scale, level_of
+from duoka.model.fp8 import (
+    E4M3,
+    E5M2,
+    Fp8Linear,
+    Narrow,
+    input_gradient,
+    kept_weight,
+    narrow_weight,
+    product,
+    quantize,
+    weight_again,
+    weight_gradient,
+)
 from duoka.model.head import plain_adapter
 from duoka.model.rotary import own_rotation
 from duoka.model.split_products import SplitLinear, Waiting, waiting_of
@@ -209,6 +222,36 @@ class SiluTimesDown(torch.autograd.Function):
         return _gate_gradient(inner, gate, up), silu.mul_(inner), weight_grad, None
 
 
+class SiluTimesDownFp8(torch.autograd.Function):
+    """The same in 8 bits: what it keeps is as wide as without them, and the product is rounded again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, again: bool
+    ) -> torch.Tensor:  # fmt: skip
+        narrow = narrow_weight(weight, gate.dtype)
+        ctx.save_for_backward(gate, up, *kept_weight(weight, narrow, again=again))
+        ctx.weight_dtype = weight.dtype
+        out = product(_narrow_inside(gate, up), narrow, gate.dtype)
+        return out.view(*gate.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        gate, up, *kept = ctx.saved_tensors
+        rows, weight_grad = quantize(grad.reshape(-1, grad.shape[-1]), E5M2), None
+        if ctx.needs_input_grad[2]:
+            weight_grad = weight_gradient(rows, _narrow_inside(gate, up), grad.dtype).to(ctx.weight_dtype)
+        inner = input_gradient(rows, weight_again(kept, grad.dtype), grad.dtype).view_as(up)
+        if _is_narrow(gate, up):
+            gate_grad, up_grad, _ = native.silu_times_backward(inner, gate, up, again=False)
+            return gate_grad, up_grad, weight_grad, None
+        return _gate_gradient(inner, gate, up), F.silu(gate).mul_(inner), weight_grad, None
+
+
+def _narrow_inside(gate: torch.Tensor, up: torch.Tensor) -> Narrow:
+    return quantize(_silu_times(gate, up).view(-1, up.shape[-1]), E4M3)
+
+
 def _is_narrow(*tensors: torch.Tensor) -> bool:
     return all(one.dtype is torch.bfloat16 and one.is_contiguous() for one in tensors) and native.serves(*tensors)
 
@@ -225,13 +268,22 @@ def _gate_gradient(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> 
 
 def _forward_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-    is_plain = type(down) in (torch.nn.Linear, SplitLinear) and down.bias is None
+    is_plain = type(down) in (torch.nn.Linear, SplitLinear, Fp8Linear) and down.bias is None
     if not is_plain or down._forward_hooks or down._forward_pre_hooks:
         return down(SiluTimes.apply(gate, up))  # type: ignore[no-any-return]
+    if type(down) is Fp8Linear:
+        return _down_fp8(down, gate, up)
     weight = down.weight.to(gate.dtype)
     waiting = waiting_of(down, gate, weight)
     left = () if waiting is None else ((waiting, weight),)
     answer: torch.Tensor = SiluTimesDown.apply(gate, up, weight.detach() if left else weight, *left)
+    return answer
+
+
+def _down_fp8(down: Fp8Linear, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if not gate.numel():
+        return down(SiluTimes.apply(gate, up))  # type: ignore[no-any-return]
+    answer: torch.Tensor = SiluTimesDownFp8.apply(gate, up, down.weight, down.rounds_again)
     return answer
 
 

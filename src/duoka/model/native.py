@@ -181,7 +181,7 @@ def _processor() -> str:
 
 def describe(device: torch.device, precision: str, *, compiled_layers: bool) -> str:
     """For the banner of a run; "" where they have no part in it. Compiles them, where that was not done yet."""
-    if device.type != "cpu" or precision != "bf16" or compiled_layers:
+    if device.type != "cpu" or precision not in ("bf16", "fp8") or compiled_layers:
         return ""
     found = _find()
     if found.library is None:

@@ -257,7 +257,8 @@ def _agree_on_plan(inputs: Inputs, world: World, found: Path | None, rows: RowCh
 
 def _agree_on_kernels(layout: Layout, world: World) -> None:
     """Of compiled ones ranks use what all have: copies of a weight learn the same bits."""
-    if world.size > 1 and world.device.type == "cpu" and layout.precision == "bf16" and not layout.compile:
+    is_half = layout.precision in ("bf16", "fp8")
+    if world.size > 1 and world.device.type == "cpu" and is_half and not layout.compile:
         native.use_at_most(min(world.gather(native.level())))
 
 
