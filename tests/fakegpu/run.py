@@ -46,10 +46,11 @@ def run_on_fake_gpu(guard, calls, folder):
 
     All of them run one after another in one process, in `folder`.
     """
+    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # the duoka that the tests themselves see
     ended = subprocess.run(
         [sys.executable, "-m", "fakegpu.child", str(guard)],
         input=json.dumps(calls), cwd=folder, capture_output=True, text=True, timeout=SECONDS,
-        env={**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-4000:]
     return json.loads(ended.stdout.splitlines()[-1])
