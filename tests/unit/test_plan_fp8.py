@@ -7,6 +7,7 @@ from test_plan_memory import FACTS, SHAPE, TOKENS, measured_peak
 from test_plan_report import BF16_CPU, CPU, GIB, H100, LLAMA_8B, config, gpus
 
 from duoka.plan.catalog import devices, parse_cluster
+from duoka.plan.changes import single_changes
 from duoka.plan.choose import check_machine
 from duoka.plan.compiler import has_kernels
 from duoka.plan.fp8 import fp8_weights, rounding_bytes
@@ -15,6 +16,7 @@ from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import CPU_FRAMEWORK_BYTES, estimate_memory
 from duoka.plan.recipe import Work
 from duoka.plan.report import make_plan
+from duoka.plan.search import why_not
 from duoka.plan.shape import demo_shape, shape_from_config
 from duoka.plan.speed import FP8_SHARE, Load, estimate_speed
 from duoka.plan.task import Task
@@ -58,6 +60,19 @@ def test_a_cpu_emulates_it_and_says_so():
 @pytest.mark.parametrize("machine", [CPU, BF16_CPU, gpus(H100, 8), gpus(L4, 1)])
 def test_auto_never_takes_it(machine):
     assert make_plan(config(), demo_shape(), machine, 1).layout.precision in ("fp32", "bf16")
+
+
+def test_nothing_is_advised_that_a_rule_refuses():
+    adapters = "lora: {rank: 8} and train.precision: bf16"
+    plan = make_plan(config(**FP8, parallel={"strategy": "ddp"}), LLAMA_8B, gpus(H100, 8), 8)
+    assert plan.refusal() is not None and adapters in plan.smaller
+    cluster, layout = parse_cluster("8xH100-80G"), Layout(precision="fp8", micro=Amount(512, "tokens"))
+    task = Task(Work(LLAMA_8B, None, "cuda"), Amount(512, "samples"), 512)
+    assert adapters in [one.words for one in single_changes(task, layout, cluster, 70 * GIB)]
+    for name, said in (("zero1x4.tp2", "one scale for a whole matrix"), ("fsdp8.ep2", "not been tried together")):
+        layout = replace(parse_layout(name), micro=Amount(512, "tokens"))
+        assert said in why_not(replace(layout, precision="fp8"), task, cluster)
+        assert said not in str(why_not(replace(layout, precision="bf16"), task, cluster))
 
 
 def test_weights_of_the_layers_are_counted_and_of_a_mixture_no_experts():
@@ -116,13 +131,9 @@ def test_on_h100s_it_gains_about_what_was_published(shape, on, name, recompute, 
 
 
 def test_mfu_compares_with_the_peak_of_bf16():
-    peaks = {
-        yardstick_of(
-            Task(Work(SHAPE, None, "cuda"), 64, 64), Layout(precision=name), parse_cluster("H100-80G")
-        ).peak_flops
-        for name in ("bf16", "fp8")
-    }
-    assert peaks == {989.4e12}
+    task, cluster = Task(Work(SHAPE, None, "cuda"), Amount(8, "samples"), 64), parse_cluster("H100-80G")
+    for name in ("bf16", "fp8"):
+        assert yardstick_of(task, Layout(precision=name), cluster).peak_flops == 989.4e12
 
 
 @pytest.mark.parametrize(
