@@ -9,6 +9,9 @@ from safetensors.torch import load_file
 from tiny import write_conversations, write_tiny_model
 from worlds import train_all
 
+from duoka.serve.evaluate import evaluate, read_eval_data
+from duoka.serve.load_run import find_trained
+
 pytestmark = pytest.mark.timeout(400)
 
 YAML = """
@@ -120,6 +123,17 @@ def test_it_goes_on_bit_for_bit(runs, name):
     whole, resumed = weights_of(runs / name), weights_of(runs / f"{name}, resumed")
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
     assert [step["step"] for step in steps_of(runs / f"{name}, resumed")] == [4, 5, 6]
+
+
+def test_an_evaluation_afterwards_multiplies_as_the_run_did(runs):
+    trained = find_trained(str(runs / "alone"))
+    ours, half = (
+        evaluate(trained, read_eval_data(trained, [str(runs / "chats.jsonl")], precision=name, say=print))
+        for name in ("auto", "bf16")
+    )
+    assert (ours.precision, half.precision) == ("fp8", "bf16")
+    assert ours.measured.loss != half.measured.loss
+    assert ours.measured.loss == pytest.approx(half.measured.loss, rel=0.01)
 
 
 def test_the_run_says_how_it_multiplied(runs):

@@ -99,6 +99,9 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
     cut: float = wide * shape.q_size + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
     cut += 4 * shape.num_heads
     whole += 8
+    if is_fp8 and shape.experts is not None:
+        whole += shape.hidden_size  # experts, in 16 bits, keep what they read
+        formula += " + 1h (experts)"
     # In 8 bits the layer behind keeps its own form of that, and not the joined tensor.
     if (layout.sp > 1 or (layout.packing and not narrow)) and not is_fp8:
         cut += size * shape.q_size  # documents' outputs are joined, or exchanged, into one more tensor

@@ -52,7 +52,7 @@ MEASURED_SHARE = 0.80  # of products that were measured on the machine itself: t
 CPU_MEASURED_SHARE = 0.92
 NARROW_ATTENTION = 0.47
 # Of the share that 16-bit products reach of their peak, what 8-bit ones reach of theirs: torchtitan's Llama 3.1 8B on
-# 8 H100, compiled, at 6,667 and 8,532 tokens/s a GPU (docs/performance.md there). Two more pairs judge it in the tests.
+# 8 H100, compiled, at 6,667 and 8,532 tokens/s a GPU (its page on performance). Two more pairs judge it in the tests.
 FP8_SHARE = 0.82
 MEMORY_SHARE = 0.80  # of the data sheet's bandwidth, by element-wise kernels
 TOUCHES_BACKWARD = 2.0  # times those of the forward pass
