@@ -51,7 +51,8 @@ def page_text(found: dict[str, Any]) -> str:
 
 
 def table(rows: list[Row]) -> Iterable[str]:
-    yield "| machine | work, processes x threads | tool | tokens per CPU-s | per s | peak GiB | CPU-s to step 1 | measured (UTC), code |"
+    names = ("work, processes x threads", "tool", "tokens per CPU-s", "per s", "peak GiB", "CPU-s to step 1")
+    yield f"| machine | {' | '.join(names)} | measured (UTC), code |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
         work = f"{row['machine']} | {row['method']}, {row['precision']}, {row['layout']}, {started(row)}"

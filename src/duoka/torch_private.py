@@ -48,6 +48,7 @@ __all__ = [
     "like_sharded",
     "living_bytes",
     "plain_call",
+    "scaled_mm",
     "set_call",
     "storage_key",
     "tree_map_only",
@@ -56,6 +57,7 @@ __all__ = [
 
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+scaled_mm = torch._scaled_mm  # of 8-bit floats; the public one takes one more list of how scales lie, from 2.10 on
 
 
 def wrapper_of_shape(kind: type, shape: torch.Size, values: torch.Tensor) -> Any:

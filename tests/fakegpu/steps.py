@@ -82,6 +82,7 @@ def count_step(
         "kernels": sum(gpu.kernels.values()), "by_kernel": dict(gpu.kernels), "syncs": dict(gpu.syncs),
         "uploads": dict(gpu.uploads), "on_host": dict(gpu.on_host), "casts": dict(gpu.casts),
         "has_stepped": result.is_finite and not result.is_short,
+        "num_layers": num_layers, "micro_batches": MICRO_BATCHES,
         "seconds": [result.times.forward_s, result.times.backward_s],
         "held_on_host": sorted(name for name, held in _held(engine, contents.optimizer) if held.device.type == "cpu"),
     }  # fmt: skip

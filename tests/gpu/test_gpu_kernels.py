@@ -9,6 +9,7 @@ from test_attention import documents, packed, separate_loss
 
 from duoka.model.build import LossModel, load_model
 from duoka.model.experts import compute_experts, find_experts
+from duoka.model.fp8 import CAPABILITY, E4M3, E5M2, Fp8Linear, quantize
 from duoka.model.loss import sum_cross_entropy
 from duoka.model.request import ModelRequest
 
@@ -106,3 +107,24 @@ def test_all_experts_in_one_launch_are_each_by_itself(device):
     assert float((got.cpu().double() - want).norm() / want.norm()) < LIMITS["bf16"]
     for mine, theirs in zip(experts.parameters(), wide.parameters(), strict=True):
         assert float((mine.grad.cpu().double() - theirs.grad).norm() / theirs.grad.norm()) < LIMITS["bf16"]
+
+
+@pytest.mark.parametrize("rows", [1, 37, 256])
+def test_a_layer_in_8_bits_is_the_one_that_the_cpu_emulates(device, rows):
+    """Beside sums in fp64 of the same 8-bit numbers: kernels for them sum in another order, and round once to bf16."""
+    if device == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
+        pytest.skip("this GPU does not multiply 8-bit floats")
+    dice = torch.Generator().manual_seed(5)
+    x, weight, grad = (torch.randn(*shape, generator=dice) for shape in ((rows, 96), (160, 96), (rows, 160)))
+    linear = Fp8Linear(96, 160, bias=False)
+    linear.rounds_again = False
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    linear, ours = linear.to(device), x.to(device).requires_grad_()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = linear(ours)
+    out.backward(grad.to(device, torch.bfloat16))
+    narrow = [quantize(one.bfloat16(), dtype) for one, dtype in ((x, E4M3), (weight, E4M3), (grad, E5M2))]
+    x8, w8, g8 = (one.values.double() * one.scale.double() for one in narrow)
+    for found, want in ((out, x8 @ w8.t()), (ours.grad, g8 @ w8), (linear.weight.grad, g8.t() @ x8)):
+        assert float((found.cpu().double() - want).abs().max() / want.abs().max()) < 2**-7

@@ -153,6 +153,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], Callable[[Seen, Seen], bool]]] = {
     "gradient_accumulation_steps": (1, {}, lambda s, b: s.of_steps("num_samples") == [2, 2]),
     "bf16": (True, {}, layout(precision="bf16")),
     "pure_bf16": (True, {}, layout(precision="bf16")),
+    "fp8": (True, FULL, layout(precision="fp8")),
     "gradient_checkpointing": (True, {}, layout(recompute="full")),
     "activation_checkpointing": (True, {}, layout(recompute="full")),
     "disable_gradient_checkpointing": (True, {}, layout(recompute="none")),

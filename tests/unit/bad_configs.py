@@ -180,7 +180,7 @@ VALUES = [
     bad(
         "choice, far off",
         HEAD + "train: {precision: 8}\n",
-        (3, "one of auto, fp32, bf16, fp16, got 8", "precision: auto"),
+        (3, "one of auto, fp32, bf16, fp16, fp8, got 8", "precision: fp8"),
     ),
     bad("precision as bits", HEAD + "train: {precision: 16}\n", (3, "got 16", "precision: bf16")),
     bad("precision, long", HEAD + "train: {precision: bfloat16}\n", (3, 'got "bfloat16"', "write:   precision: bf16")),

@@ -49,6 +49,7 @@ _FSDP, _DEEP = {"distributed_type": "FSDP"}, {"distributed_type": "DEEPSPEED"}
 ACCELERATE: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("distributed_type", "FSDP", {}, "parallel.strategy", "fsdp"),
     ("mixed_precision", "bf16", {}, "train.precision", "bf16"),
+    ("mixed_precision", "fp8", {"fp8_config.backend": "TE"}, "train.precision", "fp8"),
     ("fsdp_config.fsdp_activation_checkpointing", True, _FSDP, "train.recompute", "full"),
     ("fsdp_config.fsdp_sharding_strategy", "SHARD_GRAD_OP", _FSDP, "parallel.strategy", "zero2"),
     ("fsdp_config.fsdp_reshard_after_forward", False, _FSDP, "parallel.reshard", False),
@@ -169,6 +170,8 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, Any]] = [
     ("pure_bf16", True, {}, "train.precision", "bf16"),
     ("pure_bf16", True, {"finetuning_type": "full"}, "train.weights", "bf16"),
     ("pure_bf16", True, {}, "train.weights", "fp32"),
+    ("fp8", True, {"finetuning_type": "full"}, "train.precision", "fp8"),
+    ("fp8", True, {"finetuning_type": "full", "bf16": True}, "train.precision", "fp8"),
     ("disable_gradient_checkpointing", True, {}, "train.recompute", "none"),
     ("gradient_checkpointing", True, {}, "train.recompute", "full"),
     ("activation_checkpointing", True, {}, "train.recompute", "full"),

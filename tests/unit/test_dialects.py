@@ -29,7 +29,7 @@ CORPUS: dict[str, Any] = json.loads(Path(__file__).with_name("llamafactory_corpu
 BASE = {"model_name_or_path": "some/model", "dataset": "identity", "template": "qwen3", "do_train": True}
 LOADS_TODAY = {
     "train_lora/qwen3_lora_sft", "extras/loraplus/llama3_lora_sft", "train_lora/qwen3_preprocess",
-    "train_lora/qwen3_lora_pretrain",
+    "train_lora/qwen3_lora_pretrain", "extras/fp8/llama3_fp8_fsdp_sft", "extras/fp8/llama3_fp8_deepspeed_sft",
     "extras/llama_pro/llama3_freeze_sft", "extras/dft/qwen2_full_sft", "extras/muon/qwen2_full_sft",
     "extras/pissa/llama3_lora_sft", "extras/fsdp_qlora/llama3_lora_sft", "train_qlora/qwen3_lora_sft_otfq",
     "train_qlora/qwen3_lora_sft_bnb_npu",
@@ -215,7 +215,7 @@ def test_an_accelerate_key_has_its_effect(name: str, value: Any, beside: dict[st
     def resolved(keys: dict[str, Any]) -> Any:
         Path("a.yaml").write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE"} | nested(keys)), "utf-8")
         line = ["launch", "--config_file", "a.yaml", "--num_processes", "4", "train.py", "x.yaml"]
-        Path("x.yaml").write_text(yaml.safe_dump(BASE), "utf-8")
+        Path("x.yaml").write_text(yaml.safe_dump(BASE | {"finetuning_type": "full"}), "utf-8")
         words = meaning_of_accelerate(line).words
         return load_config("x.yaml", [word for word in words[2:] if "=" in word], start=Start(4, True)).config
 

@@ -9,7 +9,8 @@ from transformers import GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from duoka.config.schema import LoraConfig
 from duoka.model.build import LossModel, load_model
-from duoka.model.fused import AdaptedProduct, RmsNorm, SiluTimes, SiluTimesDown, apply_fused
+from duoka.model.fused import AdaptedProduct, RmsNorm, apply_fused
+from duoka.model.gated import SiluTimes, SiluTimesDown
 from duoka.model.loss import Goal
 from duoka.model.request import ModelRequest
 

@@ -14,6 +14,7 @@ LORA = {"rank": 4}
 PER_LAYER = {
     "full": ({}, 84),
     "lora": ({"lora": LORA}, 142),
+    "fp8": ({"precision": "fp8"}, 277),
     "bf16 weights": ({"weights": "bf16"}, 60),
 }
 # With kernels of Liger's form in the places of theirs: the same steps launch fewer.
@@ -29,8 +30,13 @@ OTHERS = {
     "full, full recompute": {"recompute": "full"},
 }
 # The same at other places of the code: `make nightly` runs them.
-PER_LAYER_AT_NIGHT = {"full, fsdp": ({"strategy": "fsdp", "size": 8}, 84)}
+PER_LAYER_AT_NIGHT = {
+    "full, fsdp": ({"strategy": "fsdp", "size": 8}, 84),
+    "fp8, fsdp": ({"strategy": "fsdp", "size": 8, "precision": "fp8"}, 340),
+}
 RARE = {
+    "fp8, recompute": {"precision": "fp8", "recompute": "full"},
+    "fp8, selective": {"precision": "fp8", "recompute": "selective"},
     "qwen3, lora, dropout": {"family": "qwen3", "lora": {**LORA, "dropout": 0.1}},
     "zero1, lora, loaded whole": {"strategy": "zero1", "size": 4, "lora": LORA, "by_slices": False},
     "fsdp, bf16 weights": {"strategy": "fsdp", "size": 4, "weights": "bf16"},
@@ -42,6 +48,9 @@ OFFLOADED = {
     "offload optimizer": {"offload": "optimizer"},
 }
 LIGERS = {f"liger_{name}" for name in ("norm", "norm_backward", "turn", "product", "product_backward", "loss")}
+RARE_OFFLOADED = {
+    "fp8, fsdp, offload params": {"precision": "fp8", "strategy": "fsdp", "size": 4, "offload": "params"},
+}
 # Lines that look at tensors in host memory in every step.
 HOST_WORK = ("duoka/model/drawing.py",)  # whether torch's random state of the host has moved
 
@@ -66,7 +75,7 @@ def steps(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rare_steps(tmp_path_factory):
-    return count_steps(by_layers(PER_LAYER_AT_NIGHT) | RARE, tmp_path_factory.mktemp("rare"))
+    return count_steps(by_layers(PER_LAYER_AT_NIGHT) | RARE | RARE_OFFLOADED, tmp_path_factory.mktemp("rare"))
 
 
 def ran(step):
@@ -148,6 +157,25 @@ def test_recomputing_selectively_computes_attention_once(steps):
     for name, times in {"full, selective": 1, "full, full recompute": 2, "full 2": 1}.items():
         kernels = ran(steps[name])["by_kernel"]
         assert kernels["_varlen_attn"] == times * kernels["_varlen_attn_backward"] == times * 4, name
+
+
+def products_in_8_bits(step):
+    return ran(step)["by_kernel"].get("_scaled_mm", 0) / step["num_layers"] / step["micro_batches"]
+
+
+@pytest.mark.parametrize("name", ["fp8 1", "fp8 2"])
+def test_each_linear_layer_multiplies_three_times_in_8_bits(steps, name):
+    assert products_in_8_bits(steps[name]) == 3 * 7
+    assert products_in_8_bits(steps["full 2"]) == 0
+    # What is left are products of the head, in the loss.
+    assert ran(steps["fp8 1"])["by_kernel"]["mm"] == ran(steps["fp8 2"])["by_kernel"]["mm"]
+
+
+@pytest.mark.nightly
+def test_other_strategies_multiply_in_8_bits_too(rare_steps):
+    assert products_in_8_bits(rare_steps["fp8, fsdp 2"]) == products_in_8_bits(rare_steps["fp8, selective"]) == 3 * 7
+    assert products_in_8_bits(rare_steps["fp8, fsdp, offload params"]) == 3 * 7
+    assert products_in_8_bits(rare_steps["fp8, recompute"]) == 4 * 7
 
 
 def test_offloaded_shards_stay_on_the_host_until_they_are_gathered(steps):

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model import gpu_kernels
-from duoka.model.fused import SiluTimesDown, norm_on_gpu
+from duoka.model.fused import norm_on_gpu
+from duoka.model.gated import SiluTimesDown
 from duoka.model.loss import sum_cross_entropy
 from duoka.model.rotary import repeats_tables
 

@@ -13,7 +13,8 @@ from duoka.model.attention import Documents, register_attention
 from duoka.model.build import LossModel
 from duoka.model.decode import MOST_ROWS, FewRowsLinear, answer_fast, attend_rows
 from duoka.model.dropout import dropped, level_of
-from duoka.model.fused import NarrowRmsNorm, SiluTimes, SiluTimesDown, apply_fused
+from duoka.model.fused import NarrowRmsNorm, apply_fused
+from duoka.model.gated import SiluTimes, SiluTimesDown
 from duoka.model.rotary import own_rotation
 from duoka.plan.compiler import SWITCH, find_compiler, has_kernels
 

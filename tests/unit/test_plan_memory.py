@@ -60,6 +60,7 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False):
 
     from duoka.model.attention import register_attention
     from duoka.model.build import LossModel
+    from duoka.model.fp8 import apply_fp8
     from duoka.model.fused import apply_fused
     from duoka.model.lora import apply_lora
     from duoka.parallel.recompute import apply_recompute
@@ -70,6 +71,8 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False):
     if narrow:
         lm = lm.to(torch.bfloat16)
     model = LossModel(lm.train())
+    if precision == "fp8":
+        apply_fp8(lm, again=False)
     apply_fused(lm, keeps_products=recompute == "selective")
     if recompute != "none":
         apply_recompute(lm, recompute, model.drops)
@@ -77,7 +80,7 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False):
     optimizer = build_optimizer(trained, OptimConfig()) if narrow else torch.optim.AdamW(trained.values())
     for _ in range(2):  # the optimizer's state exists from the second step on
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        half = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+        half = torch.autocast("cpu", torch.bfloat16) if precision in ("bf16", "fp8") else contextlib.nullcontext()
         with LiveBytes([*lm.parameters(), *lm.buffers(), *states]) as live:
             for size in sizes:
                 tokens = torch.randint(0, FACTS["vocab_size"], (1, size))

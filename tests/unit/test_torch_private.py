@@ -111,5 +111,10 @@ def test_small_ones():
     assert torch_private.tree_map_only(int, lambda number: number + 1, {"a": [1, "b"]}) == {"a": [2, "b"]}
     with torch_private.FakeTensorMode() as mode:
         assert isinstance(torch.empty(2) + 1, type(mode.from_tensor(torch.ones(1))))
+    a, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.tensor(2.0)
+    product = torch_private.scaled_mm(
+        a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=False
+    )
+    assert product.dtype is torch.bfloat16 and (product == 64).all()
     assert issubclass(torch_private.DefaultAllGather, torch_private.AllGather)
     assert issubclass(torch_private.DefaultReduceScatter, torch_private.ReduceScatter)

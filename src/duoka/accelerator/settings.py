@@ -97,6 +97,12 @@ def _strategy_of_launcher(env: Mapping[str, str]) -> str:
 def read_precision(given: str | None, is_cpu: bool, env: Mapping[str, str] = os.environ) -> tuple[Precision, str]:
     """(precision, a note for people). CPUs have no fp16 training; a guide's script should start on a laptop too."""
     asked = given or env.get("ACCELERATE_MIXED_PRECISION") or "no"
+    if asked == "fp8":
+        raise ConfigError(
+            f"mixed_precision is {asked!r}, and in a loop of your own duoka does not know which modules are a model's "
+            "layers",
+            fix="train with a YAML (`duoka train`), which has   precision: fp8   or choose from no, bf16, fp16",
+        )
     if asked not in PRECISIONS:
         raise ConfigError(f"mixed_precision is {asked!r}", fix="choose from no, bf16, fp16")
     if asked == "fp16" and is_cpu:

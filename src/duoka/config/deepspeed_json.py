@@ -180,6 +180,9 @@ def _unsayable(config: RunConfig, world_size: int) -> Iterator[Fault]:
             key="optim.name",
             fix="optim.name=adamw",
         )
+    if config.train.precision == "fp8":
+        what = "train.precision is fp8, and a DeepSpeed JSON knows bf16 and fp16"
+        yield Fault(what, key="train.precision", fix="train.precision=bf16")
     if parallel.compress not in ("none", "bf16", "fp16"):
         what = f"parallel.compress is {parallel.compress}, which is not DeepSpeed's"
         yield Fault(what, key="parallel.compress", fix="parallel.compress=none")

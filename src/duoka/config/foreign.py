@@ -103,6 +103,7 @@ _SPECIAL: dict[str, Foreign] = {
     "bf16": Foreign(("train.precision",), write="bf16", write_if_false="auto"),
     "pure_bf16": Foreign(("train.precision",), write="bf16", write_if_false="auto"),
     "fp32": Foreign(("train.precision",), write="fp32", write_if_false="auto"),
+    "fp8": Foreign(("train.precision",), write="fp8", write_if_false="auto"),
     **_same("train.precision", "mixed_precision", "dtype", "torch_dtype", "compute_dtype", "amp"),
     "gradient_checkpointing": Foreign(("train.recompute",), write="full", write_if_false="none"),
     "activation_checkpointing": Foreign(("train.recompute",), write="full", write_if_false="none"),

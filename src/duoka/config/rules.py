@@ -13,6 +13,7 @@ from duoka.config.rule import Rule, names_of
 from duoka.config.rules_compile import COMPILE_RULES
 from duoka.config.rules_deepspeed import DEEPSPEED_RULES
 from duoka.config.rules_expert import EXPERT_RULES
+from duoka.config.rules_fp8 import FP8_RULES
 from duoka.config.rules_model import MODEL_RULES
 from duoka.config.rules_optim import OPTIM_RULES
 from duoka.config.rules_parallel import PARALLEL_RULES
@@ -226,6 +227,7 @@ RULES: tuple[Rule, ...] = (
     *TENSOR_RULES,
     *EXPERT_RULES,
     *PIPELINE_RULES,
+    *FP8_RULES,
     *TEXT_RULES,
     *STAGE_RULES,
     *RL_RULES,

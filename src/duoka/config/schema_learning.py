@@ -259,8 +259,10 @@ class TrainConfig(Section):
     micro_batch: MicroBatch = Field(
         "auto", description='How much a rank computes at once: samples, "2048 tokens", or auto. Changes no result.'
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="auto: bf16 where the machine computes it natively, else fp32."
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
+        "auto",
+        description="auto: bf16 where the machine computes it natively, else fp32. fp8: as bf16, with products of the "
+        "layers' linear modules in 8-bit floats (NVIDIA GPUs from Ada and Hopper on; emulated on CPUs).",
     )
     weights: Literal["fp32", "bf16"] = Field(
         "fp32",

@@ -36,6 +36,8 @@ _INSTEAD: dict[tuple[str, Any], str] = {
     ("log.to", None): "to: []",
     ("train.precision", 16): "precision: bf16   or fp16",
     ("train.precision", 32): "precision: fp32",
+    ("train.precision", 8): "precision: fp8",
+    ("train.precision", "float8"): "precision: fp8",
     ("train.precision", False): "precision: fp32",
     ("train.precision", "float32"): "precision: fp32",
     ("train.precision", "float16"): "precision: fp16",

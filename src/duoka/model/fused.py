@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from duoka.model import gpu_kernels, native
 from duoka.model.dropout import CountedDropout, drop_units, keep_scale, level_of
+from duoka.model.gated import forward_gated
 from duoka.model.head import plain_adapter
 from duoka.model.rotary import own_rotation, repeats_tables
-from duoka.model.split_products import SplitLinear, Waiting, waiting_of
 
 CLOSE = 1e-5
 _PART = "fused_part"  # of a class
@@ -55,7 +55,7 @@ def _find_kind(module: torch.nn.Module, adapters: bool, in_place: bool) -> tuple
         return "norm", _forward_norm if _is_rms_norm(type(module)) else None  # type: ignore[arg-type]
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         kinds = type(module), type(module.act_fn)
-        return "MLP", _forward_gated if _is_gated_silu(*kinds) else None  # type: ignore[arg-type]
+        return "MLP", forward_gated if _is_gated_silu(*kinds) else None  # type: ignore[arg-type]
     if hasattr(module, "q_proj"):
         return "rotation", _forward_rotated(type(module).forward, in_place)
     if adapters and hasattr(module, "lora_A"):
@@ -170,106 +170,7 @@ def _forward_rotated(forward: Any, in_place: bool) -> Any:
     return again
 
 
-# --- gated MLP: down(silu(gate(x)) * up(x)) ---
-
-
-class SiluTimes(torch.autograd.Function):
-    """silu(gate) * up, which keeps the two and computes silu again: a quarter less memory for the MLP."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        return _silu_times(gate, up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        gate, up = ctx.saved_tensors
-        if _is_narrow(gate, up, grad):
-            gate_grad, up_grad, _ = native.silu_times_backward(grad, gate, up, again=False, in_place=False)
-            return gate_grad, up_grad
-        return _gate_gradient(grad, gate, up), F.silu(gate).mul_(grad)
-
-
-class SiluTimesDown(torch.autograd.Function):
-    """(silu(gate) * up) W, which keeps the two and computes their product again: half of the MLP's memory."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor,
-        left: tuple[Waiting, torch.Tensor] | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """`left`: where the weight's gradient waits, and whose it is."""
-        ctx.save_for_backward(gate, up, weight)
-        ctx.left = left
-        with torch.autocast(gate.device.type, enabled=False):
-            return F.linear(_silu_times(gate, up), weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        gate, up, weight = ctx.saved_tensors
-        rows, weight_grad = grad.reshape(-1, grad.shape[-1]), None
-        if ctx.left is not None:
-            waiting, source = ctx.left
-            waiting.leave(source, lambda: rows.t() @ _silu_times(gate, up).view(-1, up.shape[-1]))
-        with torch.autocast(grad.device.type, enabled=False):
-            # What waits reads gate and up again.
-            if ctx.left is None and gpu_kernels.takes("MLP", gate, up):
-                return *_through_liger(rows, gate, up, weight, ctx.needs_input_grad[2]), None
-            if _is_narrow(gate, up):
-                inner = (rows @ weight).view_as(up)
-                gate_grad, up_grad, both = native.silu_times_backward(inner, gate, up, again=ctx.needs_input_grad[2])
-                if both is not None:
-                    weight_grad = rows.t() @ both.view(-1, up.shape[-1])
-                return gate_grad, up_grad, weight_grad, None
-            silu = F.silu(gate)
-            if ctx.needs_input_grad[2]:
-                weight_grad = rows.t() @ (silu * up).view(-1, up.shape[-1])
-            inner = (rows @ weight).view_as(up)
-        return _gate_gradient(inner, gate, up), silu.mul_(inner), weight_grad, None
-
-
-def _through_liger(
-    rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, wants_weight: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of gate, up and weight, from that of what the product gave."""
-    found: list[torch.Tensor] = []
-
-    def find(both: torch.Tensor) -> torch.Tensor:
-        if wants_weight:
-            found.append(rows.t() @ both.view(-1, up.shape[-1]))
-        return (rows @ weight).view_as(up)
-
-    gate_grad, up_grad = gpu_kernels.silu_times_backward(gate, up, find)
-    return gate_grad, up_grad, found[0] if found else None
-
-
-def _is_narrow(*tensors: torch.Tensor) -> bool:
-    return all(one.dtype is torch.bfloat16 and one.is_contiguous() for one in tensors) and native.serves(*tensors)
-
-
-def _silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    if gpu_kernels.takes("MLP", gate, up):
-        return gpu_kernels.silu_times(gate, up)
-    return native.silu_times(gate, up) if _is_narrow(gate, up) else F.silu(gate).mul_(up)
-
-
-def _gate_gradient(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    inner = grad * up
-    torch.ops.aten.silu_backward.grad_input(inner, gate, grad_input=inner)
-    return inner
-
-
-def _forward_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
-    gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-    is_plain = type(down) in (torch.nn.Linear, SplitLinear) and down.bias is None
-    if not is_plain or down._forward_hooks or down._forward_pre_hooks:
-        product = gpu_kernels.silu_times if gpu_kernels.takes("MLP", gate, up) else SiluTimes.apply
-        return down(product(gate, up))  # type: ignore[no-any-return]
-    weight = down.weight.to(gate.dtype)
-    waiting = waiting_of(down, gate, weight)
-    left = () if waiting is None else ((waiting, weight),)
-    answer: torch.Tensor = SiluTimesDown.apply(gate, up, weight.detach() if left else weight, *left)
-    return answer
+# --- gated MLP: down(silu(gate(x)) * up(x)) (gated.py) ---
 
 
 @functools.cache
@@ -282,7 +183,7 @@ def _is_gated_silu(kind: type, activation: type) -> bool:
     stub = SimpleNamespace(
         gate_proj=lambda x: x @ gate, up_proj=lambda x: x @ up, down_proj=lambda x: x @ down, act_fn=act
     )
-    return _answers_alike(kind, stub, _draw(3, 8), lambda x: _forward_gated(stub, x))
+    return _answers_alike(kind, stub, _draw(3, 8), lambda x: forward_gated(stub, x))
 
 
 def _draw(*shape: int) -> torch.Tensor:

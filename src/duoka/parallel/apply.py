@@ -1,5 +1,5 @@
-"""The one fixed order of making a model parallel: pipeline, tensor, expert, sequence, fused, recompute, activations,
-compile, data.
+"""The one fixed order of making a model parallel: pipeline, tensor, expert, sequence, fp8, fused, recompute,
+activations, compile, data.
 
 For `duoka train`, whose model is a LossModel, and for any module that people's own loops bring (duoka.Accelerator).
 What is in brackets arrives with later parts, at its place in STEPS. A new way to share the work is an engine in a file
@@ -17,6 +17,7 @@ import torch
 from duoka.config.schema import GRAPHS, ParallelConfig
 from duoka.errors import ConfigError
 from duoka.model.build import LossModel, find_core, named_part
+from duoka.model.fp8 import apply_fp8
 from duoka.model.fused import apply_fused
 from duoka.model.kernels import why_no_launch
 from duoka.model.layers import find_layers
@@ -55,6 +56,10 @@ def _cut_stages(spec: EngineSpec) -> None:
 
 def _share_sequences(spec: EngineSpec) -> None:
     share_sequences(spec.bare, spec.mesh.sequence)
+
+
+def _use_fp8(spec: EngineSpec) -> None:
+    apply_fp8(find_core(spec.bare), again=spec.layout.is_sharded or spec.layout.activations != "none")
 
 
 def _fuse(spec: EngineSpec) -> None:
@@ -111,6 +116,7 @@ STEPS = (
     Step("tensor", lambda spec: spec.layout.tp > 1, _cut),
     Step("expert", lambda spec: spec.layout.ep > 1, _share_experts),
     Step("sequence", lambda spec: spec.layout.sp > 1, _share_sequences),
+    Step("fp8", lambda spec: spec.layout.precision == "fp8", _use_fp8),  # before parts that have such products inside
     Step("fused", lambda spec: isinstance(spec.bare, LossModel) and not spec.layout.compile, _fuse),
     Step("recompute", lambda spec: spec.layout.recompute != "none", _recompute),
     Step("activations", lambda spec: spec.layout.activations != "none", _move_activations),

@@ -10,12 +10,12 @@ import torch
 
 from duoka.model.dtypes import BY_PRECISION
 
-HALF = {name: BY_PRECISION[name] for name in ("bf16", "fp16")}
+HALF = {name: BY_PRECISION[name] for name in ("bf16", "fp16", "fp8")}
 
 
 @contextlib.contextmanager
 def compute_in(precision: str, device: torch.device) -> Iterator[None]:
-    """fp32 as it is, bf16 and fp16 through autocast over fp32 masters."""
+    """fp32 as it is, bf16 and fp16 through autocast over fp32 masters; fp8 as bf16, with modules of model/fp8.py."""
     if precision == "fp32":
         yield
         return

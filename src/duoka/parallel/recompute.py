@@ -17,7 +17,7 @@ from duoka.model.dropout import Drops
 # Matrix products and attention make up nearly all of a layer's work; norms, rotations and activations nearly all of
 # its memory.
 _KEPT_NAMES = (
-    "mm", "addmm", "bmm", "linear",
+    "mm", "addmm", "bmm", "linear", "_scaled_mm",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",

@@ -37,6 +37,9 @@ _RULES: Mapping[tuple[bool, bool], ActivationRule] = {  # (adapters, half precis
     (True, False): ActivationRule(24, 8, 12, rank=4),
     (True, True): ActivationRule(24, 4, 6, rank=2),
 }
+# 8-bit products keep their inputs in one byte, once for all that read the same, on every device: of a layer what norms
+# read (4h each), queries rotated and attention's answer (2h each), and the inputs of q, k and v, of o, of gate and up.
+_FP8_RULE = ActivationRule(15, 4, 4)
 # Half precision on a CPU, by the kernels of model/native.cpp: what a norm gives is kept once, and nothing twice.
 # Without a compiler the rules above hold there too.
 _NARROW_RULES: Mapping[bool, ActivationRule] = {
@@ -48,7 +51,7 @@ _NARROW_RULES: Mapping[bool, ActivationRule] = {
 def is_narrow(work: Work, layout: Layout) -> bool:
     """Whether compiled kernels compute what lies between products."""
     on_cpu = work.program is None and work.device == "cpu" and work.has_kernels
-    return on_cpu and layout.precision == "bf16" and not layout.compile
+    return on_cpu and layout.precision in ("bf16", "fp8") and not layout.compile
 
 
 def activation_bytes_per_token(work: Work, layout: Layout, length: int = 0) -> tuple[float, str]:
@@ -90,17 +93,24 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
     """(what tensor-parallel ranks each keep whole, what they share, the formula)."""
     shape, half = work.shape, layout.precision != "fp32"
     narrow = is_narrow(work, layout)
+    is_fp8 = layout.precision == "fp8"
     rule = _NARROW_RULES[work.lora is not None] if narrow else _RULES[work.lora is not None, half]
     if work.narrow_weights:
         rule = replace(rule, hidden=rule.hidden - 4)  # what two norms read
+    rule = _FP8_RULE if is_fp8 else rule
     size = 2 if half else 4
     # Two of the h-wide tensors (rotated queries, attention's output) are as wide as all heads together.
-    whole: float = (rule.hidden - 2 * size) * shape.hidden_size
+    wide = 2 * size + is_fp8  # and attention's output in 8 bits
+    whole: float = (rule.hidden - wide) * shape.hidden_size
     formula = f"{rule.hidden}h + {rule.key_value}kv + {rule.ffn}f + 4a + 8"
-    cut: float = 2 * size * shape.q_size + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
+    cut: float = wide * shape.q_size + rule.key_value * shape.kv_size + rule.ffn * shape.intermediate_size
     cut += 4 * shape.num_heads
     whole += 8
-    if layout.sp > 1 or (layout.packing and not narrow):
+    if is_fp8 and shape.experts is not None:
+        whole += shape.hidden_size  # experts, in 16 bits, keep what they read
+        formula += " + 1h (experts)"
+    # In 8 bits the layer behind keeps its own form of that, and not the joined tensor.
+    if (layout.sp > 1 or (layout.packing and not narrow)) and not is_fp8:
         cut += size * shape.q_size  # documents' outputs are joined, or exchanged, into one more tensor
         formula += f" + {size}h ({'packed' if layout.packing else 'exchanged'})"
     if layout.sp > 1:
@@ -143,8 +153,10 @@ def selective_bytes(work: Work, layout: Layout) -> float:
 
 
 def kept_for_both(work: Work, layout: Layout) -> float:
-    """Per token of a layer that is computed again under selective recompute: what is there already, kept by its products
-    and its attention, and read by the backward pass as it is."""
+    """Per token of a layer that is computed again under selective recompute: what is there already.
+
+    Its products and its attention gave it, and the backward pass reads it as it is.
+    """
     shape, size = work.shape, 4 if layout.precision == "fp32" else 2
     return (size * ((1 + shape.gated) * shape.intermediate_size + shape.q_size) + 4 * shape.num_heads) / layout.tp
 

@@ -59,11 +59,17 @@ class Device:
     aliases: tuple[str, ...] = ()
     measured: bool = False  # peaks are what products really reach here, not a data sheet's
     threads_share: float = 1.0  # of a CPU's speed, where one process has several threads, for their synchronization
+    fp8_flops: float = 0.0  # dense e4m3, summed in fp32; 0: there are no such products
 
     def peak_flops(self, precision: str) -> float:
+        """Of attention and the head, and what MFU compares with: in fp8 too it is the peak of bf16."""
         if precision == "fp32":
             return self.fp32_flops
         return self.half_flops
+
+    def linear_flops(self, precision: str) -> float:
+        """Of products of the layers' linear modules."""
+        return self.fp8_flops if precision == "fp8" and self.fp8_flops else self.peak_flops(precision)
 
     @property
     def kind(self) -> str:
@@ -136,6 +142,7 @@ def _device(row: Mapping[str, str]) -> Device:
         memory_bytes_per_s=float(row["memory_gb_s"]) * 1e9,
         half_flops=float(row["half_tflops"]) * 1e12,
         fp32_flops=float(row["fp32_tflops"]) * 1e12,
+        fp8_flops=float(row["fp8_tflops"]) * 1e12,
         source=row["source"],
         link=row["link"],
         gpus_per_node=int(row["gpus_per_node"]),
@@ -316,9 +323,12 @@ def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
     """`cluster` with measured speeds; keys that were not measured stay as they are."""
     device = cluster.device
     try:
+        half_flops = float(own.get("half_flops") or device.half_flops)
         device = replace(
             device,
-            half_flops=float(own.get("half_flops") or device.half_flops),
+            half_flops=half_flops,
+            # Not measured by itself: taken to lose as much of the data sheet's as 16-bit products do.
+            fp8_flops=device.fp8_flops * half_flops / device.half_flops,
             fp32_flops=float(own.get("fp32_flops") or device.fp32_flops),
             memory_bytes_per_s=float(own.get("memory_bytes_per_s") or device.memory_bytes_per_s),
             threads_share=min(1.0, float(own.get("threads_share") or 1.0)),

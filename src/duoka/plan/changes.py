@@ -62,6 +62,13 @@ def _may_be_narrow(task: Task, layout: Layout) -> bool:
     return is_plain and layout.precision == "bf16" and not (work.narrow_weights or moves or cut or work.thin_gradients)
 
 
+def _under_adapters(layout: Layout) -> tuple[str, Layout]:
+    """What to write for adapters, and the layout then: they have no 8-bit products."""
+    if layout.precision == "fp8":
+        return "lora: {rank: 8} and train.precision: bf16", replace(layout, precision="bf16")
+    return "lora: {rank: 8}", layout
+
+
 def _shorter(task: Task, length: int) -> Task:
     return replace(task, max_length=length, lengths=task.lengths.cut(length) if task.lengths else None)
 
@@ -87,7 +94,8 @@ def _tries(task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
     if layout.offload == "none" and work.device == "cuda" and layout.ep == 1:
         yield "parallel.offload: optimizer", task, replace(layout, offload="optimizer")
     if work.may_have_adapters:
-        yield "lora: {rank: 8}", replace(task, work=replace(work, lora=LoraConfig())), layout
+        words, how = _under_adapters(layout)
+        yield words, replace(task, work=replace(work, lora=LoraConfig())), how
     if _may_be_narrow(task, layout):
         yield NARROW, replace(task, work=replace(work, narrow_weights=True)), layout
     if _may_be_packed(task, layout):
@@ -137,7 +145,8 @@ def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_byte
     half = replace(shared, micro=Amount(length // 2, "tokens"))
     tries.append((f"data.max_length: {length // 2 // task.sequences}", _shorter(task, length // 2), half))
     if task.work.may_have_adapters:
-        tries.append(("lora: {rank: 8}", adapters, shared))
+        words, how = _under_adapters(shared)
+        tries.append((words, adapters, how))
     if _may_be_packed(task, layout):
         tries.append((PACKED, replace(task, work=replace(task.work, frozen_bits=4)), shared))
     found: list[str] = []

@@ -17,7 +17,7 @@ from duoka.config.schema import GRAPHS, RunConfig, TrainConfig
 from duoka.config.trackers import TRACKERS
 from duoka.errors import Fault
 from duoka.plan.axes import axes_of, check_axes, data_ranks, stages_per_rank, why_exchange
-from duoka.plan.catalog import Cluster, cluster_of
+from duoka.plan.catalog import Cluster, cluster_of, match_gpu
 from duoka.plan.compiler import has_aio
 from duoka.plan.fill_in import fill_in
 from duoka.plan.hardware import Machine
@@ -26,6 +26,8 @@ from duoka.plan.offload import offload_of
 from duoka.plan.strategy import choose_strategy
 from duoka.plan.task import Task
 from duoka.units import Amount
+
+FP8_CAPABILITY = 8.9  # as in model/fp8.py; a test holds the two together
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
                 fix=f"write for example:   precision: {native}   (or auto)",
             )
         )
+    faults += _check_fp8(config, machine)
     if config.parallel.backend == "nccl" and machine.device == "cpu":
         what = "parallel.backend is nccl, and this machine has no GPU"
         faults.append(Fault(what, key="parallel.backend", fix="write for example:   backend: auto"))
@@ -71,6 +74,24 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
         what = f"{here} processes are asked for on this machine, and it has {len(machine.gpus)} GPUs"
         faults.append(Fault(what, fix=f"start one process per GPU: --nproc {len(machine.gpus)}"))
     return faults
+
+
+def _check_fp8(config: RunConfig, machine: Machine) -> list[Fault]:
+    if config.train.precision != "fp8" or not machine.gpus:
+        return []
+    slowest = min(machine.gpus, key=lambda gpu: gpu.capability)
+    row = match_gpu(slowest)
+    if row is not None and row.generation.startswith("cdna"):
+        what = f"{slowest.name} is AMD's, whose 8-bit floats this version does not use"
+    elif slowest.capability < FP8_CAPABILITY:
+        what = (
+            f"{slowest.name} (compute capability {slowest.capability:g}) does not multiply 8-bit floats: NVIDIA's do "
+            "from Ada (8.9) and Hopper (9.0) on"
+        )
+    else:
+        return []
+    fix = f"write for example:   precision: {'bf16' if machine.has_native_bf16 else 'fp16'}   (or auto)"
+    return [Fault(f"train.precision is fp8, and {what}", key="train.precision", fix=fix)]
 
 
 def _check_weights_on_disk(config: RunConfig, world_size: int) -> list[Fault]:
@@ -193,6 +214,10 @@ def _choose_precision(train: TrainConfig, machine: Machine, reasons: dict[str, s
         chosen = "bf16" if machine.has_native_bf16 else "fp32"
         reasons["train.precision"] = f"{chosen}: {machine.bf16_reason}"
         return cast(Precision, chosen)
+    if asked == "fp8" and not machine.gpus:
+        warnings.append(
+            "train.precision is fp8, which a CPU emulates: the same numbers, slower than bf16 and for trials only"
+        )
     if asked == "bf16" and not machine.has_native_bf16:
         warnings.append(f"train.precision is bf16, but {machine.bf16_reason}: expect it to be slower than fp32")
     return asked

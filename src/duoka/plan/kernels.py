@@ -72,7 +72,7 @@ def _liger(part: str) -> Way:
 
 def _native(part: str, name: str = "compiled for this processor") -> Way:
     def why_not(facts: Facts) -> str | None:
-        if facts.device != "cpu" or (facts.precision != "bf16" and part != "dropout"):
+        if facts.device != "cpu" or (facts.precision not in ("bf16", "fp8") and part != "dropout"):
             return None
         if facts.compiles and part != "loss":  # which is no part of a layer
             return None

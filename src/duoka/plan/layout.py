@@ -18,7 +18,7 @@ from duoka.config.schema_running import Strategy as Strategy
 from duoka.plan.pipeline import ADDS_ONCE
 from duoka.units import Amount, parse_amount
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "params"]
 Elsewhere = Literal["none", "host", "disk"]

@@ -17,6 +17,7 @@ from duoka.plan.activations import (
     loss_bytes,
     selective_bytes,
 )
+from duoka.plan.fp8 import fp8_weights
 from duoka.plan.layout import Layout
 from duoka.plan.offload import LAYERS_HERE, buffer_bytes
 from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
@@ -225,7 +226,9 @@ def _name_formulas(
         "optimizer": static.formula,
         "activations": f"{activations}, x {share.num_layers} layers{flight}",
         "gathered": "whole layers and ends that compute or are fetched, gradients on their way",
-        "casts": "2P of the layers: autocast's half-precision copies",
+        "casts": "P of the layers: weights in 8 bits"
+        if layout.precision == "fp8"
+        else "2P of the layers: autocast's half-precision copies",
         "loss": "tokens x V: whole logits and their gradients" if whole else "logits in chunks, the head's gradient",
         "working": "gradients of one layer's activations",
         "pipeline": "hidden states and gradients that travel between stages, one micro-batch of each",
@@ -289,10 +292,14 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
 
 
 def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
-    """Half-precision copies that autocast keeps of the fp32 weights it multiplies with."""
+    """Copies of the fp32 weights that products keep: autocast's in half precision, those of fp8 in 8 bits."""
     comes_narrow = (layout.is_sharded and work.deepspeed is None) or work.narrow_weights
     if layout.precision == "fp32" or comes_narrow or work.program is not None:
         return 0  # what is gathered comes in half precision
+    if layout.precision == "fp8":
+        part = fp8_weights(work.shape) / max(1, work.shape.num_block_linear)
+        kept = 0 if layout.activations != "none" else 1  # where activations go elsewhere, they are rounded again
+        return int((2 - (2 - kept) * part) * share.block_linear)
     return 2 * (share.block_linear if work.lora is None else share.trainable)
 
 

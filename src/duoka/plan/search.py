@@ -177,6 +177,8 @@ def _tensor_fault(layout: Layout, shape: ModelShape, cluster: Cluster) -> str | 
     tp = layout.tp
     if tp == 1:
         return None
+    if layout.precision == "fp8":
+        return "8-bit products have one scale for a whole matrix, of which tensor-parallel ranks have parts"
     for size, what in ((shape.num_heads, "heads"), (shape.num_kv_heads, "key-value heads")):
         if size % tp:
             return f"{size} {what} cannot be shared by {tp} tensor-parallel ranks"
@@ -192,6 +194,8 @@ def _tensor_fault(layout: Layout, shape: ModelShape, cluster: Cluster) -> str | 
 
 
 def _other_fault(layout: Layout, shape: ModelShape, task: Task) -> str | None:
+    if layout.precision == "fp8" and layout.ep > 1:
+        return "shared experts and 8-bit products have not been tried together"
     if layout.pp > shape.num_layers:
         return f"{layout.pp} stages for {shape.num_layers} layers"
     if layout.pp > 1 and layout.strategy in ("fsdp", "hsdp"):

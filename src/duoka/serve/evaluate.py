@@ -168,9 +168,12 @@ def measure(trained: Trained, data: EvalData, layout: Layout, world: World, *, b
     from duoka.model.build import LossModel
     from duoka.model.dtypes import BY_PRECISION
     from duoka.model.exactness import needs_own_logits
+    from duoka.model.fp8 import apply_fp8
     from duoka.parallel.measure import measure_loss
 
     lm = load_trained(trained, dtype=BY_PRECISION[layout.precision], attention="duoka", base_only=base_only)
+    if layout.precision == "fp8":  # as the run measured it
+        apply_fp8(lm, again=False)
     batches = eval_batches(
         data.store, rank=world.rank, num_ranks=world.size, micro=layout.micro, packing=layout.packing,
         max_length=data.config.data.max_length, pad_id=data.pad_id,

@@ -10,7 +10,8 @@ from duoka.config.loaded import Loaded
 from duoka.data.prepare import prepare_data
 from duoka.errors import StoppedEarly
 from duoka.hub.models import model_folder
-from duoka.model.build import named_part
+from duoka.model.build import find_core, named_part
+from duoka.model.fp8 import describe_fp8
 from duoka.optim.build import describe_optimizer
 from duoka.plan.kernels import kernel_sentences, kernels_json
 from duoka.process.environ import read_rank_environment
@@ -97,6 +98,8 @@ def _announce(run: Run) -> None:
     lines = banner(settings, plan, inputs.prepared, inputs.run, parameters, learns, resumed)
     first, *reasons = kernel_sentences(run.kernels)
     lines += [f"  kernels     {first}", *(f"              {reason}" for reason in reasons)]
+    core = find_core(contents.engine.bare)
+    lines += [f"  products    {said}"] if (said := describe_fp8(core, run.world.device)) else []
     lines += [f"  loss        {said}"] if (said := run.stage.describe()) else []
     lines += [f"  reference   {run.reference}"] if run.reference else []
     print("\n".join([*lines, *(f"  note: {note}" for note in run.notes), ""]), flush=True)

@@ -142,7 +142,8 @@ class MemoryGuard:
         edits.append(f"data.max_length: {max(8, data.max_length // 2)}   (changes results)")
         if self.config.lora is None:
             edits.append("lora: {rank: 8}   (trains adapters instead of all weights)")
-        edits.append(f"train.precision: {'bf16' if train.precision != 'bf16' else 'auto'}")
+        if train.precision != "fp8":  # which keeps the least
+            edits.append(f"train.precision: {'bf16' if train.precision != 'bf16' else 'auto'}")
         return [f"  {edit}" for edit in edits]
 
 

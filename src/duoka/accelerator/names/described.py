@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from duoka.accelerator.loaders import LoaderSettings
-from duoka.accelerator.names.enums import DistributedType
+from duoka.accelerator.names.enums import FP8_ELSEWHERE, DistributedType
 from duoka.accelerator.names.plugins import ProjectConfiguration
 from duoka.accelerator.names.states import AcceleratorState, GradientState
 from duoka.errors import ConfigError
@@ -18,8 +18,8 @@ NOT_HERE = {
     "maybe_context_parallel": "duoka does not split sequences yet; shorter rows need less memory",
     "torch_device_mesh": "process groups are accelerator.mesh",
     "lomo_backward": "give `prepare` an optimizer of torch",
-    "fp8_backend": 'fp8 is not there: write mixed_precision="bf16"',
-    "fp8_recipe_handler": 'fp8 is not there: write mixed_precision="bf16"',
+    "fp8_backend": FP8_ELSEWHERE,
+    "fp8_recipe_handler": FP8_ELSEWHERE,
     "deepspeed_engine_wrapped": "ZeRO stages are duoka's own: there is no engine of DeepSpeed",
     "deepspeed_ulysses_dl_adapter": "duoka does not split sequences yet; shorter rows need less memory",
     "ddp_handler": 'write:   parallel={"find_unused_parameters": True}',

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
+FP8_ELSEWHERE = (
+    'a YAML has it (`duoka train`, train.precision: fp8); in a loop of your own write mixed_precision="bf16"'
+)
+
 
 class Word(str, Enum):
     """A member equals its text."""

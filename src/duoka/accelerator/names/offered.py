@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from duoka.accelerator.names.enums import FP8_ELSEWHERE
 from duoka.errors import ConfigError
 
 _HERE = "duoka.accelerator.names"
@@ -44,10 +45,10 @@ REFUSED = {
     "TorchContextParallelConfig": "duoka does not split sequences yet; shorter rows need less memory",
     "TorchTensorParallelConfig": 'duoka does not split layers yet; shard the model:   Accelerator(strategy="zero3")',
     "PrepareForLaunch": "start with duoka launch",
-    "AORecipeKwargs": 'fp8 is not there: write mixed_precision="bf16"',
-    "TERecipeKwargs": 'fp8 is not there: write mixed_precision="bf16"',
-    "MSAMPRecipeKwargs": 'fp8 is not there: write mixed_precision="bf16"',
-    "FP8RecipeKwargs": 'fp8 is not there: write mixed_precision="bf16"',
+    "AORecipeKwargs": FP8_ELSEWHERE,
+    "TERecipeKwargs": FP8_ELSEWHERE,
+    "MSAMPRecipeKwargs": FP8_ELSEWHERE,
+    "FP8RecipeKwargs": FP8_ELSEWHERE,
     "BnbQuantizationConfig": "load the model with transformers' BitsAndBytesConfig",
     "load_and_quantize_model": "load the model with transformers' BitsAndBytesConfig",
     "merge_fsdp_weights": "save_model writes whole weights: there is nothing to merge",

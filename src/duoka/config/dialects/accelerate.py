@@ -70,8 +70,6 @@ def _reshard(value: Any, asked: Asked) -> Any:
 
 def _precision(value: Any, asked: Asked) -> Any:
     word = words("mixed_precision", {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"})(value, asked)
-    if word == "fp8":
-        raise Refusal("mixed_precision fp8 is not there yet", "write:   mixed_precision: bf16")
     if word == "fp16" and not asked.start.has_gpu:
         return Answer({"train.precision": "auto"}, "no GPU here, and fp16 training needs one: train.precision is auto")
     return word
@@ -152,7 +150,8 @@ def _rows() -> list[Row]:
         *reported("a device is used when it is there; CUDA_VISIBLE_DEVICES= in front keeps to the CPU", "use_cpu"),
         *reported("of TPUs, which duoka does not use", "downcast_bf16", "tpu_env", "tpu_name", "tpu_zone",
                   "tpu_use_cluster", "tpu_use_sudo", "tpu_vm"),
-        *refused("it is not there yet", "fp8_config", "parallelism_config", "megatron_lm_config", "kt_config"),
+        *reported("scales are per tensor and found anew at each product (train.precision: fp8)", "fp8_config"),
+        *refused("it is not there yet", "parallelism_config", "megatron_lm_config", "kt_config"),
     ]  # fmt: skip
 
 

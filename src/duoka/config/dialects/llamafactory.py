@@ -112,6 +112,7 @@ def _rows_of_training() -> list[Row]:
         *switch("bf16", "train.precision", learn.precision),
         *switch("fp16", "train.precision", learn.precision, "auto where there is no GPU"),
         *switch("pure_bf16", "train.precision", _pure_bf16, "with full fine-tuning by AdamW train.weights too"),
+        *switch("fp8", "train.precision", learn.precision, "products of the layers; all else as bf16"),
         *switch("disable_gradient_checkpointing", "train.recompute", only_if_on("train.recompute", "none")),
         *switch("gradient_checkpointing", "train.recompute", learn.recompute),
         *switch("activation_checkpointing", "train.recompute", learn.recompute),
@@ -151,7 +152,7 @@ def _defaults(asked: Asked) -> Mapping[str, Any]:
         "data.max_length": 2048, "optim.lr": 5e-5, "optim.schedule": "linear", "optim.warmup": 0.0,
         "train.epochs": 3.0, "train.global_batch": 8 * asked.start.num_ranks, "train.micro_batch": 8,
     }  # fmt: skip
-    if not any(asked.is_on(name) for name in ("bf16", "fp16", "pure_bf16")):
+    if not any(asked.is_on(name) for name in learn.PRECISIONS):
         out["train.precision"] = "fp32"
     if lora.is_lora(asked) and not lora.goes_on(asked):  # which has its own
         rank = _rank(asked)

@@ -21,15 +21,18 @@ from duoka.config.dialects.rows import (
 )
 
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
+PRECISIONS = ("bf16", "fp16", "pure_bf16", "fp8")
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 def precision(value: Any, asked: Asked) -> Any:
-    on = [name for name in ("bf16", "fp16", "pure_bf16") if asked.is_on(name)]
+    on = [name for name in PRECISIONS if asked.is_on(name)]
     if "fp16" in on and len(on) > 1:
         raise Refusal(f"{' and '.join(on)} are both on", "keep one of them")
     if not on:
         return Answer()
+    if "fp8" in on:  # over bf16, whether that is said or not
+        return Answer({"train.precision": "fp8"})
     if "pure_bf16" in on:
         return Answer({"train.precision": "bf16"}, "computed in bf16; the trained weights themselves stay in fp32")
     if on == ["fp16"] and not asked.start.has_gpu:

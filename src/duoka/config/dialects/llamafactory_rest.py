@@ -121,8 +121,8 @@ def _of_stages_reported() -> list[Row]:
                   "apollo_scale_type", "apollo_layerwise", "apollo_scale_front", "badam_mode", "badam_start_block",
                   "badam_switch_mode", "badam_switch_interval", "badam_update_ratio", "badam_mask_mode",
                   "badam_verbose", "asft_alpha", "eaft_alpha", "quantization_device_map", "export_quantization_dataset",
-                  "export_quantization_nsamples", "export_quantization_maxlen", "fp8_backend",
-                  "fp8_enable_fsdp_float8_all_gather", "ray_num_workers", "ray_init_kwargs", "buffer_size",
+                  "export_quantization_nsamples", "export_quantization_maxlen", "ray_num_workers",
+                  "ray_init_kwargs", "buffer_size",
                   "fsdp_transformer_layer_cls_to_wrap", "optim_target_modules", "hyper_parallel_args"),
     ]  # fmt: skip
 
@@ -136,7 +136,10 @@ def _refused_methods() -> list[Row]:
                  "use_apollo", "use_badam", "use_adam_mini", "optim_args", "adafactor"),
         *refused("the loss is plain cross-entropy, or DFT's", "use_asft_loss", "use_eaft_loss",
                  "neftune_noise_alpha", off=(0, 0.0)),
-        *refused("models are not written, and not trained, in fewer bits", "export_quantization_bit", "fp8"),
+        *refused("models are not written in fewer bits", "export_quantization_bit"),
+        *reported("of fp8: torch's own products, by one scale a tensor", "fp8_backend"),
+        *reported("of fp8: gathered weights travel in bf16, and are rounded to 8 bits where they compute",
+                  "fp8_enable_fsdp_float8_all_gather"),
         *refused("the model's architecture is taken as it is", "mixture_of_depths", "rope_scaling", "shift_attn",
                  "upcast_layernorm", "upcast_lmhead_output", "freeze_language_model",
                  "include_mtp"),
