@@ -7,11 +7,15 @@ import torch
 import torch.nn.functional as F
 from test_attention import documents, packed, separate_loss
 
+from duoka.config.schema import OptimConfig
 from duoka.model.build import LossModel, load_model
+from duoka.model.dropout import place_key
 from duoka.model.experts import compute_experts, find_experts
 from duoka.model.fp8 import CAPABILITY, E4M3, E5M2, Fp8Linear, quantize
 from duoka.model.loss import sum_cross_entropy
 from duoka.model.request import ModelRequest
+from duoka.optim import narrow
+from duoka.optim.build import build_optimizer
 
 # Of the largest value: fp32 without TF32, and what 8 and 11 bits leave.
 LIMITS = {"fp32": 2e-5, "fp16": 5e-3, "bf16": 3e-2}
@@ -128,3 +132,22 @@ def test_a_layer_in_8_bits_is_the_one_that_the_cpu_emulates(device, rows):
     x8, w8, g8 = (one.values.double() * one.scale.double() for one in narrow)
     for found, want in ((out, x8 @ w8.t()), (ours.grad, g8 @ w8), (linear.weight.grad, g8.t() @ x8)):
         assert float((found.cpu().double() - want).abs().max() / want.abs().max()) < 2**-7
+
+
+def test_bf16_weights_are_rounded_alike_by_every_form(device):
+    """Three steps by the device's kernel, and by torch's functions on the CPU: the same chances."""
+    generator = torch.Generator().manual_seed(5)
+    weight, grad = (torch.randn(301, 40, generator=generator).bfloat16() for _ in range(2))
+    ours, plain = torch.nn.Parameter(weight.to(device)), [weight, *(torch.zeros_like(weight) for _ in range(2))]
+    told = OptimConfig(lr=1e-3, weight_decay=0.1)
+    optimizer = build_optimizer({"layer": ours}, told)
+    for step in range(1, 4):
+        ours.grad = grad.to(device)
+        optimizer.step()
+        numbers = [plain[0], grad, plain[1], plain[2]]
+        narrow.update_narrow(
+            *(one.view(-1) for one in numbers), 0, place_key("layer", step), told.lr, *told.betas, told.eps, 0.1,
+            1 / (1 - told.betas[0] ** step), (1 - told.betas[1] ** step) ** -0.5,
+        )  # fmt: skip
+    # Sums of another order move a few numbers over the edge of a chance.
+    assert float((ours.cpu() == plain[0]).float().mean()) > 0.98
