@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 import threading
+import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, replace
@@ -40,6 +41,15 @@ def build(yaml, overrides, folder, world=None):
     world = world or start_world(loaded.config.parallel)
     run = build_run(inputs, world)
     return inputs, world, run.plan, run.contents, run.feed
+
+
+def least_of_some(look):
+    """Over a moment: a thread of the transport may hold a tensor somewhat longer on a busy machine."""
+    found = [look()]
+    for _ in range(5):
+        time.sleep(0.02)
+        found.append(look())
+    return min(found)
 
 
 def live_bytes():
@@ -85,7 +95,7 @@ def look_at(yaml, strategies, folder):
             loss, _ = engine.model(**model_inputs(micro, device))
             loss.backward()
         del loss, held
-        measured = live_bytes() - before
+        measured = least_of_some(live_bytes) - before
         with engine.exchange(True):
             engine.model(**model_inputs(micro, device))[0].backward()
         contents.optimizer.zero_grad()

@@ -142,7 +142,9 @@ def test_evaluation_of_a_run_packs_its_base_as_training_did(run, capsys):
         assert duoka(["eval", str(run), "--json", *(["--checkpoint", "3"] if name == "step" else [])]) == 0
         losses[name] = json.loads(capsys.readouterr().out)["loss"]
     # Training computes bf16 in compiled passes where it can (model/native.py), an evaluation by torch's own kernels.
-    close = pytest.approx(trained, rel=1e-6 if "precision: fp32" in (run / "config.yaml").read_text(encoding="utf-8") else 5e-4)
+    close = pytest.approx(
+        trained, rel=1e-6 if "precision: fp32" in (run / "config.yaml").read_text(encoding="utf-8") else 5e-4
+    )
     assert losses == {"run": close, "step": close}
 
 
