@@ -120,14 +120,7 @@ class HostAdamW(torch.optim.AdamW):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter] = near_state(parameter)
-        states = [self.state[parameter] for parameter in parameters]
-        if parameters:
-            adamw(
-                [local_part(p) for p in parameters], [local_part(p.grad) for p in parameters],
-                [local_part(one["exp_avg"]) for one in states], [local_part(one["exp_avg_sq"]) for one in states], [],
-                [one["step"] for one in states], fused=True, amsgrad=False, maximize=False, lr=group["lr"],
-                beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
-            )  # fmt: skip
+        update_fused(parameters, [self.state[parameter] for parameter in parameters], group)
 
     def moments(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """Both moments of a part, in host memory, to be changed in place."""
@@ -158,6 +151,19 @@ class HostAdamW(torch.optim.AdamW):
         self.updated(part)
         if part.is_last:
             state["step"].copy_(count)
+
+
+def update_fused(
+    parameters: list[torch.nn.Parameter], states: list[dict[str, torch.Tensor]], group: dict[str, Any]
+) -> None:
+    """torch's AdamW in one kernel for all of them, on this rank's parts."""
+    if parameters:
+        adamw(
+            [local_part(p) for p in parameters], [local_part(p.grad) for p in parameters],
+            [local_part(one["exp_avg"]) for one in states], [local_part(one["exp_avg_sq"]) for one in states], [],
+            [one["step"] for one in states], fused=True, amsgrad=False, maximize=False, lr=group["lr"],
+            beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
+        )  # fmt: skip
 
 
 def host_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:

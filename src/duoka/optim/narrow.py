@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
 from duoka.model import native
 from duoka.model.dropout import counted, place_key
-from duoka.optim.host import local_part, near_state, state_of
+from duoka.optim.host import local_part, near_state, state_of, update_fused
 from duoka.torch_private import compute_local_shape_and_global_offset
 
 # At once, where no compiled kernel does it: temporaries take some 60 bytes for each (plan/memory.py knows them).
@@ -55,7 +54,7 @@ class NarrowAdamW(torch.optim.AdamW):
                     self._update(parameter, group)
                 else:
                     wide.append(parameter)
-            self._update_wide(wide, group)
+            update_fused(wide, [self.state[parameter] for parameter in wide], group)
 
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -84,16 +83,6 @@ class NarrowAdamW(torch.optim.AdamW):
         for one, values in zip(numbers, flat, strict=True):
             if not one.is_contiguous():
                 one.copy_(values.view(one.shape))
-
-    def _update_wide(self, parameters: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
-        states = [self.state[parameter] for parameter in parameters]
-        if parameters:
-            adamw(
-                [local_part(p) for p in parameters], [local_part(p.grad) for p in parameters],
-                [local_part(one["exp_avg"]) for one in states], [local_part(one["exp_avg_sq"]) for one in states], [],
-                [one["step"] for one in states], fused=True, amsgrad=False, maximize=False, lr=group["lr"],
-                beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
-            )  # fmt: skip
 
 
 @functools.cache
