@@ -1,29 +1,30 @@
 """What pretraining costs: duoka beside nanochat, from nothing, on the same text with the same vocabulary.
 
-    python benchmarks/pretrain.py --out benchmarks/pretrain.json --table benchmarks/pretrain.md \
-        [--nanochat FOLDER --python PYTHON] [--processes 1 2] [--steps 100]
+    python benchmarks/pretrain.py --out benchmarks/pretrain.json --page benchmarks/pretrain.md \
+        [--nanochat FOLDER --python PYTHON] [--processes 1 2] [--precisions fp32 bf16] [--steps 100]
 
 FOLDER is a checkout of nanochat as it is, PYTHON an interpreter with its packages (torch, rustbpe, tiktoken, pyarrow;
 wandb is not needed). The text is this machine's Python library. Both models have 4 layers of width 256 with 4 heads,
-and a head of their own; both learn 2,048 tokens a step in rows of 512, by Muon and AdamW, eager, in fp32. Runs take
-turns and are watched from outside; in the end both say the loss of the same held-out documents, each in a row alone.
-Runs of other lengths and numbers of processes that --out holds already are kept, so that a series can be done in parts.
+and a head of their own; both learn 2,048 tokens a step in rows of 512, by Muon and AdamW, eager. Runs take turns and
+are watched from outside; in the end both say the loss of the same held-out documents, each in a row alone. Rows of
+other machines, precisions, lengths and numbers of processes that --out holds already stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from watching import describe_machine, package_versions, watch
+from watching import describe_machine, fill_page, machine_kind, package_versions, stamp, watch
 
 PEER = Path(__file__).with_name("pretrain_peer.py")
 VOCABULARY, ROW, TOKENS_PER_STEP = 8192, 512, 2048
@@ -39,6 +40,9 @@ class Case:
     tool: str  # duoka, nanochat
     processes: int
     turn: int
+    precision: str = "fp32"
+    machine: str = ""
+    threads: int = 1  # of each process
 
 
 # --- the same text and vocabulary for both ---
@@ -111,7 +115,7 @@ def duoka_command(case: Case, folder: Path, base: Path, options: argparse.Namesp
         "data": {"train": [str(base / "text")], "eval": "last_file", "stream": True, "max_length": ROW},
         "optim": {"min_lr": 0.05, "warmup": 5, "clip": 0},
         "train": {
-            "global_batch": f"{TOKENS_PER_STEP} tokens", "precision": "fp32", "max_steps": options.steps,
+            "global_batch": f"{TOKENS_PER_STEP} tokens", "precision": case.precision, "max_steps": options.steps,
             "micro_batch": options.micro_batch, "recompute": "none", "eval_every": options.steps,
         },
         "parallel": {"strategy": "single" if case.processes == 1 else options.strategy, "check_replicas": 0},
@@ -169,13 +173,13 @@ def measure(
             where, variables = None, {}
         else:
             command, logs = nanochat_command(case, folder, options)
-            where, variables = Path(options.nanochat), nanochat_variables(base, options)
+            where, variables = Path(options.nanochat), nanochat_variables(base, options, case.precision)
         load = os.getloadavg()[0]
         seen = watch(
             command, logs, folder, options.steps, options.limit_s, to_end=True, cwd=where,
             variables=variables,
         )  # fmt: skip
-        found = {**asdict(case), "steps": options.steps, **seen.numbers(), "load_at_start": round(load, 1)}
+        found = {**asdict(case), "steps": options.steps, **seen.numbers(), "load_at_start": round(load, 1), **stamp()}
         if options.keep:
             (Path(options.keep) / f"{case.tool}-{case.processes}.log").write_bytes((folder / "out.log").read_bytes())
         if seen.error:
@@ -192,9 +196,10 @@ def measure(
 # --- nanochat's own process ---
 
 
-def nanochat_variables(base: Path, options: argparse.Namespace) -> dict[str, str]:
+def nanochat_variables(base: Path, options: argparse.Namespace, precision: str = "fp32") -> dict[str, str]:
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
     return {
-        "NANOCHAT_BASE_DIR": str(base / "nanochat"), "NANOCHAT_DTYPE": "float32",
+        "NANOCHAT_BASE_DIR": str(base / "nanochat"), "NANOCHAT_DTYPE": dtype,
         "PYTHONPATH": str(Path(options.nanochat).resolve()),
     }  # fmt: skip
 
@@ -234,11 +239,13 @@ def prepare(base: Path, options: argparse.Namespace) -> tuple[list[list[int]], d
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--table", type=Path)
+    parser.add_argument("--page", type=Path, help="a page whose block of figures is made from --out")
     parser.add_argument("--nanochat", help="a checkout of nanochat")
     parser.add_argument("--python", default=sys.executable, help="interpreter with nanochat's packages")
     parser.add_argument("--tools", nargs="+", default=["nanochat", "duoka"])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--precisions", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--megabytes", type=int, default=8, help="of text, at most")
@@ -247,18 +254,24 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=400.0)
     parser.add_argument("--keep", help="folder for the runs' own output")
     options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     with tempfile.TemporaryDirectory() as name:
         rows, facts = prepare(Path(name), options)
         results = kept_results(options)
-        for processes in options.processes:
-            for turn in range(options.turns):
-                for tool in options.tools:
-                    if tool == "nanochat" and not options.nanochat:
-                        continue
-                    results.append(measure(Case(tool, processes, turn), Path(name), rows, facts, options))
-                    print(json.dumps(results[-1]), flush=True)
-                    write(options, facts, results)
+        for case in choose_cases(options):
+            results.append(measure(case, Path(name), rows, facts, options))
+            print(json.dumps(results[-1]), flush=True)
+            write(options, facts, results)
+
+
+def choose_cases(options: argparse.Namespace) -> list[Case]:
+    """Tools innermost: what is compared lies beside each other in time."""
+    tools = [tool for tool in options.tools if tool != "nanochat" or options.nanochat]
+    lists = (options.precisions, options.processes, range(options.turns), tools)
+    return [
+        Case(tool, processes, turn, precision, machine_kind(), options.threads)
+        for precision, processes, turn, tool in itertools.product(*lists)
+    ]
 
 
 def kept_results(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -266,8 +279,9 @@ def kept_results(options: argparse.Namespace) -> list[dict[str, Any]]:
     if not options.out.is_file():
         return []
     rows = json.loads(options.out.read_text(encoding="utf-8"))["results"]
-    anew = [(tool, options.steps, processes) for tool in options.tools for processes in options.processes]
-    return [row for row in rows if (row["tool"], row["steps"], row["processes"]) not in anew]
+    anew = [(*asdict(case).values(), options.steps) for case in choose_cases(options)]
+    names = [field.name for field in fields(Case)]
+    return [row for row in rows if (*(row[name] for name in names), row["steps"]) not in anew]
 
 
 def write(options: argparse.Namespace, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
@@ -277,54 +291,36 @@ def write(options: argparse.Namespace, facts: dict[str, Any], results: list[dict
         versions["nanochat"] = package_versions(options.python, ("torch", "tiktoken"))
     work = {
         "layers": LAYERS, "width": WIDTH, "heads": HEADS, "vocabulary": VOCABULARY, "row_tokens": ROW,
-        "tokens_per_step": TOKENS_PER_STEP, "precision": "fp32", **facts,
+        "tokens_per_step": TOKENS_PER_STEP, **facts,
         "measured": "CPU of the process tree and wall time from the end of the first step to the end of the last; "
         "peaks of the whole run; held-out loss over the same tokens",
     }  # fmt: skip
     found = {"machine": describe_machine(), "versions": versions, "work": work, "results": results}
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if options.table:
-        options.table.write_text(page(facts, results), encoding="utf-8")
+    if options.page:
+        fill_page(options.page, table(results), "figures")
     print(table(results), flush=True)
 
 
-def page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    characters = facts["characters"] / 1e6
-    parameters = ", ".join(f"{tool} {count:,}" for tool, count in facts["parameters"].items())
-    return f"""# Pretraining from nothing, beside nanochat
-
-`benchmarks/pretrain.py`; all numbers are in pretrain.json. {LAYERS} layers of width {WIDTH} with {HEADS} heads and a
-head of their own, {VOCABULARY:,} tokens, rows of {ROW}, {TOKENS_PER_STEP:,} tokens a step, eager, fp32, one thread a
-process. The same documents ({characters:.1f} million characters of the Python library) and the same tokenizer; both
-begin with layers that add nothing, both learn by Muon and AdamW, each with its own rules for rates. Parameters:
-{parameters}. Those that multiply are as many in both (duoka's MLP is {MLP} wide for that); nanochat's
-others are tables of value embeddings. nanochat runs as it is, in a group over gloo, which it starts on no CPU itself.
-
-{table(results)}
-CPU time is that of the whole process tree, from the end of the first step to the end of the last. Peaks are of the
-whole run; of duoka's, about 375 MiB are what is imported (torch with DTensor, transformers' Qwen3, pyarrow), and 100
-MiB weights, gradients and the optimizer's state. The held-out loss is over the same tokens of the same documents, each
-in a row alone. duoka shows documents of a row only themselves, and reads all of every document; nanochat fills rows
-best-fit and cuts what does not fit.
-"""
-
-
 def table(results: list[dict[str, Any]]) -> str:
-    lines = [
-        "| tool | processes | steps | tokens per CPU-s | tokens per s | largest process | all processes | held-out |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = (
+        "machine", "work, processes x threads", "tool", "steps", "tokens per CPU-s", "per s", "largest process",
+        "all processes", "held-out", "measured, code",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in results:
+        work = f"{row['precision']}, {row['processes']} x {row['threads']}"
+        start = f"| {row['machine']} | {work} | {row['tool']} | {row['steps']} | "
         if "error" in row:
-            lines.append(f"| {row['tool']} | {row['processes']} | {row['steps']} | {row['error']} | | | | |")
+            lines.append(f"{start}{row['error']} | | | | | |")
             continue
         speeds = f"{row['tokens_per_cpu_s']:,.0f} | {row['tokens_per_wall_s']:,.0f}"
         largest, all_ = row["peak_bytes"] / 2**20, row["sum_of_peaks_bytes"] / 2**20
         lines.append(
-            f"| {row['tool']} | {row['processes']} | {row['steps']} | {speeds} "
-            f"| {largest:,.0f} MiB | {all_:,.0f} MiB | {row['held_out_loss']:.3f} |"
+            f"{start}{speeds} | {largest:,.0f} MiB | {all_:,.0f} MiB | {row['held_out_loss']:.3f} "
+            f"| {row.get('measured', 'before rows were dated')}, {row.get('code', '')} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

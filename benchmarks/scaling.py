@@ -1,9 +1,10 @@
-"""Tokens per CPU-second and per second of one process and of two, one thread each, on the real 135M model.
+"""Tokens per CPU-second and per second of one process and of two, on the real 135M model, with equal work a process.
 
-    python benchmarks/scaling.py --out benchmarks/scaling.json --page benchmarks/scaling.md [--tokens 4096 --steps 2]
+    python benchmarks/scaling.py --out benchmarks/scaling.json --page benchmarks/scaling.md [--precisions fp32 bf16]
 
-Same data, same global batches; the first step (allocation) is left out. Nothing is asserted. What `--out` has of other
-sizes of step stays.
+Each process takes 8 conversations a step (`sft.py`'s, packed), so two processes take steps of twice as many tokens. The
+first step (allocation) is left out. CPU seconds are the ranks' own, from their events. Nothing is asserted. Rows that
+`--out` has of other machines, precisions, methods and rows a process stay.
 """
 
 from __future__ import annotations
@@ -11,97 +12,106 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from watching import end_like_an_interrupt, fill_page, stamp
+from sft import write_chats
+from watching import describe_machine, end_like_an_interrupt, fill_page, machine_kind, stamp
 
-CONFIG = """model: demo
-data: {{train: [./demo.jsonl], max_length: 512}}
-train:
-  {{global_batch: "{tokens} tokens", micro_batch: "512 tokens", precision: fp32, max_steps: {steps}, recompute: none}}
-checkpoint: {{every: 1000}}
-log: {{every: 1, to: []}}
-"""
-RUNS = (("one process", 1, "single"), ("ddp", 2, "ddp"), ("fsdp", 2, "fsdp"))
+# name, processes, threads of each, strategy
+RUNS = (
+    ("one process, one thread", 1, 1, "single"),
+    ("one process, two threads", 1, 2, "single"),
+    ("ddp", 2, 1, "ddp"),
+    ("fsdp", 2, 1, "fsdp"),
+    ("zero2", 2, 1, "zero2"),
+)
 LEFT_OUT = 1
+KEY = ("machine", "precision", "method", "rows_per_process", "name")
 
 
-def write_data(folder: Path) -> None:
-    """Conversations of about 60 to 500 tokens."""
-    lines = []
-    for place in range(200):
-        answer = "one two three four five six seven eight nine ten " * (1 + place * 7 % 40)
-        turns = [{"role": "user", "content": f"Count, please ({place})."}, {"role": "assistant", "content": answer}]
-        lines.append(json.dumps({"messages": turns}))
-    (folder / "demo.jsonl").write_text("\n".join(lines) + "\n")
+def write_config(folder: Path, precision: str, method: str) -> None:
+    config = {
+        "model": "demo", "stage": "sft", "data": {"train": [{"name": "chats.jsonl"}], "max_length": 512},
+        "train": {"precision": precision, "recompute": "none", "seed": 0},
+        "checkpoint": {"every": 1000}, "log": {"every": 1, "to": []},
+    }  # fmt: skip
+    if method == "lora":
+        config["lora"] = {"rank": 8, "alpha": 16, "dropout": 0}
+    (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
 
 
-def measure(name: str, num_processes: int, strategy: str, folder: Path) -> dict[str, Any]:
-    output = folder / strategy
+def measure(run: tuple[str, int, int, str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    name, num_processes, threads, strategy = run
+    output = folder / f"{strategy}-{threads}"
     command = [
         sys.executable, "-m", "duoka", "train", "run.yaml", f"parallel.strategy={strategy}", f"output={output}",
+        f"train.global_batch={options.rows * num_processes}", f"train.max_steps={options.steps}",
         "--nproc", str(num_processes),
     ]  # fmt: skip
-    subprocess.run(
-        command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    load = os.getloadavg()[0]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=environment)
     events = [json.loads(line) for line in (output / "events" / "run.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["type"] == "step" and event["step"] > LEFT_OUT]
     ranks = [json.loads(line) for path in output.glob("events/rank*.jsonl") for line in path.read_text().splitlines()]
     cpu_s = sum(event["cpu_s"] for event in ranks if event["step"] > LEFT_OUT)
     tokens, seconds = sum(step["num_tokens"] for step in steps), sum(step["step_s"] for step in steps)
     return {
-        "name": name, "num_processes": num_processes, "tokens": tokens, "seconds": seconds, "cpu_s": cpu_s,
-        "tokens_per_s": tokens / seconds, "tokens_per_cpu_s": tokens / cpu_s,
+        "name": name, "num_processes": num_processes, "threads": threads, "steps": len(steps), "tokens": tokens,
+        "seconds": seconds, "cpu_s": cpu_s, "tokens_per_s": tokens / seconds, "tokens_per_cpu_s": tokens / cpu_s,
         "wait_share": sum(step["wait_s"] for step in steps) / seconds, "loss": steps[-1]["loss"],
+        "load_at_start": round(load, 1), **stamp(),
     }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--page", type=Path, help="a page whose block of figures is made from --out")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a step of all processes")
-    parser.add_argument("--steps", type=int, default=4, help="of which the first is left out")
+    parser.add_argument("--precisions", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
+    parser.add_argument("--methods", nargs="+", default=["full"], choices=["full", "lora"])
+    parser.add_argument("--rows", type=int, default=8, help="conversations of a step and process")
+    parser.add_argument("--steps", type=int, default=5, help="of which the first is left out")
     options = parser.parse_args()
+    before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    rows = {tuple(row[key] for key in KEY): row for row in before.get("rows", [])}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "run.yaml").write_text(CONFIG.format(tokens=options.tokens, steps=options.steps))
-        write_data(folder)
+        write_chats(folder / "chats.jsonl")
         end_like_an_interrupt()
-        rows = [measure(*run, folder) for run in RUNS]
-    for row in rows:
-        row["of_ideal_per_cpu_s"] = row["tokens_per_cpu_s"] / rows[0]["tokens_per_cpu_s"]
-        row["of_ideal_per_s"] = row["tokens_per_s"] / rows[0]["tokens_per_s"] / row["num_processes"]
-    before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}"
-    sizes = before.get("tokens_a_step", {}) | {str(options.tokens): {"rows": rows, "machine": machine, **stamp()}}
-    options.out.write_text(json.dumps({"tokens_a_step": sizes}, indent=1) + "\n", encoding="utf-8")
+        for precision in options.precisions:
+            for method in options.methods:
+                write_config(folder, precision, method)
+                for run in RUNS:
+                    of = {"machine": machine_kind(), "precision": precision, "method": method}
+                    row = of | {"rows_per_process": options.rows} | measure(run, folder, options)
+                    rows[tuple(row[key] for key in KEY)] = row
+                    print(json.dumps(row), flush=True)
+                    subprocess.run(["rm", "-r", *map(str, folder.glob("*-[12]"))], check=True)
+    found = {"machine": describe_machine(), "rows": list(rows.values())}
+    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.page:
-        fill_page(options.page, page_text(sizes), "figures")
-    for row in rows:
-        print(
-            f"{row['name']:<12} {row['tokens_per_s']:>8.1f} tokens/s ({row['of_ideal_per_s']:.2f} of ideal) "
-            f"{row['tokens_per_cpu_s']:>8.1f} per CPU-second ({row['of_ideal_per_cpu_s']:.2f}), loss {row['loss']:.5f}"
+        fill_page(options.page, page_text(found), "figures")
+
+
+def page_text(found: dict[str, Any]) -> str:
+    """Each row beside one process of one thread on the same machine and work."""
+    heads = "machine", "work", "run", "tokens a step", "tokens per CPU-s", "of one process", "per s", "measured, code"
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    alone = {tuple(row[key] for key in KEY[:-1]): row for row in found["rows"] if row["name"] == RUNS[0][0]}
+    for row in found["rows"]:
+        beside = alone[tuple(row[key] for key in KEY[:-1])]
+        size = round(row["tokens"] / row["steps"])
+        lines.append(
+            f"| {row['machine']} | {row['method']}, {row['precision']} | {row['name']} | {size:,} "
+            f"| {row['tokens_per_cpu_s']:.1f} | {row['tokens_per_cpu_s'] / beside['tokens_per_cpu_s']:.2f} "
+            f"| {row['tokens_per_s']:.1f} | {row['measured']}, {row['code']} |"
         )
-
-
-def page_text(sizes: dict[str, Any]) -> str:
-    lines = ["| tokens a step | run | tokens per CPU-s | of one process | tokens per s | of ideal | measured, code |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for tokens, found in sorted(sizes.items(), key=lambda item: int(item[0])):
-        for row in found["rows"]:
-            lines.append(
-                f"| {int(tokens):,} | {row['name']} | {row['tokens_per_cpu_s']:.1f} | {row['of_ideal_per_cpu_s']:.2f} "
-                f"| {row['tokens_per_s']:.1f} | {row['of_ideal_per_s']:.2f} | {found['measured']}, {found['code']} |"
-            )
-    return "\n".join([*lines, "", f"{found['machine']}."])
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
