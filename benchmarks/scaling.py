@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sft import write_chats
-from watching import describe_machine, end_like_an_interrupt, fill_page, machine_kind, stamp
+from watching import end_like_an_interrupt, fill_page, machine_kind, stamp
 
 # name, processes, threads of each, strategy
 RUNS = (
@@ -44,9 +45,13 @@ def write_config(folder: Path, precision: str, method: str) -> None:
     (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
 
 
+def output_name(run: tuple[str, int, int, str]) -> str:
+    return f"{run[3]}-{run[2]}"
+
+
 def measure(run: tuple[str, int, int, str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     name, num_processes, threads, strategy = run
-    output = folder / f"{strategy}-{threads}"
+    output = folder / output_name(run)
     command = [
         sys.executable, "-m", "duoka", "train", "run.yaml", f"parallel.strategy={strategy}", f"output={output}",
         f"train.global_batch={options.rows * num_processes}", f"train.max_steps={options.steps}",
@@ -91,19 +96,23 @@ def main() -> None:
                     row = of | {"rows_per_process": options.rows} | measure(run, folder, options)
                     rows[tuple(row[key] for key in KEY)] = row
                     print(json.dumps(row), flush=True)
-                    subprocess.run(["rm", "-r", *map(str, folder.glob("*-[12]"))], check=True)
-    found = {"machine": describe_machine(), "rows": list(rows.values())}
-    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                    write(options, list(rows.values()))
+                    shutil.rmtree(folder / output_name(run))
+
+
+def write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """After every run, so that a series that is cut short leaves what it measured."""
+    options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
     if options.page:
-        fill_page(options.page, page_text(found), "figures")
+        fill_page(options.page, page_text(rows), "figures")
 
 
-def page_text(found: dict[str, Any]) -> str:
+def page_text(rows: list[dict[str, Any]]) -> str:
     """Each row beside one process of one thread on the same machine and work."""
     heads = "machine", "work", "run", "tokens a step", "tokens per CPU-s", "of one process", "per s", "measured, code"
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    alone = {tuple(row[key] for key in KEY[:-1]): row for row in found["rows"] if row["name"] == RUNS[0][0]}
-    for row in found["rows"]:
+    alone = {tuple(row[key] for key in KEY[:-1]): row for row in rows if row["name"] == RUNS[0][0]}
+    for row in rows:
         beside = alone[tuple(row[key] for key in KEY[:-1])]
         size = round(row["tokens"] / row["steps"])
         lines.append(
