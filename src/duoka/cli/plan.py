@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from duoka.cli import processes
+
 if TYPE_CHECKING:
     from duoka.bench.dry_run import DryRun
     from duoka.config.schema import ModelConfig, RunConfig
@@ -29,7 +31,9 @@ _DEPTH_VOCABULARY = 65536
 @click.argument("config", type=click.Path(dir_okay=True), required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--on", "on", metavar="MACHINES", help='Other machines than this one, such as "2x8xH100-80G".')
-@click.option("--nproc", type=click.IntRange(min=1), help="Processes to plan for; default: one per GPU, or 1.")
+@click.option(
+    "--nproc", type=processes.nproc, metavar="N", help="Processes to plan for, or auto; default: one per GPU, or 1."
+)
 @click.option("--layout", "layout_name", metavar="LAYOUT", help="Ask about one, such as fsdp16, hsdp2x8, or tp4.pp12.")
 @click.option("--params", metavar="COUNT", help="Without CONFIG: a model of so many parameters, such as 7e9 or 7B.")
 @click.option("--depth", type=click.IntRange(min=1), help="Without CONFIG: a model of so many layers, from nothing.")
@@ -43,7 +47,7 @@ _DEPTH_VOCABULARY = 65536
 def command(
     config: str | None,
     overrides: tuple[str, ...],
-    nproc: int | None,
+    nproc: int | str | None,
     as_json: bool,
     on: str | None = None,
     layout_name: str | None = None,
@@ -58,7 +62,7 @@ def command(
 
     if validate:
         return _print_validation(as_json)
-    place = _find_place(on, nproc)
+    place = _find_place(on, nproc if on is not None else processes.resolve(nproc, config, overrides))
     subject = _find_subject(config, overrides, params, depth, place)
     plan = _make_plan(subject, place, layout_name, price)
     if html is not None:
@@ -74,6 +78,9 @@ def command(
         from duoka.plan.picture import plan_lines
 
         click.echo("\n".join([*plan_lines(plan), *(_dry_run_lines(plan, checked) if checked else [])]))
+        is_open = nproc is None and place.is_here and layout_name is None and not place.machine.gpus
+        if config is not None and is_open and (better := processes.hint(config, overrides, place.world_size)):
+            click.echo(f"\nprocesses  {better}")
     return DoesNotFit.exit_code if plan.verdict == "does not fit" else 0
 
 
@@ -125,7 +132,7 @@ def _print_validation(as_json: bool) -> int:
     return 1 if found.broken else 0
 
 
-def _find_place(on: str | None, nproc: int | None) -> _Place:
+def _find_place(on: str | None, nproc: int | str | None) -> _Place:
     from duoka.plan.catalog import local_cluster, parse_cluster
     from duoka.plan.hardware import read_machine
 
@@ -135,7 +142,9 @@ def _find_place(on: str | None, nproc: int | None) -> _Place:
         cluster = parse_cluster(on)
         return _Place(cluster.machine(), cluster, cluster.num_devices, cluster.per_node, is_here=False)
     machine = read_machine()
-    world_size = nproc or max(1, len(machine.gpus))
+    world_size = max(1, len(machine.gpus)) if nproc is None else int(nproc)
+    if world_size < 1:
+        raise click.UsageError(f"--nproc is {world_size}; at least 1 process is needed")
     return _Place(machine, local_cluster(machine, world_size, world_size), world_size, world_size)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from duoka.cli import processes
 from duoka.cli.hosts import host_options
 from duoka.cli.outcome import print_plan, print_verdict
 from duoka.cli.prepare import Say, finish, load_checked, prepare_run
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 @click.command("train")
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--nproc", type=int, help="Processes; default: one per GPU, on a CPU one.")
+@click.option(
+    "--nproc", type=processes.nproc, metavar="N", help="Processes, or auto; default: one per GPU, on a CPU one."
+)
 @click.option("--port", type=int, help="Port of the rendezvous; default: a free one.")
 @click.option("--restarts", type=click.IntRange(0), default=0, help="Start again up to N times after a crash or hang.")
 @click.option("--nodes", default="", metavar="MIN:MAX", help="Machines, which may leave and come back.")
@@ -65,6 +68,9 @@ def command(
     place = read_rank_environment()
     typed = HostFlags(hosts, hostfile, include, exclude)
     _refuse_contradictions(slurm, k8s, out, sweep, typed != HostFlags())
+    if place is None and flags["nproc"] == processes.AUTO:
+        _refuse_auto(slurm, k8s, flags["nodes"], typed != HostFlags())
+        flags["nproc"] = processes.resolve(processes.AUTO, config, overrides)
     if place is None and k8s:
         return write_manifest(k8s, out, config, overrides, Flags(**flags))
     if place is None and slurm:
@@ -100,6 +106,17 @@ def _refuse_contradictions(slurm: str, k8s: str, out: str, sweep: tuple[str, ...
     if sweep and not slurm:
         raise ConfigError(
             "--sweep makes a job array of Slurm", fix="write --slurm too, or type a command for each value"
+        )
+
+
+def _refuse_auto(slurm: str, k8s: str, nodes: str, hosts: bool) -> None:
+    from duoka.errors import ConfigError
+
+    others = (("--slurm", slurm), ("--k8s", k8s), ("--nodes", nodes), ("--hosts", hosts))
+    if beside := [name for name, is_given in others if is_given]:
+        raise ConfigError(
+            f"--nproc auto is planned for this machine, and {' and '.join(beside)} starts others",
+            fix="write the number of processes of each machine, such as --nproc 8",
         )
 
 
@@ -140,6 +157,9 @@ def _start_here(config: str, overrides: tuple[str, ...], flags: Flags, *, dry_ru
     if loaded.task == "prepare" and not dry_run:
         return _prepare_only(loaded)
     launcher.check()
+    if launcher.num_processes is None and launcher.num_machines == 1 and not machine.gpus and not dry_run:
+        better = processes.hint(config, overrides, num_processes)
+        click.echo(f"note: {better}" if better else "", err=True, nl=bool(better))
     run = find_run_folder(loaded)
     if dry_run:
         return print_plan(config, overrides, run, check_claim(loaded, run), num_ranks)
