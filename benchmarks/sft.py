@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -163,6 +164,8 @@ def main() -> None:
         from duoka.hub.models import model_folder
 
         model = str(model_folder(ModelConfig(name="demo"), Path()))
+        # Kernels are compiled once per machine (some 4 CPU seconds), as the demo's weights are unpacked once.
+        subprocess.run([sys.executable, "-c", "from duoka.model import native; native.find()"], check=True)
         data = Path(name) / "chats.jsonl"
         write_chats(data)
         results: list[dict[str, Any]] = []
