@@ -2,10 +2,11 @@
 
     python benchmarks/sft.py --out benchmarks/sft.json --page benchmarks/sft.md [--peers PYTHON] [--llamafactory PYTHON]
 
-`--peers` is the interpreter of an environment with transformers, trl, peft and datasets; `--llamafactory` that of one
-with LLaMA-Factory. A tool without one is left out. All cases run in turns, one at a time; each is watched from outside:
-CPU time of its whole process tree, its largest process's peak memory, and a line per optimizer step that it writes.
-Rows that `--out` has already stay, unless the same case is measured again; each says when, and of which code.
+`--peers` is the interpreter of an environment with transformers, trl, peft and datasets; `--llamafactory` and
+`--unsloth` of environments with those. A tool without one is left out. All cases run in turns, one at a time; each is
+watched from outside: CPU time of its whole process tree, its largest process's peak memory, and a line per optimizer
+step that it writes. Rows that `--out` has already stay, unless the same case is measured again; each says when, and of
+which code.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from duoka.process.allocator import allocator_environment
 PEERS = Path(__file__).with_name("sft_peers.py")
 NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
 # saving: with a checkpoint beside every step; recompute: with activations computed again, as trl does by default.
-TOOLS = ("duoka", "duoka-saving", "duoka-recompute", "trainer", "trl", "llamafactory")
+TOOLS = ("duoka", "duoka-saving", "duoka-recompute", "trainer", "trl", "llamafactory", "unsloth")
 WORDS = (
     "the of and to in is that it for as was on with his he be by at are this have from or an they which one you model "
     "data train time people water music year city number house river story paper"
@@ -129,7 +130,7 @@ def measure(case: Case, python: str, data: Path, model: str, options: argparse.N
 def choose_cases(options: argparse.Namespace) -> list[Case]:
     """Tools innermost: cases that are compared lie beside each other in time."""
     pythons = dict.fromkeys(TOOLS, sys.executable) | {"trainer": options.peers, "trl": options.peers}
-    pythons["llamafactory"] = options.llamafactory
+    pythons |= {"llamafactory": options.llamafactory, "unsloth": options.unsloth}
     lists = (options.processes, options.precisions, options.methods, options.layouts, options.tools)
     return [
         Case(tool, method, precision, layout, processes, machine_kind(), options.threads)
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=1e9, help="start no case after so many seconds")
     parser.add_argument("--peers", help="interpreter with transformers, trl, peft, datasets")
     parser.add_argument("--llamafactory", help="interpreter with LLaMA-Factory")
+    parser.add_argument("--unsloth", help="interpreter with unsloth")
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
     parser.add_argument("--methods", nargs="+", default=["full", "lora"])
     parser.add_argument("--precisions", nargs="+", default=["fp32"])
@@ -174,7 +176,7 @@ def main() -> None:
             if time.monotonic() - started > options.budget_s:
                 print(case.name, "left out: no time", flush=True)
                 continue
-            python = options.llamafactory if case.tool == "llamafactory" else options.peers
+            python = {"llamafactory": options.llamafactory, "unsloth": options.unsloth}.get(case.tool, options.peers)
             results.append(measure(case, python or "", data, model, options))
             print(case.name, {k: v for k, v in results[-1].items() if k not in asdict(case)}, flush=True)
             write(options, results)
@@ -190,6 +192,9 @@ def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     if options.llamafactory:
         names = ("torch", "transformers", "trl", "llamafactory")
         versions["llamafactory"] = package_versions(options.llamafactory, names)
+    if options.unsloth:
+        names = ("torch", "transformers", "trl", "unsloth")
+        versions["unsloth"] = package_versions(options.unsloth, names)
     work = {
         "model": "SmolLM2-135M-Instruct", "conversations": NUM_CHATS, "max_length": MAX_LENGTH,
         "rows_per_process": ROWS, "accumulation": options.accumulation,

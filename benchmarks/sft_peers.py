@@ -1,4 +1,4 @@
-"""Runs one fine-tune of `sft.py` with a peer, in that peer's own environment: trainer, trl or llamafactory.
+"""Runs one fine-tune of `sft.py` with a peer, in that peer's own environment: trainer, trl, llamafactory or unsloth.
 
     PYTHON benchmarks/sft_peers.py CASE.json
 
@@ -150,10 +150,35 @@ def run_llamafactory(case: dict[str, Any], ends: Any) -> None:
     )  # fmt: skip
 
 
+def run_unsloth(case: dict[str, Any], ends: Any) -> None:
+    from trl import SFTConfig, SFTTrainer
+    from unsloth import FastLanguageModel
+
+    _, rows = tokenize(case)
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        case["model"], max_seq_length=case["max_length"], load_in_4bit=False, full_finetuning=case["method"] == "full"
+    )
+    if case["method"] == "lora":
+        linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        tuned = {"use_gradient_checkpointing": False} if case["packed"] else {}
+        model = FastLanguageModel.get_peft_model(
+            model, r=8, lora_alpha=16, lora_dropout=0, target_modules=linears, **tuned
+        )
+    tuned = {"packing": True, "gradient_checkpointing": False} if case["packed"] else {}
+    arguments = SFTConfig(**common(case), max_length=case["max_length"], **tuned)
+    SFTTrainer(
+        model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[ends]
+    ).train()  # fmt: skip
+
+
 def main() -> None:
     case = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if case["tool"] == "unsloth":  # before what it changes
+        import unsloth  # noqa: F401
     ends = install(Counter(case))
-    {"trainer": run_trainer, "trl": run_trl, "llamafactory": run_llamafactory}[case["tool"]](case, ends)
+    {"trainer": run_trainer, "trl": run_trl, "llamafactory": run_llamafactory, "unsloth": run_unsloth}[case["tool"]](
+        case, ends
+    )
 
 
 if __name__ == "__main__":
