@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from duoka.config.schema import TrainConfig
 from duoka.plan.layout import Layout, Recompute
 from duoka.plan.memory import FITS
+from duoka.plan.recompute import RUNGS, in_words
 from duoka.plan.task import Task, memory_of
 from duoka.units import Amount, format_bytes, parse_amount
 
@@ -52,10 +53,16 @@ def _choose_recompute(
     if need <= FITS * available_bytes:
         reasons["train.recompute"] = "none: activations fit"
         return "none"
+    for how in RUNGS:
+        held = memory_of(task, replace(layout, recompute=how)).peak_bytes
+        if held <= FITS * available_bytes:
+            break
+    least = "" if how == RUNGS[0] else ", the least that fits" if held <= FITS * available_bytes else ""
     reasons["train.recompute"] = (
-        f"full: without it a rank would need {format_bytes(need)}, and {format_bytes(available_bytes)} is available"
+        f"{in_words(how)}{least}: without it a rank would need {format_bytes(need)}, and "
+        f"{format_bytes(available_bytes)} is available"
     )
-    return "full"
+    return how
 
 
 def _choose_micro(task: Task, layout: Layout, available_bytes: int, reasons: dict[str, str]) -> Layout:

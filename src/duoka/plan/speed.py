@@ -13,13 +13,14 @@ from typing import Any
 from duoka.config.schema import GRAPHS
 from duoka.plan.activations import activation_bytes_per_token, is_narrow
 from duoka.plan.catalog import Cluster
-from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
+from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token, products
 from duoka.plan.fp8 import fp8_weights, rounding_bytes
 from duoka.plan.layout import Layout
 from duoka.plan.memory import moved_activations
 from duoka.plan.offload import disk_seconds, moved_bytes
 from duoka.plan.pipeline import PassTimes, bubble
 from duoka.plan.recipe import Work, shares, slowest_stage, static_memory
+from duoka.plan.recompute import part_of_layers
 from duoka.plan.traffic import Exchange, Reshard, traffic
 
 
@@ -150,7 +151,11 @@ def estimate_speed(
     cores = cluster.per_node if device.kind == "cpu" else 1  # CPU ranks of a node share it
     matmul_s, attention_s, touch_s = _pass_seconds(work, layout, cluster, load, rates)
     forward = max(matmul_s + attention_s + touch_s, _launch_s(work, layout, device.kind))
-    again = forward if layout.recompute == "full" else touch_s if layout.recompute == "selective" else 0.0
+    whole_again = part_of_layers(layout.recompute, shares(work, layout)[0].num_layers)
+    again, attention_again = whole_again * forward, whole_again
+    if layout.recompute == "selective":
+        whole_again, attention_again = _products_again(work), float(_redoes_scores(work))
+        again = attention_s if attention_again else touch_s + whole_again * matmul_s
     double = 2.0 if not work.num_frozen else 1.0 + (3 if work.lora else 1) * work.num_trainable / work.num_frozen
     floor = _launch_s(work, layout, device.kind) * 2
     backward = max(double * matmul_s + 2.5 * attention_s + touch_s * TOUCHES_BACKWARD, floor)
@@ -175,8 +180,8 @@ def estimate_speed(
     on_way = disk_seconds(kept, cluster) if layout.activations == "disk" else kept / PCIE_BYTES_PER_S
     moving = max(0.0, on_way - compute)  # beside both passes
     parts = {
-        "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full") + work.looks),
-        "attention": count * attention_s * (3.5 + (layout.recompute == "full") + work.looks),
+        "matrix products": count * matmul_s * (1 + double + whole_again + work.looks),
+        "attention": count * attention_s * (3.5 + attention_again + work.looks),
         "exchange": exposed,
         "pipeline bubble": waits,
         "optimizer": optimizer,
@@ -254,6 +259,19 @@ def _weights_seconds(work: Work, matmul_s: float) -> float:
     head = shape.num_head or shape.num_embedding
     share = shape.num_block_linear / max(1, shape.num_block_linear + head)
     return matmul_s * share * work.num_trainable / work.num_total
+
+
+def _redoes_scores(work: Work) -> bool:
+    return work.program is not None and work.program.selective == "all but scores"
+
+
+def _products_again(work: Work) -> float:
+    """Of all products with weights, the part that a program's selective recompute makes again."""
+    if work.program is None or work.program.selective != "every second product":
+        return 0.0
+    shape = work.shape
+    again = [linear.num_in * linear.num_out for linear in shape.linears][1::2]
+    return sum(again) * shape.num_layers / products(shape)
 
 
 def _launch_s(work: Work, layout: Layout, kind: str) -> float:
