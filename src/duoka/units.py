@@ -66,7 +66,7 @@ def parse_warmup(value: int | float | str) -> float | Amount:
 
 
 def parse_share_of_layers(value: int | float | str) -> Fraction:
-    """ "1/2" -> every second layer, "3/4" -> three of four. Raises ValueError for none, for all, and for anything else."""
+    """ "1/2" -> every second layer, "3/4" -> three of four; neither none nor all. Raises ValueError with the reason."""
     found = re.match(r"^\s*([0-9]{1,4})\s*/\s*([0-9]{1,4})\s*$", value) if isinstance(value, str) else None
     if not found:
         raise ValueError(f'{value!r} is no share of the layers; write for example "1/2"')

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -108,6 +109,16 @@ def carry_host_tensors(size=4):
             except RuntimeError as error:
                 found[name] = str(error)
     return found
+
+
+def measure_the_card():
+    """What `make gpu-check` measures of a card before its cases."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    from gpu import measure_card
+
+    with FakeGpu() as gpu:
+        found = measure_card()
+    return {**found, "products": gpu.kernels["mm"], "copies": gpu.kernels["copy_"]}
 
 
 def _held(engine, optimizer):

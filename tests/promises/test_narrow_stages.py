@@ -1,4 +1,4 @@
-"""`train.weights: bf16` in stages beyond text and conversations: pairs, scores, drawn answers, with a head of values."""
+"""`train.weights: bf16` in stages beyond text and conversations: pairs, scores, drawn answers, a head of values."""
 
 import json
 import math
@@ -42,7 +42,10 @@ def runs(tmp_path_factory, tiny_model):
     for stage in STAGES:
         draws = stage in ("grpo", "ppo")
         text = YAML.format(
-            model=tiny_model, data="task:sort" if draws else pairs, stage="rl" if draws else stage, output=folder / "out"
+            model=tiny_model,
+            data="task:sort" if draws else pairs,
+            stage="rl" if draws else stage,
+            output=folder / "out",
         )
         text += RL.format(algorithm=stage, folder=folder) if draws else ""
         yaml = folder / f"{stage}.yaml"

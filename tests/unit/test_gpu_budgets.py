@@ -78,7 +78,8 @@ def by_layers(cases):
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
     cases = by_layers(PER_LAYER | WITH_LIGER) | OTHERS | SHARED | OFFLOADED
-    return count_steps(cases, tmp_path_factory.mktemp("fakegpu"), {"host tensors": ("carry_host_tensors", {})})
+    others = {"host tensors": ("carry_host_tensors", {}), "card": ("measure_the_card", {})}
+    return count_steps(cases, tmp_path_factory.mktemp("fakegpu"), others)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +164,15 @@ def test_the_group_of_shared_steps_refuses_tensors_of_the_host(steps):
     assert all("No backend type associated with device type cpu" in text for text in refused.values()), refused
     for name in SHARED:
         assert {"all-gather", "reduce-scatter"} <= set(ran(steps[name])["exchanged"]), name
+
+
+def test_what_gpu_check_measures_of_a_card_runs_on_one(steps):
+    """Each timed product and copy takes the 8 ms that lie between any two events here."""
+    card = steps["card"]
+    assert "error" not in card, card["error"]
+    assert (card["products"], card["copies"]) == (25, 25)
+    assert card["product_flops"] == pytest.approx(2 * 8192**3 / 0.008)
+    assert card["copy_bytes_per_s"] == pytest.approx(2 * 2 * 2**30 / 0.008)
 
 
 def test_passes_take_the_time_that_the_gpu_took(steps):

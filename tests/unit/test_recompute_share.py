@@ -43,6 +43,7 @@ def test_every_second_layer_and_the_last_is_kept():
     assert whole_layers("3/4", 8) == (True, True, True, False, True, True, True, False)
     assert whole_layers("none", 3) == whole_layers("selective", 3) == (False,) * 3
     assert whole_layers("full", 3) == (True,) * 3 and whole_layers("1/2", 0) == ()
+    assert whole_layers("1/2", 5) == (True, True, False, True, False), "three of five, and the last is kept"
 
 
 @pytest.mark.parametrize("share", ["1/2", "1/3", "2/3", "1/4", "3/4", "2/5", "7/10"])
@@ -51,6 +52,7 @@ def test_at_least_that_share_evenly_spread(share):
     for layers in range(1, 41):
         again = whole_layers(share, layers)
         assert 0 <= sum(again) - layers * some / of < 1, "less memory than was asked for, by less than a layer"
+        assert not again[-1] or all(again)
         for length in range(1, layers):
             counts = {sum(again[at : at + length]) for at in range(layers - length + 1)}
             assert max(counts) - min(counts) <= 1, (layers, length, again)
@@ -193,9 +195,26 @@ def test_auto_takes_the_least_that_fits(tmp_path):
         filled = fill_in(train, task, layout, int(need / FITS) + 1)
         assert filled.layout.recompute == how
         assert filled.reasons["train.recompute"].startswith(how)
-    assert "the least that fits" in fill_in(train, task, layout, int(needs["1/2"] / FITS) + 1).reasons["train.recompute"]
+    assert (
+        "the least that fits" in fill_in(train, task, layout, int(needs["1/2"] / FITS) + 1).reasons["train.recompute"]
+    )
     nothing = fill_in(train, task, layout, 2**30)
     assert nothing.layout.recompute == "full" and "least" not in nothing.reasons["train.recompute"]
+
+
+def test_auto_takes_more_where_that_lets_a_gpu_compute_enough_at_once(tmp_path):
+    """Rows of 256 tokens: with a quarter of the layers computed again one row fits, with all of them many."""
+    task = Task(Work(LLAMA_7B, None, "cuda"), Amount(512, "samples"), 256)
+    layout = replace(parse_layout("fsdp8"), precision="bf16", micro=Amount(256, "tokens"))
+    needs = {how: memory_of(task, replace(layout, recompute=how)).peak_bytes for how in ("none", *RUNGS)}
+    train = from_yaml(tmp_path, "auto").config.train
+    filled = fill_in(train, task, layout, int(needs["1/4"] / FITS) + 1)
+    assert filled.layout.recompute == "full" and filled.layout.micro.count > 256
+    assert "faster with" in filled.reasons["train.recompute"]
+    by_hand = fill_in(
+        train.model_copy(update={"micro_batch": "256 tokens"}), task, layout, int(needs["1/4"] / FITS) + 1
+    )
+    assert by_hand.layout.recompute == "1/4", "of what is asked for, the least"
 
 
 def test_a_run_that_does_not_fit_is_told_the_least_share():

@@ -272,8 +272,8 @@ class TrainConfig(Section):
     )
     recompute: Literal["auto", "none", "selective", "full"] | LayerShare = Field(
         "auto",
-        description="Compute activations again in the backward pass to save memory. full: of every layer; 1/2: of every "
-        "second layer, 1/4: of every fourth, 3/4: of three in four; selective: the cheap operators of every layer.",
+        description="Compute activations again in the backward pass to save memory. full: of every layer; 1/2: of "
+        "every second layer, 1/4: of every fourth, 3/4: of three in four; selective: each layer's cheap operators.",
     )
     loss: Literal["likelihood", "dft"] = Field(
         "likelihood",

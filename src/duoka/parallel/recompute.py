@@ -1,4 +1,4 @@
-"""Activations computed again in the backward pass instead of kept: of all layers or some, or of what is cheap to redo."""
+"""Activations computed again in the backward pass instead of kept: of all layers, of some, or what is cheap to redo."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from duoka.plan.activations import (
 from duoka.plan.fp8 import fp8_weights
 from duoka.plan.layout import Layout
 from duoka.plan.offload import LAYERS_HERE, buffer_bytes
-from duoka.plan.recompute import is_share, whole_layers
 from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
+from duoka.plan.recompute import is_share, whole_layers
 
 # A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
 # measured). The upper end has what glibc keeps of freed blocks, up to 250 MiB more, from run to run others.
@@ -193,7 +193,9 @@ def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, len
     edge, usual = boundary_bytes(work, layout), one_layer
     if layout.recompute == "selective":
         usual = int(selective_bytes(work, layout) * tokens)
-        formula = f"{_SELECTIVE[work.program.selective if work.program else 'products']}, and one layer whole: {formula}"
+        formula = (
+            f"{_SELECTIVE[work.program.selective if work.program else 'products']}, and one layer whole: {formula}"
+        )
     layers = [edge * tokens if whole else usual for whole in whole_layers(layout.recompute, share.num_layers)]
     kept = sum(layers) * share.in_flight
     if layout.recompute == "full":

@@ -29,9 +29,7 @@ PROGRAMS: Mapping[str, Program] = {
     "megatron-deepspeed fp32 grads": replace(_MEGATRON, name="Megatron-DeepSpeed", gradients=6),
     # Its selective recompute by operators keeps every second product. Whole logits in fp32: what the softmax gave, and
     # two gradients of that in the backward pass.
-    "torchtitan": Program(
-        "torchtitan", 4, 4, 0, 8, logits=12, shares_rows=True, selective="every second product"
-    ),
+    "torchtitan": Program("torchtitan", 4, 4, 0, 8, logits=12, shares_rows=True, selective="every second product"),
     "torchtune full logits": replace(_BF16, logits=10),
     "torchtune": _BF16,
     "torchtune in backward": replace(_BF16, in_place=True),

@@ -6,6 +6,7 @@ was planned. Layers are counted on each rank alone: every stage of a pipeline co
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -28,16 +29,18 @@ def is_share(how: str) -> bool:
 
 
 def whole_layers(how: str, num_layers: int) -> tuple[bool, ...]:
-    """Of each layer, whether all of it is computed again; evenly spread, and of each group of layers the first ones.
+    """Of each layer, whether all of it is computed again: at least that share, evenly spread, and never the last one.
 
-    The first, because the backward pass begins with the last layer: where that is kept whole, nothing is computed again
-    while everything else is still there.
+    The backward pass begins with the last layer: where that is kept whole, nothing is computed again while everything
+    else is still there.
     """
     if how in ("none", "selective"):
         return (False,) * num_layers
-    share = Fraction(1) if how == "full" else parse_share_of_layers(how)
-    upto = [math.ceil(share * layers) for layers in range(num_layers + 1)]
-    return tuple(after > before for before, after in zip(upto, upto[1:], strict=False))
+    if how == "full":
+        return (True,) * num_layers
+    count = math.ceil(parse_share_of_layers(how) * num_layers)
+    upto = [math.ceil(Fraction(count * layers, max(1, num_layers))) for layers in range(num_layers + 1)]
+    return tuple(after > before for before, after in itertools.pairwise(upto))
 
 
 def part_of_layers(how: str, num_layers: int) -> float:

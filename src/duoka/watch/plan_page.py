@@ -80,7 +80,10 @@ def _stack(parts: Mapping[str, float], whole: float, words: Callable[[float], st
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     layout, speed = plan.layout, plan.speed
     rows = [
-        ("layout", f"{layout.name}, {layout.precision}, recompute {in_words(layout.recompute)}, micro-batch {layout.micro}"),
+        (
+            "layout",
+            f"{layout.name}, {layout.precision}, recompute {in_words(layout.recompute)}, micro-batch {layout.micro}",
+        ),
         *((key, reason) for key, reason in plan.reasons.items()),
         ("samples", plan.samples_sentence()),
         *([("host memory", plan.host.sentence())] if plan.host.needed_bytes else []),
