@@ -89,6 +89,14 @@ def test_a_share_is_refused_in_a_manifest_that_says_nonsense():
         Layout.from_json(Layout().to_json() | {"recompute": "some"})
 
 
+def test_layers_in_cuda_graphs_are_not_computed_again(tmp_path):
+    path = tmp_path / "run.yaml"
+    train = "{recompute: 1/2, compile: reduce-overhead}"
+    path.write_text(f"model: demo\ndata: {{train: [identity], fixed_rows: true}}\ntrain: {train}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="train.recompute is 1/2: layers that are computed again"):
+        load_config(str(path))
+
+
 def kept_bytes(model, how):
     """(bytes kept for the backward pass, how often each layer was begun)."""
     lm = load_model(ModelRequest(model, dtype=torch.float32))
@@ -126,11 +134,11 @@ def test_each_layer_of_the_share_is_computed_twice_and_the_others_once(tiny_mode
 def test_a_rank_of_a_pipeline_counts_its_own_layers(tiny_model):
     lm = load_model(ModelRequest(tiny_model, dtype=torch.float32))
     layers = lm.model.layers
-    mine = list(layers)[-2:]
-    for place in range(len(layers) - 2):
+    mine = list(layers)[-3:]
+    for place in range(len(layers) - 3):
         layers[place] = Absent(layers[place])
     apply_recompute(lm, "1/2")
-    assert [layer.gradient_checkpointing for layer in mine] == [True, False]
+    assert [layer.gradient_checkpointing for layer in mine] == [True, True, False], "of four: every second one"
 
 
 def test_layers_without_a_switch_are_refused(tiny_model, monkeypatch):
