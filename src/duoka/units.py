@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 _SCALE = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000, "g": 1_000_000_000}
@@ -62,6 +63,17 @@ def parse_warmup(value: int | float | str) -> float | Amount:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r} must be a number of at least 0")
     return float(value)
+
+
+def parse_share_of_layers(value: int | float | str) -> Fraction:
+    """ "1/2" -> every second layer, "3/4" -> three of four; neither none nor all. Raises ValueError with the reason."""
+    found = re.match(r"^\s*([0-9]{1,4})\s*/\s*([0-9]{1,4})\s*$", value) if isinstance(value, str) else None
+    if not found:
+        raise ValueError(f'{value!r} is no share of the layers; write for example "1/2"')
+    some, of = (int(part) for part in found.groups())
+    if not 0 < some < of:
+        raise ValueError(f"{value!r} must be between none and all of the layers")
+    return Fraction(some, of)
 
 
 @dataclass(frozen=True)

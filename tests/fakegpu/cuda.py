@@ -79,6 +79,7 @@ def answer_for_one_gpu():
         "Stream": Stream,
         "Event": Event,
         "synchronize": lambda device=None: _note("cuda.synchronize"),
+        "get_device_name": lambda device=None: "a GPU that computes nothing",
         "mem_get_info": lambda device=None: (70 * 2**30, 80 * 2**30),
         "get_device_capability": lambda device=None: (9, 0),
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),

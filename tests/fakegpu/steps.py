@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from duoka.comm.collectives import gather_into, scatter_into
 from duoka.comm.world import World
 from duoka.config.schema import RunConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
@@ -82,10 +84,41 @@ def count_step(
         "kernels": sum(gpu.kernels.values()), "by_kernel": dict(gpu.kernels), "syncs": dict(gpu.syncs),
         "uploads": dict(gpu.uploads), "on_host": dict(gpu.on_host), "casts": dict(gpu.casts),
         "has_stepped": result.is_finite and not result.is_short,
-        "num_layers": num_layers, "micro_batches": MICRO_BATCHES,
+        "num_layers": num_layers, "micro_batches": MICRO_BATCHES, "exchanged": sorted(result.traffic),
         "seconds": [result.times.forward_s, result.times.backward_s],
         "held_on_host": sorted(name for name, held in _held(engine, contents.optimizer) if held.device.type == "cpu"),
     }  # fmt: skip
+
+
+def carry_host_tensors(size=4):
+    """What a collective on a tensor of the host raises in the world of these steps, by its name; "" where nothing."""
+    host, parts = torch.ones(size), torch.ones(size * size)
+    asked = {
+        "all-reduce": lambda: dist.all_reduce(host),
+        "all-gather": lambda: gather_into(parts, host),
+        "reduce-scatter": lambda: scatter_into(host, parts),
+        "all-to-all": lambda: dist.all_to_all_single(parts, parts.clone()),
+        "broadcast": lambda: dist.broadcast(host, 0),
+    }
+    found = {}
+    with _world(Layout(dp=size, strategy="fsdp", shard=size)):
+        for name, ask in asked.items():
+            try:
+                ask()
+                found[name] = ""
+            except RuntimeError as error:
+                found[name] = str(error)
+    return found
+
+
+def measure_the_card():
+    """What `make gpu-check` measures of a card before its cases."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    from gpu import measure_card
+
+    with FakeGpu() as gpu:
+        found = measure_card()
+    return {**found, "products": gpu.kernels["mm"], "copies": gpu.kernels["copy_"]}
 
 
 def _held(engine, optimizer):

@@ -26,6 +26,7 @@ output: {output}
 WAYS = {
     "single": (1, []),
     "recomputing": (1, ["train.recompute=full"]),
+    "recomputing some": (1, ["train.recompute=1/2"]),
     "LoRA": (1, ["lora={rank: 4}"]),
     "padded": (1, ["data.packing=false"]),
     "alone, fsdp": (1, ["parallel.strategy=fsdp"]),

@@ -41,7 +41,7 @@ NIGHTLY = {
     "1 process, stage 0": ("tied", 1, use(0, CUT)),
     "1 process, stage 3": ("odd", 1, use(3, CUT)),
     "stage 2, LoRA": ("odd", 2, use(2, CUT, LORA)),
-    "stage 3, padded, recomputing": ("odd", 2, use(3, *PADDED, "train.recompute=full")),
+    "stage 3, padded, recomputing": ("odd", 2, use(3, *PADDED, "train.recompute=1/2")),
     "stage 3, offloading": ("tied", 2, use(3, WHOLE, "parallel.offload=params")),
     "stage 2, overlapping": ("odd", 2, use(2, CUT, "parallel.deepspeed.overlap_comm=true")),
     "stage 3, overlapping": ("tied", 2, use(3, CUT, "parallel.deepspeed.overlap_comm=true", SUB_GROUPS)),

@@ -28,7 +28,7 @@ SPLITS = {
     "recomputing": (1, [CUT, "train.recompute=full"]),
     "recomputing what is cheap": (1, [CUT, "train.recompute=selective"]),
     "2 processes": (2, [CUT, "parallel.strategy=ddp"]),
-    "2 processes, fsdp, padded, recomputing": (2, [*PADDED, "parallel.strategy=fsdp", "train.recompute=full"]),
+    "2 processes, fsdp, padded, recomputing": (2, [*PADDED, "parallel.strategy=fsdp", "train.recompute=1/2"]),
     "3 processes, rehearsing": (3, [CUT, "train.rehearse=true"]),
 }
 

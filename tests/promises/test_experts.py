@@ -30,7 +30,7 @@ OWN = {
     "DeepSeek-V3": Case("deepseek_v3", {**LATENT, "head_dim": 8}),
     # All tokens go to two of the eight, and six have none, on every rank.
     "two take all": Case("qwen3_moe", {**QWEN, "head_dim": 8, "skewed": True}),
-    "balanced": Case("qwen3_moe", {**QWEN, "head_dim": 8, "mlp_only_layers": [0]}, balance=0.5, recompute="full"),
+    "balanced": Case("qwen3_moe", {**QWEN, "head_dim": 8, "mlp_only_layers": [0]}, balance=0.5, recompute="1/2"),
     "balanced, padded": replace(CASES["experts of Mixtral"], packing=False, balance=0.5),
     "LoRA": Case("qwen3_moe", {**QWEN, "head_dim": 8}, lora=("q_proj", "v_proj"), optimizer="adamw"),
     "LoRA of experts": Case("qwen3_moe", {**QWEN, "head_dim": 8}, lora=True, optimizer="adamw"),
@@ -124,7 +124,7 @@ def count_bytes():
 
     world = start_world(ParallelConfig(strategy="fsdp"))
     mesh = build_mesh(parse_layout("fsdp2·ep2"), world)
-    for recompute, passes in (("none", 4), ("full", 6)):
+    for recompute, passes in (("none", 4), ("full", 6), ("1/2", 5)):
         case = replace(OWN["Qwen3"], lengths=(300, 280), rows=(((0,),), ((1,),)), recompute=recompute)
         routed = []
 

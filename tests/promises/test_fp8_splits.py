@@ -33,7 +33,7 @@ SPLITS = {
     "ddp": (2, ["parallel.strategy=ddp", CUT]),
     "zero2": (2, ["parallel.strategy=zero2", CUT]),
     "fsdp": (2, ["parallel.strategy=fsdp", CUT]),
-    "fsdp, recomputing": (2, ["parallel.strategy=fsdp", CUT, "train.recompute=full"]),
+    "fsdp, recomputing": (2, ["parallel.strategy=fsdp", CUT, "train.recompute=1/2"]),
     "hsdp, offloading": (2, ["parallel.strategy=hsdp", "parallel.shard_ranks=2", CUT, "parallel.offload=params"]),
     "pipeline": (2, ["parallel.pipeline=2", CUT]),
     "sequence": (2, ["parallel.sequence=2", CUT]),

@@ -181,7 +181,7 @@ def layout_of(name):
     from duoka.plan.layout import parse_layout
 
     first, *how = name.split()
-    recompute = next((word for word in how if word in ("full", "selective")), "none")
+    recompute = next((word for word in how if word in ("full", "selective", "1/2")), "none")
     schedule = next((word for word in how if word in ("gpipe", "interleaved", "zero-bubble", "zbv")), "1f1b")
     virtual = 2 if schedule in ("interleaved", "zbv") else 1
     return replace(parse_layout(first), schedule=schedule, virtual=virtual, recompute=recompute)
@@ -316,7 +316,7 @@ def test_two_stages_equal_one_process(tmp_path):
     cases = [(model, layout, "three", "sgd", "all") for model, layout in itertools.product(MODELS, TWO_STAGES)]
     cases += [("untied", layout, "one", "adamw", "all") for layout in TWO_STAGES]
     cases += [("tied", layout, "three", "sgd", "all") for layout in ("single·pp2 gpipe", "single·pp2 full")]
-    layouts = ("single·pp2", "single·pp2 interleaved full")
+    layouts = ("single·pp2", "single·pp2 interleaved 1/2")
     cases += [(model, layout, "three", "adamw", "lora") for model in ("tied", "biases") for layout in layouts]
     cases += [("untied", layout, "three", "adamw", "late") for layout in ("single·pp2", "single·pp2 interleaved")]
     run_cases(tmp_path, 2, cases)
@@ -335,7 +335,7 @@ def test_stages_beside_data_ranks_equal_one_process(tmp_path):
     cases = [
         (model, layout, "three", "adamw", "all") for model, layout in itertools.product(("untied", "tied"), COPIES)
     ]
-    cases += [("tied", "zero2x2·pp2", "three", "sgd", "all"), ("tied", "zero1x2·pp2 full", "one", "adamw", "all")]
+    cases += [("tied", "zero2x2·pp2", "three", "sgd", "all"), ("tied", "zero1x2·pp2 1/2", "one", "adamw", "all")]
     cases += [("tied", "zero1x2·pp2", "three", "adamw", "lora"), ("untied", "zero1x2·pp2", "three", "sgd", "late")]
     cases += [("tied", "single·pp4", "three", "sgd", "all"), ("biases", "ddp2·pp2 interleaved", "three", "sgd", "all")]
     cases += [

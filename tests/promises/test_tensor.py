@@ -82,7 +82,7 @@ def look(folder, layouts, names, adaptive):
                 check(name, layout, "adamw", 3)
             check_nothing_is_whole(engine)
         check(names[0], layout, "sgd", 1)
-        for recompute in ("full", "selective"):
+        for recompute in ("full", "selective", "1/2"):
             check(names[0], replace(layout, recompute=recompute), "sgd", 3)
         for name in {"llama", "phi3"} & set(names):
             check(name, layout, "sgd", 3, lora=True)
@@ -203,7 +203,7 @@ def check_bytes(folder, world):
     tokens = 600
     micro = pack([(torch.arange(tokens) % 61, torch.ones(tokens, dtype=torch.bool))], [0])
     layout = parse_layout("single.tp2")
-    for recompute in ("none", "full", "selective"):
+    for recompute in ("none", "full", "selective", "1/2"):
         layout = replace(layout, recompute=recompute)
         engine = build(folder, layout, world)
         LEDGER.take()

@@ -158,7 +158,7 @@ def test_graphs_begin_each_pass_and_have_gradients_of_their_own(kernel, asked, m
 
 
 def test_graphs_are_refused_where_a_layer_is_cut_or_computed_again(kernel, asked, monkeypatch) -> None:
-    for layout in ({"recompute": "full"}, {"recompute": "selective"}):
+    for layout in ({"recompute": "full"}, {"recompute": "selective"}, {"recompute": "1/2"}):
         with pytest.raises(ConfigError, match="cannot be recorded"):
             compiled(build("llama"), TOKENS, compile=GRAPHS, **layout)
     with pytest.raises(ConfigError, match="cannot be recorded"):

@@ -187,7 +187,7 @@ def learn(model, micros):
 def test_a_models_own_dropout_and_its_attentions_are_counted(kind):
     model = build(kind)
     want, grads = learn(model, layouts(Store())[0])
-    for recompute in ("", "full", "selective"):
+    for recompute in ("", "full", "selective", "1/2"):
         again = build(kind, recompute)
         for micros in layouts(Store()):
             torch.manual_seed(5)  # and nothing depends on it

@@ -67,8 +67,11 @@ def real_peak(lora, recompute):
     lm = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation=register_attention()))
     lm = apply_lora(lm, lora) if lora else lm
     apply_fused(lm)  # the parts that parallelize puts in
-    if recompute == "full":
+    if recompute != "none":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if recompute == "1/3":
+        for place, layer in enumerate(lm.model.layers):
+            layer.gradient_checkpointing = place in (0, 2)  # two of four are the least that is a third
     model = LossModel(lm.train())
     optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad], fused=True)
     ids = torch.zeros((1, TOKENS), dtype=torch.long)
@@ -84,7 +87,7 @@ def real_peak(lora, recompute):
     return live.peak
 
 
-@pytest.mark.parametrize(("config", "recompute"), [(PLAIN, "none"), (PLAIN, "full"), (ADAPTED, "none")])
+@pytest.mark.parametrize(("config", "recompute"), [(PLAIN, "none"), (PLAIN, "full"), (PLAIN, "1/3"), (ADAPTED, "none")])
 def test_a_dry_run_sees_what_a_real_step_allocates(config, recompute):
     found = dry_run(config, FACTS, Layout(recompute=recompute, packing=False), [TOKENS])
     measured = real_peak(config.lora, recompute)
@@ -92,6 +95,16 @@ def test_a_dry_run_sees_what_a_real_step_allocates(config, recompute):
         f"{found.peak_bytes / 2**20:.2f} against {measured / 2**20:.2f}"
     )
     assert not dist.is_initialized()
+
+
+def test_a_straight_line_through_models_of_which_as_much_is_computed_again(monkeypatch):
+    """A third of 15 layers, from 6 and 12 of them; and run whole."""
+    layout, facts = Layout(recompute="1/3", packing=False), FACTS | {"num_hidden_layers": 15}
+    line = dry_run(PLAIN, facts, layout, [TOKENS])
+    monkeypatch.setattr(module, "PROBED_LAYERS", (16, 32))
+    whole = dry_run(PLAIN, facts, layout, [TOKENS])
+    assert line.probed == (6, 12) and whole.probed == (15,)
+    assert line.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(

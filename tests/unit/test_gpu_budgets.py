@@ -28,6 +28,13 @@ WITH_LIGER = {
 OTHERS = {
     "full, selective": {"recompute": "selective"},
     "full, full recompute": {"recompute": "full"},
+    "full, every second layer": {"recompute": "1/2"},
+}
+# Of worlds whose process group refuses tensors of the host, as NCCL's: ("zero3" is fsdp).
+SHARED = {
+    "zero2": {"strategy": "zero2", "size": 4},
+    "fsdp": {"strategy": "fsdp", "size": 4},
+    "fsdp, every second layer": {"strategy": "fsdp", "size": 4, "recompute": "1/2"},
 }
 # The same at other places of the code: `make nightly` runs them.
 PER_LAYER_AT_NIGHT = {
@@ -55,11 +62,12 @@ RARE_OFFLOADED = {
 HOST_WORK = ("duoka/model/drawing.py",)  # whether torch's random state of the host has moved
 
 
-def count_steps(calls, folder):
+def count_steps(calls, folder, others=None):
     if why_not():
         pytest.skip(why_not())
     guard = compile_guard(folder)
-    found = run_on_fake_gpu(guard, {name: ("count_step", how) for name, how in calls.items()}, folder)
+    steps = {name: ("count_step", how) for name, how in calls.items()}
+    found = run_on_fake_gpu(guard, steps | (others or {}), folder)
     return {name: {**answer, "name": name} for name, answer in found.items()}
 
 
@@ -69,8 +77,9 @@ def by_layers(cases):
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    cases = by_layers(PER_LAYER | WITH_LIGER) | OTHERS | OFFLOADED
-    return count_steps(cases, tmp_path_factory.mktemp("fakegpu"))
+    cases = by_layers(PER_LAYER | WITH_LIGER) | OTHERS | SHARED | OFFLOADED
+    others = {"host tensors": ("carry_host_tensors", {}), "card": ("measure_the_card", {})}
+    return count_steps(cases, tmp_path_factory.mktemp("fakegpu"), others)
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +140,12 @@ def check_places(step):
     assert not waiting, waiting
 
 
-@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER), *OTHERS])
+@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER), *OTHERS, *SHARED])
 def test_the_host_waits_for_the_gpu_once_a_step(steps, name):
     check_waits(steps[name])
 
 
-@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER), *OTHERS])
+@pytest.mark.parametrize("name", [*(f"{name} 2" for name in PER_LAYER), *OTHERS, *SHARED])
 def test_nothing_of_a_step_is_on_the_host(steps, name):
     check_places(steps[name])
 
@@ -148,13 +157,32 @@ def test_other_steps_wait_once_and_have_nothing_on_the_host(rare_steps, name):
     check_places(rare_steps[name])
 
 
+def test_the_group_of_shared_steps_refuses_tensors_of_the_host(steps):
+    """What NCCL alone says of them. A step that ran in such a world exchanged nothing that lies on the host."""
+    refused = {name: text for name, text in steps["host tensors"].items() if name != "name"}
+    assert len(refused) == 5
+    assert all("No backend type associated with device type cpu" in text for text in refused.values()), refused
+    for name in SHARED:
+        assert {"all-gather", "reduce-scatter"} <= set(ran(steps[name])["exchanged"]), name
+
+
+def test_what_gpu_check_measures_of_a_card_runs_on_one(steps):
+    """Each timed product and copy takes the 8 ms that lie between any two events here."""
+    card = steps["card"]
+    assert "error" not in card, card["error"]
+    assert (card["products"], card["copies"]) == (25, 25)
+    assert card["product_flops"] == pytest.approx(2 * 8192**3 / 0.008)
+    assert card["copy_bytes_per_s"] == pytest.approx(2 * 2 * 2**30 / 0.008)
+
+
 def test_passes_take_the_time_that_the_gpu_took(steps):
     """The host only launches them."""
     assert ran(steps["full 2"])["seconds"] == [2 * 0.008, 2 * 0.008]
 
 
 def test_recomputing_selectively_computes_attention_once(steps):
-    for name, times in {"full, selective": 1, "full, full recompute": 2, "full 2": 1}.items():
+    halves = {"full, every second layer": 1.5, "fsdp, every second layer": 1.5, "fsdp": 1}
+    for name, times in ({"full, selective": 1, "full, full recompute": 2, "full 2": 1} | halves).items():
         kernels = ran(steps[name])["by_kernel"]
         assert kernels["_varlen_attn"] == times * kernels["_varlen_attn_backward"] == times * 4, name
 

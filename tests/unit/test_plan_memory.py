@@ -100,6 +100,8 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False):
     [
         (None, "fp32", "none"),
         (None, "fp32", "full"),
+        (None, "fp32", "1/2"),
+        (0.05, "bf16", "3/4"),
         (None, "fp32", "selective"),
         (None, "bf16", "selective"),
         (0.0, "fp32", "selective"),
@@ -121,7 +123,7 @@ def test_predicted_peak_is_what_a_real_step_allocates(dropout, precision, recomp
     assert abs(ratio - 1) < allowed, f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "1/4", "full", "selective"])
 def test_bf16_weights_take_half(recompute):
     tokens = 8 * TOKENS  # activations, and not weights, are most of it
     layout = Layout(precision="bf16", recompute=recompute, micro=Amount(tokens, "tokens"))

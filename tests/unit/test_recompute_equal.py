@@ -30,7 +30,7 @@ def gradients(model: Path, how: str) -> tuple[dict[str, torch.Tensor], int]:
     return {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}, sum(kept.values())
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("how", ["full", "selective", "1/4", "1/2", "3/4"])
 def test_gradients_are_equal_to_the_bit_and_less_is_kept(tiny_model: Path, how: str) -> None:
     (wanted, most), (found, less) = gradients(tiny_model, ""), gradients(tiny_model, how)
     assert found.keys() == wanted.keys() and len(wanted) > 30

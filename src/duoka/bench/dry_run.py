@@ -39,6 +39,7 @@ from duoka.parallel.pipeline import Pipeline
 from duoka.parallel.precision import compute_in
 from duoka.parallel.sequence import share_sequences
 from duoka.plan.layout import Layout
+from duoka.plan.recompute import is_share
 from duoka.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -47,6 +48,7 @@ from duoka.torch_private import (
     innermost,
     tree_map_only,
 )
+from duoka.units import parse_share_of_layers
 
 # With prefetching and recompute, 2 layers are not yet a steady state; from 4 on everything is a straight line.
 PROBED_LAYERS = (4, 8)
@@ -99,7 +101,8 @@ def dry_run(
         ends = [_probe(config, dict(facts), layout, sizes, place, num_micro) for place in (0, layout.pp - 1)]
         runs = [max(ends, key=lambda run: max(run.phases.values()))]
     else:
-        probed = PROBED_LAYERS if layers > PROBED_LAYERS[-1] else (layers,)
+        probed = _probed_layers(layout)
+        probed = probed if layers > probed[-1] else (layers,)
         runs = [_probe(config, _cut(facts, number), layout, sizes) for number in probed]
     phases = {name: _line(probed, [run.phases[name] for run in runs], layers) for name in PHASES}
     kinds = dict.fromkeys(kind for run in runs for kind in run.traffic)
@@ -116,6 +119,14 @@ def dry_run(
         seconds=time.perf_counter() - started,
         note=_note(layout),
     )
+
+
+def _probed_layers(layout: Layout) -> tuple[int, ...]:
+    """Of which as large a part is computed again as of the whole model."""
+    least, twice = PROBED_LAYERS
+    period = parse_share_of_layers(layout.recompute).denominator if is_share(layout.recompute) else 1
+    times = -(-least // period) * period / least
+    return round(times * least), round(times * twice)
 
 
 def _note(layout: Layout) -> str:

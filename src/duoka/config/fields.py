@@ -11,7 +11,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from duoka.config.layout_name import read_layout_name
-from duoka.units import parse_amount, parse_budget, parse_every, parse_seconds, parse_warmup
+from duoka.units import (
+    parse_amount,
+    parse_budget,
+    parse_every,
+    parse_seconds,
+    parse_share_of_layers,
+    parse_warmup,
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,12 @@ TokenBudget = Annotated[
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "examples": ["20x", "2B tokens"]}]}
     ),
+]
+LayerShare = Annotated[
+    str,
+    _checked_by(parse_share_of_layers),
+    Means("a share of the layers such as 1/2"),
+    WithJsonSchema({"type": "string", "pattern": r"^\s*[0-9]{1,4}\s*/\s*[0-9]{1,4}\s*$", "examples": ["1/2"]}),
 ]
 LayerChoice = Annotated[
     Whole | tuple[Annotated[Whole, Field(ge=0)], ...],

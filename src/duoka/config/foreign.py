@@ -38,6 +38,7 @@ _ACCUMULATION = Foreign(
     "accumulation follows from global_batch, micro_batch and the number of ranks; write the product",
     write="16",
 )
+_SOME_LAYERS = Foreign(("train.recompute",), "a share of the layers: 1/2 is every second one", write="1/2")
 _ADAPTERS = Foreign(("lora",), "with a lora block adapters are trained, without one all weights", "{rank: 8}")
 _RANKS = Foreign((), "the number of processes is no part of the config: duoka train CONFIG --nproc N")
 _SHARDED = Foreign(("parallel.strategy",), "duoka chooses its own strategies", write="auto")
@@ -108,6 +109,7 @@ _SPECIAL: dict[str, Foreign] = {
     "gradient_checkpointing": Foreign(("train.recompute",), write="full", write_if_false="none"),
     "activation_checkpointing": Foreign(("train.recompute",), write="full", write_if_false="none"),
     "disable_gradient_checkpointing": Foreign(("train.recompute",), write="none", write_if_false="auto"),
+    **dict.fromkeys(("selective_ac_option", "selective_checkpointing", "every_n_layers", "ac_freq"), _SOME_LAYERS),
     **_same("train.seed", "random_seed", "data_seed"),
     **_same("train.eval_every", "evaluation_interval", "eval_interval", "val_check_interval"),
     "eval_strategy": Foreign(("train.eval_every",), write="1 epoch"),

@@ -68,6 +68,8 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(MEGATRON, "make_vocab_size_divisible_by", "", "ranks share any number of words, and none is added"),
     Flag(MEGATRON, "recompute_granularity", "train.recompute", "none, selective or full; auto asks the plan"),
+    Flag(MEGATRON, "recompute_num_layers", "train.recompute", "a share of each stage's layers, evenly spread", "1/2"),
+    Flag(MEGATRON, "recompute_method", "", "one layer is computed again at a time; how many of them:   recompute: 1/2"),
     Flag(COLOSSAL, "tp_size", "parallel.tensor"),
     Flag(COLOSSAL, "pp_size", "parallel.pipeline"),
     Flag(COLOSSAL, "sp_size", "parallel.sequence"),

@@ -33,7 +33,7 @@ COMPILE_RULES: tuple[Rule, ...] = (
     Rule(
         "graphs-keep-what-they-compute",
         ("train.compile", "train.recompute"),
-        lambda c: _has_graphs(c) and c.train.recompute in ("selective", "full"),
+        lambda c: _has_graphs(c) and c.train.recompute not in ("auto", "none"),
         "train.compile is {c.train.compile} and train.recompute is {c.train.recompute}: layers that are computed again "
         "in the backward pass have not been tried in CUDA graphs",
         "write:   recompute: none   or   compile: true",

@@ -12,6 +12,7 @@ from pydantic import Field
 from duoka.config.fields import (
     BatchSize,
     LayerChoice,
+    LayerShare,
     MicroBatch,
     Number,
     Often,
@@ -269,8 +270,10 @@ class TrainConfig(Section):
         description="bf16: trained weights, their gradients and AdamW's moments take 8 bytes a parameter, not 16; "
         "each step is rounded at random, so that small ones count in the mean (full fine-tuning and pretraining).",
     )
-    recompute: Literal["auto", "none", "selective", "full"] = Field(
-        "auto", description="Compute activations again in the backward pass to save memory; selective: the cheap ones."
+    recompute: Literal["auto", "none", "selective", "full"] | LayerShare = Field(
+        "auto",
+        description="Compute activations again in the backward pass to save memory. full: of every layer; 1/2: of "
+        "every second layer, 1/4: of every fourth, 3/4: of three in four; selective: each layer's cheap operators.",
     )
     loss: Literal["likelihood", "dft"] = Field(
         "likelihood",

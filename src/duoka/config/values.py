@@ -45,6 +45,11 @@ _INSTEAD: dict[tuple[str, Any], str] = {
     ("lora.targets", "all-linear"): "targets: all",
     ("train.recompute", True): "recompute: full",
     ("train.recompute", False): "recompute: none",
+    ("train.recompute", 2): "recompute: 1/2   (every second layer)",
+    ("train.recompute", 3): "recompute: 1/3   (every third layer)",
+    ("train.recompute", 4): "recompute: 1/4   (every fourth layer)",
+    ("train.recompute", 0.5): "recompute: 1/2   (every second layer)",
+    ("train.recompute", "op"): "recompute: selective   (products and attention are kept, operator by operator)",
     ("optim.clip", False): "clip: 0",
     ("optim.clip", None): "clip: 0",
     ("parallel.check_replicas", False): "check_replicas: 0",
@@ -221,7 +226,7 @@ def _refusal(key: Key, shown: str, path: KeyPath, value: Any, file: str) -> tupl
         words = "a data set's name, or a block of keys" if key.items else _item_words(key)
     what = f"{shown} must be {words}, got {got}"
     switch = _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
-    if isinstance(switch, (int, str, type(None))) and (key.name, switch) in _INSTEAD:
+    if isinstance(switch, (int, float, str, type(None))) and (key.name, switch) in _INSTEAD:
         wanted = _INSTEAD[key.name, switch]
         if file == COMMAND_LINE:
             wanted = f"{key.name}={wanted.partition(': ')[2]}"

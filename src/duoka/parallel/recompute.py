@@ -1,4 +1,4 @@
-"""Activations computed again in the backward pass instead of kept: of whole layers, or of what is cheap to redo."""
+"""Activations computed again in the backward pass instead of kept: of all layers, of some, or what is cheap to redo."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
+from duoka.errors import ConfigError
 from duoka.model.attention import kernel_packets
 from duoka.model.dropout import Drops
+from duoka.model.layers import find_layers
+from duoka.plan.recompute import is_share, whole_layers
 
 # Matrix products and attention make up nearly all of a layer's work; norms, rotations and activations nearly all of
 # its memory.
@@ -32,7 +35,8 @@ def _kept_operators() -> frozenset[Any]:
 
 
 def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None) -> None:
-    """full: keep only each layer's input. selective: keep also what its products and its attention give.
+    """full: keep only each layer's input; 1/2: of every second layer only. selective: keep also what a layer's products
+    and its attention give.
 
     With `drops`, what is computed again drops what it dropped before.
     """
@@ -42,6 +46,21 @@ def apply_recompute(lm: torch.nn.Module, how: str, drops: Drops | None = None) -
     if drops is not None:
         options["context_fn"] = functools.partial(_counted_contexts, drops, options.get("context_fn", noop_context_fn))
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+    if is_share(how):
+        _spare_layers(lm, how)
+
+
+def _spare_layers(lm: torch.nn.Module, how: str) -> None:
+    """Layers outside the share keep their activations. Counted over what this rank has, as the plan counts."""
+    layers: list[Any] = find_layers(lm)
+    for layer, again in zip(layers, whole_layers(how, len(layers)), strict=True):
+        if not hasattr(layer, "gradient_checkpointing"):
+            raise ConfigError(
+                f"train.recompute is {how}, and {type(lm).__name__} cannot compute some of its layers again: "
+                f"{type(layer).__name__} has no switch of its own",
+                fix="write:   recompute: full   or   none",
+            )
+        layer.gradient_checkpointing = again
 
 
 def _counted_contexts(drops: Drops, find_contexts: Callable[[], Any]) -> Any:

@@ -141,6 +141,8 @@ def held_kv_size(shape: ModelShape, layout: Layout) -> int:
 
 def selective_bytes(work: Work, layout: Layout) -> float:
     """Per token and layer: its input, and the outputs of seven products and of attention with its row sums."""
+    if work.program is not None:
+        return _selective_of_program(work, work.program, layout)
     shape, half = work.shape, layout.precision != "fp32"
     size = 2 if half else 4
     cut = shape.q_size + 2 * shape.kv_size + (1 + shape.gated) * shape.intermediate_size
@@ -148,8 +150,21 @@ def selective_bytes(work: Work, layout: Layout) -> float:
     ranks = 0 if work.lora is None else work.lora.rank * len(adapted_linears(shape, work.lora))
     entry = (2 if has_narrow_stream(work, layout) else 4) * shape.hidden_size
     cut = size * (cut + shape.q_size + adapters) + 4 * shape.num_heads
-    rows = layout.tp if work.program is not None and work.program.shares_rows else 1
-    return (entry + size * (2 * shape.hidden_size + ranks)) / rows + cut / layout.tp
+    return entry + size * (2 * shape.hidden_size + ranks) + cut / layout.tp
+
+
+def _selective_of_program(work: Work, program: Program, layout: Layout) -> float:
+    """What others mean by it: all but attention's scores, or of the layer's products each second one."""
+    shape = work.shape
+    if program.selective == "all but scores":
+        return _kept_by_program(work, replace(program, kept_scores=0), layout, 0)[0]
+    # In the order in which they are computed: q, k, v, attention's output, gate, up, down.
+    inside = [shape.q_size, shape.kv_size, shape.kv_size, 0, *[shape.intermediate_size] * (1 + shape.gated), 0]
+    whole = [0, 0, 0, shape.hidden_size, *[0] * (1 + shape.gated), shape.hidden_size]
+    step = 2 if program.selective == "every second product" else 1
+    cut = 2 * (sum(inside[::step]) + shape.q_size) + 4 * shape.num_heads
+    rows = layout.tp if program.shares_rows else 1
+    return (program.boundary * shape.hidden_size + 2 * sum(whole[::step])) / rows + cut / layout.tp
 
 
 def kept_for_both(work: Work, layout: Layout) -> float:
@@ -158,6 +173,10 @@ def kept_for_both(work: Work, layout: Layout) -> float:
     Its products and its attention gave it, and the backward pass reads it as it is.
     """
     shape, size = work.shape, 4 if layout.precision == "fp32" else 2
+    if work.program is not None and work.program.selective == "all but scores":
+        return selective_bytes(work, layout)
+    if work.program is not None and work.program.selective == "every second product":
+        return (2 * (shape.intermediate_size + shape.q_size) + 4 * shape.num_heads) / layout.tp
     return (size * ((1 + shape.gated) * shape.intermediate_size + shape.q_size) + 4 * shape.num_heads) / layout.tp
 
 

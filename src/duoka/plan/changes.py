@@ -9,6 +9,7 @@ from duoka.config.schema import LoraConfig
 from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
 from duoka.plan.memory import FITS, TIGHT, Memory
+from duoka.plan.recompute import RUNGS
 from duoka.plan.speed import estimate_speed
 from duoka.plan.task import Task, load_of, memory_of
 from duoka.units import Amount, format_bytes
@@ -75,7 +76,7 @@ def _shorter(task: Task, length: int) -> Task:
 
 def _tries(task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
     work, length = task.work, task.max_length
-    for recompute in ("none", "selective", "full"):
+    for recompute in ("none", "1/2", "selective", "full"):
         if recompute != layout.recompute:
             yield f"train.recompute: {recompute}", task, replace(layout, recompute=recompute)
     if layout.micro.unit == "tokens":
@@ -124,9 +125,11 @@ def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_byte
     smallest = replace(layout, micro=Amount(length, "tokens"))
     adapters = replace(task, work=replace(task.work, lora=LoraConfig()))
     shared = replace(smallest, recompute="full")
+    enough = (how for how in RUNGS if fits(memory_of(task, replace(layout, recompute=how)), cluster, available_bytes))
+    least = next(enough, "full")
     tries: list[tuple[str, Task, Layout]] = [
         (f'train.micro_batch: "{length} tokens"', task, smallest),
-        ("train.recompute: full", task, replace(layout, recompute="full")),
+        (f"train.recompute: {least}", task, replace(layout, recompute=least)),
         (f'recompute: full and micro_batch: "{length} tokens"', task, shared),
     ]
     if layout.dp * layout.sp > 1 and layout.strategy != "fsdp" and set(layout.axes) <= {"sp"}:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from duoka.config.schema import TrainConfig
 from duoka.plan.layout import Layout, Recompute
 from duoka.plan.memory import FITS
+from duoka.plan.recompute import RUNGS, in_words, part_of_layers
+from duoka.plan.speed import RATES
 from duoka.plan.task import Task, memory_of
 from duoka.units import Amount, format_bytes, parse_amount
 
@@ -52,10 +54,28 @@ def _choose_recompute(
     if need <= FITS * available_bytes:
         reasons["train.recompute"] = "none: activations fit"
         return "none"
+    tried = {how: replace(layout, recompute=how) for how in RUNGS}
+    fit = [how for how, one in tried.items() if memory_of(task, one).peak_bytes <= FITS * available_bytes]
+    if train.micro_batch == "auto":
+        tried = {how: _choose_micro(task, one, available_bytes, {}) for how, one in tried.items()}
+    best = min(fit, key=lambda how: _relative_time(task, tried[how]), default="full")
+    why = ""
+    if fit and best == fit[0]:
+        why = ", the least that fits"
+    elif fit:
+        why = f", faster with {tried[best].micro} at once than {fit[0]} with {tried[fit[0]].micro}"
     reasons["train.recompute"] = (
-        f"full: without it a rank would need {format_bytes(need)}, and {format_bytes(available_bytes)} is available"
+        f"{in_words(best)}{why}: without it a rank would need {format_bytes(need)}, and "
+        f"{format_bytes(available_bytes)} is available"
     )
-    return "full"
+    return best
+
+
+def _relative_time(task: Task, layout: Layout) -> float:
+    """Of a token: what is computed again is a forward pass, a third of a step; and small micro-batches fill no GPU."""
+    again = 1 + part_of_layers(layout.recompute, task.work.shape.num_layers) / 3
+    tokens = layout.micro.count * (1 if layout.micro.unit == "tokens" else task.max_length) / layout.sp
+    return again * (1 + RATES.half_tokens / tokens) if task.work.device == "cuda" else again
 
 
 def _choose_micro(task: Task, layout: Layout, available_bytes: int, reasons: dict[str, str]) -> Layout:

@@ -16,10 +16,11 @@ from duoka.config.layout_name import read_layout_name
 from duoka.config.schema_running import Schedule
 from duoka.config.schema_running import Strategy as Strategy
 from duoka.plan.pipeline import ADDS_ONCE
+from duoka.plan.recompute import check_recompute
 from duoka.units import Amount, parse_amount
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = str  # none, selective, full, or a share of the layers such as 1/2 (plan/recompute.py)
 Offload = Literal["none", "optimizer", "params"]
 Elsewhere = Literal["none", "host", "disk"]
 Compile = bool | Literal["reduce-overhead"]
@@ -147,7 +148,7 @@ class Layout:
             dp=int(raw["dp"]),
             strategy=cast(Strategy, raw["strategy"]),
             precision=cast(Precision, raw["precision"]),
-            recompute=cast(Recompute, raw["recompute"]),
+            recompute=check_recompute(str(raw["recompute"])),
             micro=parse_amount(str(raw["micro"])),
             packing=bool(raw["packing"]),
             shard=int(raw.get("shard", 1)),

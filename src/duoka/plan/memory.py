@@ -21,6 +21,7 @@ from duoka.plan.fp8 import fp8_weights
 from duoka.plan.layout import Layout
 from duoka.plan.offload import LAYERS_HERE, buffer_bytes
 from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
+from duoka.plan.recompute import is_share, whole_layers
 
 # A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
 # measured). The upper end has what glibc keeps of freed blocks, up to 250 MiB more, from run to run others.
@@ -38,6 +39,13 @@ NARROW_STEP_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 # Where layers are gathered and freed on a CPU, malloc's heap fragments between tensors of different sizes: temporaries
 # took 1.4 (adapters) to 2.1 times (all weights) their own size (benchmarks/scaling.md).
 HOLES = 1.90
+
+# By what is meant by it: duoka's, and those of other programs.
+_SELECTIVE = {
+    "products": "what products and attention give",
+    "every second product": "what every second product and attention give",
+    "all but scores": "all but attention's scores",
+}
 
 _LAST_OF_PASS = "end of the backward pass"
 
@@ -164,9 +172,9 @@ def _pass_moments(work: Work, layout: Layout, share: ModelShare, tokens: int, le
     one_layer, kept, _ = _activations(work, layout, share, tokens, length)
     loss, head_gradient = loss_bytes(work, layout, share, tokens)
     working = _working_bytes(work, layout, tokens)
-    again = {"none": 0, "full": one_layer}.get(
-        layout.recompute, max(0, one_layer - int(kept_for_both(work, layout) * tokens))
-    )
+    again = one_layer if whole_layers(layout.recompute, share.num_layers)[-1:] == (True,) else 0
+    if layout.recompute == "selective":
+        again = max(0, one_layer - int(kept_for_both(work, layout) * tokens))
     casts = {"casts": _cast_bytes(work, layout, share)}
     if layout.pp > 1:
         # Hidden states that leave, and gradients that come and leave; received states are their layer's kept input.
@@ -182,17 +190,20 @@ def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, len
     """(of one whole layer, kept of all layers until the backward pass, the formula)."""
     per_layer, formula = activation_bytes_per_token(work, layout, length)
     one_layer = int(per_layer * tokens)
-    depth = share.num_layers * share.in_flight
-    kept = one_layer * depth
+    edge, usual = boundary_bytes(work, layout), one_layer
+    if layout.recompute == "selective":
+        usual = int(selective_bytes(work, layout) * tokens)
+        formula = (
+            f"{_SELECTIVE[work.program.selective if work.program else 'products']}, and one layer whole: {formula}"
+        )
+    layers = [edge * tokens if whole else usual for whole in whole_layers(layout.recompute, share.num_layers)]
+    kept = sum(layers) * share.in_flight
     if layout.recompute == "full":
-        edge = boundary_bytes(work, layout)
-        kept = edge * tokens * depth
         formula = f"{edge // work.shape.hidden_size}h per token and layer, and one layer whole: {formula}"
-    elif layout.recompute == "selective":
-        kept = int(selective_bytes(work, layout) * tokens) * depth
-        formula = f"what products and attention give, and one layer whole: {formula}"
-    if layout.activations != "none" and depth:
-        kept = kept // depth * min(depth, LAYERS_HERE)
+    elif is_share(layout.recompute):
+        formula = f"{edge // work.shape.hidden_size}h of {layout.recompute} of the layers, of the others {formula}"
+    if layout.activations != "none":
+        kept = max(sum(layers[at : at + LAYERS_HERE]) for at in range(max(1, share.num_layers - LAYERS_HERE + 1)))
     if work.program is not None and work.program.offloads_kept:
         kept = one_layer if layout.recompute == "none" else 0
     return one_layer, kept, formula

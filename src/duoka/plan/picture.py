@@ -6,6 +6,7 @@ import textwrap
 
 from duoka.plan.kernels import kernel_sentences
 from duoka.plan.offload import disk_sentence
+from duoka.plan.recompute import in_words
 from duoka.plan.report import Plan
 from duoka.plan.search import WORTH_IT, Candidate
 from duoka.plan.shape import ASSUMED
@@ -77,7 +78,8 @@ def layout_lines(plan: Plan) -> list[str]:
         ("train.recompute", layout.recompute),
         ("train.micro_batch", str(layout.micro)),
     ]
-    out = [f"layout   {layout.name}, {layout.precision}, recompute {layout.recompute}, micro-batch {layout.micro}"]
+    recompute = in_words(layout.recompute)
+    out = [f"layout   {layout.name}, {layout.precision}, recompute {recompute}, micro-batch {layout.micro}"]
     out += [f"         auto: {key} -> {plan.reasons[key]}" for key, _ in rows if key in plan.reasons]
     first, *reasons = kernel_sentences(plan.kernels)
     out += [f"kernels  {first}", *(f"         {reason}" for reason in reasons)]

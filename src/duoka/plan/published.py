@@ -19,14 +19,17 @@ from duoka.plan.speed import RATES, Load, Rates, Speed, estimate_speed
 from duoka.units import Amount
 
 _BF16 = Program("bf16 throughout", 2, 2, 0, 4, kept_hidden=0, kept_hidden_split=20, kept_ffn=8, kept_kv=4, logits=0.5)
+_MEGATRON = Program("Megatron", 2, 2, 4, 8, kept_scores=5, logits=8, selective="all but scores")
 # What is known of each program's way to keep numbers, from its own documents and code.
 PROGRAMS: Mapping[str, Program] = {
     "llm-foundry": Program("FSDP, fp32 masters", 2, 4, 2, 8, kept_hidden_split=6, logits=4),
     "llm-foundry pure": Program("FSDP, reduced in bf16", 2, 2, 2, 8, kept_hidden_split=6, logits=4),
-    "megatron": Program("Megatron", 2, 2, 4, 8, kept_scores=5, logits=8),
-    "megatron-deepspeed": Program("Megatron-DeepSpeed", 2, 2, 8, 8, kept_scores=5, logits=8),
-    "megatron-deepspeed fp32 grads": Program("Megatron-DeepSpeed", 2, 6, 4, 8, kept_scores=5, logits=8),
-    "torchtitan": Program("torchtitan", 4, 4, 0, 8, logits=10, shares_rows=True),
+    "megatron": _MEGATRON,
+    "megatron-deepspeed": replace(_MEGATRON, name="Megatron-DeepSpeed", masters=8),
+    "megatron-deepspeed fp32 grads": replace(_MEGATRON, name="Megatron-DeepSpeed", gradients=6),
+    # Its selective recompute by operators keeps every second product. Whole logits in fp32: what the softmax gave, and
+    # two gradients of that in the backward pass.
+    "torchtitan": Program("torchtitan", 4, 4, 0, 8, logits=12, shares_rows=True, selective="every second product"),
     "torchtune full logits": replace(_BF16, logits=10),
     "torchtune": _BF16,
     "torchtune in backward": replace(_BF16, in_place=True),
@@ -129,7 +132,8 @@ def _precision(text: str) -> Precision:
 
 
 def _recompute(text: str) -> Recompute:
-    return "full" if text == "full" else "selective" if text == "selective" else "none"
+    """Of rows that say `yes` or nothing, none: their programs are described with what they keep."""
+    return text if text in ("full", "selective") or "/" in text else "none"
 
 
 def _shape(row: Mapping[str, str]) -> ModelShape:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 from duoka.config.schema import LoraConfig, TrainOnlyConfig
 from duoka.config.schema_running import DeepSpeedConfig
@@ -43,6 +44,8 @@ class Program:
     kept_hidden_split: float = 8  # further bytes of width h that tensor parallelism divides; the first are not
     kept_scores: float = 0
     boundary: float = 2  # what full recompute keeps of each layer
+    # What selective recompute keeps: outputs of products and attention, or all but scores (Megatron's).
+    selective: Literal["products", "every second product", "all but scores"] = "products"
     logits: float = 10  # per token and word of the vocabulary, at the loss
     window: float = 2.0  # layers that are gathered at once
     shares_rows: bool = False  # tensor ranks share what norms read, too: each has some rows (sequence parallelism)

@@ -13,13 +13,14 @@ from typing import Any
 from duoka.config.schema import GRAPHS
 from duoka.plan.activations import activation_bytes_per_token, is_narrow
 from duoka.plan.catalog import Cluster
-from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token
+from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token, products
 from duoka.plan.fp8 import fp8_weights, rounding_bytes
 from duoka.plan.layout import Layout
 from duoka.plan.memory import moved_activations
 from duoka.plan.offload import disk_seconds, moved_bytes
 from duoka.plan.pipeline import PassTimes, bubble
 from duoka.plan.recipe import Work, shares, slowest_stage, static_memory
+from duoka.plan.recompute import part_of_layers
 from duoka.plan.traffic import Exchange, Reshard, traffic
 
 
@@ -142,6 +143,11 @@ def activations_moved(work: Work, layout: Layout, load: Load) -> float:
     return 2.0 * load.accumulation * one
 
 
+def _moving_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load) -> float:
+    kept = activations_moved(work, layout, load)
+    return disk_seconds(kept, cluster) if layout.activations == "disk" else kept / PCIE_BYTES_PER_S
+
+
 def estimate_speed(
     work: Work, layout: Layout, cluster: Cluster, load: Load, *, reshard: Reshard = True, rates: Rates = RATES
 ) -> Speed:
@@ -150,10 +156,13 @@ def estimate_speed(
     cores = cluster.per_node if device.kind == "cpu" else 1  # CPU ranks of a node share it
     matmul_s, attention_s, touch_s = _pass_seconds(work, layout, cluster, load, rates)
     forward = max(matmul_s + attention_s + touch_s, _launch_s(work, layout, device.kind))
-    again = forward if layout.recompute == "full" else touch_s if layout.recompute == "selective" else 0.0
+    products_again, attention_again = _computed_again(work, layout)
+    again = products_again * forward
+    if layout.recompute == "selective":  # operators: products that are kept, and what lies between them
+        again = attention_s if attention_again else touch_s + products_again * matmul_s
     double = 2.0 if not work.num_frozen else 1.0 + (3 if work.lora else 1) * work.num_trainable / work.num_frozen
-    floor = _launch_s(work, layout, device.kind) * 2
-    backward = max(double * matmul_s + 2.5 * attention_s + touch_s * TOUCHES_BACKWARD, floor)
+    backward = double * matmul_s + 2.5 * attention_s + touch_s * TOUCHES_BACKWARD
+    backward = max(backward, _launch_s(work, layout, device.kind) * 2)
     exchanges = traffic(
         work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.tokens),
         reshard=reshard,
@@ -171,12 +180,10 @@ def estimate_speed(
         optimizer += 16 * layout.offload_share * state / PCIE_BYTES_PER_S  # over PCIe and back, and host memory's speed
     moved = moved_bytes(static_memory(work, layout), layout, count)
     disk = max(0.0, disk_seconds(moved, cluster) - optimizer)  # it reads and writes while others are updated
-    kept = activations_moved(work, layout, load)
-    on_way = disk_seconds(kept, cluster) if layout.activations == "disk" else kept / PCIE_BYTES_PER_S
-    moving = max(0.0, on_way - compute)  # beside both passes
+    moving = max(0.0, _moving_seconds(work, layout, cluster, load) - compute)  # beside both passes
     parts = {
-        "matrix products": count * matmul_s * (1 + double + (layout.recompute == "full") + work.looks),
-        "attention": count * attention_s * (3.5 + (layout.recompute == "full") + work.looks),
+        "matrix products": count * matmul_s * (1 + double + products_again + work.looks),
+        "attention": count * attention_s * (3.5 + attention_again + work.looks),
         "exchange": exposed,
         "pipeline bubble": waits,
         "optimizer": optimizer,
@@ -254,6 +261,18 @@ def _weights_seconds(work: Work, matmul_s: float) -> float:
     head = shape.num_head or shape.num_embedding
     share = shape.num_block_linear / max(1, shape.num_block_linear + head)
     return matmul_s * share * work.num_trainable / work.num_total
+
+
+def _computed_again(work: Work, layout: Layout) -> tuple[float, float]:
+    """Of a forward pass, the parts of products with weights and of attention that the backward pass computes again."""
+    if layout.recompute != "selective":
+        whole = part_of_layers(layout.recompute, shares(work, layout)[0].num_layers)
+        return whole, whole
+    meant, shape = work.program.selective if work.program else "products", work.shape
+    if meant == "all but scores":
+        return 0.0, 1.0
+    again = sum(linear.num_in * linear.num_out for linear in shape.linears[1::2])
+    return (again * shape.num_layers / products(shape) if meant == "every second product" else 0.0), 0.0
 
 
 def _launch_s(work: Work, layout: Layout, kind: str) -> float:

@@ -16,6 +16,7 @@ from duoka.plan.axes import deals_heads
 from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import ModelShare, Work, shares
+from duoka.plan.recompute import part_of_layers
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 When = Literal["forward", "backward", "end", "between"]  # `between`: nothing of this rank's work can hide it
@@ -119,9 +120,9 @@ def traffic(
     size = 4 if layout.precision == "fp32" else 2
     hidden = size * work.shape.hidden_size * -(-tokens // layout.sp)
     if layout.tp > 1:
-        passes = 6 if layout.recompute == "full" else 4
+        passes = 4 + 2 * part_of_layers(layout.recompute, share.num_layers)
         if work.program is None:  # the last sum of a layer is not made again: nothing behind it needs it
-            passes = 4 if layout.recompute == "none" else 5
+            passes = 4 + _exchanged_again(layout, share)
         group = place_group(layout.tp, 1, per_node)
         mixed = 0.0
         if share.experts and not any("shared" in linear.name for linear in work.shape.linears):
@@ -134,7 +135,7 @@ def traffic(
             ends = 4 * work.shape.hidden_size * -(-tokens // layout.sp) * (share.has_head + 1)
             found.append(Exchange("tensor parallel: ends", "all-reduce", ends, accumulation, group, "end"))
     if layout.sp > 1:
-        found += _sequence_traffic(work, layout, share.num_layers * accumulation, size, tokens, per_node)
+        found += _sequence_traffic(work, layout, share, accumulation, size, tokens, per_node)
     if share.experts:
         found += _expert_traffic(work, layout, share, accumulation, size, tokens, per_node)
     if layout.pp > 1:
@@ -149,11 +150,18 @@ def traffic(
     return tuple(found)
 
 
-def _sequence_traffic(work: Work, layout: Layout, times: int, size: int, tokens: int, per_node: int) -> list[Exchange]:
+def _exchanged_again(layout: Layout, share: ModelShare) -> float:
+    """The part of the layers whose exchanges are made again: no recompute keeps what they gave."""
+    return 1.0 if layout.recompute == "selective" else part_of_layers(layout.recompute, share.num_layers)
+
+
+def _sequence_traffic(
+    work: Work, layout: Layout, share: ModelShare, accumulation: int, size: int, tokens: int, per_node: int
+) -> list[Exchange]:
     """Of attention, once a layer and micro-batch and pass (payloads are whole buffers of one rank)."""
     shape, group = work.shape, place_group(layout.sp, layout.tp, per_node)
-    stretch = -(-tokens // layout.sp)
-    passes = 2 if layout.recompute == "none" else 3
+    stretch, times = -(-tokens // layout.sp), share.num_layers * accumulation
+    passes = 2 + _exchanged_again(layout, share)
     if deals_heads(shape.num_heads // layout.tp, layout.sp):
         held = 2 * held_kv_size(shape, layout)
         asked_for = shape.q_size // layout.tp  # heads are cut by tensor ranks first
@@ -178,7 +186,7 @@ def _expert_traffic(
     assert experts is not None
     stretch = -(-tokens // layout.sp)
     rows = -(-stretch // layout.tp) * experts.num_active
-    passes = 4 if layout.recompute == "none" else 6
+    passes = 4 + 2 * _exchanged_again(layout, share)
     layers = experts.num_layers * share.num_layers / work.shape.num_layers
     payload, times = size * work.shape.hidden_size * rows, passes * layers * accumulation
     found = [Exchange("expert parallel: tokens", "all-to-all", payload, times, group, "between")]

@@ -101,7 +101,7 @@ _SIGNS = (
     _Sign(
         lambda f: f.fullness > _FULL_SHARE,
         lambda f: f"memory is {f.fullness:.0%} full ({format_bytes(f.memory['max'])})",
-        "a smaller train.micro_batch or train.recompute: full leaves room; results stay the same",
+        "a smaller train.micro_batch or train.recompute (1/2, or full) leaves room; results stay the same",
     ),
     _Sign(
         lambda f: f.clock_ahead_s != 0.0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from html import escape
 
+from duoka.plan.recompute import in_words
 from duoka.plan.report import Plan
 from duoka.units import format_bytes, format_count, format_seconds
 from duoka.watch.page import card, facts_table, figure, grid_table, page
@@ -79,7 +80,10 @@ def _stack(parts: Mapping[str, float], whole: float, words: Callable[[float], st
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     layout, speed = plan.layout, plan.speed
     rows = [
-        ("layout", f"{layout.name}, {layout.precision}, recompute {layout.recompute}, micro-batch {layout.micro}"),
+        (
+            "layout",
+            f"{layout.name}, {layout.precision}, recompute {in_words(layout.recompute)}, micro-batch {layout.micro}",
+        ),
         *((key, reason) for key, reason in plan.reasons.items()),
         ("samples", plan.samples_sentence()),
         *([("host memory", plan.host.sentence())] if plan.host.needed_bytes else []),
