@@ -92,3 +92,35 @@ def test_who_has_not_model_and_optimizer_together_refuses_it():
     raw = {"model": "demo", "data": {"train": ["identity"]}, "parallel": {"engine": "deepspeed", "strategy": "zero2"}}
     with pytest.raises(ValueError, match="duoka's own engine"):
         dry_run(RunConfig.model_validate(raw), {}, layout("zero2"), [8])
+
+
+def test_autotp_has_both_ends_whole_and_sums_before_each_product_by_columns():
+    own, at = work(), Layout(dp=1, tp=2, strategy="single")
+    ends = SHAPE.num_embedding + SHAPE.num_head
+    held = (SHAPE.num_parameters - ends) / 2 + ends
+    assert static_memory(own, at).total_bytes == pytest.approx(16 * held, rel=1e-6)
+    native = static_memory(replace(own, deepspeed=None), at)
+    assert native.total_bytes < static_memory(own, at).total_bytes
+    (sums,) = traffic(own, at, 2, accumulation=3, tokens=100)
+    wanted = 3 * SHAPE.num_layers * 7 * 4 * SHAPE.hidden_size * 100
+    assert sums.sent_bytes == pytest.approx(wanted)  # an all-reduce over two: what it has, once
+    (again,) = traffic(own, replace(at, recompute="full"), 2, accumulation=3, tokens=100)
+    assert again.sent_bytes == pytest.approx(wanted * 8 / 7)
+    shared = replace(at, dp=2, strategy="zero1", shard=2)
+    assert static_memory(own, shared).total_bytes == pytest.approx((8 + 12 / 2) * held, rel=1e-6)
+
+
+def test_weights_in_8_bits_send_a_quarter_and_gradients_in_4_an_eighth_between_nodes():
+    plain, packed = (replace(work(**LIVE), weight_bits=bits, gradient_bits=bits // 2) for bits in (0, 8))
+    sent = {
+        (bits, nodes): {
+            kind: sum(one.sent_bytes for one in traffic(own, layout("fsdp"), RANKS // nodes) if one.kind == kind)
+            for kind in ("all-gather", "reduce-scatter")
+        }
+        for bits, own in ((0, plain), (8, packed))
+        for nodes in (1, 2)
+    }
+    for nodes in (1, 2):
+        assert sent[8, nodes]["all-gather"] == pytest.approx(sent[0, nodes]["all-gather"] / 4)
+    assert sent[8, 1]["reduce-scatter"] == sent[0, 1]["reduce-scatter"]
+    assert sent[8, 2]["reduce-scatter"] == pytest.approx(sent[0, 2]["reduce-scatter"] / 8)

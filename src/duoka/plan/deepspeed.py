@@ -120,3 +120,10 @@ def gathers_twice(work: Work, share: ModelShare) -> bool:
     assert own is not None
     whole = share.trainable + share.frozen
     return whole > min(own.stage3_max_live_parameters, own.stage3_max_reuse_distance)
+
+
+def sums_of_layer(num_products: int, recompute: str) -> int:
+    """AutoTP: of a layer's activations. Forward behind its two products by rows, of which the first is made again with
+    the layer; backward before each product by columns, where duoka's own axis has one sum for all that read the same.
+    """
+    return 2 + (recompute != "none") + num_products - 2

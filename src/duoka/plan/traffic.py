@@ -118,7 +118,11 @@ def traffic(
     found = _data_traffic(work, layout, share, per_node, accumulation, reshard)
     size = 4 if layout.precision == "fp32" else 2
     hidden = size * work.shape.hidden_size * -(-tokens // layout.sp)
-    if layout.tp > 1:
+    if layout.tp > 1 and work.deepspeed is not None:
+        group, times = place_group(layout.tp, 1, per_node), share.num_layers * accumulation
+        times *= deepspeed.sums_of_layer(len(work.shape.linears), layout.recompute)
+        found.append(Exchange("AutoTP: activations", "all-reduce", hidden, times, group, "between"))
+    elif layout.tp > 1:
         passes = 6 if layout.recompute == "full" else 4
         if work.program is None:  # the last sum of a layer is not made again: nothing behind it needs it
             passes = 4 if layout.recompute == "none" else 5
@@ -259,7 +263,7 @@ def _data_traffic(
 def _of_deepspeed(
     work: Work, layout: Layout, share: ModelShare, everyone: Group, near: Group, micro: int
 ) -> list[Exchange]:
-    """Stages 1 to 3: weights travel as wide as they are, and stages 1 and 2 sum gradients by all-reduce.
+    """Stages 1 to 3: weights travel as wide as they are unless ZeRO++ packs them; 1 and 2 sum gradients by all-reduce.
 
     `near`: the ranks that share a copy of the weights, from a step's first forward pass to its last backward pass.
     """
@@ -272,7 +276,9 @@ def _of_deepspeed(
             Exchange("weights", "all-gather", trained, 1, everyone, "end", messages),
             Exchange("gradients", "all-reduce", trained, times, everyone, "backward", messages),
         ]
-    weights, layers = wide * (share.trainable + share.frozen), share.num_layers + 2
+    weights, layers = (wide if not work.weight_bits else 1) * (share.trainable + share.frozen), share.num_layers + 2
+    if work.gradient_bits and everyone.nodes > 1:  # inside a node it sends them as they are
+        trained //= 8
     first = micro if near is everyone else 1
     found = [Exchange("weights, forward", "all-gather", weights, first, everyone, "forward", layers)]
     if micro > first:
