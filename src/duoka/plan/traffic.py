@@ -119,9 +119,9 @@ def traffic(
     size = 4 if layout.precision == "fp32" else 2
     hidden = size * work.shape.hidden_size * -(-tokens // layout.sp)
     if layout.tp > 1 and work.deepspeed is not None:
-        group, times = place_group(layout.tp, 1, per_node), share.num_layers * accumulation
-        times *= deepspeed.sums_of_layer(len(work.shape.linears), layout.recompute)
-        found.append(Exchange("AutoTP: activations", "all-reduce", hidden, times, group, "between"))
+        sums = deepspeed.sums_of_layer(len(work.shape.linears), layout.recompute) * share.num_layers * accumulation
+        group = place_group(layout.tp, 1, per_node)
+        found.append(Exchange("AutoTP: activations", "all-reduce", hidden, sums, group, "between"))
     elif layout.tp > 1:
         passes = 6 if layout.recompute == "full" else 4
         if work.program is None:  # the last sum of a layer is not made again: nothing behind it needs it

@@ -245,6 +245,18 @@ def _switch_rows() -> list[Row]:
     ]  # fmt: skip
 
 
+def _tensor_rows() -> list[Row]:
+    return [
+        *implemented(_TENSOR, "parallel.tensor", _tensor, "with engine deepspeed by DeepSpeed's "
+                     "AutoTP; else duoka's own axis"),
+        *reported("AutoTP's own: duoka's types are the run's, and sums wait for nothing", "tensor_parallel.dtype",
+                  "tensor_parallel.tp_overlap_comm", "tensor_parallel.tp.tp_size", "tensor_parallel.tp.tp_grain_size"),
+        *refused("which matrices are cut is read off the plan that transformers ships; head and embedding of AutoTP "
+                 "stay whole", "tensor_parallel.partition_config", "tensor_parallel.preset_model",
+                 "tensor_parallel.vocab_parallel_lm_head", "tensor_parallel.injection_policy_tuple"),
+    ]  # fmt: skip
+
+
 def deepspeed_rows() -> list[Row]:
     zero = _ZERO
     return [
@@ -293,13 +305,7 @@ def deepspeed_rows() -> list[Row]:
                   "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "data_types", "aio",
                   "checkpoint", "activation_checkpointing", "optimizer.params.torch_adam",
                   "optimizer.params.adam_w_mode", "_comment"),
-        *implemented(_TENSOR, "parallel.tensor", _tensor, "with engine deepspeed by DeepSpeed's "
-                     "AutoTP; else duoka's own axis"),
-        *reported("AutoTP's own: duoka's types are the run's, and sums wait for nothing", "tensor_parallel.dtype",
-                  "tensor_parallel.tp_overlap_comm", "tensor_parallel.tp.tp_size", "tensor_parallel.tp.tp_grain_size"),
-        *refused("which matrices are cut is read off the plan that transformers ships; head and embedding of AutoTP "
-                 "stay whole", "tensor_parallel.partition_config", "tensor_parallel.preset_model",
-                 "tensor_parallel.vocab_parallel_lm_head", "tensor_parallel.injection_policy_tuple"),
+        *_tensor_rows(),
         *refused("parallelism over dimensions is not there yet", "pipeline", "sequence_parallel_size", off=(1,)),
         *refused("it would change the result, and duoka has nothing like it", "compression_training",
                  "data_efficiency", "curriculum_learning", "progressive_layer_drop", "sparse_attention", "amp",
