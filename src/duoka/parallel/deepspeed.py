@@ -50,6 +50,7 @@ class DeepSpeed(Engine):
         here = super().count_parameters()  # before stage 3 cuts them
         self._counts = here[0] + more[0], here[1] + more[1]
         self._made_of = spec
+        self._has_stepped = False
         self.running: Any = None  # DeepSpeed's own engine
         self.zero: ZeroState | None = None  # None: at stage 0 every rank has all, and it is a plain optimizer's
 
@@ -151,6 +152,10 @@ class DeepSpeed(Engine):
 
     def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
         self.running.step()
+        if not self._has_stepped:
+            # What the first step made, to stay, lies where its buckets were: the next ones would lie beside that room.
+            give_back()
+            self._has_stepped = True
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Done: DeepSpeed's step ends with it, and what it accumulates into on the host has to stay."""

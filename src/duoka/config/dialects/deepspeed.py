@@ -170,6 +170,12 @@ def _copy_in_node(value: Any, asked: Asked) -> Answer:
 
 def _tensor(value: Any, asked: Asked) -> Any:
     size = _tensor_ranks(asked)
+    if size > 1 and asked.get("per_device_train_batch_size") is not None:
+        raise Refusal(
+            f"{_TENSOR} is {size} beside a batch per device, of which not every device has one of its own then",
+            "delete it, and write duoka's own   parallel: {tensor: 2}   with   train.global_batch",
+            _TENSOR,
+        )
     return size if size > 1 else Answer()
 
 
