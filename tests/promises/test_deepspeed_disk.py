@@ -68,7 +68,9 @@ def case(tmp_path_factory):
         encoding="utf-8",
     )
     # Minutes, the first time: more than a world of processes is given.
-    build = "from duoka.parallel.deepspeed import *; build_aio(load_deepspeed(torch.device('cpu')), print)"
+    build = "import torch; from duoka.parallel.deepspeed_disk import build_aio\n"
+    build += "from duoka.parallel.deepspeed_package import load_deepspeed as load\n"
+    build += "build_aio(load(torch.device('cpu')), print)"
     subprocess.run([sys.executable, "-c", build], check=True, timeout=600, capture_output=True)
     jobs = []
     for name, (settings, before, env) in RUNS.items():
