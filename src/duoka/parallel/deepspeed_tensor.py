@@ -7,6 +7,8 @@ would gather logits, or compute a loss of its own, where duoka's loss reads the 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -92,7 +94,8 @@ def add_partial_gradients(bare: torch.nn.Module) -> None:
     """Norms of single heads see a part of them on each rank: AutoTP adds up their gradients. Once weights are there."""
     autotp: Any = getattr(bare, _AUTOTP, None)
     if autotp is not None:
-        autotp.register_replicated_grad_hooks(find_core(bare))
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints that it did
+            autotp.register_replicated_grad_hooks(find_core(bare))
 
 
 def elements_elsewhere(bare: torch.nn.Module) -> tuple[int, int]:
