@@ -1,15 +1,18 @@
 """Promise 1 with DeepSpeed as the engine: its stages give the plain loop's numbers, and go on where others stopped."""
 
+import json
 import shutil
 from functools import partial
 
 import pytest
 import test_any_split as any_split
 import torch
+from families import write_family
 from safetensors.torch import load_file
 from test_any_split import CUT, LORA, PADDED, TOLERANCE, WHOLE, batches, case, oracles  # noqa: F401  (fixtures)
 from test_packed_exchange import in_nodes_of_two
-from worlds import run_world, train_all
+from tiny import build_tiny_tokenizer
+from worlds import run_world, train_all, train_jobs
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
 pytestmark = pytest.mark.timeout(400)
@@ -70,9 +73,43 @@ STRUCK = {
 }
 
 
+# DeepSpeed's AutoTP: two ranks share every matrix. A tied head, and norms of single heads of whose gradients each has a
+# part; on four ranks two data ranks share the state.
+TENSOR = "parallel.tensor=2"
+AUTOTP = {
+    "autotp, stage 0": ("tied", 2, use(0, CUT, TENSOR)),
+    "autotp, stage 1": ("tied", 2, use(1, CUT, TENSOR, *SAVING)),
+    "autotp, stage 2, offloading": ("qwen3", 2, use(2, CUT, TENSOR, "parallel.offload=optimizer")),
+    "autotp, stage 3, recomputing": ("qwen3", 2, use(3, CUT, TENSOR, "train.recompute=full")),
+}
+AUTOTP_ON_4 = {
+    "4 processes, autotp, stage 0": ("tied", 4, use(0, CUT, TENSOR)),
+    "4 processes, autotp, stage 2": ("qwen3", 4, use(2, CUT, TENSOR)),
+}
+
+
 def start_from(source, step, target):
     name = f"step-{step:08d}"
     shutil.copytree(source / "checkpoints" / name, target / "checkpoints" / name)
+
+
+CALM = {"DUOKA_INJECT": ""}
+
+
+def in_small_pieces(jobs):
+    """`train_jobs` where gathered weights of stages 1 and 2 are many pieces, the last of them short."""
+    from duoka.parallel import deepspeed_traffic
+
+    deepspeed_traffic.PIECE = 1000
+    train_jobs(jobs)
+
+
+def write_qwen3(case):  # noqa: F811
+    folder, _, models, data = case
+    models["qwen3"] = write_family(folder / "qwen3", "qwen3", tokenizer=build_tiny_tokenizer())
+    yaml = folder / "qwen3.yaml"
+    yaml.write_text(any_split.YAML.format(model=models["qwen3"], data=data, output=folder / "out"), encoding="utf-8")
+    return yaml
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +122,10 @@ def runs(case):  # noqa: F811
         jobs.append((str(yamls[model]), settings, str(folder / name)))
     strike = {"DUOKA_INJECT": "nan_grad step=3 rank=1"}
     jobs += [(str(yamls["odd"]), settings, str(folder / name), strike) for name, settings in STRUCK.items()]
-    train_all(jobs, 2)
+    yamls["qwen3"] = write_qwen3(case)
+    jobs += [(str(yamls[model]), settings, str(folder / name), CALM) for name, (model, _, settings) in AUTOTP.items()]
+    jobs.append((str(yamls["tied"]), [TENSOR, CUT], str(folder / "tensor, native"), CALM))
+    run_world(2, in_small_pieces, jobs)
     return folder
 
 
@@ -147,17 +187,73 @@ def check_goes_on(folder, name, first, whole="native"):
     assert error < TOLERANCE, f"{tensor} of {name} is off by {error}"
 
 
-def test_a_run_goes_on_from_native_to_deepspeed_and_back(case, runs):  # noqa: F811
-    """ddp on 2 -> stages 1 and 2 on 2 -> stage 3 on 3 -> one native process: numbers of the run that never changed."""
-    yaml = str(case[1]["odd"])
+@pytest.fixture(scope="module")
+def larger(case, runs):  # noqa: F811
+    """What goes on on four ranks, and AutoTP on them."""
+    start_from(runs / "native, stage 1", 4, runs / "stage 3 on 4")
+    start_from(runs / "autotp, stage 1", 4, runs / "autotp on 4")
+    jobs = [
+        (str(case[1]["odd"]), use(3, CUT, *SAVING), str(runs / "stage 3 on 4")),
+        (str(case[1]["tied"]), use(3, CUT, TENSOR, *SAVING), str(runs / "autotp on 4")),
+    ]
+    jobs += [(str(case[1][model]), settings, str(runs / name)) for name, (model, _, settings) in AUTOTP_ON_4.items()]
+    train_all(jobs, 4)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def alone(case, larger):  # noqa: F811
+    """What goes on natively on one process after that."""
+    jobs = []
+    for model, before, after in (
+        ("odd", "stage 3 on 4", "native on 1"),
+        ("tied", "autotp on 4", "native after autotp"),
+    ):
+        start_from(larger / before, 6, larger / after)
+        jobs.append((str(case[1][model]), ["parallel.strategy=single", CUT], str(larger / after)))
+    train_all(jobs, 1)
+    return larger
+
+
+@pytest.mark.parametrize("name", AUTOTP)
+def test_autotp_equals_the_oracle_at_every_stage(runs, oracles, name, monkeypatch):  # noqa: F811
+    compare(runs, name, AUTOTP, oracles, monkeypatch)
+
+
+@pytest.mark.parametrize("name", AUTOTP_ON_4)
+def test_autotp_beside_data_ranks_does_too(larger, oracles, name, monkeypatch):  # noqa: F811
+    compare(larger, name, AUTOTP_ON_4, oracles, monkeypatch)
+
+
+def test_autotp_goes_on_at_another_stage_and_size_and_natively(alone):
+    """Two ranks of one layer -> four of two, their state shared -> one native process."""
+    check_goes_on(alone, "autotp on 4", 4, "autotp, stage 1")
+    check_goes_on(alone, "native after autotp", 6, "autotp, stage 1")
+
+
+def test_autotp_sends_and_holds_what_the_plan_says(runs):
+    """Seven sums of a layer's activations for each token, where duoka's own axis has four and those of the ends."""
+    plan = json.loads((runs / "autotp, stage 1" / "plan.json").read_text(encoding="utf-8"))
+    steps, native = (any_split.read_run(runs / name) for name in ("autotp, stage 1", "tensor, native"))
+    layers, hidden = 2, 64
+    for step, ours in zip(steps, native, strict=True):
+        assert step["sent_bytes"] == pytest.approx(7 * layers * 4 * hidden * step["num_tokens"], rel=0.01)
+        assert ours["sent_bytes"] < step["sent_bytes"]
+    events = [json.loads(line) for line in (runs / "autotp, stage 1" / "events" / "run.jsonl").open(encoding="utf-8")]
+    held = next(event for event in events if event["type"] == "memory")["ranks"]
+    want = next(row for row in plan["static"] if row["strategy"] == "zero1")
+    assert len(held) == 2
+    for rank in held:
+        for part in ("weights", "gradients", "optimizer"):
+            assert rank[f"{part}_bytes"] == pytest.approx(want[f"{part}_bytes"], rel=0.02), part
+
+
+def test_a_run_goes_on_from_native_to_deepspeed_and_back(runs, larger, alone):
+    """ddp on 2 -> stages 1 and 2 on 2 -> stage 3 on 4 -> one native process: numbers of the run that never changed."""
     check_goes_on(runs, "native, stage 1", 2)
     check_goes_on(runs, "native, stage 2", 4)
-    start_from(runs / "native, stage 1", 4, runs / "stage 3 on 3")
-    train_all([(yaml, use(3, CUT, *SAVING), str(runs / "stage 3 on 3"))], 3)
-    check_goes_on(runs, "stage 3 on 3", 4)
-    start_from(runs / "stage 3 on 3", 6, runs / "native on 1")
-    train_all([(yaml, ["parallel.strategy=single", CUT], str(runs / "native on 1"))], 1)
-    check_goes_on(runs, "native on 1", 6)
+    check_goes_on(larger, "stage 3 on 4", 4)
+    check_goes_on(alone, "native on 1", 6)
 
 
 @pytest.mark.parametrize("name", ["stage 1", "stage 3"])

@@ -3,6 +3,8 @@
 Its reader and writer are compiled for this, so `make nightly` runs it.
 """
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from test_any_split import CUT, LORA
 from tiny import write_conversations, write_tiny_model
-from worlds import train_all
+from worlds import run_world, train_all
 
 from duoka.parallel.deepspeed_disk import remove_left
 from duoka.plan.compiler import has_aio
@@ -66,7 +68,9 @@ def case(tmp_path_factory):
         encoding="utf-8",
     )
     # Minutes, the first time: more than a world of processes is given.
-    build = "from duoka.parallel.deepspeed import *; build_aio(load_deepspeed(torch.device('cpu')), print)"
+    build = "import torch; from duoka.parallel.deepspeed_disk import build_aio\n"
+    build += "from duoka.parallel.deepspeed_package import load_deepspeed as load\n"
+    build += "build_aio(load(torch.device('cpu')), print)"
     subprocess.run([sys.executable, "-c", build], check=True, timeout=600, capture_output=True)
     jobs = []
     for name, (settings, before, env) in RUNS.items():
@@ -143,6 +147,38 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
         other.wait()
     remove_left(tmp_path)
     assert not left.exists()
+
+
+def on_a_full_disk(job, room, told):
+    """In a world: the disk has room for so many files, and how the job ends is written down."""
+    from worlds import train_jobs
+
+    from duoka.errors import StorageError
+
+    allocate, calls = os.posix_fallocate, iter(range(10**9))
+
+    def take(*arguments):
+        if next(calls) >= room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return allocate(*arguments)
+
+    os.posix_fallocate = take
+    try:
+        train_jobs([job])
+    except StorageError as error:
+        Path(told).write_text(f"{error.exit_code} {error}", encoding="utf-8")
+
+
+@pytest.mark.parametrize(("name", "room", "fix"), [("full", 0, "of another disk"), ("filled", 3, "is intact")])
+def test_a_full_disk_ends_with_exit_code_6_and_the_need(case, name, room, fix):
+    """Before the first step, or, where others fill it after that, at the first write of the file that has no room."""
+    folder, yaml = case
+    told = folder / f"{name}.txt"
+    run_world(1, on_a_full_disk, (str(yaml), [*DEEPSPEED, OPTIMIZER], str(folder / name)), room, str(told))
+    said = told.read_text(encoding="utf-8")
+    assert said.startswith("6 storage error: what DeepSpeed keeps on the disk does not fit on the disk"), said
+    assert "are free" in said and "needed by this process" in said and fix in said, said
+    assert not (folder / name / "final").exists()
 
 
 def test_no_file_is_left_behind(case):

@@ -29,6 +29,7 @@ DEEPSPEED: list[tuple[str, Any, dict[str, Any], str, Any]] = [
      CompressConfig(gradients="int4")),
     ("zero_optimization.zero_hpz_partition_size", 2, {"zero_optimization.stage": 3}, "parallel.reshard", "node"),
     ("zero_optimization.mics_shard_size", 2, {"zero_optimization.stage": 3}, "parallel.shard_ranks", 2),
+    ("tensor_parallel.autotp_size", 2, {"zero_optimization.stage": 1}, "parallel.tensor", 2),
     ("optimizer.type", "AdamW", {}, "optim.name", "adamw"),
     ("optimizer.params.lr", 3e-4, {}, "optim.lr", 3e-4),
     ("optimizer.params.betas", [0.8, 0.99], {}, "optim.betas", (0.8, 0.99)),
@@ -66,6 +67,7 @@ ACCELERATE: list[tuple[str, Any, dict[str, Any], str, Any]] = [
 # Our keys that those become, and the test that shows in a run what the key does.
 SHOWN_BY = {
     "parallel.engine": "promises/test_deepspeed.py::parallel.engine",
+    "parallel.tensor": "promises/test_deepspeed.py::parallel.tensor=2",
     **{
         f"parallel.deepspeed.{name}": f"promises/test_deepspeed.py::{name}"
         for name in (

@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from duoka.cli import config as config_cli
+from duoka.config.deepspeed_json import engine_json
 from duoka.config.load import Start, load_config, read_side_file
-from duoka.errors import ConfigError
-from duoka.plan.choose import check_packages
+from duoka.config.schema_running import CompressConfig
+from duoka.errors import ConfigError, DuokaError
+from duoka.parallel.deepspeed_packed import AsHalf
+from duoka.plan.choose import check_machine, check_packages
+from duoka.plan.hardware import Gpu, Machine
 
 HEAD = "model: demo\ndata: {train: [identity]}\n"
 RUN = """
@@ -33,9 +38,9 @@ def convert(text: str, *words: str, nproc: int = 2):
     return CliRunner().invoke(config_cli.command, line, standalone_mode=False)
 
 
-def read(text: str):
+def read(text: str, nproc: int = 2):
     Path("x.json").write_text(text, "utf-8")
-    return read_side_file("x.json", Start(2, True)).text
+    return read_side_file("x.json", Start(nproc, True)).text
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3, offload: params", "zero2, offload: optimizer"])
@@ -69,7 +74,7 @@ def test_deepspeed_takes_the_json() -> None:
         ([], "parallel.strategy is auto"),
         (["parallel.strategy=zero2", "train.global_batch=8k tokens"], "DeepSpeed counts samples"),
         (["parallel.strategy=zero2", "train.global_batch=10"], "do not divide"),
-        (["parallel.strategy=zero2", "parallel.tensor=2"], "axes beside data parallelism"),
+        (["parallel.strategy=zero2", "parallel.pipeline=2"], "axes beside data and tensor parallelism"),
         (["parallel.strategy=zero2", "optim.name=lamb"], "optim.name is lamb"),
     ],
 )
@@ -117,3 +122,100 @@ def test_saving_does_not_import_it(tmp_path: Path, tiny_model: Path) -> None:
         "assert 'deepspeed' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
+
+
+AUTOTP = '{"engine": "deepspeed", "train_batch_size": 24, "tensor_parallel": {"autotp_size": 2, "dtype": "fp32"}, '
+ZERO1 = '"zero_optimization": {"stage": 1}}'
+
+
+def test_autotp_is_the_tensor_axis_and_its_batch_counts_ranks() -> None:
+    shown = read(AUTOTP + ZERO1)
+    assert "tensor: 2" in shown and "engine: deepspeed" in shown and "global_batch: 12" in shown
+    native = read(AUTOTP.replace('"engine": "deepspeed", ', "") + ZERO1)
+    assert "tensor: 2" in native and "engine" not in native
+    assert "tensor" not in read(AUTOTP.replace('"autotp_size": 2', '"autotp_size": 1') + ZERO1)
+    odd = AUTOTP.replace("24", "25")
+    with pytest.raises(DuokaError, match="no multiple of it"):
+        read(odd + ZERO1)
+
+
+def test_a_tensor_axis_in_the_json_is_read_back() -> None:
+    result = convert(f"{RUN}parallel: {{strategy: zero1, tensor: 2}}\n", nproc=4)
+    assert result.exit_code == 0, result.exception
+    facts = json.loads(Path("ds.json").read_text("utf-8"))
+    assert facts["tensor_parallel"] == {"autotp_size": 2}
+    # 24 samples are 2 data ranks' 4 micro-batches of 3; DeepSpeed counts those of all 4 ranks.
+    assert facts["train_batch_size"] == 48 and facts["gradient_accumulation_steps"] == 4
+    Path("again.yaml").write_text(HEAD + read(json.dumps(facts), nproc=4) + "\n", "utf-8")
+    again, run = load_config("again.yaml").config, load_config("run.yaml").config
+    assert again.parallel == run.parallel and again.train.global_batch == 24
+    refused = convert(f"{RUN}parallel: {{strategy: zero1, tensor: 2}}\n", nproc=3)
+    assert isinstance(refused.exception, DuokaError) and "no multiple of it" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("parallel: {engine: deepspeed, strategy: zero1, tensor: 2, pipeline: 2}", "its pipeline takes no stage 2"),
+        ("parallel: {engine: deepspeed, strategy: zero1, tensor: 2}\nlora: {}", "AutoTP cuts no adapters"),
+        ("parallel: {engine: deepspeed, strategy: zero3, tensor: 2, offload: {optimizer: disk}}", "in files counts"),
+        ("parallel: {engine: deepspeed, strategy: zero3, tensor: 2, reshard: node}", "neighboring ranks"),
+        ("parallel: {engine: deepspeed, strategy: zero3, compress: {weights: int4}}", "int8 and gradients in int4"),
+        ("parallel: {engine: deepspeed, strategy: zero3, compress: {gradients: int8}}", "int8 and gradients in int4"),
+        ("parallel: {engine: deepspeed, strategy: zero1, compress: {weights: int8}}", "is DeepSpeed's stage 3"),
+        (
+            "parallel: {engine: deepspeed, strategy: zero3, offload: params, compress: {weights: int8}}",
+            "was never seen",
+        ),
+    ],
+)
+def test_what_deepspeed_cannot_do_names_the_native_way(lines: str, told: str) -> None:
+    Path("run.yaml").write_text(f"{HEAD}{lines}\n", "utf-8")
+    with pytest.raises(DuokaError, match=told) as refused:
+        load_config("run.yaml")
+    assert "engine: native" in str(refused.value)
+
+
+def test_ddp_beside_a_tensor_axis_is_deepspeeds_alone() -> None:
+    lines = HEAD + "parallel: {engine: deepspeed, strategy: ddp, tensor: 2}\n"
+    Path("run.yaml").write_text(lines, "utf-8")
+    assert load_config("run.yaml").config.parallel.tensor == 2
+    Path("run.yaml").write_text(lines.replace("deepspeed", "native"), "utf-8")
+    with pytest.raises(DuokaError, match="adds up gradients of whole tensors"):
+        load_config("run.yaml")
+
+
+PACKED = "compress: {weights: int8, gradients: int4}"
+
+
+def test_zero_plus_plus_is_written_and_read_and_wants_a_gpu() -> None:
+    Path("run.yaml").write_text(f"{HEAD}parallel: {{engine: deepspeed, strategy: zero3, {PACKED}}}\n", "utf-8")
+    config = load_config("run.yaml").config
+    zero = engine_json(config.parallel, "fsdp", "bf16", 2)["zero_optimization"]
+    assert zero["zero_quantized_weights"] is zero["zero_quantized_gradients"] is True
+    weights = config.parallel.model_copy(update={"compress": CompressConfig(weights="int8")})
+    assert "zero_quantized_gradients" not in engine_json(weights, "fsdp", "bf16", 2)["zero_optimization"]
+    (fault,) = check_machine(config, Machine(2, 8 << 30, 8 << 30), 2)
+    assert fault.key == "parallel.compress" and "runs on CUDA alone" in fault.what and "engine: native" in fault.fix
+    gpus = tuple(Gpu("NVIDIA H100", 80 << 30, 80 << 30, 9.0) for _ in range(2))
+    assert not check_machine(config, Machine(2, 8 << 30, 8 << 30, gpus=gpus), 2)
+    flags = '"zero_quantized_weights": true, "zero_quantized_gradients": true'
+    assert PACKED in read('{"engine": "deepspeed", "zero_optimization": {"stage": 3, ' + flags + "}}")
+    assert convert(f"{RUN}parallel: {{strategy: zero3, {PACKED}}}\n").exit_code == 0
+    written = json.loads(Path("ds.json").read_text("utf-8"))["zero_optimization"]
+    assert written["zero_quantized_weights"] and written["zero_quantized_gradients"]
+
+
+def test_gradients_that_deepspeed_packs_are_fp16_when_it_reads_their_bytes() -> None:
+    """Its kernel takes any tensor's bytes for fp16; vectors it does not pack, and they stay as they are."""
+    seen: list[torch.Tensor] = []
+
+    def reduce(tensors: list[torch.Tensor], groups: object) -> list[torch.Tensor]:
+        seen.extend(tensors)
+        return [tensor.view(-1) for tensor in tensors]
+
+    given = [torch.tensor([[1e-6, -2.0], [3e-5, 4.0]]), torch.tensor([1e-9, 1.0])]
+    answers = AsHalf(reduce)(given, None)
+    assert [one.dtype for one in seen] == [torch.float16, torch.float32]
+    assert all(one.dtype == torch.float32 for one in answers) and answers[1].equal(given[1])
+    torch.testing.assert_close(answers[0], given[0].view(-1), rtol=1e-3, atol=0)

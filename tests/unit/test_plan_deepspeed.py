@@ -16,6 +16,7 @@ from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
 from duoka.plan.memory import estimate_memory
 from duoka.plan.recipe import Work, static_memory
+from duoka.plan.shape import shape_from_config
 from duoka.plan.traffic import traffic
 
 RANKS = 4
@@ -92,3 +93,63 @@ def test_who_has_not_model_and_optimizer_together_refuses_it():
     raw = {"model": "demo", "data": {"train": ["identity"]}, "parallel": {"engine": "deepspeed", "strategy": "zero2"}}
     with pytest.raises(ValueError, match="duoka's own engine"):
         dry_run(RunConfig.model_validate(raw), {}, layout("zero2"), [8])
+
+
+def test_autotp_has_both_ends_whole_and_sums_before_each_product_by_columns():
+    own, at = work(), Layout(dp=1, tp=2, strategy="single")
+    ends = SHAPE.num_embedding + SHAPE.num_head
+    held = (SHAPE.num_parameters - ends) / 2 + ends
+    assert static_memory(own, at).total_bytes == pytest.approx(16 * held, rel=1e-6)
+    native = static_memory(replace(own, deepspeed=None), at)
+    assert native.total_bytes < static_memory(own, at).total_bytes
+    (sums,) = traffic(own, at, 2, accumulation=3, tokens=100)
+    wanted = 3 * SHAPE.num_layers * 7 * 4 * SHAPE.hidden_size * 100
+    assert sums.sent_bytes == pytest.approx(wanted)  # an all-reduce over two: what it has, once
+    (again,) = traffic(own, replace(at, recompute="full"), 2, accumulation=3, tokens=100)
+    assert again.sent_bytes == pytest.approx(wanted * 8 / 7)
+    shared = replace(at, dp=2, strategy="zero1", shard=2)
+    assert static_memory(own, shared).total_bytes == pytest.approx((8 + 12 / 2) * held, rel=1e-6)
+
+
+def test_weights_in_8_bits_send_a_quarter_and_gradients_in_4_an_eighth_between_nodes():
+    plain, packed = (replace(work(**LIVE), weight_bits=bits, gradient_bits=bits // 2) for bits in (0, 8))
+    sent = {
+        (bits, nodes): {
+            kind: sum(one.sent_bytes for one in traffic(own, layout("fsdp"), RANKS // nodes) if one.kind == kind)
+            for kind in ("all-gather", "reduce-scatter")
+        }
+        for bits, own in ((0, plain), (8, packed))
+        for nodes in (1, 2)
+    }
+    for nodes in (1, 2):
+        assert sent[8, nodes]["all-gather"] == pytest.approx(sent[0, nodes]["all-gather"] / 4)
+    assert sent[8, 1]["reduce-scatter"] == sent[0, 1]["reduce-scatter"]
+    assert sent[8, 2]["reduce-scatter"] == pytest.approx(sent[0, 2]["reduce-scatter"] / 8)
+
+
+# A Llama of 51.8M parameters on two ranks with gloo and tcmalloc, three steps of two micro-batches of about 390 tokens,
+# recompute full: the most memory that a rank had in its steps, in MiB (2026-11-25, DeepSpeed 0.19.8).
+LLAMA = {
+    "model_type": "llama", "vocab_size": 264, "hidden_size": 640, "intermediate_size": 1600, "num_hidden_layers": 12,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+MEASURED = {
+    ("ddp", "fp32", "none"): 1406, ("ddp", "bf16", "none"): 1473,
+    ("zero1", "fp32", "none"): 1526, ("zero1", "bf16", "none"): 1735,
+    ("zero2", "fp32", "none"): 1525, ("zero2", "bf16", "none"): 1585,
+    ("zero2", "fp32", "optimizer"): 1767, ("zero2", "bf16", "optimizer"): 1767,
+    ("fsdp", "fp32", "none"): 1782, ("fsdp", "bf16", "none"): 1789,
+    ("fsdp", "fp32", "optimizer"): 1881, ("fsdp", "bf16", "optimizer"): 1888,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_the_plan_is_within_a_tenth_of_what_ranks_took(case):
+    strategy, precision, offload = case
+    own = Work(shape_from_config(LLAMA), None, deepspeed=DeepSpeedConfig())
+    at = Layout(
+        dp=2, strategy=strategy, shard=1 if strategy == "ddp" else 2, precision=precision, offload=offload,
+        recompute="full",
+    )  # fmt: skip
+    planned = estimate_memory(own, at, 393, later=393).peak_bytes / 2**20
+    assert planned == pytest.approx(MEASURED[case], rel=0.1), f"{planned:.0f} MiB"

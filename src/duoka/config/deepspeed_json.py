@@ -29,13 +29,15 @@ def engine_json(
 ) -> dict[str, Any]:
     """What duoka gives DeepSpeed as its engine: batches, the loss's scale, clipping and the schedule stay duoka's.
 
-    `folder`: of what lies on a disk. `near`: ranks of a node, which share a copy of weights between the two passes.
+    `world_size`: ranks that read different samples. `folder`: of what lies on a disk. `near`: ranks of a node, which
+    share a copy of weights between the two passes.
     """
     zero = _zero(parallel, strategy, folder)
+    zero |= _quantized(parallel)
     if zero["stage"] == 3 and parallel.reshard == "node" and 1 < near < world_size and world_size % near == 0:
         zero["zero_hpz_partition_size"] = near
-    return {
-        "train_batch_size": world_size,
+    settings: dict[str, Any] = {
+        "train_batch_size": world_size * parallel.tensor,  # DeepSpeed counts all ranks here
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
@@ -45,6 +47,9 @@ def engine_json(
         "torch_autocast": _autocast(parallel, precision),
         "steps_per_print": 1 << 60,
     }
+    if parallel.tensor > 1:
+        settings["tensor_parallel"] = {"autotp_size": parallel.tensor}
+    return settings
 
 
 def _zero(parallel: ParallelConfig, strategy: str, folder: Path | None = None) -> dict[str, Any]:
@@ -77,6 +82,22 @@ def switches(parallel: ParallelConfig) -> DeepSpeedConfig:
     return own.model_copy(update={k: size for k, size in here.items() if getattr(own, k) == getattr(plain, k)})
 
 
+def is_quantized(parallel: ParallelConfig) -> bool:
+    """Whether weights or gradients travel as ZeRO++ packs them: in 8 bits and in 4, and in no other way."""
+    packed = _packed(parallel)
+    known = packed["weights"] in ("none", "int8") and packed["gradients"] in ("none", "int4")
+    return known and set(packed.values()) != {"none"}
+
+
+def _packed(parallel: ParallelConfig) -> dict[str, str]:
+    return {"weights": parallel.compression.weights, "gradients": parallel.compression.gradients}
+
+
+def _quantized(parallel: ParallelConfig) -> dict[str, bool]:
+    packed = _packed(parallel) if is_quantized(parallel) else {}
+    return {f"zero_quantized_{part}": True for part, kind in packed.items() if kind != "none"}
+
+
 def _place(offloads: OffloadConfig, where: str, folder: Path | None) -> dict[str, Any]:
     if where == "disk":
         path = str(folder) if folder is not None else offloads.folder or "/local_nvme"
@@ -101,8 +122,10 @@ def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[
         raise Faults(faults)
     parallel, optim = config.parallel, config.optim
     batch, micro = _samples(config.train.global_batch), _samples(config.train.micro_batch) or 1
+    steps = batch // (micro * (world_size // parallel.tensor))
     zero = _zero(parallel, "zero3" if parallel.strategy == "hsdp" else parallel.strategy)
     zero.pop("compute_grad_norm", None)
+    zero |= _quantized(parallel)
     if zero["stage"] == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if parallel.strategy == "hsdp":
@@ -112,9 +135,9 @@ def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[
         "torch_adam": True,
     }  # fmt: skip
     facts: dict[str, Any] = {
-        "train_batch_size": batch,
+        "train_batch_size": micro * steps * world_size,
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": batch // (micro * world_size),
+        "gradient_accumulation_steps": steps,
         "gradient_clipping": optim.clip,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
@@ -125,10 +148,17 @@ def file_json(config: RunConfig, world_size: int, precision: str) -> tuple[dict[
     }
     if parallel.compress in ("bf16", "fp16"):
         facts["communication_data_type"] = parallel.compress
+    if parallel.tensor > 1:
+        facts["tensor_parallel"] = {"autotp_size": parallel.tensor}
     notes = [
         "DeepSpeed divides a loss by rank and micro-batch, not by the tokens of the global batch, and lets all weights "
         "decay; duoka with engine: deepspeed does neither",
     ]
+    if parallel.tensor > 1:
+        notes.append(
+            f"train_batch_size counts every sample {parallel.tensor} times, once for each rank that shares a matrix, "
+            "as DeepSpeed counts; your script gives these ranks the same samples"
+        )
     if config.train.micro_batch == "auto":
         notes.append("train.micro_batch is auto, which is 1 in this file")
     if config.train.max_steps is None:
@@ -168,11 +198,17 @@ def _unsayable(config: RunConfig, world_size: int) -> Iterator[Fault]:
             key="parallel.strategy",
             fix="add for example   parallel.strategy=zero2   to the line; `duoka plan` says which one fits",
         )
-    if parallel.tensor * parallel.pipeline * parallel.sequence * parallel.expert > 1:
+    if parallel.pipeline * parallel.sequence * parallel.expert > 1:
         yield Fault(
-            "axes beside data parallelism are no keys of a DeepSpeed JSON",
+            "axes beside data and tensor parallelism are no keys of a DeepSpeed JSON",
             key="parallel",
-            fix="add   parallel.tensor=1 parallel.pipeline=1 parallel.sequence=1 parallel.expert=1",
+            fix="add   parallel.pipeline=1 parallel.sequence=1 parallel.expert=1",
+        )
+    if world_size % parallel.tensor:
+        yield Fault(
+            f"parallel.tensor is {parallel.tensor}, and {world_size} processes are no multiple of it",
+            key="parallel.tensor",
+            fix=f"add   --nproc {-(-world_size // parallel.tensor) * parallel.tensor}",
         )
     if config.optim.name != "adamw":
         yield Fault(
@@ -183,11 +219,13 @@ def _unsayable(config: RunConfig, world_size: int) -> Iterator[Fault]:
     if config.train.precision == "fp8":
         what = "train.precision is fp8, and a DeepSpeed JSON knows bf16 and fp16"
         yield Fault(what, key="train.precision", fix="train.precision=bf16")
-    if parallel.compress not in ("none", "bf16", "fp16"):
+    if parallel.compress not in ("none", "bf16", "fp16") and not (
+        is_quantized(parallel) and parallel.strategy in ("zero3", "fsdp")
+    ):
         what = f"parallel.compress is {parallel.compress}, which is not DeepSpeed's"
         yield Fault(what, key="parallel.compress", fix="parallel.compress=none")
     batch, micro = _samples(config.train.global_batch), _samples(config.train.micro_batch) or 1
-    at_once = micro * world_size
+    at_once = micro * max(1, world_size // parallel.tensor)
     if not batch:
         yield Fault(
             f"train.global_batch is {config.train.global_batch}, and DeepSpeed counts samples",

@@ -6,7 +6,7 @@ A part of the table in rules.py, which evaluates it.
 
 from __future__ import annotations
 
-from duoka.config.deepspeed_json import OF_WEIGHTS_IN_USE, switches
+from duoka.config.deepspeed_json import OF_WEIGHTS_IN_USE, is_quantized, switches
 from duoka.config.rule import Rule
 from duoka.config.schema import RunConfig
 from duoka.config.schema_running import DeepSpeedConfig
@@ -18,6 +18,8 @@ NO_AIO = (
     "compiler and the headers of libaio are not there together"
 )
 GET_AIO = "apt install g++ libaio-dev   (Debian, Ubuntu; elsewhere libaio-devel), or write:   engine: native"
+NO_QUANTIZER = "and parallel.engine is deepspeed, whose quantizer runs on CUDA alone; this machine has no GPU"
+WITHOUT_QUANTIZER = "write:   engine: native   (which packs on a CPU too), or delete compress"
 GET_DEEPSPEED = "DS_BUILD_OPS=0 pip install 'duoka[deepspeed]'   or write:   engine: native"
 
 
@@ -26,7 +28,11 @@ def _is_on(c: RunConfig) -> bool:
 
 
 def _axes(c: RunConfig) -> int:
-    return c.parallel.tensor * c.parallel.pipeline * c.parallel.sequence * c.parallel.expert
+    return c.parallel.pipeline * c.parallel.sequence * c.parallel.expert
+
+
+def _is_cut(c: RunConfig) -> bool:
+    return _is_on(c) and c.parallel.tensor > 1
 
 
 def _of_ddp(c: RunConfig) -> bool:
@@ -52,12 +58,36 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "deepspeed-with-axes",
-        ("parallel.engine", "parallel.tensor", "parallel.pipeline", "parallel.sequence", "parallel.expert"),
+        ("parallel.engine", "parallel.pipeline", "parallel.sequence", "parallel.expert"),
         lambda c: _is_on(c) and _axes(c) > 1,
-        "parallel.engine is deepspeed, beside tensor {c.parallel.tensor}, pipeline {c.parallel.pipeline}, sequence "
-        "{c.parallel.sequence} and expert {c.parallel.expert}: its pipeline takes no stage 2 or 3, and its sequence "
-        "parallelism scales gradients by stage",
+        "parallel.engine is deepspeed, beside pipeline {c.parallel.pipeline}, sequence {c.parallel.sequence} and "
+        "expert {c.parallel.expert}: its pipeline takes no stage 2 or 3, and its sequence parallelism scales gradients "
+        "by stage",
         f"{_NATIVE}   (which has these axes under every strategy), or delete them",
+    ),
+    Rule(
+        "autotp-with-adapters",
+        ("parallel.tensor", "parallel.engine", "lora"),
+        lambda c: _is_cut(c) and c.lora is not None,
+        "parallel.tensor is {c.parallel.tensor} with lora, and parallel.engine is deepspeed, whose AutoTP cuts no "
+        "adapters beside the matrices that it cuts",
+        f"{_NATIVE}   (which does), or delete tensor or lora",
+    ),
+    Rule(
+        "autotp-with-disk",
+        ("parallel.offload", "parallel.tensor", "parallel.engine"),
+        lambda c: _is_cut(c) and c.parallel.offloads.uses_disk,
+        "parallel.offload uses a disk, parallel.tensor is {c.parallel.tensor}, and parallel.engine is deepspeed, whose "
+        "norm of gradients in files counts what tensor ranks all have once for each",
+        f"write:   offload: optimizer   (host memory), or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "autotp-with-copies-in-a-node",
+        ("parallel.reshard", "parallel.tensor", "parallel.engine"),
+        lambda c: _is_cut(c) and c.parallel.reshard == "node",
+        "parallel.reshard is node, parallel.tensor is {c.parallel.tensor}, and parallel.engine is deepspeed, whose "
+        "copies inside a node are of neighboring ranks, which have other parts of each matrix",
+        f"delete reshard, or   {_NATIVE}",
     ),
     Rule(
         "deepspeed-with-optimizer",
@@ -85,9 +115,26 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     Rule(
         "deepspeed-with-compress",
         ("parallel.compress", "parallel.engine"),
-        lambda c: _is_on(c) and c.parallel.compress not in ("none", "bf16"),
-        "parallel.compress is {c.parallel.compress}, which parallel.engine deepspeed does not do",
-        f"write:   compress: bf16   or   {_NATIVE[9:]}",
+        lambda c: _is_on(c) and c.parallel.compress not in ("none", "bf16") and not is_quantized(c.parallel),
+        "parallel.compress is {c.parallel.compress}, and parallel.engine deepspeed packs weights in int8 and gradients "
+        "in int4 alone (ZeRO++), beside bf16",
+        f"write:   compress: {{{{weights: int8}}}}   or   compress: bf16   or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-packing-below-stage-3",
+        ("parallel.compress", "parallel.strategy"),
+        lambda c: _is_on(c) and is_quantized(c.parallel) and c.parallel.strategy not in ("zero3", "fsdp"),
+        "parallel.compress is {c.parallel.compress} and parallel.strategy is {c.parallel.strategy}: ZeRO++ is "
+        "DeepSpeed's stage 3",
+        f"write:   strategy: zero3   or   {_NATIVE[9:]}",
+    ),
+    Rule(
+        "deepspeed-packing-what-is-offloaded",
+        ("parallel.compress", "parallel.offload"),
+        lambda c: _is_on(c) and is_quantized(c.parallel) and c.parallel.offload != "none",
+        "parallel.compress is {c.parallel.compress} with parallel.offload {c.parallel.offload}, and DeepSpeed's "
+        "quantized exchange beside offloading was never seen to work",
+        f"delete one of them, or   {_NATIVE}",
     ),
     Rule(
         "deepspeed-compressing-fp32",

@@ -25,7 +25,7 @@ TENSOR_RULES: tuple[Rule, ...] = (
     Rule(
         "tensor-with-ddp",
         ("parallel.strategy", "parallel.tensor"),
-        lambda c: _is_cut(c) and c.parallel.strategy == "ddp",
+        lambda c: _is_cut(c) and c.parallel.strategy == "ddp" and c.parallel.engine == "native",
         "parallel.strategy is ddp, which adds up gradients of whole tensors, and parallel.tensor "
         "{c.parallel.tensor} cuts them",
         "write:   strategy: zero1   (gradients are added once a step too, and optimizer state is shared)",

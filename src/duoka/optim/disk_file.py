@@ -152,11 +152,16 @@ class DiskFile:
             return False
 
     def _fault(self, verb: str, error: OSError, fix: str) -> StorageError:
-        where = f"{self.folder}: {error.strerror or error}"
-        if error.errno in _FULL:
-            verb = "does not fit on the disk"
-            where += f"; {_free_bytes(self.folder)}, {format_bytes(self.size_bytes)} needed by this process"
-        return StorageError(f"{self.what} {verb}", where=where, fix=fix)
+        return disk_fault(self.what, verb, error, self.folder, self.size_bytes, fix)
+
+
+def disk_fault(what: str, verb: str, error: OSError, folder: Path, needed_bytes: int, fix: str) -> StorageError:
+    """Of what this process keeps in files under `folder`; of a full disk, with what is free and what is needed."""
+    where = f"{folder}: {error.strerror or error}"
+    if error.errno in _FULL:
+        verb = "does not fit on the disk"
+        where += f"; {_free_bytes(folder)}, {format_bytes(needed_bytes)} needed by this process"
+    return StorageError(f"{what} {verb}", where=where, fix=fix)
 
 
 def find_on_disk(tensor: torch.Tensor) -> tuple[DiskFile, int] | None:

@@ -27,6 +27,7 @@ from duoka.model.steady import Steady
 from duoka.parallel.activations import ActivationsElsewhere
 from duoka.parallel.ddp import Ddp
 from duoka.parallel.deepspeed import DeepSpeed
+from duoka.parallel.deepspeed_tensor import cut_by_autotp
 from duoka.parallel.dp import DataParallel
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.expert import share_experts
@@ -104,7 +105,8 @@ def _compile(spec: EngineSpec) -> None:
 
 
 def _cut(spec: EngineSpec) -> None:
-    cut_matrices(spec.bare, spec.mesh)
+    cut = cut_by_autotp if spec.parallel.engine == "deepspeed" else cut_matrices
+    cut(spec.bare, spec.mesh)
 
 
 def _share_experts(spec: EngineSpec) -> None:

@@ -8,42 +8,31 @@ after the other.
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from duoka.comm.world import World
 from duoka.config.deepspeed_json import STAGES, engine_json
 from duoka.data.feed.loader import GlobalBatch
 from duoka.model.build import named_part
 from duoka.model.shards import Weights
-from duoka.optim.spread import add_over
-from duoka.parallel.deepspeed_disk import SwapFolder, Zero3OnDisk, build_aio, set_buffers
+from duoka.optim.spread import Groups, add_over
+from duoka.parallel.deepspeed_disk import SwapFolder, Zero3OnDisk, build_aio, needed_bytes, set_buffers
+from duoka.parallel.deepspeed_package import begin_deepspeed, data_group
+from duoka.parallel.deepspeed_packed import pack_as_half
+from duoka.parallel.deepspeed_room import reserve_room
 from duoka.parallel.deepspeed_saved import KeptViews
-from duoka.parallel.deepspeed_traffic import count_exchanges
-from duoka.parallel.deepspeed_zero import Zero3, Zero12, ZeroState
+from duoka.parallel.deepspeed_tensor import add_partial_gradients, elements_elsewhere
+from duoka.parallel.deepspeed_zero import Zero3, Zero12, ZeroState, in_whole
 from duoka.parallel.engine import Engine, EngineSpec
 from duoka.parallel.objective import Objective
 from duoka.parallel.out_of_memory import Shortage
 from duoka.parallel.single import bring
+from duoka.parallel.tensor_part import part_of, whole_shape
 from duoka.process.heap import give_back
-
-
-def load_deepspeed(device: torch.device) -> Any:
-    """The package, told which device it is on: it looks for one otherwise, and says so on every rank."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel(logging.ERROR)
-    # With a C++ compiler it would build this at its first start, for minutes, without a word, and for inference;
-    # a build that was killed leaves a lock that the next start waits for.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
 
 
 class DeepSpeed(Engine):
@@ -57,8 +46,11 @@ class DeepSpeed(Engine):
         if self.stage < 3:
             bring(spec)
         super().__init__(spec)
-        self._counts = super().count_parameters()  # before stage 3 cuts them
+        more = elements_elsewhere(self.bare)
+        here = super().count_parameters()  # before stage 3 cuts them
+        self._counts = here[0] + more[0], here[1] + more[1]
         self._made_of = spec
+        self._has_stepped = False
         self.running: Any = None  # DeepSpeed's own engine
         self.zero: ZeroState | None = None  # None: at stage 0 every rank has all, and it is a plain optimizer's
 
@@ -67,28 +59,35 @@ class DeepSpeed(Engine):
     ) -> torch.optim.Optimizer:
         spec, named = self._made_of, self.named_trainable()
         optimizer = make(named)
-        package = load_deepspeed(self.world.device)
-        package.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
-        count_exchanges()
-        layout = spec.layout
+        layout, tensor = spec.layout, self.mesh.tensor.size
+        package = begin_deepspeed(self.world.device, tensor)
         on_disk = layout.disk != "none"
         folder = SwapFolder(spec.folder, self).path if on_disk else None
         near = self.mesh.node_size if spec.parallel.reshard == "node" else 0
         sizes = self.mesh.loss.size, folder, near
         settings = engine_json(spec.parallel, layout.strategy, layout.precision, *sizes)
-        if on_disk:
+        if folder is not None:
             build_aio(package, self.world.print)
             set_buffers(settings, self.bare, sizes[0])
+            needed = needed_bytes(self.bare, sizes[0], weights_too=layout.disk == "params")
+            reserve_room(folder, needed, self.world)
         if self.stage == 3:
-            fill_and_cut(package, self.bare, spec.source, self.world.is_main, self.world.device, settings)
+            group = data_group() if tensor > 1 else None
+            fill_and_cut(package, self.bare, spec.source, self.mesh.loss, settings, group)
             give_back()  # whole parameters passed by
+        if tensor > 1:
+            add_partial_gradients(self.bare)
+        if spec.parallel.compression.gradient_bits:
+            pack_as_half()
         place = SimpleNamespace(device_rank=self.world.device.index or 0)
         self.running, zero, *_ = package.initialize(args=place, model=self.bare, optimizer=optimizer, config=settings)
         give_back()
+        if tensor > 1:  # it would send the first batch's to all that share it, to see that it is the same
+            self.running.first_dataloader_check.remove()
         self.model = self.running
         if self.stage:
             kind = Zero3OnDisk if on_disk else Zero3 if self.stage == 3 else Zero12
-            self.zero = kind(zero, named)
+            self.zero = kind(zero, named, self.mesh.tensor.rank)
         return optimizer
 
     # --- what is trained ---
@@ -97,10 +96,21 @@ class DeepSpeed(Engine):
         return self._counts
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
-        return super().trained_tensors() if self.zero is None else self.zero.trained()
+        if self.zero is not None:
+            return self.zero.trained()
+        return {
+            name: in_whole(tensor, self.named_trainable()[name]) for name, tensor in super().trained_tensors().items()
+        }
 
     def optimizer_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        return super().optimizer_tensors(optimizer) if self.zero is None else self.zero.state()
+        if self.zero is not None:
+            return self.zero.state()
+        own, named = super().optimizer_tensors(optimizer), self.named_trainable()
+        return {name: in_whole(tensor, named[name.partition(".")[2]]) for name, tensor in own.items()}
+
+    def spread_of(self, parameter: torch.Tensor) -> Groups:
+        part = part_of(parameter)
+        return () if part is None else (part.group,)
 
     def filled(self) -> None:
         if self.zero is not None:
@@ -134,13 +144,18 @@ class DeepSpeed(Engine):
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float, *, is_scaled: bool = True) -> torch.Tensor:
         if self.zero is None:
             return super().clip(optimizer, max_norm, is_scaled=is_scaled)
-        groups = (self.mesh.loss.group,) if self.mesh.loss.size > 1 else ()
+        # Of what ranks of the tensor axis all have, the first one's counts.
+        groups = (self.world.group,) if self.world.size > 1 else ()
         norm = add_over(self.zero.norm_square(), groups, self.world.device.type).sqrt()
         self.zero.shorten(norm, max_norm)
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
         self.running.step()
+        if not self._has_stepped:
+            # What the first step made, to stay, lies where its buckets were: the next ones would lie beside that room.
+            give_back()
+            self._has_stepped = True
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Done: DeepSpeed's step ends with it, and what it accumulates into on the host has to stay."""
@@ -169,30 +184,34 @@ class DeepSpeed(Engine):
 
 
 def fill_and_cut(
-    package: Any,
-    bare: torch.nn.Module,
-    source: Weights | None,
-    is_first: bool,
-    device: torch.device,
-    settings: Mapping[str, Any],
+    package: Any, bare: torch.nn.Module, source: Weights | None, ranks: World, settings: Mapping[str, Any], group: Any
 ) -> None:
-    """Give a model its weights and each rank its parts of them, parameter by parameter; the first rank reads."""
+    """Give a model its weights and each rank its parts of them, parameter by parameter; the first of `ranks` reads.
+
+    `group`: DeepSpeed's of these ranks, None where they are all.
+    """
     names: dict[int, list[str]] = {}
-    lm = named_part(bare)
+    lm, device = named_part(bare), ranks.device
     for name, parameter in lm.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     first: Any = None
     for parameter in lm.parameters():
         if parameter.is_meta and source is not None:
-            shape = parameter.shape
-            name = next(name for name in names[id(parameter)] if source.knows(name, shape))
+            part, shape = part_of(parameter), parameter.shape
+            name = next(name for name in names[id(parameter)] if source.knows(name, whole_shape(parameter)))
             # Others are sent the first one's.
-            values = source.read(name, shape) if is_first else torch.empty(shape)
-            filled = torch.nn.Parameter(values.to(device, parameter.dtype), requires_grad=parameter.requires_grad)
+            box = None if part is None else part.box
+            values = source.read(name, whole_shape(parameter), box) if ranks.rank == 0 else torch.empty(shape)
+            values = values.to(device, parameter.dtype).contiguous()
+            filled = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+            filled.__dict__.update(parameter.__dict__)  # what DeepSpeed noted on it
             torch.utils.swap_tensors(parameter, filled)
         if first is None:
             alone = torch.nn.ParameterList([parameter])
-            package.zero.Init(module=alone, config_dict_or_path=dict(settings), mem_efficient_linear=False)
+            package.zero.Init(
+                module=alone, config_dict_or_path=dict(settings), mem_efficient_linear=False,
+                data_parallel_group=group,
+            )  # fmt: skip
             first = parameter
         else:
             first.convert_to_zero_parameters(param_list=[parameter])

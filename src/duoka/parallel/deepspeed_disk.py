@@ -22,6 +22,7 @@ import torch
 
 from duoka.config.rules_deepspeed import GET_AIO
 from duoka.errors import ConfigError
+from duoka.parallel.deepspeed_room import with_room
 from duoka.parallel.deepspeed_zero import Zero3
 from duoka.parallel.flat_shard import mapped_file, real_shape
 from duoka.runs.cache import cache_folder, hold_lock, make_folder
@@ -115,7 +116,7 @@ def build_aio(package: Any, say: Callable[[str], None]) -> None:
         for left in place.glob("*/lock"):
             left.unlink()
         try:
-            package.ops.op_builder.AsyncIOBuilder().load(verbose=False)
+            with_room(package.ops.op_builder.AsyncIOBuilder().load(verbose=False))
         except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
             raise ConfigError(
                 "DeepSpeed's async_io, which parallel.offload: disk needs, cannot be compiled or loaded here",
@@ -132,6 +133,15 @@ def set_buffers(settings: Mapping[str, Any], model: torch.nn.Module, ranks: int)
     parts = [-(-real_shape(one).numel() // ranks) for one in model.parameters()]
     most = max(sum(1 for _ in module.parameters(recurse=False)) for module in model.modules())
     place["buffer_size"], place["buffer_count"] = max(parts), most + 2
+
+
+def needed_bytes(model: torch.nn.Module, ranks: int, *, weights_too: bool) -> int:
+    """Of a rank's files: fp32 weights, moments and gradients of what is trained; and the weights that passes use."""
+    total = 0
+    for parameter in model.parameters():
+        part = -(-real_shape(parameter).numel() // ranks)
+        total += part * (16 * parameter.requires_grad + parameter.element_size() * weights_too)
+    return total
 
 
 class SwapFolder:

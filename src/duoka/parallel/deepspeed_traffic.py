@@ -7,8 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from duoka.comm.collectives import bytes_of, gather_into, scatter_into
+from duoka.comm.collectives import bytes_of, gather_into, is_gloo, scatter_into
 from duoka.comm.ledger import LEDGER
+
+PIECE = 1 << 20  # elements of a rank's part
 
 
 class CountedBackend:
@@ -54,6 +56,8 @@ class CountedBackend:
     ) -> Any:
         self._count("all-gather", bytes_of(output_tensor), group)
         with LEDGER.waiting():
+            if not async_op and is_gloo(group, output_tensor.device):
+                return gather_in_pieces(output_tensor, input_tensor, group)
             return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
     def all_gather_coalesced(
@@ -78,6 +82,17 @@ class CountedBackend:
             if str(op).endswith("SUM"):
                 return scatter_into(output_tensor, input_tensor, group=group, async_op=async_op)
             return self._backend.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+def gather_in_pieces(output: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    """gloo gathers into a copy of the whole: all weights once more, in a step, where stages 1 and 2 gather these."""
+    ranks, values = dist.get_world_size(group), own.reshape(-1)
+    whole = output.view(ranks, -1)
+    for start in range(0, values.numel(), PIECE):
+        part = values[start : start + PIECE]
+        arrived = part.new_empty(ranks * part.numel())
+        gather_into(arrived, part.contiguous(), group=group)
+        whole[:, start : start + PIECE] = arrived.view(ranks, -1)
 
 
 def count_exchanges() -> None:

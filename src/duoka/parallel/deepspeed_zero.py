@@ -7,13 +7,14 @@ checkpoints hold are the parameters themselves, so a part knows its place in one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from duoka.optim.clip import shorten_all
 from duoka.parallel.flat_shard import FlatShard, real_shape
+from duoka.parallel.tensor_part import part_of
 from duoka.torch_private import foreach_norm
 
 Named = Mapping[str, torch.nn.Parameter]
@@ -31,21 +32,25 @@ class Part(NamedTuple):
 class ZeroState(ABC):
     """One rank's lines: fp32 weights that the optimizer steps on, with its state of the same length."""
 
-    def __init__(self, zero: Any, named: Named) -> None:
+    def __init__(self, zero: Any, named: Named, tensor_rank: int = 0) -> None:
         self.zero = zero  # DeepSpeed's optimizer, around the one that it was given
         self.named = named
+        self.tensor_rank = tensor_rank  # among those that share every matrix
 
     @abstractmethod
     def lines(self) -> list[torch.Tensor]:
         """What the optimizer steps on."""
 
     @abstractmethod
-    def part_of(self, parameter: torch.nn.Parameter) -> Part:
+    def place_of(self, parameter: torch.nn.Parameter) -> Part:
         """Where this rank has what of a parameter."""
 
     @abstractmethod
+    def named_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """This rank's parts of the summed gradients, live, and whose; padding is left out."""
+
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's parts of the summed gradients, live; padding is left out."""
+        return [gradient for _, gradient in self.named_gradients()]
 
     @abstractmethod
     def refresh(self) -> None:
@@ -56,8 +61,10 @@ class ZeroState(ABC):
         return line
 
     def norm_square(self) -> torch.Tensor:
-        """Of this rank's parts of the gradients."""
+        """Of this rank's parts of the gradients; what tensor ranks all have counts on the first of them."""
         gradients = self.gradients()
+        if self.tensor_rank:
+            gradients = [gradient for parameter, gradient in self.named_gradients() if part_of(parameter)]
         return torch.stack(foreach_norm(gradients)).float().square().sum() if gradients else torch.zeros(())
 
     def shorten(self, norm: torch.Tensor, max_norm: float) -> None:
@@ -85,14 +92,14 @@ class ZeroState(ABC):
     def trained(self) -> dict[str, torch.Tensor]:
         """Weights by name."""
         values = {id(line): self.values_of(line) for line in self.lines()}
-        return {name: self._shard(one, values[id(self.part_of(one).line)]) for name, one in self.named.items()}
+        return {name: self._shard(one, values[id(self.place_of(one).line)]) for name, one in self.named.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's state as `kind.parameter-name`; what was never stepped is made first, as zeros."""
         found: dict[str, torch.Tensor] = {}
         states = {id(line): self._state_of(line) for line in self.lines()}
         for name, parameter in self.named.items():
-            line = self.part_of(parameter).line
+            line = self.place_of(parameter).line
             for kind, value in states[id(line)].items():
                 found[f"{kind}.{name}"] = self._shard(parameter, value) if value.ndim else value
         return found
@@ -106,9 +113,15 @@ class ZeroState(ABC):
         return state
 
     def _shard(self, parameter: torch.nn.Parameter, line: torch.Tensor) -> torch.Tensor:
-        part = self.part_of(parameter)
+        part = self.place_of(parameter)
         values = line.detach().narrow(0, part.at, part.length)
-        return FlatShard(values, real_shape(parameter), part.start)
+        return FlatShard(values, real_shape(parameter), part.start, part_of(parameter))
+
+
+def in_whole(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What lies whole on this rank of a parameter (it, or its state) as a part of what AutoTP cut; else as it is."""
+    part = part_of(parameter)
+    return FlatShard(tensor.view(-1), tensor.shape, 0, part) if part is not None and tensor.ndim else tensor
 
 
 class Zero12(ZeroState):
@@ -117,7 +130,7 @@ class Zero12(ZeroState):
     def lines(self) -> list[torch.Tensor]:
         return list(self.zero.single_partition_of_fp32_groups)
 
-    def part_of(self, parameter: torch.nn.Parameter) -> Part:
+    def place_of(self, parameter: torch.nn.Parameter) -> Part:
         mapping: Any = parameter._hp_mapping
         if mapping is None:  # none of it is this rank's
             return Part(self._line_of(parameter), 0, 0, 0)
@@ -130,15 +143,17 @@ class Zero12(ZeroState):
                 return line
         raise KeyError("a parameter that DeepSpeed does not train")
 
-    def gradients(self) -> list[torch.Tensor]:
+    def named_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         if self.zero.cpu_offload:
-            return [line.grad for line in self.lines() if line.grad is not None]
-        return [
-            gradient
-            for group in self.zero.averaged_gradients.values()
-            for gradient in group or ()
-            if gradient is not None and not getattr(gradient, "_zero_padding", False)
-        ]
+            for parameter in self.named.values():
+                part = self.place_of(parameter)
+                if part.length and part.line.grad is not None:
+                    yield parameter, part.line.grad.narrow(0, part.at, part.length)
+            return
+        for number, group in self.zero.averaged_gradients.items():
+            found = [one for one in group or () if one is not None and not getattr(one, "_zero_padding", False)]
+            # Without a parameter of its own, a rank has zeros.
+            yield from zip(self.zero.params_in_partition[number], found, strict=False)
 
     def refresh(self) -> None:
         self.zero.update_lp_params()
@@ -150,22 +165,22 @@ class Zero3(ZeroState):
     def lines(self) -> list[torch.Tensor]:
         return list(self.zero.fp32_partitioned_groups_flat)
 
-    def part_of(self, parameter: torch.nn.Parameter) -> Part:
+    def place_of(self, parameter: torch.nn.Parameter) -> Part:
         group, at, padded = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        start, whole = padded * torch.distributed.get_rank(), real_shape(parameter).numel()
+        own: Any = parameter
+        start = padded * torch.distributed.get_rank(own.ds_process_group)
+        whole = real_shape(parameter).numel()
         return Part(self.lines()[group], at, min(start, whole), max(0, min(padded, whole - start)))
 
-    def gradients(self) -> list[torch.Tensor]:
-        found = []
+    def named_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         for number, group in enumerate(self.zero.fp16_groups):
-            for place, parameter in enumerate(group):
-                part = self.part_of(parameter)
+            for at, parameter in enumerate(group):
+                part = self.place_of(parameter)
                 if self.zero.offload_optimizer:
                     if part.line.grad is not None:  # else: put away in files
-                        found.append(part.line.grad.narrow(0, part.at, part.length))
+                        yield parameter, part.line.grad.narrow(0, part.at, part.length)
                 elif self.zero.averaged_gradients.get(number):  # else: before the first backward pass, or after a step
-                    found.append(self.zero.averaged_gradients[number][place][: part.length])
-        return found
+                    yield parameter, self.zero.averaged_gradients[number][at][: part.length]
 
     def refresh(self) -> None:
         zero = self.zero

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from duoka.model.box import Box
 from duoka.model.shards import Weights
+from duoka.parallel.tensor_part import part_of, whole_shape
 from duoka.torch_private import compute_local_shape_and_global_offset, like_sharded
 
 Keep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -35,10 +36,11 @@ def fill_weights(
     state: dict[str, torch.Tensor] = {}
     for parameter in lm.parameters():
         names = aliases[id(parameter)]
-        name = next(name for name in names if source.knows(name, parameter.shape))
+        name = next(name for name in names if source.knows(name, whole_shape(parameter)))
         # One object under all its names: tied weights stay tied.
         where = home if home is not None and isinstance(parameter, DTensor) else device
         filled = torch.nn.Parameter(_read(name, parameter, source, where, keep), requires_grad=parameter.requires_grad)
+        filled.__dict__.update(parameter.__dict__)  # what DeepSpeed noted on it
         state |= dict.fromkeys(names, filled)
     lm.load_state_dict(state, strict=False, assign=True)
     source.close()
@@ -46,7 +48,9 @@ def fill_weights(
 
 def _read(name: str, parameter: torch.Tensor, source: Weights, device: torch.device, keep: Keep | None) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
-        return source.read(name, parameter.shape).to(device, parameter.dtype)
+        part = part_of(parameter)
+        values = source.read(name, whole_shape(parameter), None if part is None else part.box)
+        return values.to(device, parameter.dtype).contiguous()
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     values = source.read(name, parameter.shape, Box(tuple(offset), tuple(shape)))

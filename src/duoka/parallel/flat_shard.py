@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from duoka.parallel.tensor_part import TensorPart, part_of
 from duoka.torch_private import wrapper_of_shape
 
 Corner = tuple[int, ...]
@@ -52,7 +53,7 @@ def is_cut_flat(tensor: torch.Tensor) -> bool:
 
 
 def real_shape(tensor: torch.Tensor) -> torch.Size:
-    """Of the whole tensor."""
+    """Of the tensor before stage 3 cut it; under AutoTP that is a rank's part of the whole (tensor_part.py)."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
@@ -60,7 +61,9 @@ def part_of_cut(parameter: Any) -> FlatShard:
     """This rank's part of a parameter that stage 3 has cut."""
     each, whole = parameter.partition_numel(), parameter.ds_numel
     start = min(each * dist.get_rank(parameter.ds_process_group), whole)
-    return FlatShard(_own_of_cut(parameter)[: min(each, whole - start)], real_shape(parameter), start)
+    return FlatShard(
+        _own_of_cut(parameter)[: min(each, whole - start)], real_shape(parameter), start, part_of(parameter)
+    )
 
 
 def _own_of_cut(parameter: Any) -> torch.Tensor:
@@ -85,15 +88,20 @@ def gather_cut(parameter: Any) -> torch.Tensor:
 
 
 class FlatShard(torch.Tensor):
-    """Elements from `start` on of a tensor of `shape`: `live`, flat, the values themselves. It cannot compute."""
+    """Elements from `start` on of a tensor of `shape`: `live`, flat, the values themselves. It cannot compute.
+
+    `within`: of which larger one that tensor is a part; this one is shaped as that.
+    """
 
     live: torch.Tensor
     start: int
+    cut: torch.Size  # what is cut flat
+    within: TensorPart | None
 
     @staticmethod
-    def __new__(cls, live: torch.Tensor, shape: torch.Size, start: int) -> FlatShard:
-        part: FlatShard = wrapper_of_shape(cls, shape, live)
-        part.live, part.start = live.detach(), start
+    def __new__(cls, live: torch.Tensor, shape: torch.Size, start: int, within: TensorPart | None = None) -> FlatShard:
+        part: FlatShard = wrapper_of_shape(cls, shape if within is None else within.shape, live)
+        part.live, part.start, part.cut, part.within = live.detach(), start, shape, within
         return part
 
     @classmethod
@@ -106,10 +114,11 @@ class FlatShard(torch.Tensor):
 
     def boxes(self) -> Iterator[tuple[Corner, torch.Tensor]]:
         """(where it begins in the whole tensor, its live values) of each box of this part."""
-        at = 0
-        for offset, size in boxes_of(self.shape, self.start, self.start + self.live.numel()):
+        at, corner = 0, (0,) * len(self.cut) if self.within is None else self.within.offset
+        for offset, size in boxes_of(self.cut, self.start, self.start + self.live.numel()):
             length = math.prod(size)
-            yield offset, self.live[at : at + length].view(size)
+            place = tuple(first + own for first, own in zip(corner, offset, strict=True))
+            yield place, self.live[at : at + length].view(size)
             at += length
 
     # What torch's DCP asks of a tensor that is stored in parts.

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from duoka.comm.world import World
 from duoka.parallel.flat_shard import gather_cut, is_cut_flat
+from duoka.parallel.tensor_part import join_parts, part_of
 
 
 def gather_state(lm: torch.nn.Module, *, keep: bool, pipeline: World | None = None) -> dict[str, torch.Tensor]:
@@ -27,6 +28,8 @@ def gather_state(lm: torch.nn.Module, *, keep: bool, pipeline: World | None = No
             continue
         if id(tensor) not in made:
             whole = gather_cut(tensor) if is_cut_flat(tensor) else tensor.detach()
+            if (part := part_of(tensor)) is not None:
+                whole = join_parts(whole, part)
             if isinstance(whole, DTensor):
                 # Offloaded shards lie in host memory, which the mesh's ranks cannot exchange.
                 whole = whole.to(whole.device_mesh.device_type).full_tensor()

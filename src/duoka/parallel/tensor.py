@@ -38,12 +38,7 @@ _IS_PART = "gradient_is_part"  # of modules whose parameters have a part of thei
 def cut_matrices(bare: torch.nn.Module, mesh: Mesh) -> None:
     """Cut a model over the tp axis, in place; refuses by name what has no known part in it."""
     world, core = mesh.tensor, find_core(bare)
-    if isinstance(bare, LossModel) and bare.drops is not None and bare.drops.own:
-        raise ConfigError(
-            f"parallel.tensor is {world.size}, and the model's config.json asks for dropout inside its layers",
-            where="heads and units are counted from a layer's first one, which ranks that share a layer do not see",
-            fix="set the dropout in config.json to 0, or delete tensor:",
-        )
+    refuse_inner_dropout(bare, world.size)
     parts = find_parts(core, world.size, shares_experts=mesh.experts.size > 1)
     cutter = _Cutter(mesh)
     regions: dict[str, _Region] = {}
@@ -65,6 +60,15 @@ def cut_matrices(bare: torch.nn.Module, mesh: Mesh) -> None:
     for name, region in regions.items():
         if all(f"{name}.{child}".startswith(tuple(parts)) for child, _ in core.get_submodule(name).named_parameters()):
             region.attach(core.get_submodule(name))
+
+
+def refuse_inner_dropout(bare: torch.nn.Module, size: int) -> None:
+    if isinstance(bare, LossModel) and bare.drops is not None and bare.drops.own:
+        raise ConfigError(
+            f"parallel.tensor is {size}, and the model's config.json asks for dropout inside its layers",
+            where="heads and units are counted from a layer's first one, which ranks that share a layer do not see",
+            fix="set the dropout in config.json to 0, or delete tensor:",
+        )
 
 
 # --- parameters ---

@@ -188,15 +188,16 @@ def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tu
     if work.program is not None:
         return int(work.program.logits * tokens * shape.vocab_size / layout.tp), 0
     size = 2 if half else 4
+    tp = layout.tp if work.deepspeed is None else 1  # AutoTP's ranks each have the whole head
     row_gradient = size * tokens * shape.hidden_size
     rows = min(tokens, LOSS_CHUNK_ROWS) if work.device == "cpu" else tokens
-    narrow = is_narrow(work, layout) and not shape.bent_logits and layout.tp == 1
-    chunk = min((2 if narrow else 4) * rows * shape.vocab_size // layout.tp, LOSS_CHUNK_BYTES[work.device])
+    narrow = is_narrow(work, layout) and not shape.bent_logits and tp == 1
+    chunk = min((2 if narrow else 4) * rows * shape.vocab_size // tp, LOSS_CHUNK_BYTES[work.device])
     # Beside the logits: their half-precision form, and a soft cap's slope.
     chunk += (chunk // 2 if half and not narrow else 0) + (chunk if shape.bent_logits else 0)
     if work.lora is not None:
         return chunk, 2 * row_gradient
-    head = shape.vocab_size * shape.hidden_size // layout.tp
+    head = shape.vocab_size * shape.hidden_size // tp
     # Untied and sharded, the head is gathered in half precision; else a half copy of fp32 weights is made.
     comes_narrow = work.narrow_weights or (layout.is_sharded and not shape.tied)
     weight_copy = 2 * head if half and not comes_narrow else 0

@@ -156,6 +156,7 @@ def _check_experts(parallel: ParallelConfig, shape: ModelShape, world_size: int)
     if size == 1:
         what = f"parallel.tensor is {parallel.tensor}, and the model's {count} experts are shared out by expert: only"
         fix = _nearest_sizes("expert", parallel.tensor, math.gcd(count, world_size // parallel.pipeline))
+        fix += "   and   engine: native" if parallel.engine == "deepspeed" else ""
         return [Fault(what, key="parallel.tensor", fix=f"write beside it:   {fix}")]
     if count % size == 0:
         return []

@@ -9,8 +9,15 @@ import importlib.util
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from duoka.config.deepspeed_json import STAGES
-from duoka.config.rules_deepspeed import GET_AIO, GET_DEEPSPEED, NO_AIO, NO_DEEPSPEED
+from duoka.config.deepspeed_json import STAGES, is_quantized
+from duoka.config.rules_deepspeed import (
+    GET_AIO,
+    GET_DEEPSPEED,
+    NO_AIO,
+    NO_DEEPSPEED,
+    NO_QUANTIZER,
+    WITHOUT_QUANTIZER,
+)
 from duoka.config.rules_model import GET_PACKER, NO_PACKER
 from duoka.config.rules_optim import GET_BITSANDBYTES, NO_BITSANDBYTES
 from duoka.config.schema import GRAPHS, RunConfig, TrainConfig
@@ -59,6 +66,9 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
     if config.train.compile == GRAPHS and machine.device == "cpu":
         what = f"train.compile is {GRAPHS}, which records CUDA graphs, and this machine has no GPU"
         faults.append(Fault(what, key="train.compile", fix="write:   compile: true   or   compile: false"))
+    if config.parallel.engine == "deepspeed" and is_quantized(config.parallel) and machine.device == "cpu":
+        what = f"parallel.compress is {config.parallel.compress}, {NO_QUANTIZER}"
+        faults.append(Fault(what, key="parallel.compress", fix=WITHOUT_QUANTIZER))
     faults += _check_weights_on_disk(config, world_size)
     if axes := check_axes(config.parallel, world_size):
         return [*faults, *axes]

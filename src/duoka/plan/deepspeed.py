@@ -84,23 +84,56 @@ def disk_buffers(work: Work, ranks: int, share: ModelShare, disk: str) -> int:
 
 
 def bucket_bytes(work: Work, strategy: str, share: ModelShare) -> int:
-    """Gradients on their way: one bucket, or two where exchanges run beside the backward pass."""
-    own = work.deepspeed
-    assert own is not None
+    """Gradients on their way in a backward pass: the buckets, and copies of one, in single pieces.
+
+    Stages 1 and 2 lay a bucket end to end again for its all-reduce. Stage 3 lays it out by rank, and on a CPU gloo's
+    reduce-scatter sums up in a copy of that. Small pieces (gradients that were moved into it, weights that were let go
+    of) stay with the allocator meanwhile: they count as they did.
+    """
     if strategy in ("single", "ddp"):
         return SIZE * share.trainable  # laid end to end for the all-reduce
-    size = own.reduce_bucket_size
+    copies = 2 if strategy == "fsdp" and work.device != "cuda" else 1
+    return _buckets(work, share) + copies * _bucket(work, share)
+
+
+def _bucket(work: Work, share: ModelShare) -> int:
+    own = work.deepspeed
+    assert own is not None
     # On a CPU, pages that nobody touches take no memory.
-    size = size if work.device == "cuda" else min(size, share.trainable)
-    return SIZE * size * (2 if own.overlap_comm else 1)
+    return SIZE * (own.reduce_bucket_size if work.device == "cuda" else min(own.reduce_bucket_size, share.trainable))
+
+
+def _buckets(work: Work, share: ModelShare) -> int:
+    """One, or two where exchanges run beside the backward pass."""
+    own = work.deepspeed
+    assert own is not None
+    return _bucket(work, share) * (2 if own.overlap_comm else 1)
+
+
+def offload_buffers(strategy: str, ranks: int, share: ModelShare, *, accumulates: bool) -> int:
+    """In host memory, beside masters, state and gradients that the optimizer steps on, each a rank's part.
+
+    Stages 1 and 2: weights on their way back, and gradients of earlier micro-batches. Stage 3: gradients as they come.
+    """
+    parts = 1 if strategy == "fsdp" else 1 + accumulates
+    return parts * SIZE * share.trainable // ranks
 
 
 def step_bytes(work: Work, strategy: str, ranks: int, share: ModelShare, offloads: bool) -> int:
-    """Beside what lasts, while the optimizer steps: the bucket, and at stage 3 the gradients end to end."""
+    """Beside what lasts, while the optimizer steps: the gradients end to end; stage 3 keeps its buckets for good."""
     if strategy in ("single", "ddp"):
         return 0
-    again = 0 if strategy != "fsdp" or offloads else SIZE * share.trainable // ranks
-    return bucket_bytes(work, strategy, share) + again
+    again = 0 if offloads else SIZE * share.trainable // ranks
+    return again + (_buckets(work, share) if strategy == "fsdp" else 0)
+
+
+def forward_bytes(work: Work, ranks: int, share: ModelShare) -> int:
+    """Stage 3, beside whole weights: what was gathered end to end, of which they are copies, and the buckets."""
+    own = work.deepspeed
+    assert own is not None
+    whole = share.trainable + share.frozen
+    fetched = min(whole, own.stage3_prefetch_bucket_size + max(share.per_layer, share.embedding, share.head))
+    return SIZE * (fetched if ranks > 1 else 0) + _buckets(work, share)
 
 
 def gathered_bytes(work: Work, ranks: int, share: ModelShare) -> int:
@@ -120,3 +153,11 @@ def gathers_twice(work: Work, share: ModelShare) -> bool:
     assert own is not None
     whole = share.trainable + share.frozen
     return whole > min(own.stage3_max_live_parameters, own.stage3_max_reuse_distance)
+
+
+def sums_of_layer(num_products: int, again: float) -> float:
+    """AutoTP: of a layer's activations. Forward behind its two products by rows, of which the first is made again with
+    the layer (`again`: the part of the layers for which it is); backward before each product by columns, where duoka's
+    own axis has one sum for all that read the same.
+    """
+    return 2 + again + num_products - 2

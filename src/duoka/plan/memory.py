@@ -109,8 +109,9 @@ def _estimate(
     copied = copy_bytes(work, layout)
     copy = copied if work.device == "cpu" else 0
     base |= {"checkpoint copy": copy} if copy else {}
-    slots = _slot_bytes(work, layout, share, static)
-    base |= {"disk buffers": slots} if slots and work.device == "cpu" else {}
+    slots = _slot_bytes(work, layout, share, static, sizes[1] > 0)
+    passes = "disk buffers" if layout.disk != "none" else "offload buffers"
+    base |= {passes: slots} if slots and work.device == "cpu" else {}
     gathered = _gathered_bytes(work, layout, share) if layout.strategy in ("fsdp", "hsdp") or work.deepspeed else {}
     gradients = {"gradients": held["gradients"]}
     # DDP's gradients live in its buckets for good; others appear in the backward pass, as activations go.
@@ -136,7 +137,7 @@ def _estimate(
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
     peak = max(sums, key=lambda name: sums[name])
     parts = {name: size for name, size in moments[peak].items() if size}
-    fixed = sum(held.values()) + copy + base.get("disk buffers", 0)
+    fixed = sum(held.values()) + copy + base.get(passes, 0)
     fixed -= 0 if "gradients" in moments[peak] else held["gradients"]
     loose = sums[peak] - fixed - framework
     moved = moved_activations(work, layout, share, max(sizes), length)
@@ -153,15 +154,17 @@ def _estimate(
         peak_tokens=tokens_of[peak],
         formula=formula,
         formulas=_name_formulas(work, layout, static, formula, share),
-        host_bytes=static.host_bytes + copied - copy + slots - base.get("disk buffers", 0) + (moved if on_host else 0),
+        host_bytes=static.host_bytes + copied - copy + slots - base.get(passes, 0) + (moved if on_host else 0),
         disk_bytes=static.disk_bytes + put_away + (0 if on_host else moved),
     )
 
 
-def _slot_bytes(work: Work, layout: Layout, share: ModelShare, static: StaticMemory) -> int:
-    """Through which what lies on a disk passes."""
+def _slot_bytes(work: Work, layout: Layout, share: ModelShare, static: StaticMemory, accumulates: bool) -> int:
+    """Through which what is offloaded passes; of host memory, DeepSpeed's."""
     if layout.disk == "none":
-        return 0
+        if work.deepspeed is None or layout.offload == "none":
+            return 0
+        return deepspeed.offload_buffers(layout.strategy, layout.state_ranks, share, accumulates=accumulates)
     if work.deepspeed is not None:
         return deepspeed.disk_buffers(work, layout.state_ranks, share, layout.disk)
     return buffer_bytes(static.disk_bytes if layout.disk == "optimizer" else static.optimizer_bytes)
@@ -246,6 +249,7 @@ def _name_formulas(
         "temporaries": "of the optimizer's step",
         "framework": f"{context}, a constant",
         "heap": "free pieces that the C library's heap keeps; tcmalloc and jemalloc keep few",
+        "offload buffers": "weights on their way back, and gradients on their way there",
         "disk buffers": "slices of what lies on the disk, read ahead and written behind",
     }
 
@@ -282,7 +286,8 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
     if work.deepspeed is not None:
         live = deepspeed.gathered_bytes(work, layout.state_ranks, share) if layout.strategy == "fsdp" else 0
         buckets = deepspeed.bucket_bytes(work, layout.strategy, share)
-        return {"loss": live, "start of the backward pass": live + buckets, _LAST_OF_PASS: live + buckets}
+        there = deepspeed.forward_bytes(work, layout.state_ranks, share) if layout.strategy == "fsdp" else 0
+        return {"loss": live + there, "start of the backward pass": live + buckets, _LAST_OF_PASS: live + buckets}
     if work.program is not None:
         whole = int(work.program.window * (2 + 2) * share.per_layer)
         return dict.fromkeys(("loss", "start of the backward pass", "end of the backward pass"), whole)

@@ -152,14 +152,17 @@ class ModelShare:
 def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShare, ...]:
     """The stages that may be the fullest: the first holds most micro-batches, the last has the loss."""
     shape, tp, pp = work.shape, layout.tp, layout.pp
+    # AutoTP cuts neither end.
+    ends, cut_ends = (shape.num_embedding + shape.num_head, 1) if work.deepspeed is not None else (0, tp)
+    trained_ends, frozen_ends = (0, ends) if work.num_frozen else (ends, 0)
     whole = ModelShare(
         num_layers=shape.num_layers,
-        embedding=shape.num_embedding // tp,
-        head=shape.num_head // tp,
+        embedding=shape.num_embedding // cut_ends,
+        head=shape.num_head // cut_ends,
         has_head=True,
         in_flight=1,
-        trainable=work.num_trainable // tp,
-        frozen=work.num_frozen // tp,
+        trainable=(work.num_trainable - trained_ends) // tp + trained_ends,
+        frozen=(work.num_frozen - frozen_ends) // tp + frozen_ends,
         per_layer=shape.num_per_layer // tp,
         block_linear=shape.num_block_linear // tp,
     )
@@ -285,7 +288,7 @@ def static_memory(work: Work, layout: Layout, share: ModelShare | None = None) -
     if work.deepspeed is not None:
         *parts, formula = deepspeed.static_parts(work, layout.strategy, ranks, share, frozen)
         own = (parts[0], parts[1], parts[2])
-        formula += note
+        formula += note + (f", P of a rank's 1/{layout.tp} and both ends whole" if layout.tp > 1 else "")
         host = {"params": sum(own), "optimizer": own[2] + own[1]}.get(layout.offload, 0)
     elif layout.strategy in ("zero1", "zero2"):
         gathered, formula = _gathered_whole(work, layout.precision, share)

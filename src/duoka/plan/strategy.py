@@ -91,6 +91,7 @@ def rank_layouts(config: RunConfig, task: Task, start: Layout, cluster: Cluster,
             or kind.judges
             or kind.draws
             or kind.scores
+            or config.parallel.engine == "deepspeed"
             or model not in TRIED_WITH_AXES
         ):
             return "when asked for"

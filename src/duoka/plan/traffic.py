@@ -119,7 +119,13 @@ def traffic(
     found = _data_traffic(work, layout, share, per_node, accumulation, reshard)
     size = 4 if layout.precision == "fp32" else 2
     hidden = size * work.shape.hidden_size * -(-tokens // layout.sp)
-    if layout.tp > 1:
+    if layout.tp > 1 and work.deepspeed is not None:
+        sums = deepspeed.sums_of_layer(len(work.shape.linears), _exchanged_again(layout, share)) * share.num_layers
+        group = place_group(layout.tp, 1, per_node)
+        found.append(
+            Exchange("AutoTP: activations", "all-reduce", hidden, round(sums) * accumulation, group, "between")
+        )
+    elif layout.tp > 1:
         passes = 4 + 2 * part_of_layers(layout.recompute, share.num_layers)
         if work.program is None:  # the last sum of a layer is not made again: nothing behind it needs it
             passes = 4 + _exchanged_again(layout, share)
@@ -267,7 +273,7 @@ def _data_traffic(
 def _of_deepspeed(
     work: Work, layout: Layout, share: ModelShare, everyone: Group, near: Group, micro: int
 ) -> list[Exchange]:
-    """Stages 1 to 3: weights travel as wide as they are, and stages 1 and 2 sum gradients by all-reduce.
+    """Stages 1 to 3: weights travel as wide as they are unless ZeRO++ packs them; 1 and 2 sum gradients by all-reduce.
 
     `near`: the ranks that share a copy of the weights, from a step's first forward pass to its last backward pass.
     """
@@ -280,7 +286,9 @@ def _of_deepspeed(
             Exchange("weights", "all-gather", trained, 1, everyone, "end", messages),
             Exchange("gradients", "all-reduce", trained, times, everyone, "backward", messages),
         ]
-    weights, layers = wide * (share.trainable + share.frozen), share.num_layers + 2
+    weights, layers = (wide if not work.weight_bits else 1) * (share.trainable + share.frozen), share.num_layers + 2
+    if work.gradient_bits and everyone.nodes > 1:  # inside a node it sends them as they are
+        trained //= 8
     first = micro if near is everyone else 1
     found = [Exchange("weights, forward", "all-gather", weights, first, everyone, "forward", layers)]
     if micro > first:

@@ -35,9 +35,10 @@ from duoka.model.result import (
     write_result,
 )
 from duoka.optim.disk_file import find_on_disk
-from duoka.parallel.flat_shard import is_cut_flat, part_of_cut, real_shape
+from duoka.parallel.flat_shard import is_cut_flat, part_of_cut
 from duoka.parallel.gather import gather_state
 from duoka.parallel.mesh import Mesh
+from duoka.parallel.tensor_part import part_of, whole_shape
 from duoka.runs.heart import Heart
 from duoka.torch_private import compute_local_shape_and_global_offset
 
@@ -189,7 +190,7 @@ def _begin(
     for name, tensor in lm.state_dict(keep_vars=True).items():
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         # Shared tensors stay shared, so that transformers finds tied heads and plans them once.
-        state[name] = metas.setdefault(id(tensor), torch.empty(real_shape(tensor), dtype=kind, device="meta"))
+        state[name] = metas.setdefault(id(tensor), torch.empty(whole_shape(tensor), dtype=kind, device="meta"))
     # As transformers orders a model that it loaded itself: which tensors share a file depends on the order, and a model
     # that was built without its weights has another.
     state = {name: state[name] for name in sorted(state, key=_natural)}
@@ -286,7 +287,7 @@ def _write_own(lm: torch.nn.Module, draft: _Draft, mesh: Mesh, heart: Heart) -> 
                     files[slot.file] = os.open(Path(draft.folder, slot.file), os.O_WRONLY)
                     open_files.callback(os.close, files[slot.file])
                 values = local.to("cpu", slot.dtype).contiguous()
-                write_box(files[slot.file], slot.start, values, tuple(real_shape(state[name])), offset, heart)
+                write_box(files[slot.file], slot.start, values, tuple(whole_shape(state[name])), offset, heart)
                 if (place := find_on_disk(local)) is not None:
                     place[0].let_go()  # mapped, it counts as this process's memory
         for handle in files.values():
@@ -298,8 +299,13 @@ _Box = tuple[torch.Tensor, tuple[int, ...]]
 
 def _own_boxes(tensor: torch.Tensor, number: int, mesh: Mesh) -> list[_Box]:
     """(values, where they begin in the whole tensor) of what this rank writes."""
+    part = part_of(tensor)
     if is_cut_flat(tensor):
+        if part is None and number % mesh.tensor.size != mesh.tensor.rank:  # who shares matrices has the same of it
+            return []
         return [(values, offset) for offset, values in part_of_cut(tensor).boxes()]
+    if part is not None:
+        return [(tensor.detach(), part.offset)] if number % mesh.loss.size == mesh.loss.rank else []
     box = _own_box(tensor.detach(), number, mesh)
     return [] if box is None else [box]
 

@@ -9,6 +9,7 @@ from duoka.comm.checksum import checksum, checksums
 from duoka.comm.world import World
 from duoka.errors import WorkerFailed
 from duoka.parallel.expert import is_shared_expert
+from duoka.parallel.flat_shard import FlatShard
 from duoka.parallel.powersgd import is_ranks_own
 from duoka.store.contents import Contents
 from duoka.train.moments import Concern, StepEnd
@@ -46,11 +47,14 @@ def check_replicas(contents: Contents, world: World) -> None:
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, FlatShard):
+        return tensor.within is not None
     return isinstance(tensor, DTensor) and "tp" in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def _compare(tensors: dict[str, torch.Tensor], first: int, step: int, world: World) -> None:
     """Each rank's tensors are those of rank `first`; one copy over all ranks has nothing to be compared with."""
+    tensors = {name: one.live if isinstance(one, FlatShard) else one for name, one in tensors.items()}
     # All ranks learn of all, and decide alike.
     numbers = checksums(tensors)
     sums = world.gather((first, checksum(tensors, numbers)))

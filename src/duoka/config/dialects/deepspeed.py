@@ -40,6 +40,7 @@ _OFFLOAD_PARTS = (
 )  # fmt: skip
 _OPTIMIZER = "optimizer.params."
 _ZERO = "zero_optimization."
+_TENSOR = "tensor_parallel.autotp_size"
 
 
 def _auto(convert: Any = None) -> Any:
@@ -66,7 +67,7 @@ def _accumulation(value: Any, asked: Asked) -> Any:
     if micro is None:
         return Answer(note=f"of no use without {_MICRO}: duoka accumulates as train.global_batch asks for")
     steps = asked.get(_STEPS, 1)
-    return batch_answer(micro, 1 if steps == "auto" else steps, asked, (_MICRO, _STEPS))
+    return batch_answer(micro, 1 if steps == "auto" else steps, asked, (_MICRO, _STEPS), _tensor_ranks(asked))
 
 
 def _micro_batch(value: Any, asked: Asked) -> Any:
@@ -167,6 +168,35 @@ def _copy_in_node(value: Any, asked: Asked) -> Answer:
     return Answer({"parallel.reshard": "node"}, words) if size > 1 else Answer()
 
 
+def _tensor(value: Any, asked: Asked) -> Any:
+    size = _tensor_ranks(asked)
+    if size > 1 and asked.get("per_device_train_batch_size") is not None:
+        raise Refusal(
+            f"{_TENSOR} is {size} beside a batch per device, of which not every device has one of its own then",
+            "delete it, and write duoka's own   parallel: {tensor: 2}   with   train.global_batch",
+            _TENSOR,
+        )
+    return size if size > 1 else Answer()
+
+
+def _tensor_ranks(asked: Asked) -> int:
+    return max(1, whole(asked.get(_TENSOR, 1), _TENSOR, least=0))
+
+
+def _batch(value: Any, asked: Asked) -> Any:
+    """DeepSpeed counts a sample once for each rank that shares it."""
+    size, ranks = whole(value, "train_batch_size"), _tensor_ranks(asked)
+    if size % ranks:
+        raise Refusal(
+            f"train_batch_size is {size}, which counts each sample once for each of the {ranks} ranks of "
+            f"{_TENSOR}: no multiple of it",
+            f'write:   "train_batch_size": {-(-size // ranks) * ranks}',
+            "train_batch_size",
+        )
+    note = f"{size} counts every sample once for each of the {ranks} ranks that share a matrix"
+    return size if ranks == 1 else Answer({"train.global_batch": size // ranks}, note)
+
+
 def _device(value: Any) -> str:
     """`{"device": "cpu"}`, a bare word, or the older switch true."""
     device = value.get("device", "none") if isinstance(value, dict) else value
@@ -221,12 +251,24 @@ def _switch_rows() -> list[Row]:
     ]  # fmt: skip
 
 
+def _tensor_rows() -> list[Row]:
+    return [
+        *implemented(_TENSOR, "parallel.tensor", _tensor, "with engine deepspeed by DeepSpeed's "
+                     "AutoTP; else duoka's own axis"),
+        *reported("AutoTP's own: duoka's types are the run's, and sums wait for nothing", "tensor_parallel.dtype",
+                  "tensor_parallel.tp_overlap_comm", "tensor_parallel.tp.tp_size", "tensor_parallel.tp.tp_grain_size"),
+        *refused("which matrices are cut is read off the plan that transformers ships; head and embedding of AutoTP "
+                 "stay whole", "tensor_parallel.partition_config", "tensor_parallel.preset_model",
+                 "tensor_parallel.vocab_parallel_lm_head", "tensor_parallel.injection_policy_tuple"),
+    ]  # fmt: skip
+
+
 def deepspeed_rows() -> list[Row]:
     zero = _ZERO
     return [
         *implemented("engine", "parallel.engine", _engine, "deepspeed: DeepSpeed itself does what the rest says; left "
                      "out: duoka's own layout of that kind"),
-        *implemented("train_batch_size", "train.global_batch", _auto(lambda v, a: whole(v, "train_batch_size"))),
+        *implemented("train_batch_size", "train.global_batch", _auto(_batch)),
         *implemented(_MICRO, "train.micro_batch", _auto(_micro_batch)),
         *implemented(_STEPS, "train.global_batch", _auto(_accumulation)),
         *implemented("gradient_clipping", "optim.clip", _auto()),
@@ -269,8 +311,8 @@ def deepspeed_rows() -> list[Row]:
                   "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "data_types", "aio",
                   "checkpoint", "activation_checkpointing", "optimizer.params.torch_adam",
                   "optimizer.params.adam_w_mode", "_comment"),
-        *refused("parallelism over dimensions is not there yet", "tensor_parallel", "pipeline",
-                 "sequence_parallel_size", off=(1, {"autotp_size": 1}, {"autotp_size": 0})),
+        *_tensor_rows(),
+        *refused("parallelism over dimensions is not there yet", "pipeline", "sequence_parallel_size", off=(1,)),
         *refused("it would change the result, and duoka has nothing like it", "compression_training",
                  "data_efficiency", "curriculum_learning", "progressive_layer_drop", "sparse_attention", "amp",
                  "hybrid_engine"),

@@ -253,10 +253,12 @@ def describe_years(seconds: float) -> str:
     return f"{years:.1f} years" if years >= 1 else f"{seconds / 86_400:.0f} days"
 
 
-def batch_answer(micro: Any, accumulation: Any, asked: Asked, names: tuple[str, str]) -> Answer:
+def batch_answer(
+    micro: Any, accumulation: Any, asked: Asked, names: tuple[str, str], ranks_per_sample: int = 1
+) -> Answer:
     """A batch per device as a global one, for the number of ranks that this start has; both are said."""
     per_device, steps = whole(micro, names[0]), whole(accumulation, names[1])
-    ranks = asked.start.num_ranks
+    ranks = max(1, asked.start.num_ranks // ranks_per_sample)
     batch = per_device * steps * ranks
     note = (
         f"{per_device} per device x {steps} accumulated x {ranks} process{'es' if ranks > 1 else ''} = "
