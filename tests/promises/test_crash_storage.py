@@ -189,8 +189,11 @@ def test_a_disk_that_becomes_read_only_is_named_and_the_earlier_checkpoint_stays
     said = both(ended, "read-only")
     assert said.startswith("6 storage error: the checkpoint of step") and "Read-only file system" in said
     # A draft that was begun before cannot be taken away from a disk that nobody writes to.
-    whole = [one for one in (ended / "read-only" / "checkpoints").iterdir() if one.suffix != ".draft"]
-    assert "is intact" in said and len(whole) == 1
+    whole = [one.name for one in (ended / "read-only" / "checkpoints").iterdir() if one.suffix != ".draft"]
+    # On a slow machine one more is whole before the disk is closed.
+    failed = int(said.partition("the checkpoint of step ")[2].split()[0])
+    assert "is intact" in said and 1 <= len(whole) <= 2
+    assert all(int(name.removeprefix("step-")) < failed for name in whole)
 
 
 def test_a_disk_too_small_for_one_checkpoint_is_refused_before_the_first_step(disk, yaml, tmp_path):

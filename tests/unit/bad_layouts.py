@@ -59,7 +59,15 @@ LAYOUT_CONTRADICTIONS = {
     "tensor-with-offloaded-params": HEAD + "parallel: {tensor: 2, offload: params, strategy: fsdp}\n",
     "deepspeed-switches-without-it": HEAD + "parallel: {deepspeed: {overlap_comm: true}}\n",
     "deepspeed-with-strategy": HEAD + "parallel: {engine: deepspeed, strategy: hsdp}\n",
-    "deepspeed-with-axes": HEAD + "parallel: {engine: deepspeed, strategy: zero2, tensor: 2}\n",
+    "deepspeed-with-axes": HEAD + "parallel: {engine: deepspeed, strategy: zero2, sequence: 2}\n",
+    "autotp-with-adapters": HEAD + "parallel: {engine: deepspeed, strategy: zero2, tensor: 2}\nlora: {rank: 2}\n",
+    "autotp-with-disk": HEAD
+    + "parallel: {engine: deepspeed, strategy: zero3, tensor: 2, offload: {optimizer: disk}}\n",
+    "autotp-with-copies-in-a-node": HEAD + "parallel: {engine: deepspeed, strategy: zero3, tensor: 2, reshard: node}\n",
+    "deepspeed-packing-below-stage-3": HEAD
+    + "parallel: {engine: deepspeed, strategy: zero2, compress: {weights: int8}}\n",
+    "deepspeed-packing-what-is-offloaded": HEAD
+    + "parallel: {engine: deepspeed, strategy: zero3, compress: {weights: int8}, offload: optimizer}\n",
     "deepspeed-with-optimizer": HEAD + "optim: {name: lamb}\nparallel: {engine: deepspeed}\n",
     "deepspeed-in-fp16": HEAD + "train: {precision: fp16}\nparallel: {engine: deepspeed}\n",
     "fp8-with-adapters": HEAD + "train: {precision: fp8}\nlora: {rank: 2}\n",

@@ -70,7 +70,7 @@ def test_a_misspelled_command_is_answered_with_the_right_one(
         (["fly"], "there is no command 'fly'"),
         (["train"], "missing argument 'CONFIG'"),
         (["train", "x.yaml", "--nprok", "2"], "did you mean --nproc?"),
-        (["train", "x.yaml", "--nproc", "two"], "'two' is not a valid integer"),
+        (["train", "x.yaml", "--nproc", "two"], "'two' is neither a number of processes nor auto"),
         (["--jason"], "there is no option --jason"),
         (["completion", "tcsh"], "'tcsh' is not one of"),
         (["runs", "stop"], "missing argument 'NAME'"),

@@ -87,7 +87,7 @@ def _list_topics(language: Language) -> list[str]:
 
 def _read_own(config: str, nproc: int | None, language: Language) -> Own:
     """The config with the plan that `duoka plan` would print: of its data no more than a look is read."""
-    from duoka.cli.plan import read_model_shape
+    from duoka.cli.model_facts import read_model_shape
     from duoka.config.load import Start, load_config
     from duoka.data.dataset_lengths import find_lengths
     from duoka.explain.numbers import Own

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from duoka.cli import processes
+from duoka.cli.model_facts import UNKNOWN_VOCABULARY, read_model_facts, read_model_shape
 
 if TYPE_CHECKING:
     from duoka.bench.dry_run import DryRun
-    from duoka.config.schema import ModelConfig, RunConfig
+    from duoka.config.schema import RunConfig
     from duoka.errors import Fault
     from duoka.plan.catalog import Cluster
     from duoka.plan.hardware import Machine
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 # What --params and --depth are asked about, where nothing else is said.
 _QUESTION = "model: {%s}\ndata: {train: [identity], max_length: 2048}\n"
-_DEPTH_VOCABULARY = 65536
 
 
 @click.command("plan", help="Say whether CONFIG fits, how fast it will be, what limits it and what it costs.")
@@ -166,7 +166,7 @@ def _find_subject(
     loaded = load_config(path, overrides, checks=(_check_shape, check_adapters, check_here), start=start)
     for note in loaded.notes:
         click.echo(f"note: {note}", err=True)
-    facts = _read_facts(loaded.config.model, loaded.base)
+    facts = read_model_facts(loaded.config.model, loaded.base)
     return _Subject(loaded.config, shape_from_config(facts), find_lengths(loaded.config, loaded.base), facts)
 
 
@@ -192,7 +192,7 @@ def _made_up_subject(path: str | None, overrides: tuple[str, ...], params: str |
         batch = "train: {global_batch: 512k tokens}\n" if depth is None else ""
         made_up.write_text(_QUESTION % asked + batch, encoding="utf-8")
         config = load_config(str(made_up), overrides).config
-    facts = facts_from_parameters(count) if count is not None else facts_of_new(config.model, _DEPTH_VOCABULARY)
+    facts = facts_from_parameters(count) if count is not None else facts_of_new(config.model, UNKNOWN_VOCABULARY)
     shape = shape_from_config(facts)
     return _Subject(config, replace(shape, exact=False, model_type=ASSUMED) if count else shape, None, facts)
 
@@ -249,38 +249,6 @@ def _check_shape(config: RunConfig, base: Path) -> list[Fault]:
     except ConfigError as error:
         return [Fault(error.what, key="lora.targets", fix=error.fix or "")]
     return []
-
-
-def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
-    from duoka.plan.shape import shape_from_config
-
-    return shape_from_config(_read_facts(model, base), where=model.title)
-
-
-def _read_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
-    from duoka.hub.models import fetch_config, find_model, local_tokenizer
-    from duoka.hub.new_model import read_vocabulary
-    from duoka.plan.shape import DEMO_FACTS, facts_of_new, read_facts
-
-    source = find_model(model, base)
-    if source.is_demo:
-        return dict(DEMO_FACTS)
-    if source.is_new:
-        folder = local_tokenizer(model, base)
-        return facts_of_new(model, _DEPTH_VOCABULARY if folder is None else read_vocabulary(folder))
-    if source.folder is not None:
-        return _with_vocabulary(read_facts(source.folder), model, base)
-    assert source.hub_id is not None
-    return read_facts(fetch_config(source.hub_id, model.revision))
-
-
-def _with_vocabulary(facts: dict[str, Any], model: ModelConfig, base: Path) -> dict[str, Any]:
-    """From scratch, a model has as many tokens as the tokenizer that is named beside it."""
-    from duoka.hub.models import local_tokenizer
-    from duoka.hub.new_model import read_vocabulary
-
-    folder = local_tokenizer(model, base) if model.from_scratch and model.tokenizer else None
-    return facts if folder is None else {**facts, "vocab_size": read_vocabulary(folder)}
 
 
 def _dry_run(subject: _Subject, plan: Plan) -> DryRun:

@@ -24,7 +24,7 @@ def nproc(value: str) -> int | str:
 
 def choose_here(config: str, overrides: tuple[str, ...]) -> Processes:
     """The number for CONFIG on this machine, and why."""
-    from duoka.cli.plan import read_model_shape
+    from duoka.cli.model_facts import read_model_shape
     from duoka.config.load import load_config
     from duoka.data.dataset_lengths import find_lengths
     from duoka.plan.catalog import read_hardware

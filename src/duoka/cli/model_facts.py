@@ -1,0 +1,44 @@
+"""The shape of a config's model, before anything of it is loaded, for commands that plan or explain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from duoka.config.schema import ModelConfig
+    from duoka.plan.shape import ModelShape
+
+UNKNOWN_VOCABULARY = 65536  # of a new model whose tokenizer is not there yet
+
+
+def read_model_shape(model: ModelConfig, base: Path) -> ModelShape:
+    from duoka.plan.shape import shape_from_config
+
+    return shape_from_config(read_model_facts(model, base), where=model.title)
+
+
+def read_model_facts(model: ModelConfig, base: Path) -> dict[str, Any]:
+    from duoka.hub.models import fetch_config, find_model, local_tokenizer
+    from duoka.hub.new_model import read_vocabulary
+    from duoka.plan.shape import DEMO_FACTS, facts_of_new, read_facts
+
+    source = find_model(model, base)
+    if source.is_demo:
+        return dict(DEMO_FACTS)
+    if source.is_new:
+        folder = local_tokenizer(model, base)
+        return facts_of_new(model, UNKNOWN_VOCABULARY if folder is None else read_vocabulary(folder))
+    if source.folder is not None:
+        return _with_vocabulary(read_facts(source.folder), model, base)
+    assert source.hub_id is not None
+    return read_facts(fetch_config(source.hub_id, model.revision))
+
+
+def _with_vocabulary(facts: dict[str, Any], model: ModelConfig, base: Path) -> dict[str, Any]:
+    """From scratch, a model has as many tokens as the tokenizer that is named beside it."""
+    from duoka.hub.models import local_tokenizer
+    from duoka.hub.new_model import read_vocabulary
+
+    folder = local_tokenizer(model, base) if model.from_scratch and model.tokenizer else None
+    return facts if folder is None else {**facts, "vocab_size": read_vocabulary(folder)}
