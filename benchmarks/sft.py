@@ -31,8 +31,9 @@ from duoka.process.allocator import allocator_environment
 
 PEERS = Path(__file__).with_name("sft_peers.py")
 NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
-# saving: with a checkpoint beside every step; recompute: with activations computed again, as trl does by default.
-TOOLS = ("duoka", "duoka-saving", "duoka-recompute", "trainer", "trl", "llamafactory", "unsloth")
+# saving: with a checkpoint beside every step; recompute: with activations computed again, as trl does by default;
+# narrow: with weights of bf16 alone, as unsloth's are.
+TOOLS = ("duoka", "duoka-saving", "duoka-recompute", "duoka-narrow", "trainer", "trl", "llamafactory", "unsloth")
 WORDS = (
     "the of and to in is that it for as was on with his he be by at are this have from or an they which one you model "
     "data train time people water music year city number house river story paper"
@@ -80,6 +81,7 @@ def duoka_command(case: Case, folder: Path, data: Path, steps: int, accumulation
             "global_batch": ROWS * accumulation * case.processes, "precision": case.precision, "max_steps": steps + 1,
             "micro_batch": "auto" if packed else ROWS, "seed": 0,
             "recompute": "full" if case.tool == "duoka-recompute" else "none",
+            "weights": "bf16" if case.tool == "duoka-narrow" else "fp32",
         },
         # By default a checkpoint comes after more steps than are measured, and peers save nothing.
         **({"checkpoint": {"every": 1}} if case.tool == "duoka-saving" else {}),

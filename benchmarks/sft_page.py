@@ -19,8 +19,8 @@ OLD_MACHINE = "2 cores, AVX2"  # of rows from before machines were told apart
 ORDER = ("machine", "threads", "processes", "precision", "method", "layout")
 PLACES = {"full": 0, "lora": 1, "padded": 0, "packed": 1, "fp32": 0, "bf16": 1}
 # What is aimed at: in words, duoka's tool and layout, the peers' layout, the row's key, the aim, which may be one for
-# each method and precision. A peer is the one of most tokens per CPU-second; the last line compares two that compute
-# their activations again.
+# each method and precision. A peer is the one of most tokens per CPU-second; the last lines compare two that compute
+# their activations again, and two whose trained weights are bf16 alone.
 DEFAULTS = {("full", "bf16"): 2.5, ("lora", "bf16"): 3.0, ("full", "fp32"): 2.0, ("lora", "fp32"): 2.0}
 TUNED = {("full", "bf16"): 1.8, ("lora", "bf16"): 2.0, ("full", "fp32"): 1.5, ("lora", "fp32"): 1.5}
 AIMS = (
@@ -33,6 +33,8 @@ AIMS = (
     ("CPU-s to the first step, its defaults", ("duoka", "packed"), "padded", "first_step_cpu_s", 0.5),
     ("CPU-s to the first step, tuned", ("duoka", "packed"), "packed", "first_step_cpu_s", 0.5),
     ("peak memory, both recompute", ("duoka-recompute", "packed"), "padded trl", "peak_bytes", 0.7),
+    ("tokens per CPU-s, both bf16 weights", ("duoka-narrow", "packed"), "padded unsloth", "tokens_per_cpu_s", DEFAULTS),
+    ("peak memory, both bf16 weights", ("duoka-narrow", "packed"), "padded unsloth", "peak_bytes", 0.6),
 )
 
 
@@ -70,6 +72,11 @@ def started(row: Row) -> str:
     return f"{row['processes']} x {row['threads']}"
 
 
+def has_narrow_weights(row: Row) -> bool:
+    """Unsloth keeps no fp32 weights where it trains all of them: less memory, and other numbers."""
+    return row["tool"] == "unsloth" and row["method"] == "full" and row["precision"] == "bf16"
+
+
 def verdicts(rows: list[Row]) -> Iterable[str]:
     """One line per aim that has both sides measured; a ratio is duoka's number over the peer's."""
     yield "| machine | work, processes x threads | what | duoka | best peer | ratio | aim | reached |"
@@ -87,7 +94,7 @@ def verdicts(rows: list[Row]) -> Iterable[str]:
             ours = min(own, key=lambda row: len(row["tool"]), default=None)  # else the one that saved at every step
             layout, _, only = peers_layout.partition(" ")
             peers = [row for row in group if not row["tool"].startswith("duoka") and row["layout"] == layout]
-            peers = [row for row in peers if row["tool"] == only or not only]
+            peers = [row for row in peers if (row["tool"] == only if only else not has_narrow_weights(row))]
             if ours is None or not peers:
                 continue
             best = max(peers, key=lambda row: row["tokens_per_cpu_s"])
