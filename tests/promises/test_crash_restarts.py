@@ -33,12 +33,12 @@ def long_case(tmp_path_factory, tiny_model):
     return make_case(tmp_path_factory.mktemp("crash-long"), tiny_model)
 
 
-def strike_in_turn(run, dice, victims, done):
+def strike_in_turn(run, dice, victims, hangs_after, done):
     """One blow per world: some steps after it has begun, and some time into a step."""
     old = []
     for victim in victims:
         ranks = wait_for_ranks(run, 2, lambda beat: not beat.is_slow, old_pids=old, within_s=WITHIN_S)
-        step = HANGS_AFTER if victim == "hang" else ranks[1].step + dice.randint(2, 9)
+        step = hangs_after if victim == "hang" else ranks[1].step + dice.randint(2, 9)
         if done and victim != "hang":  # at the same step twice it would rightly be taken for no accident
             step = max(step, done[-1] + 4)  # what is recorded lags a step or two behind the heartbeat
         ranks = wait_for_step(run, step, old_pids=old)
@@ -65,12 +65,16 @@ def survive(case, name, dice, victims, num_steps):
     _, left = psutil.wait_procs([psutil.Process(b.pid) for b in living_ranks(run).values()], timeout=30)
     assert not left, f"the launcher was killed, and its ranks live on: {left}"
 
+    # A world's first step may take long, so a hang in it is not seen for minutes. Where the machine was slow to kill,
+    # the next world begins at a later checkpoint.
+    saved = [int(path.name.removeprefix("step-")) for path in run.checkpoints.iterdir() if path.suffix != ".draft"]
+    hangs_after = max([HANGS_AFTER, *(step + 2 for step in saved)])
     process = start_really(
         yaml, run.path, "--restarts", str(2 * len(victims)), "parallel.timeout=180000000", "faults.hang_after=6",
-        DUOKA_INJECT=f"hang step={HANGS_AFTER + 1} rank=0" if "hang" in victims else "",
+        DUOKA_INJECT=f"hang step={hangs_after + 1} rank=0" if "hang" in victims else "",
     )  # fmt: skip
     done = []
-    threading.Thread(target=strike_in_turn, args=(run, dice, victims, done), daemon=True).start()
+    threading.Thread(target=strike_in_turn, args=(run, dice, victims, hangs_after, done), daemon=True).start()
     code, output = finish(process)
     assert code == 0, output
     assert len(done) == len(victims), f"struck after steps {done} of {victims}: {output}"
@@ -88,8 +92,8 @@ def test_struck_runs_end_in_the_weights_of_an_undisturbed_one(case):
     output = survive(case, "struck", random.Random(7), ["hang", 1, "stop"], SHORT)
     assert "more than a day" in output, "a timeout of 5.7 years is accepted, and said"
     assert "rank 1 of 2 is stopped (SIGSTOP, a debugger, a frozen container) for" in output
-    top = f"the run hangs after step {HANGS_AFTER}: rank 0 of 2 has not moved for"
-    assert top in output, "the other one waits for it"
+    top = r"the run hangs after step \d+: rank 0 of 2 has not moved for"
+    assert re.search(top, output), "the other one waits for it"
     assert "last collective: all_reduce of" in output and "stacks of 2 of 2 ranks" in output
     logs = case[0] / "struck" / "logs"
     stacks = [(logs / f"stacks-rank{rank:05d}.txt").read_text(encoding="utf-8") for rank in (0, 1)]
