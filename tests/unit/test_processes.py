@@ -90,6 +90,13 @@ def test_threads_that_are_set_stay(tmp_path):
     assert "(1 process of 4 threads: " in found.why
 
 
+def test_cores_are_shared_evenly(tmp_path):
+    """Four processes on six cores would leave two of them idle."""
+    six = Machine(6, 64 * GIB, 64 * GIB)
+    found = divisions(config_of(tmp_path), SHAPE, six, measured=measured(six, threads=0.5))
+    assert [(one.num_processes, one.num_threads) for one in found] == [(1, 6), (2, 3), (3, 2), (6, 1)]
+
+
 def test_gpus_have_a_process_each(tmp_path):
     gpus = tuple(Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, 9.0) for _ in range(3))
     assert choose_processes(config_of(tmp_path), SHAPE, Machine(8, 64 * GIB, 64 * GIB, gpus=gpus)).count == 3
@@ -139,6 +146,13 @@ def test_auto_is_for_one_machine(slow_threads, flags):
     assert isinstance(error, ConfigError)
     assert flags[0] in error.what
     assert "--nproc 8" in (error.fix or "")
+
+
+def test_auto_is_for_one_machine_by_hand_too(slow_threads, monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    error = run(train_cli.command, slow_threads, "--nproc", "auto").exception
+    assert isinstance(error, ConfigError)
+    assert "NNODES" in error.what
 
 
 def test_other_words_are_refused(slow_threads):

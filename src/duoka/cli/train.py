@@ -112,7 +112,8 @@ def _refuse_contradictions(slurm: str, k8s: str, out: str, sweep: tuple[str, ...
 def _refuse_auto(slurm: str, k8s: str, nodes: str, hosts: bool) -> None:
     from duoka.errors import ConfigError
 
-    others = (("--slurm", slurm), ("--k8s", k8s), ("--nodes", nodes), ("--hosts", hosts))
+    by_hand = os.environ.get("NNODES", "").strip() not in ("", "1")
+    others = (("--slurm", slurm), ("--k8s", k8s), ("--nodes", nodes), ("--hosts", hosts), ("NNODES", by_hand))
     if beside := [name for name, is_given in others if is_given]:
         raise ConfigError(
             f"--nproc auto is planned for this machine, and {' and '.join(beside)} starts others",

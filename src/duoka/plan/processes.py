@@ -80,8 +80,8 @@ def divisions(
 ) -> Sequence[Division]:
     """All that can train this run and fit, from one process on; OMP_NUM_THREADS, where it is set, stays."""
     found = []
-    count = 1
-    while count <= machine.num_cores:
+    # Other numbers leave cores idle, or give ranks threads that wait for others' cores.
+    for count in (one for one in range(1, machine.num_cores + 1) if machine.num_cores % one == 0):
         threads = machine.threads_per_rank or machine.num_cores // count
         cluster = cluster_of(machine, 1, count, measured)
         try:
@@ -90,7 +90,6 @@ def divisions(
             plan = None
         if plan is not None and plan.verdict != "does not fit":
             found.append(Division(count, threads, plan.speed.tokens_per_s * _evenness(plan.batch)))
-        count *= 2
     return found
 
 
