@@ -29,10 +29,10 @@ def is_share(how: str) -> bool:
 
 
 def whole_layers(how: str, num_layers: int) -> tuple[bool, ...]:
-    """Of each layer, whether all of it is computed again: at least that share, evenly spread, and never the last one.
+    """Of each layer, whether all of it is computed again: at least that share, evenly spread.
 
-    The backward pass begins with the last layer: where that is kept whole, nothing is computed again while everything
-    else is still there.
+    The last one only where all are (3/4 of three layers come to that). The backward pass begins with it: where it is
+    kept whole, nothing is computed again while everything else is still there.
     """
     if how in ("none", "selective"):
         return (False,) * num_layers
