@@ -36,8 +36,6 @@ FAMILIES = {
     "granite": ("fsdp", "packed"),
     "modernbert-decoder": ("ddp", "packed"),
 }
-# Norms whose weights come in half precision, while the residual stream is wide: torch's own, and one made of it.
-HALVES = {"gpt2": "fsdp", "stablelm": "zero2", "nemotron": "fsdp"}
 # The bias of keys adds the same to all scores of a query: its gradient is rounding, of which AdamW makes whole steps.
 LEARNS_NOISE = ("attn.c_attn.bias", "self_attn.k_proj.bias")
 
@@ -53,9 +51,6 @@ def case(tmp_path_factory):
         yaml = folder / f"{name}.yaml"
         yaml.write_text(YAML.format(model=models[name], data=data, output=folder / "out"), encoding="utf-8")
         jobs.append((str(yaml), [f"parallel.strategy={strategy}"], str(folder / name)))
-    for name, strategy in HALVES.items():
-        settings = [f"parallel.strategy={strategy}", "train.precision=bf16", "train.max_steps=1"]
-        jobs.append((str(folder / f"{name}.yaml"), settings, str(folder / f"{name}, bf16")))
     train_all(jobs, 2)
     return folder, data, models
 
@@ -78,12 +73,6 @@ def batches(case):
 def events_of(folder, kind):
     lines = (folder / "events" / "run.jsonl").read_text(encoding="utf-8").splitlines()
     return [event for event in map(json.loads, lines) if event["type"] == kind]
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_norms_take_half_precision_under_sharded_strategies(case, name):
-    (half,), (first, *_) = (events_of(case[0] / run, "step") for run in (f"{name}, bf16", name))
-    assert 0 < abs(half["loss"] / first["loss"] - 1) < 1e-2 and abs(half["grad_norm"] / first["grad_norm"] - 1) < 3e-2
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -76,6 +76,7 @@ def look_at(yaml, strategies, folder):
     from duoka.comm.world import end_world
     from duoka.optim.build import optimizer_tensors
     from duoka.parallel.inputs import model_inputs
+    from duoka.parallel.precision import compute_in
     from duoka.plan.recipe import static_memory
     from duoka.train.stages.stage import build_stage
 
@@ -91,12 +92,12 @@ def look_at(yaml, strategies, folder):
         device = world.device
         # Bytes: in the middle of a step, when all that it accumulates is there.
         micro = batch.micro_batches[0]
-        with engine.exchange(False):
+        with engine.exchange(False), compute_in(plan.layout.precision, device):
             loss, _ = engine.model(**model_inputs(micro, device))
             loss.backward()
         del loss, held
         measured = least_of_some(live_bytes) - before
-        with engine.exchange(True):
+        with engine.exchange(True), compute_in(plan.layout.precision, device):
             engine.model(**model_inputs(micro, device))[0].backward()
         contents.optimizer.zero_grad()
         # Collectives and gradients: a step of several micro-batches.

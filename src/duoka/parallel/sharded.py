@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -144,35 +143,45 @@ def apply_sharded(
     ignored |= {p for name, p in named_part(bare).named_parameters() if name in apart or is_shared_expert(p)}
     _bring(ignored, mesh.everyone.device)
     half, reduced = HALF.get(layout.precision), HALF.get(parallel.compression.gradients, torch.float32)
-    # Layers compute in half precision from half-precision copies; the residual stream that the embedding begins, and
-    # what the root holds, stay as wide as in one process, whose autocast casts only inside matrix products.
+    # Layers compute in half precision from half-precision copies; the residual stream that the embedding begins, norms,
+    # and what the root holds, stay as wide as in one process, whose autocast casts only inside matrix products: a step
+    # moves a norm's weight, which is about 1, by less than half precision can tell.
     # Inputs are not cast: rotary tables lose what the residual stream keeps.
     narrow = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduced, cast_forward_inputs=False)
     wide = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
     world = mesh.everyone
     offload, over = _offload_policy(layout, world), mesh.sharding
 
-    def shard(module: torch.nn.Module, policy: MixedPrecisionPolicy, reshard: bool | int | None) -> None:
+    def shard(
+        module: torch.nn.Module,
+        policy: MixedPrecisionPolicy,
+        reshard: bool | int | None,
+        ignored: Collection[torch.nn.Parameter] = ignored,
+    ) -> None:
         fully_shard(
             module,
             mesh=over,
             reshard_after_forward=reshard,
             mp_policy=policy,
             offload_policy=offload,
-            ignored_params=ignored,
+            ignored_params=set(ignored),
         )
 
     reshard, packing = _reshard_after_forward(parallel, layout, mesh), _packing(parallel, layout, mesh)
     # Layers that are not transformers' may mix types in ways that only autocast sorts out.
     layers, policy = (find_layers(core), narrow) if is_transformer(core) else (find_blocks(core), wide)
+    rising = _wide_modules(layers) if half and policy is narrow else []
+    with_root = {one for module in rising for one in module.parameters(recurse=False)}
     for layer in layers:
-        shard(_widen_norms(layer) if half else layer, policy, reshard)
+        shard(layer, policy, reshard, ignored | with_root)
     for module, policy in _ends(core, narrow, wide):
         shard(module, policy, reshard)
     if isinstance(bare, LossModel):
         _gather_head_for_loss(bare)
     # The root is needed again at once when the backward pass begins: None keeps it gathered until its end.
-    shard(bare, wide, None if reshard else False)
+    with _children(bare, rising):
+        in_layers = {one for layer in layers for one in layer.parameters()} - with_root
+        shard(bare, wide, None if reshard else False, ignored | in_layers)
     if isinstance(bare, LossModel):
         for name in ("next_token", "continue_from", "look_at_slots"):
             register_fsdp_forward_method(bare, name)
@@ -190,25 +199,20 @@ def apply_sharded(
     return bare
 
 
-def _widen_norms(layer: torch.nn.Module) -> torch.nn.Module:
-    """LayerNorms compute as wide as what they read, the residual stream, though their weights come narrow.
+def _wide_modules(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those that hold vectors alone: norms, scales, sinks of attention. Autocast leaves them wide."""
+    held = [(module, list(module.parameters(recurse=False))) for layer in layers for module in layer.modules()]
+    return [module for module, own in held if own and all(one.dim() == 1 for one in own)]
 
-    Norms of transformers' own do so by themselves. On CPUs torch refuses wide rows with narrow weights, and autocast
-    there leaves norms alone.
-    """
 
-    def forward(norm: torch.nn.LayerNorm, rows: torch.Tensor) -> torch.Tensor:
-        weight, bias = (None if one is None else one.to(rows.dtype) for one in (norm.weight, norm.bias))
-        return F.layer_norm(rows, norm.normalized_shape, weight, bias, norm.eps)
-
-    for module in layer.modules():
-        if not isinstance(module, torch.nn.LayerNorm):
-            continue
-        if type(module).forward is torch.nn.LayerNorm.forward:
-            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
-        else:  # one that makes something of its weight first, as Nemotron's: its rows come as narrow
-            module.register_forward_pre_hook(lambda norm, rows: (rows[0].to(norm.weight.dtype), *rows[1:]))
-    return layer
+@contextlib.contextmanager
+def _children(root: torch.nn.Module, modules: list[torch.nn.Module]) -> Iterator[None]:
+    """While the context lasts, FSDP finds these modules right under the root, not only in units of their own."""
+    root.add_module("rising", torch.nn.ModuleList(modules))
+    try:
+        yield
+    finally:
+        del root.rising
 
 
 def _offload_policy(layout: Layout, world: World) -> OffloadPolicy:

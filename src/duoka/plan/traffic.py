@@ -250,24 +250,38 @@ def _data_traffic(
     sent = _packed_bytes(work.weight_bits) or half  # per number, forward
     if layout.strategy in ("zero1", "zero2"):
         times = micro if layout.strategy == "zero2" else 1
-        gather = Exchange("weights", "all-gather", sent * trained, 1, everyone, "end", layers)
+        gather = Exchange(
+            "weights", "all-gather", _gather_bytes(work, share, trained, half, sent), 1, everyone, "end", layers
+        )
         return [gather, *_scattered(work, wide * trained, times, everyone, layers)]
     group = place_group(layout.state_ranks, stride, per_node)
-    gathered = trained if work.lora is None else trained + share.frozen
-    found = [Exchange("weights, forward", "all-gather", sent * gathered, micro, group, "forward", layers)]
+    whole = _gather_bytes(work, share, trained + share.frozen, half, sent)
+    found = [Exchange("weights, forward", "all-gather", whole, micro, group, "forward", layers)]
     if reshard:
-        # A tied embedding belongs to the root, which stays gathered from one pass to the next.
-        again = gathered - (share.embedding if share.embedding and not share.head else 0)
         near = group
         if reshard == "node" and 1 < group.members < group.size:
             near, sent = Group(group.members, 1), half
-        found.append(Exchange("weights, backward", "all-gather", sent * again, micro, near, "backward", layers))
+        again = _gather_bytes(work, share, trained + share.frozen, half, sent, root=False)
+        found.append(Exchange("weights, backward", "all-gather", again, micro, near, "backward", layers))
     found += _scattered(work, wide * trained, micro, group, layers)
     if layout.num_replicas > 1:
         across = place_group(layout.num_replicas, stride * layout.state_ranks, per_node)
         part = wide * trained / layout.state_ranks
         found.append(Exchange("gradients, between copies", "all-reduce", part, 1, across, "backward", layers))
     return found
+
+
+def _gather_bytes(work: Work, share: ModelShare, numbers: int, half: int, sent: float, *, root: bool = True) -> float:
+    """Of weights that travel in `sent` bytes each. The embedding and norms of what is trained compute in fp32.
+
+    Not the root's, which stays gathered from one pass to the next: a tied embedding, and norms wider than their layer.
+    """
+    is_wider = half < work.trained_size and work.program is None and work.lora is None
+    tied = 0 if share.head else share.embedding
+    with_root = tied + (work.shape.num_norm_parameters_per_layer * share.num_layers if is_wider else 0)
+    apart = share.embedding - tied
+    wide = work.trained_size if is_wider and sent >= half else sent
+    return sent * (numbers - with_root - apart) + wide * (apart + (with_root if root else 0))
 
 
 def _of_deepspeed(
