@@ -194,7 +194,7 @@ def line_of(row: Row) -> str:
 
     why = row.why.replace("|", "/")
     if row.has_experts:
-        known = "" if row.model_type in FAMILIES else ", whose sizes the plan does not know: not trained"
+        known = "" if row.model_type in FAMILIES else ", whose sizes the plan estimates"
         why = f"mixture of experts{known}{'; ' + why if why else ''}"
     return f"| {row.model_type} | {SHOWN[row.rows]} | {in_words(row.packed)} | {in_words(row.padded)} | {why} |"
 

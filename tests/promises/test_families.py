@@ -23,7 +23,7 @@ log: {{to: []}}
 output: {output}
 """
 # model type -> (strategy, how its rows are laid out). Layers that drop borders, that hold state, other names for sizes,
-# learned positions, windows, soft caps, factors on the logits, a head of more than a matrix.
+# learned positions, windows, soft caps, sinks, factors on the logits, a head of more than a matrix.
 FAMILIES = {
     "nemotron": ("ddp", "padded"),
     "stablelm": ("ddp", "padded"),
@@ -35,6 +35,7 @@ FAMILIES = {
     "gemma2": ("ddp", "packed"),
     "granite": ("fsdp", "packed"),
     "modernbert-decoder": ("ddp", "packed"),
+    "gpt_oss": ("fsdp", "packed"),
 }
 # The bias of keys adds the same to all scores of a query: its gradient is rounding, of which AdamW makes whole steps.
 LEARNS_NOISE = ("attn.c_attn.bias", "self_attn.k_proj.bias")

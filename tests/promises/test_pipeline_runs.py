@@ -6,7 +6,7 @@ import signal
 import pytest
 from safetensors.torch import load_file
 from struck import WITHIN_S, finish, start
-from tiny import write_conversations
+from tiny import write_conversations, write_tiny_model
 from worlds import train_all
 
 from duoka.cluster.fault_injection import strike, wait_for_ranks
@@ -60,9 +60,12 @@ def assert_same_run(folder, whole, file="model.safetensors"):
 
 @pytest.mark.timeout(400)
 def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path, deep_model):
-    yaml = write_run(tmp_path, deep_model)
+    """Of a model with a head of its own, which the last stage alone has; with adapters and Muon, of one without."""
+    yaml = write_run(tmp_path, write_tiny_model(tmp_path / "untied", layers=4, tied=False))
+    tied = f"model={deep_model}"
+    lora, muon = [LORA, tied], [*MUON, tied]
     whole, runs = tmp_path / "whole", {}
-    alone = [("whole", []), ("lora", [LORA]), ("muon", MUON), ("half", HALF)]
+    alone = [("whole", []), ("lora", lora), ("muon", muon), ("half", HALF)]
     train_all([(str(yaml), how, str(tmp_path / name)) for name, how in alone], 1)
     last = max(numbers_of(whole)[0])
     assert last == 8
@@ -73,7 +76,7 @@ def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path
         resume = f"checkpoint.resume={before}/checkpoints/step-{step:08d}"
         runs[name] = (str(yaml), [*how, resume], str(tmp_path / name))
         before = tmp_path / name
-    others = [("lora-staged", [LORA, "parallel.schedule=gpipe"]), ("muon-staged", MUON), ("half-staged", HALF)]
+    others = [("lora-staged", [*lora, "parallel.schedule=gpipe"]), ("muon-staged", muon), ("half-staged", HALF)]
     staged = [(str(yaml), [PIPELINE, *how], str(tmp_path / name)) for name, how in others]
     train_all([*runs.values(), *staged], 2)
     for name, step, _ in plan:

@@ -1,5 +1,7 @@
 """Packed documents never see each other: packed = each document alone, in loss and in all gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,13 +74,19 @@ def test_padded_rows_equal_separate(tiny_model):
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_windows_and_softcap_equal_a_dense_mask(window, softcap):
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 3.0, 0.0])])
+@pytest.mark.parametrize("at_once", [2**24, 200])  # 200: two or three queries
+def test_windows_softcap_and_sinks_equal_a_dense_mask(window, softcap, sinks, at_once, monkeypatch):
+    monkeypatch.setattr("duoka.model.one_document.SCORES_AT_ONCE", at_once)
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    learned = [one.requires_grad_() for one in (query, key, value)]
+    learned += [] if sinks is None else [sinks.requires_grad_()]
     edges = torch.tensor([0, 7, 20], dtype=torch.int32)
     ours, _ = attend(
-        torch.nn.Module(), query, key, value, None, cu_seq_lens_q=edges, sliding_window=window, softcap=softcap
-    )
+        torch.nn.Module(), query, key, value, None,
+        cu_seq_lens_q=edges, sliding_window=window, softcap=softcap, s_aux=sinks,
+    )  # fmt: skip
     document = torch.tensor([0] * 7 + [1] * 13)
     place = torch.arange(20)
     seen = (document[:, None] == document[None, :]) & (place[:, None] >= place[None, :])
@@ -87,8 +95,40 @@ def test_windows_and_softcap_equal_a_dense_mask(window, softcap):
     scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    want = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value.repeat_interleave(2, 1)
+    above = scores.masked_fill(~seen, float("-inf")).exp()
+    below = above.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+    want = above / below @ value.repeat_interleave(2, 1)
     assert torch.allclose(ours.transpose(1, 2), want, atol=1e-6)
+    direction = torch.randn_like(want)
+    for one, other in zip(
+        torch.autograd.grad((ours.transpose(1, 2) * direction).sum(), learned),
+        torch.autograd.grad((want * direction).sum(), learned),
+        strict=True,
+    ):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_scores_that_are_written_out_are_not_kept():
+    """As torch's kernels keep none: a layer would hold some 20 bytes for each pair of tokens and head."""
+    query, key, value = (torch.randn(1, 4, 256, 16, requires_grad=True) for _ in range(3))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        attend(torch.nn.Module(), query, key, value, None, softcap=2.0, sliding_window=None)
+    assert sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in kept}.values()) < 4 * 256 * 256
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_window_that_only_the_config_tells_of(layer):
+    module = torch.nn.Module()
+    module.config = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    module.layer_idx = layer
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 12, 8) for _ in range(3))
+    ours, _ = attend(module, query, key, value, None)
+    said, _ = attend(module, query, key, value, None, sliding_window=(4, None)[layer])
+    assert torch.equal(ours, said)
+    everything, _ = attend(module, query, key, value, None, sliding_window=None)
+    assert torch.equal(ours, everything) == (layer == 1)
 
 
 @pytest.mark.parametrize("window", [None, 4, 40])

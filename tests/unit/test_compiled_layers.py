@@ -188,7 +188,7 @@ def test_the_kernel_is_tried_with_empty_documents_before_it_is_given_any(monkeyp
     monkeypatch.setattr(room, "WORKS", {})
     monkeypatch.setattr(room, "find_varlen", lambda: dense)
     how = (torch.device("cpu"), torch.bfloat16, 8)
-    assert room.why_no_kernel(*how, drops=False, softcap=None, room=True) == ""
+    assert room.why_no_kernel(*how, room=True) == ""
 
     def none_empty(query, key, value, from_, *rest, **how):
         if (from_.diff() == 0).any():
@@ -197,8 +197,8 @@ def test_the_kernel_is_tried_with_empty_documents_before_it_is_given_any(monkeyp
 
     monkeypatch.setattr(room, "WORKS", {})
     monkeypatch.setattr(room, "find_varlen", lambda: none_empty)
-    assert room.why_no_kernel(*how, drops=False, softcap=None) == ""
-    assert "empty documents" in room.why_no_kernel(*how, drops=False, softcap=None, room=True)
+    assert room.why_no_kernel(*how) == ""
+    assert "empty documents" in room.why_no_kernel(*how, room=True)
 
 
 def test_layouts_keep_the_word() -> None:

@@ -74,12 +74,11 @@ def test_models_whose_attention_torch_s_own_lacks_answer_too(tmp_path, family):
         with torch.no_grad():
             alone.append(int(model.core(input_ids=torch.tensor([alone])).logits[0, -1].argmax()))
     assert want.ids == alone[4:]
-    if family != "gpt_oss":  # which is not trained
-        trained = LossModel(load_model(ModelRequest(folder, dtype=torch.float32))).eval()
-        before = trained.core.config._attn_implementation
-        with with_cache(trained.core):
-            assert answer_rows(trained, [prompt], frozenset(), 6)[0].ids == want.ids
-        assert trained.core.config._attn_implementation == before
+    trained = LossModel(load_model(ModelRequest(folder, dtype=torch.float32))).eval()
+    before = trained.core.config._attn_implementation
+    with with_cache(trained.core):
+        assert answer_rows(trained, [prompt], frozenset(), 6)[0].ids == want.ids
+    assert trained.core.config._attn_implementation == before
 
 
 # --- a toy whose answers can all be counted ---

@@ -125,9 +125,14 @@ def test_a_run_looks_at_its_model(tiny_model: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("duoka.model.kernels.why_no_kernel", lambda *how, **more: f"{how[1:]} {more}")
     monkeypatch.setattr(gpu_kernels, "TRIED", gpu_kernels.Tried({"MLP": "", "norm": "other"}))  # type: ignore
     found = look(model, settings, Layout(precision="bf16"), torch.device("cuda", 0))
-    assert "torch.bfloat16" in found.no_documents and "softcap" in found.no_documents
+    assert "torch.bfloat16" in found.no_documents
     assert found.no_liger == {"norm": "other", "rotation": "not tried", "MLP": ""} and found.no_triton == "not tried"
     assert look(model, settings, Layout(packing=False), torch.device("cuda", 0)).no_documents == ""
+    on_gpu = settings, Layout(precision="bf16"), torch.device("cuda", 0)
+    model.core.get_decoder().layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    assert look(model, *on_gpu).no_documents == "the model has attention sinks"
+    model.core.config.attn_logit_softcapping = 50.0
+    assert look(model, *on_gpu).no_documents == "the model caps its scores (softcap)"
 
 
 def test_ranks_do_without_what_one_has_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from duoka.model import native
-from duoka.model.one_document import Scoring, attend_document, attend_stretch
+from duoka.model.one_document import UNSAID, Scoring, attend_document, attend_stretch, find_window
 
 NAME = "duoka"
 _FEWEST = 64  # documents of a micro-batch, as compiled layers know them
@@ -128,22 +128,20 @@ def attend(
     scaling: float | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     documents: Documents | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = UNSAID,
     softcap: float | None = None,
-    **kwargs: Any,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each document; returns (rows, tokens, heads, head_dim).
+    """Causal attention inside each document; returns (rows, tokens, heads, head_dim). `s_aux`: a sink of each head.
 
     Of a row whose `documents` nobody measured, they are told by `cu_seq_lens_q`, as other attentions take them.
     """
     if query.shape[2] != key.shape[2]:
         raise RuntimeError("duoka's attention is for training; load the model with attention='sdpa' to generate")
-    if kwargs.get("s_aux") is not None:
-        raise RuntimeError("attention sinks are not supported by duoka's attention")
-
     if documents is None and cu_seq_lens_q is not None:
         documents = Documents.of(cu_seq_lens_q, query.device)
-    how = Scoring(scaling, sliding_window, softcap)
+    how = Scoring(scaling, find_window(module, sliding_window), softcap, sinks=s_aux)
     exchange: SequenceExchange | None = getattr(module, "sequence_exchange", None)
     if exchange is not None and exchange.is_on:
         return _attend_together(module, exchange, query, key, value, documents, how, dropout), None
@@ -160,7 +158,7 @@ def _attend_by_own_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, how: Scoring
 ) -> torch.Tensor | None:
     """In bf16 on a CPU, all documents in one call; None where that kernel does not know the case."""
-    if query.device.type != "cpu" or _dtype_of(query) is not torch.bfloat16 or how.softcap is not None:
+    if query.device.type != "cpu" or _dtype_of(query) is not torch.bfloat16 or how.is_written_out:
         return None
     rows, _, tokens, dim = query.shape
     longest, count = (tokens, rows) if documents is None else (documents.longest, len(documents.lengths))
@@ -184,7 +182,7 @@ def _attend_rows(
     """Of whole rows: (rows, tokens, heads, head_dim)."""
     if documents is None:
         return attend_document(query, key, value, how).transpose(1, 2)
-    if has_kernel_for(query, how.drop is not None, how.softcap):
+    if has_kernel_for(query, how):
         return attend_all_documents(query, key, value, documents, how.scaling, how.window)
     # One call per document: a quadratic cost of each document's length instead of the whole row's. Split, not sliced:
     # the gradient of a slice is as large as the row.
@@ -217,6 +215,8 @@ def _attend_together(
         drop = _find_drop(module, query.device, dropout, exchange.gather_keys, (first_head, num_heads))
         how = replace(how, drop=drop)
     if deals:
+        if how.sinks is not None:
+            how = replace(how, sinks=how.sinks[first_head : first_head + num_heads // exchange.size])
         return exchange.to_tokens(_attend_rows(*exchange.to_heads(query, key, value), documents, how))
     key, value = exchange.gather(key, value)
     lengths = [key.shape[2]] if documents is None else documents.lengths.tolist()
@@ -280,25 +280,19 @@ def kernel_packets() -> tuple[Any, ...]:
     return () if packet is None else (packet,)
 
 
-def has_kernel_for(query: torch.Tensor, drops: bool, softcap: float | None) -> bool:
-    if not query.is_cuda or query.shape[0] != 1:
+def has_kernel_for(query: torch.Tensor, how: Scoring) -> bool:
+    if not query.is_cuda or query.shape[0] != 1 or how.is_written_out:
         return False
-    return not why_no_kernel(query.device, _dtype_of(query), query.shape[-1], drops=drops, softcap=softcap)
+    return not why_no_kernel(query.device, _dtype_of(query), query.shape[-1])
 
 
-def why_no_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, drops: bool, softcap: float | None, room: bool = False
-) -> str:
-    """Why a GPU takes one call per document of a packed row; "": all of them go in one launch.
+def why_no_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, *, room: bool = False) -> str:
+    """Why a GPU takes one call per document of a packed row; "": all go in one launch, where no `Scoring` forbids it.
 
     `room`: also with empty documents behind them.
     """
     if find_varlen() is None:
         return "this torch has no kernel for documents of any length"
-    if drops:
-        return "the model drops attention weights"
-    if softcap is not None:
-        return "the model caps its scores (softcap)"
     if dtype not in _HALF:
         return f"its kernel knows bf16 and fp16, not {dtype}"
     if not kernel_works(device, dtype, head_dim):

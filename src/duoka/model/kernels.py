@@ -18,6 +18,7 @@ from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.chunks import STRAIGHT
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.fused import fused_parts
+from duoka.model.layers import Absent
 from duoka.plan.kernels import BENT, LIGER_PARTS, USUAL, Facts, why_no_plain_loss
 from duoka.plan.layout import Layout
 from duoka.plan.shape import ModelShape
@@ -76,6 +77,8 @@ def _why_no_plain_head(bare: Any, layout: Layout) -> str:
         return ""
     core: Any = bare.core
     head = core.get_output_embeddings()
+    if isinstance(head, Absent):  # another stage of the pipeline has it
+        return ""
     if hasattr(head, "base_layer") or head.bias is not None:
         return "the head has a bias, or an adapter"
     return "" if bare.bend == STRAIGHT else BENT
@@ -91,11 +94,19 @@ def why_no_launch(core: Any, layout: Layout, device: torch.device, *, room: bool
     if device.type != "cuda":
         return "a CPU computes attention a document at a time"
     config = core.config.get_text_config()
-    return why_no_kernel(
+    return _why_written_out(core, config) or why_no_kernel(
         device,
         BY_PRECISION[layout.precision],
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        drops=bool(getattr(config, "attention_dropout", 0.0)),
-        softcap=getattr(config, "attn_logit_softcapping", None),
         room=room,
     )
+
+
+def _why_written_out(core: torch.nn.Module, config: Any) -> str:
+    """What of the model's attention no kernel of torch knows."""
+    if getattr(config, "attention_dropout", 0.0):
+        return "the model drops attention weights"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "the model caps its scores (softcap)"
+    has_sinks = any(isinstance(getattr(one, "sinks", None), torch.Tensor) for one in core.modules())
+    return "the model has attention sinks" if has_sinks else ""

@@ -16,16 +16,37 @@ from torch.utils.checkpoint import checkpoint
 
 # Of queries whose document begins on another rank, so many scores at once: they need a mask, which is as large.
 SCORES_AT_ONCE = 2**24
+UNSAID = -1  # the window of a layer that leaves it to a mask, which is not made beside our attention
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a model makes of queries and keys. `drop(weights, first_query, first_key)` says no by places in the row."""
+    """What a model makes of queries and keys. `drop(weights, first_query, first_key)` says no by places in the row.
+
+    `sinks`: a score of each head that is no token's and takes its share of the softmax (gpt-oss).
+    """
 
     scaling: float | None = None
     window: int | None = None
     softcap: float | None = None
     drop: Callable[..., torch.Tensor] | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_written_out(self) -> bool:
+        """Whether torch's kernels do not know the case."""
+        return self.softcap is not None or self.drop is not None or self.sinks is not None
+
+
+def find_window(module: torch.nn.Module, said: int | None) -> int | None:
+    """How far back a layer looks: as it says itself, or as its config has it."""
+    if said != UNSAID:
+        return said
+    config = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and layer is not None and kinds[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None) or None
 
 
 def attend_document(
@@ -37,10 +58,18 @@ def attend_document(
     before: int = 0,
 ) -> torch.Tensor:
     """The keys begin at `first_key` of the row, the queries so many tokens `before` later; both end together."""
+    if how.is_written_out and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _attend_in_chunks(query, key, value, how, first_key, before)
+    return _attend_once(query, key, value, how, first_key, before)
+
+
+def _attend_once(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring, first_key: int, before: int
+) -> torch.Tensor:
     tokens = query.shape[2]
     far = how.window is not None and before + tokens > how.window
     grouped = query.shape[1] != key.shape[1]
-    if how.softcap is None and how.drop is None:
+    if not how.is_written_out:
         mask = _window_mask(tokens, before, how.window if far else None, query.device) if far or before else None
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=how.scaling, enable_gqa=grouped,
@@ -51,8 +80,16 @@ def attend_document(
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     mask = _window_mask(tokens, before, how.window if far else None, query.device)
-    weights = scores.masked_fill(~mask, float("-inf")).float().softmax(dim=-1).to(query.dtype)
+    weights = softmax_beside(scores.masked_fill(~mask, float("-inf")), how.sinks).to(query.dtype)
     return (weights if how.drop is None else how.drop(weights, first_key + before, first_key)) @ value
+
+
+def softmax_beside(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of (rows, heads, queries, keys) in fp32, beside one more score of each head, whose share is left out."""
+    if sinks is None:
+        return scores.float().softmax(dim=-1)
+    beside = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores.float(), beside.float()), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _window_mask(tokens: int, before: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -91,9 +128,9 @@ def attend_stretch(
 def _attend_in_chunks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring, first_key: int, before: int
 ) -> torch.Tensor:
-    """As `attend_document`, some queries at a time; masks are made again in the backward pass, not kept."""
+    """As `attend_document`, some queries at a time; masks and scores are made again in the backward pass, not kept."""
     tokens, num_keys = query.shape[2], key.shape[2]
-    scores = num_keys * (1 if how.softcap is None and how.drop is None else query.shape[0] * query.shape[1])
+    scores = num_keys * (query.shape[0] * query.shape[1] if how.is_written_out else 1)
     step = max(1, SCORES_AT_ONCE // scores)
     parts = []
     for at in range(0, tokens, step):
@@ -103,7 +140,7 @@ def _attend_in_chunks(
         inputs: tuple[Any, ...] = (some, key[:, :, lowest:seen], value[:, :, lowest:seen])
         inputs += (how, first_key + lowest, before + at - lowest)
         if torch.is_grad_enabled():
-            parts.append(checkpoint(attend_document, *inputs, use_reentrant=False, preserve_rng_state=bool(how.drop)))
+            parts.append(checkpoint(_attend_once, *inputs, use_reentrant=False, preserve_rng_state=bool(how.drop)))
         else:
-            parts.append(attend_document(*inputs))
-    return torch.cat(parts, dim=2)
+            parts.append(_attend_once(*inputs))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -6,7 +6,7 @@ own, and looks at its own keys alone: what a row computes is the same whatever s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from duoka.model import native
 from duoka.model.decode import attend_rows
+from duoka.model.one_document import UNSAID, Scoring, attend_document, find_window
 
 NAME = "duoka_slots"
 
@@ -92,27 +93,25 @@ def attend_slots(
     dropout: float = 0.0,
     scaling: float | None = None,
     slots: Rows | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = UNSAID,
     softcap: float | None = None,
-    **kwargs: Any,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Each row over its own sequence; returns (rows, tokens, heads, head_dim)."""
     if slots is None:
         raise RuntimeError("a layer does not hand on what it is called with, so sequences cannot be told apart")
-    if kwargs.get("s_aux") is not None:
-        raise RuntimeError("attention sinks are not supported by this attention")
-    rows, heads, tokens, _ = query.shape
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if tokens == 1 and softcap is None and _is_plain(query, key, value):
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+    rows, heads, tokens = query.shape[:3]
+    how = Scoring(scaling, find_window(module, sliding_window), softcap, sinks=s_aux)
+    if tokens == 1 and not how.is_written_out and _is_plain(query, key, value):
+        layer, scale = int(module.layer_idx), query.shape[-1] ** -0.5 if scaling is None else scaling  # type: ignore[arg-type]
         if (places := slots.places(layer)) is not None:
-            return attend_rows(query, key, value, places, sliding_window or 0, scale), None
+            return attend_rows(query, key, value, places, how.window or 0, scale), None
     out = query.new_zeros((rows, tokens, heads, value.shape[-1]))
     for row, (cache, start) in enumerate(zip(slots.caches, slots.starts, strict=True)):
         if cache is not None:
             keys, values = cache.write(int(module.layer_idx), start, key[row], value[row])  # type: ignore[arg-type]
-            seen = _look(query[row : row + 1], keys[None], values[None], scaling, start, sliding_window, softcap)
-            out[row] = seen[0].transpose(0, 1)
+            out[row] = _look(query[row : row + 1], keys[None], values[None], how, start)[0].transpose(0, 1)
     return out, None
 
 
@@ -122,38 +121,24 @@ def _is_plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     return alike and all(one.is_contiguous() for one in (query, key, value)) and native.serves(query, key, value)
 
 
-def _look(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float | None,
-    start: int,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    tokens = query.shape[2]
+def _look(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring, start: int) -> torch.Tensor:
+    tokens, window = query.shape[2], how.window
     if window is not None and keys.shape[2] > window and tokens == 1:
-        keys, values, window = keys[:, :, -window:], values[:, :, -window:], None
-    is_far = window is not None and keys.shape[2] > window
-    mask = None
-    if tokens > 1 and (start or is_far or softcap is not None):
-        mask = _mask(start, tokens, window if is_far else None, query.device)
-    if softcap is None and tokens == 1:
+        keys, values, start, window = keys[:, :, -window:], values[:, :, -window:], window - 1, None
+    if how.is_written_out:
+        return attend_document(query, keys, values, replace(how, window=window), before=start)
+    if tokens == 1:
         # The heads that share a key as if they were tokens of one: torch's CPU kernel takes a fifth to a seventh of the
         # time that it takes one by one in bf16, and no longer in fp32.
         folded = query.reshape(1, keys.shape[1], -1, query.shape[-1])
-        return F.scaled_dot_product_attention(folded, keys, values, scale=scaling).reshape(1, query.shape[1], 1, -1)
-    if softcap is None:
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, is_causal=mask is None and tokens > 1, scale=scaling,
-            enable_gqa=query.shape[1] != keys.shape[1],
-        )  # fmt: skip
-    keys, values = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (keys, values))
-    scores = query @ keys.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.float().softmax(dim=-1).to(query.dtype) @ values
+        seen = F.scaled_dot_product_attention(folded, keys, values, scale=how.scaling)
+        return seen.reshape(1, query.shape[1], 1, -1)
+    is_far = window is not None and keys.shape[2] > window
+    mask = _mask(start, tokens, window if is_far else None, query.device) if start or is_far else None
+    return F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=mask is None, scale=how.scaling,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )  # fmt: skip
 
 
 def _mask(start: int, tokens: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -22,6 +22,7 @@ class ExpertKeys:
     shared: Literal["none", "size", "count"] = "none"  # a width of its own, or a number of experts of the same width
     shared_gate: bool = False
     bias: bool = False  # of experts and router
+    correction: bool = False  # a learned number beside each expert's score
     dense: Literal["none", "step", "first"] = (
         "none"  # decoder_sparse_step and mlp_only_layers, or first_k_dense_replace
     )
@@ -63,6 +64,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "model_max_length", "context_length"),
     "head_dim": ("kv_channels", "attention_head_dim"),
     "vocab_size": ("n_words",),
+    "num_experts_per_tok": ("moe_k", "moe_topk"),
+    "n_shared_experts": ("moe_num_shared_experts",),
+    "first_k_dense_replace": ("moe_layer_start_index",),
 }
 
 _LLAMA_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
@@ -97,6 +101,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(**_LLAMA_BIASES, defaults={"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "granite": Family(**_LLAMA_BIASES),
+    "granite_swa": Family(
+        **_LLAMA_BIASES, windows="all", num_sinks=1,
+        defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "sliding_window": 128},
+    ),
     "seed_oss": Family(
         qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias",
         defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
@@ -152,6 +160,41 @@ FAMILIES: dict[str, Family] = {
         defaults={
             "attention_bias": True, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
             "num_experts_per_tok": 4, "sliding_window": 128,
+        },
+    ),
+    "phimoe": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", norm_terms=2, windows="all",
+        experts=ExpertKeys("num_local_experts", "intermediate_size"),
+        defaults={"num_key_value_heads": 8, "num_local_experts": 16, "num_experts_per_tok": 2},
+    ),
+    "granitemoe": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias",
+        experts=ExpertKeys("num_local_experts", "intermediate_size"),
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "minimax_m2": Family(
+        qk_norm="full", experts=ExpertKeys("num_local_experts", "intermediate_size"),
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8},
+    ),
+    "dots1": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head",
+        experts=ExpertKeys("n_routed_experts", shared="count", dense="first"),
+        defaults={"num_key_value_heads": 32, "moe_intermediate_size": 1408},
+    ),
+    "solar_open": Family(
+        qkv_bias="attention_bias", ffn="moe_intermediate_size",
+        experts=ExpertKeys("n_routed_experts", shared="count"),
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 1280,
+        },
+    ),
+    "ernie4_5_moe": Family(
+        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias",
+        experts=ExpertKeys("moe_num_experts", shared="count", dense="first", correction=True),
+        defaults={
+            "tie_word_embeddings": True, "num_key_value_heads": 4, "moe_num_experts": 64, "num_experts_per_tok": 6,
+            "n_shared_experts": 2, "moe_intermediate_size": 1536, "first_k_dense_replace": 1,
         },
     ),
     "glm4_moe": Family(

@@ -232,7 +232,7 @@ def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: t
     if keys.shared_gate:
         linears += (Linear("mlp.shared_expert_gate", hidden, 1),)
     each = 3 * hidden * size + (2 * size + hidden if keys.bias else 0)
-    experts = Experts(count, min(active, count), layers, each, count * (hidden + keys.bias))
+    experts = Experts(count, min(active, count), layers, each, count * (hidden + keys.bias + keys.correction))
     dense = layers < shape.num_layers
     return replace(
         shape,
