@@ -155,6 +155,11 @@ def gathers_twice(work: Work, share: ModelShare) -> bool:
     return whole > min(own.stage3_max_live_parameters, own.stage3_max_reuse_distance)
 
 
+def head_again(work: Work, head: int, tensor_ranks: int) -> float:
+    """AutoTP: operations of a forward pass for each token beyond a rank's equal part, for it has the whole head."""
+    return 2.0 * head * (tensor_ranks - 1) / tensor_ranks if work.deepspeed is not None else 0.0
+
+
 def sums_of_layer(num_products: int, again: float) -> float:
     """AutoTP: of a layer's activations. Forward behind its two products by rows, of which the first is made again with
     the layer (`again`: the part of the layers for which it is); backward before each product by columns, where duoka's
