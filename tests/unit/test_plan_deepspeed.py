@@ -126,7 +126,20 @@ def test_weights_in_8_bits_send_a_quarter_and_gradients_in_4_an_eighth_between_n
     for nodes in (1, 2):
         assert sent[8, nodes]["all-gather"] == pytest.approx(sent[0, nodes]["all-gather"] / 4)
     assert sent[8, 1]["reduce-scatter"] == sent[0, 1]["reduce-scatter"]
-    assert sent[8, 2]["reduce-scatter"] == pytest.approx(sent[0, 2]["reduce-scatter"] / 8)
+    with_scales = (0.5 + 4 / SHAPE.hidden_size) / 4
+    assert sent[8, 2]["reduce-scatter"] == pytest.approx(sent[0, 2]["reduce-scatter"] * with_scales)
+    # Between nodes travels what was added up inside them: half of the gradients, and half of that each way.
+    (across,) = (one for one in traffic(packed, layout("fsdp"), 2) if one.what == "gradients, between nodes")
+    assert across.sent_bytes == pytest.approx(with_scales * 4 * SHAPE.num_parameters / 4)
+
+
+def test_copies_inside_a_node_are_not_packed_again():
+    """A node's copy holds what arrived in 8 bits, and would be rounded once more."""
+    own = replace(work(**LIVE), weight_bits=8)
+    found = {one.what: one for one in traffic(own, layout("fsdp"), 2, accumulation=3, reshard="node")}
+    wide = 4 * SHAPE.num_parameters
+    assert found["weights, forward"].payload_bytes == pytest.approx(wide / 4)
+    assert found["weights, backward"].payload_bytes == found["weights, forward again"].payload_bytes == wide
 
 
 def test_each_tensor_rank_computes_the_whole_head():
