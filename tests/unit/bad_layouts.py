@@ -66,6 +66,8 @@ LAYOUT_CONTRADICTIONS = {
     "autotp-with-copies-in-a-node": HEAD + "parallel: {engine: deepspeed, strategy: zero3, tensor: 2, reshard: node}\n",
     "deepspeed-packing-below-stage-3": HEAD
     + "parallel: {engine: deepspeed, strategy: zero2, compress: {weights: int8}}\n",
+    "deepspeed-packing-adapters": HEAD
+    + "parallel: {engine: deepspeed, strategy: zero3, compress: {gradients: int4}}\nlora: {rank: 8}\n",
     "deepspeed-packing-what-is-offloaded": HEAD
     + "parallel: {engine: deepspeed, strategy: zero3, compress: {weights: int8}, offload: optimizer}\n",
     "deepspeed-with-optimizer": HEAD + "optim: {name: lamb}\nparallel: {engine: deepspeed}\n",

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from duoka.cli import config as config_cli
@@ -15,7 +14,6 @@ from duoka.config.deepspeed_json import engine_json
 from duoka.config.load import Start, load_config, read_side_file
 from duoka.config.schema_running import CompressConfig
 from duoka.errors import ConfigError, DuokaError
-from duoka.parallel.deepspeed_packed import AsHalf
 from duoka.plan.choose import check_machine, check_packages
 from duoka.plan.hardware import Gpu, Machine
 
@@ -204,18 +202,3 @@ def test_zero_plus_plus_is_written_and_read_and_wants_a_gpu() -> None:
     assert convert(f"{RUN}parallel: {{strategy: zero3, {PACKED}}}\n").exit_code == 0
     written = json.loads(Path("ds.json").read_text("utf-8"))["zero_optimization"]
     assert written["zero_quantized_weights"] and written["zero_quantized_gradients"]
-
-
-def test_gradients_that_deepspeed_packs_are_fp16_when_it_reads_their_bytes() -> None:
-    """Its kernel takes any tensor's bytes for fp16; vectors it does not pack, and they stay as they are."""
-    seen: list[torch.Tensor] = []
-
-    def reduce(tensors: list[torch.Tensor], groups: object) -> list[torch.Tensor]:
-        seen.extend(tensors)
-        return [tensor.view(-1) for tensor in tensors]
-
-    given = [torch.tensor([[1e-6, -2.0], [3e-5, 4.0]]), torch.tensor([1e-9, 1.0])]
-    answers = AsHalf(reduce)(given, None)
-    assert [one.dtype for one in seen] == [torch.float16, torch.float32]
-    assert all(one.dtype == torch.float32 for one in answers) and answers[1].equal(given[1])
-    torch.testing.assert_close(answers[0], given[0].view(-1), rtol=1e-3, atol=0)

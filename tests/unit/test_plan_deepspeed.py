@@ -11,12 +11,14 @@ from duoka.bench.dry_run import dry_run
 from duoka.config.schema import ParallelConfig, RunConfig
 from duoka.config.schema_running import DeepSpeedConfig
 from duoka.errors import ConfigError
+from duoka.plan.catalog import cluster_of
 from duoka.plan.choose import check_machine
 from duoka.plan.hardware import Machine
 from duoka.plan.layout import Layout
 from duoka.plan.memory import estimate_memory
 from duoka.plan.recipe import Work, static_memory
 from duoka.plan.shape import shape_from_config
+from duoka.plan.speed import Load, estimate_speed
 from duoka.plan.traffic import traffic
 
 RANKS = 4
@@ -124,7 +126,35 @@ def test_weights_in_8_bits_send_a_quarter_and_gradients_in_4_an_eighth_between_n
     for nodes in (1, 2):
         assert sent[8, nodes]["all-gather"] == pytest.approx(sent[0, nodes]["all-gather"] / 4)
     assert sent[8, 1]["reduce-scatter"] == sent[0, 1]["reduce-scatter"]
-    assert sent[8, 2]["reduce-scatter"] == pytest.approx(sent[0, 2]["reduce-scatter"] / 8)
+    with_scales = (0.5 + 4 / SHAPE.hidden_size) / 4
+    assert sent[8, 2]["reduce-scatter"] == pytest.approx(sent[0, 2]["reduce-scatter"] * with_scales)
+    # Between nodes travels what was added up inside them: half of the gradients, and half of that each way.
+    (across,) = (one for one in traffic(packed, layout("fsdp"), 2) if one.what == "gradients, between nodes")
+    assert across.sent_bytes == pytest.approx(with_scales * 4 * SHAPE.num_parameters / 4)
+
+
+def test_copies_inside_a_node_are_not_packed_again():
+    """A node's copy holds what arrived in 8 bits, and would be rounded once more."""
+    own = replace(work(**LIVE), weight_bits=8)
+    found = {one.what: one for one in traffic(own, layout("fsdp"), 2, accumulation=3, reshard="node")}
+    wide = 4 * SHAPE.num_parameters
+    assert found["weights, forward"].payload_bytes == pytest.approx(wide / 4)
+    assert found["weights, backward"].payload_bytes == found["weights, forward again"].payload_bytes == wide
+
+
+def test_each_tensor_rank_computes_the_whole_head():
+    """AutoTP's ranks have all logits, where duoka's own axis shares them: of a step all else takes as long."""
+    cluster, load = (
+        cluster_of(Machine(2, 8 << 30, 8 << 30), 1, 2),
+        Load(accumulation=2, tokens=64, length=64, tokens_per_step=128),
+    )
+    at = Layout(dp=1, tp=2, strategy="single")
+    own, native = (
+        estimate_speed(replace(work(), deepspeed=switches), at, cluster, load).parts["matrix products"]
+        for switches in (DeepSpeedConfig(), None)
+    )
+    products = (SHAPE.num_parameters - SHAPE.num_embedding - SHAPE.num_head, SHAPE.vocab_size * SHAPE.hidden_size)
+    assert own / native == pytest.approx((products[0] / 2 + products[1]) / (sum(products) / 2), rel=1e-3)
 
 
 # A Llama of 51.8M parameters on two ranks with gloo and tcmalloc, three steps of two micro-batches of about 390 tokens,

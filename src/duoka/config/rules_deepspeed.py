@@ -129,6 +129,14 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
         f"write:   strategy: zero3   or   {_NATIVE[9:]}",
     ),
     Rule(
+        "deepspeed-packing-adapters",
+        ("parallel.compress", "lora"),
+        lambda c: _is_on(c) and is_quantized(c.parallel) and c.lora is not None,
+        "parallel.compress is {c.parallel.compress} with lora, and parallel.engine deepspeed packs no matrix with a "
+        "side of less than 256 numbers, which adapters have: all would travel as it is",
+        f"delete compress, or   {_NATIVE}",
+    ),
+    Rule(
         "deepspeed-packing-what-is-offloaded",
         ("parallel.compress", "parallel.offload"),
         lambda c: _is_on(c) and is_quantized(c.parallel) and c.parallel.offload != "none",

@@ -22,7 +22,7 @@ from duoka.model.shards import Weights
 from duoka.optim.spread import Groups, add_over
 from duoka.parallel.deepspeed_disk import SwapFolder, Zero3OnDisk, build_aio, needed_bytes, set_buffers
 from duoka.parallel.deepspeed_package import begin_deepspeed, data_group
-from duoka.parallel.deepspeed_packed import pack_as_half
+from duoka.parallel.deepspeed_packed import beside_autocast, check_nodes, check_weights, pack_as_half, pack_weights
 from duoka.parallel.deepspeed_room import reserve_room
 from duoka.parallel.deepspeed_saved import KeptViews
 from duoka.parallel.deepspeed_tensor import add_partial_gradients, elements_elsewhere
@@ -46,6 +46,9 @@ class DeepSpeed(Engine):
         if self.stage < 3:
             bring(spec)
         super().__init__(spec)
+        if spec.parallel.compression.weight_bits:
+            kept = spec.parallel.deepspeed.stage3_param_persistence_threshold
+            check_weights(self.bare, self.mesh.loss.size, kept)
         more = elements_elsewhere(self.bare)
         here = super().count_parameters()  # before stage 3 cuts them
         self._counts = here[0] + more[0], here[1] + more[1]
@@ -61,6 +64,9 @@ class DeepSpeed(Engine):
         optimizer = make(named)
         layout, tensor = spec.layout, self.mesh.tensor.size
         package = begin_deepspeed(self.world.device, tensor)
+        packing = spec.parallel.compression
+        if packing.gradient_bits:
+            check_nodes(self.world.size)
         on_disk = layout.disk != "none"
         folder = SwapFolder(spec.folder, self).path if on_disk else None
         near = self.mesh.node_size if spec.parallel.reshard == "node" else 0
@@ -75,19 +81,25 @@ class DeepSpeed(Engine):
             group = data_group() if tensor > 1 else None
             fill_and_cut(package, self.bare, spec.source, self.mesh.loss, settings, group)
             give_back()  # whole parameters passed by
+            if packing.weight_bits:
+                pack_weights(self.bare, spec.parallel.deepspeed.stage3_param_persistence_threshold)
         if tensor > 1:
             add_partial_gradients(self.bare)
-        if spec.parallel.compression.gradient_bits:
-            pack_as_half()
         place = SimpleNamespace(device_rank=self.world.device.index or 0)
-        self.running, zero, *_ = package.initialize(args=place, model=self.bare, optimizer=optimizer, config=settings)
+        given = {"args": place, "model": self.bare, "optimizer": optimizer, "config": settings}
+        with beside_autocast():
+            self.running, zero, *_ = package.initialize(**given)
         give_back()
+        if packing.gradient_bits:
+            pack_as_half(self.running.local_all_to_all_group, self.world.device)
         if tensor > 1:  # it would send the first batch's to all that share it, to see that it is the same
             self.running.first_dataloader_check.remove()
         self.model = self.running
         if self.stage:
             kind = Zero3OnDisk if on_disk else Zero3 if self.stage == 3 else Zero12
             self.zero = kind(zero, named, self.mesh.tensor.rank)
+        if packing.weight_bits:
+            zero.invalidate_secondary_tensor()  # a node's copies of weights that were not packed
         return optimizer
 
     # --- what is trained ---

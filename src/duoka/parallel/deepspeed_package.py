@@ -39,6 +39,7 @@ def begin_deepspeed(device: torch.device, tensor_ranks: int = 1) -> Any:
     count_exchanges()
     from deepspeed.utils import groups
 
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # of an engine before this one: it would not make another
     known = groups._TENSOR_MODEL_PARALLEL_GROUP
     if (1 if known is None else dist.get_world_size(known)) != tensor_ranks:
         groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = None

@@ -58,7 +58,8 @@ class CountedBackend:
         with LEDGER.waiting():
             if not async_op and is_gloo(group, output_tensor.device):
                 return gather_in_pieces(output_tensor, input_tensor, group)
-            return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
+            # Scales come as a column, which gloo does not gather into a line.
+            return gather_into(output_tensor.view(-1), input_tensor.reshape(-1), group=group, async_op=async_op)
 
     def all_gather_coalesced(
         self, output_tensors: Any, input_tensors: Any, group: Any = None, async_op: bool = False
@@ -67,6 +68,22 @@ class CountedBackend:
             self._count("all-gather", bytes_of(whole), group)
         with LEDGER.waiting():
             return self._backend.all_gather_coalesced(output_tensors, input_tensors, group=group, async_op=async_op)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        # ZeRO++'s packed gradients: both are halves of a reduce-scatter, added up between them.
+        self._count("reduce-scatter", bytes_of(input), group)
+        with LEDGER.waiting():
+            return self._backend.all_to_all_single(
+                output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op
+            )
 
     def reduce_scatter_tensor(
         self,

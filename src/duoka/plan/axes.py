@@ -11,6 +11,7 @@ import math
 from duoka.config.layout_name import read_layout_name
 from duoka.config.schema import ParallelConfig, RunConfig
 from duoka.errors import Fault
+from duoka.plan import deepspeed
 from duoka.plan.layout import AXES, TRAINABLE_AXES, Layout
 from duoka.plan.pipeline import ADDS_ONCE
 from duoka.plan.sizes import ModelShape
@@ -166,8 +167,9 @@ def _check_experts(parallel: ParallelConfig, shape: ModelShape, world_size: int)
 
 
 def check_shape(parallel: ParallelConfig, shape: ModelShape, world_size: int) -> list[Fault]:
-    """Axes that this model's sizes do not allow, with up to three that they do."""
+    """Axes, and weights in 8 bits, that this model's sizes do not allow, with up to three axes that they do."""
     faults = _check_tensor(parallel, shape, world_size) + _check_experts(parallel, shape, world_size)
+    faults += deepspeed.check_parts(parallel, shape, data_ranks(parallel, world_size))
     return faults + _check_layers(parallel, shape, world_size)
 
 

@@ -66,7 +66,7 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
     if config.train.compile == GRAPHS and machine.device == "cpu":
         what = f"train.compile is {GRAPHS}, which records CUDA graphs, and this machine has no GPU"
         faults.append(Fault(what, key="train.compile", fix="write:   compile: true   or   compile: false"))
-    if config.parallel.engine == "deepspeed" and is_quantized(config.parallel) and machine.device == "cpu":
+    if config.parallel.engine == "deepspeed" and is_quantized(config.parallel) and not has_quantizer(machine):
         what = f"parallel.compress is {config.parallel.compress}, {NO_QUANTIZER}"
         faults.append(Fault(what, key="parallel.compress", fix=WITHOUT_QUANTIZER))
     faults += _check_weights_on_disk(config, world_size)
@@ -84,6 +84,11 @@ def check_machine(config: RunConfig, machine: Machine, world_size: int, local_si
         what = f"{here} processes are asked for on this machine, and it has {len(machine.gpus)} GPUs"
         faults.append(Fault(what, fix=f"start one process per GPU: --nproc {len(machine.gpus)}"))
     return faults
+
+
+def has_quantizer(machine: Machine) -> bool:
+    """Whether DeepSpeed's can be compiled: CUDA code. Tests without a GPU put one in its place."""
+    return machine.device != "cpu"
 
 
 def _check_fp8(config: RunConfig, machine: Machine) -> list[Fault]:

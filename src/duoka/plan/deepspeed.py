@@ -6,9 +6,13 @@ keeps its part. Stage 3 keeps its part of the weights twice. bf16 is autocast he
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
+from duoka.config.schema import ParallelConfig
 from duoka.config.schema_running import DeepSpeedConfig
+from duoka.errors import Fault
+from duoka.plan.sizes import ModelShape
 
 
 class Work(Protocol):
@@ -49,6 +53,8 @@ class ModelShare(Protocol):
 IMPORTED_BYTES = 50 * 2**20  # what the package takes when it is imported
 WEIGHT_BUFFERS = 3  # of a module with one matrix; DeepSpeed writes back through one of a group's size
 SIZE = 4  # bytes of a weight, and of a gradient, however it was computed
+PACKED_AT_ONCE = 8  # numbers that ZeRO++'s kernels read at once, of one group
+NATIVELY = "engine: native   (which packs any weight, and gradients in any world)"
 
 
 def static_parts(
@@ -155,9 +161,54 @@ def gathers_twice(work: Work, share: ModelShare) -> bool:
     return whole > min(own.stage3_max_live_parameters, own.stage3_max_reuse_distance)
 
 
+def packed_gradients(share: ModelShare, width: int) -> float:
+    """ZeRO++: bytes of all gradients in 4 bits, with a scale for each row or column of a matrix."""
+    return share.trainable * (0.5 + SIZE / width)
+
+
+def head_again(work: Work, head: int, tensor_ranks: int) -> float:
+    """AutoTP: operations of a forward pass for each token beyond a rank's equal part, for it has the whole head."""
+    return 2.0 * head * (tensor_ranks - 1) / tensor_ranks if work.deepspeed is not None else 0.0
+
+
 def sums_of_layer(num_products: int, again: float) -> float:
     """AutoTP: of a layer's activations. Forward behind its two products by rows, of which the first is made again with
     the layer (`again`: the part of the layers for which it is); backward before each product by columns, where duoka's
     own axis has one sum for all that read the same.
     """
     return 2 + again + num_products - 2
+
+
+def check_parts(parallel: ParallelConfig, shape: ModelShape, num_ranks: int) -> list[Fault]:
+    """Weights that DeepSpeed would have to pack and cannot, of a model that is not there yet; see why_not_packed."""
+    if parallel.engine != "deepspeed" or not parallel.compression.weight_bits:
+        return []
+    sizes = {
+        "the embedding": shape.vocab_size * shape.hidden_size,
+        "the embedding of positions": shape.num_positions * shape.hidden_size,
+        "the head": shape.num_head,
+    }
+    sizes |= {linear.name: linear.num_in * linear.num_out for linear in (*shape.linears, *shape.dense_linears)}
+    kept = parallel.deepspeed.stage3_param_persistence_threshold
+    fault = why_not_packed({name: size for name, size in sizes.items() if size > kept}, num_ranks)
+    return [] if fault is None else [fault]
+
+
+def why_not_packed(sizes: Mapping[str, int], num_ranks: int) -> Fault | None:
+    """Where a matrix that travels in 8 bits is no multiple of 8 numbers for each rank.
+
+    DeepSpeed asserts it in a step; where only the last rank's part is shorter it would read scales of other groups.
+    """
+    wrong = {name: size for name, size in sizes.items() if size % (PACKED_AT_ONCE * num_ranks)}
+    if num_ranks == 1 or not wrong:
+        return None
+    name, size = next(iter(wrong.items()))
+    fewer = [n for n in range(1, num_ranks) if not any(one % (PACKED_AT_ONCE * n) for one in sizes.values())]
+    start = f"start   --nproc {fewer[-1]}   or   " if fewer else ""
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return Fault(
+        f"parallel.compress has weights: int8, which DeepSpeed packs in parts of a multiple of {PACKED_AT_ONCE} "
+        f"numbers, and {name}{more} has {size:,}: {size / num_ranks:,.10g} for each of {num_ranks} processes",
+        key="parallel.compress",
+        fix=f"{start}write   {NATIVELY}   or   weights: none",
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from duoka.config.schema import GRAPHS
+from duoka.plan import deepspeed
 from duoka.plan.activations import activation_bytes_per_token, is_narrow
 from duoka.plan.catalog import Cluster
 from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token, products
@@ -225,6 +226,8 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
     peak = device.peak_flops(layout.precision) / cores
     matmul, attention = forward_flops_per_token(work.shape, round(load.length))
     cut = layout.tp * layout.pp * layout.sp / slowest_stage(work, layout)
+    head = work.shape.num_head or work.shape.num_embedding
+    matmul += cut * deepspeed.head_again(work, head, layout.tp)
     kept, _ = activation_bytes_per_token(work, layout, round(load.length))
     touches = rates.touches * (COMPILED_TOUCHES if layout.compile else 1.0)
     touched = touches * kept * work.shape.num_layers * slowest_stage(work, layout) / layout.pp / layout.sp

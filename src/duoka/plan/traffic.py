@@ -300,13 +300,23 @@ def _of_deepspeed(
             Exchange("weights", "all-gather", trained, 1, everyone, "end", messages),
             Exchange("gradients", "all-reduce", trained, times, everyone, "backward", messages),
         ]
-    weights, layers = (wide if not work.weight_bits else 1) * (share.trainable + share.frozen), share.num_layers + 2
-    if work.gradient_bits and everyone.nodes > 1:  # inside a node it sends them as they are
-        trained //= 8
+    held, layers = share.trainable + share.frozen, share.num_layers + 2
+    weights = (wide if not work.weight_bits else 1) * held
+    again = weights if near is everyone else wide * held  # a node's copy travels in it as it is
     first = micro if near is everyone else 1
     found = [Exchange("weights, forward", "all-gather", weights, first, everyone, "forward", layers)]
     if micro > first:
-        found.append(Exchange("weights, forward again", "all-gather", weights, micro - first, near, "forward", layers))
+        found.append(Exchange("weights, forward again", "all-gather", again, micro - first, near, "forward", layers))
     if deepspeed.gathers_twice(work, share):
-        found.append(Exchange("weights, backward", "all-gather", weights, micro, near, "backward", layers))
-    return [*found, Exchange("gradients", "reduce-scatter", trained, micro, everyone, "backward", messages)]
+        found.append(Exchange("weights, backward", "all-gather", again, micro, near, "backward", layers))
+    if not work.gradient_bits or everyone.nodes == 1:  # inside a node it sends them as they are
+        return [*found, Exchange("gradients", "reduce-scatter", trained, micro, everyone, "backward", messages)]
+    packed = deepspeed.packed_gradients(share, work.shape.hidden_size)
+    inside, across = Group(everyone.members, 1), Group(1, everyone.nodes, everyone.members)
+    return [
+        *found,
+        Exchange("gradients, in a node", "reduce-scatter", packed, micro, inside, "backward", layers),
+        Exchange(
+            "gradients, between nodes", "reduce-scatter", packed / everyone.members, micro, across, "backward", layers
+        ),
+    ]
