@@ -6,7 +6,7 @@ import signal
 import pytest
 from safetensors.torch import load_file
 from struck import WITHIN_S, finish, start
-from tiny import write_conversations
+from tiny import write_conversations, write_tiny_model
 from worlds import train_all
 
 from duoka.cluster.fault_injection import strike, wait_for_ranks
@@ -62,7 +62,8 @@ def assert_same_run(folder, whole, file="model.safetensors"):
 def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path, deep_model):
     yaml = write_run(tmp_path, deep_model)
     whole, runs = tmp_path / "whole", {}
-    alone = [("whole", []), ("lora", [LORA]), ("muon", MUON), ("half", HALF)]
+    own_head = [f"model={write_tiny_model(tmp_path / 'own', tied=False, layers=4)}"]  # one stage alone has it
+    alone = [("whole", []), ("lora", [LORA]), ("muon", MUON), ("half", HALF), ("head", own_head)]
     train_all([(str(yaml), how, str(tmp_path / name)) for name, how in alone], 1)
     last = max(numbers_of(whole)[0])
     assert last == 8
@@ -74,6 +75,7 @@ def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path
         runs[name] = (str(yaml), [*how, resume], str(tmp_path / name))
         before = tmp_path / name
     others = [("lora-staged", [LORA, "parallel.schedule=gpipe"]), ("muon-staged", MUON), ("half-staged", HALF)]
+    others += [("head-staged", own_head)]
     staged = [(str(yaml), [PIPELINE, *how], str(tmp_path / name)) for name, how in others]
     train_all([*runs.values(), *staged], 2)
     for name, step, _ in plan:
@@ -81,6 +83,7 @@ def test_checkpoints_go_from_one_process_to_stages_to_replicas_and_back(tmp_path
         assert_same_run(tmp_path / name, whole)
     assert_same_run(tmp_path / "lora-staged", tmp_path / "lora", "adapter_model.safetensors")
     assert_same_run(tmp_path / "muon-staged", tmp_path / "muon")
+    assert_same_run(tmp_path / "head-staged", tmp_path / "head")
     ours, theirs = (numbers_of(tmp_path / name)[0] for name in ("half-staged", "half"))
     assert all(ours[step] == pytest.approx(theirs[step], rel=1e-2) for step in theirs)
 

@@ -18,6 +18,7 @@ from duoka.model.build import LossModel, find_core, named_part
 from duoka.model.chunks import STRAIGHT
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.fused import fused_parts
+from duoka.model.layers import Absent
 from duoka.plan.kernels import BENT, LIGER_PARTS, USUAL, Facts, why_no_plain_loss
 from duoka.plan.layout import Layout
 from duoka.plan.shape import ModelShape
@@ -76,6 +77,8 @@ def _why_no_plain_head(bare: Any, layout: Layout) -> str:
         return ""
     core: Any = bare.core
     head = core.get_output_embeddings()
+    if isinstance(head, Absent):
+        return ""  # another stage of the pipeline computes the loss
     if hasattr(head, "base_layer") or head.bias is not None:
         return "the head has a bias, or an adapter"
     return "" if bare.bend == STRAIGHT else BENT
