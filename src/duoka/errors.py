@@ -14,6 +14,8 @@ An error carries what was seen, where, and what to do. `Faults` bundles all faul
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,3 +108,9 @@ class Faults(ConfigError):
             first, *rest = fault.lines()
             out += [f"{self.title}: {first}", *rest]
         return out
+
+
+def typed(word: object) -> str:
+    """A path or name as it is typed in a command that a message shows: in quotes where a shell would cut it."""
+    text = str(word)
+    return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else shlex.quote(text)

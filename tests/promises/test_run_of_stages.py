@@ -56,6 +56,8 @@ def test_stages_run_once_and_are_kept_after(tmp_path):
     assert all(one["seconds"] > 0 and one["cpu_seconds"] > 0 for one in ran), "what each of them took"
     assert "gate: score.sft.sort (0.000 ± 0.000, n 4) >= 0: yes" in done.stderr
     assert (place / "out" / stages["ship"]["folder"] / "model.safetensors").is_file()
+    ready = f"duoka chat {Path('out', stages['ship']['folder'])}\n"
+    assert ready in done.stderr and ".draft" not in done.stdout + done.stderr, "names that are still there afterwards"
     card = (place / "out" / "card.md").read_text(encoding="utf-8")
     asked = json.loads((place / "out" / stages["ask"]["folder"] / "result.json").read_text(encoding="utf-8"))
     assert set(asked) == {"sft", "ship"} and set(asked["ship"]) == {"Who are you?", "2 | 3"}

@@ -50,6 +50,12 @@ def test_each_batch_is_compared_with_one_process_at_that_batch_and_a_low_efficie
     assert [line for line in crowded if line.startswith("note")] == crowded[-1:] and "share 1 cores" in crowded[-1]
 
 
+def test_more_than_sharing_can_give_is_not_shown_without_a_word():
+    (note,) = table(with_efficiency([ONE, replace(TWO, tokens_per_s=2500.0)]), 2, 0)[3:]
+    assert "2 x ddp is 2.50 times one process, more than sharing its work can give" in note
+    assert len(table(with_efficiency([ONE, replace(TWO, tokens_per_s=2200.0)]), 2, 0)) == 3
+
+
 def test_the_fault_is_found_among_notes():
     said = "/tmp/chats.jsonl: messages; 40 of 40 kept\nnote: fine\nconfig error: lora.rank is 0\n  write:   rank: 8\n"
     assert find_problem(said, 2) == "config error: lora.rank is 0"

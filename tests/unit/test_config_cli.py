@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +111,12 @@ def test_the_page_of_all_keys_is_the_schemas_own() -> None:
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     assert page == config_markdown(), "run:   duoka config schema --markdown > docs/config.md"
     assert call(config_cli.command, "schema", "--markdown").output == page
+
+
+def test_letters_that_the_locale_does_not_have_are_a_fault_of_the_name(tmp_path: Path) -> None:
+    """A shell may say that file names are ASCII; Python then cannot make such a folder."""
+    (tmp_path / "run.yaml").write_text("model: demo\ndata: {train: [identity]}\noutput: runs/多卡\n", encoding="utf-8")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}
+    words = [sys.executable, "-m", "duoka", "config", "show", "run.yaml"]
+    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, **ascii_only}, capture_output=True, encoding="utf-8")
+    assert done.returncode == 2 and "letters that the shell's locale has" in done.stderr, done.stderr

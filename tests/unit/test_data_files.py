@@ -118,6 +118,9 @@ WRONG = [
     ("a.csv", "instruction,output\nq,a\nq,你好\n".encode("gb18030"), "not UTF-8", 3),
     ("a.jsonl.gz", gzip.compress(b'{"instruction": "q", "output": "a"}\n{"instr\n'), "no whole JSON value", 2),
     ("a.json.gz", gzip.compress(b'[{"instruction": "q", "output": "a"},\n{"instr\n'), "broken JSON", 2),
+    ("a.jsonl", b'{"messages": ' + b"[" * 99_999 + b"]" * 99_999 + b"}\n", "nested too deeply", 1),
+    ("a.json", b'[{"messages": ' + b"[" * 99_999 + b"]" * 99_999 + b"}]\n", "nested too deeply", 1),
+    ("a.jsonl", b'{"instruction": "q", "output": "a", "n": ' + b"9" * 9_999 + b"}\n", "a number in it is too long", 1),
 ]
 
 

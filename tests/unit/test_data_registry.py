@@ -68,6 +68,13 @@ def test_an_unknown_name_lists_the_registered_and_the_nearest(tmp_path: Path) ->
     assert "identity, my_set" in fault.fix
 
 
+def test_no_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "talk.jsonl", [messages_record()])
+    (fault,) = faults_of("", tmp_path)
+    assert "there is no data set named ''" in fault.what
+
+
 @pytest.mark.parametrize("name", ["talk.jsonl", "talk.json"])
 @pytest.mark.parametrize("record", [messages_record(), sharegpt_record(), alpaca_record()])
 def test_a_file_named_directly_is_detected_and_said(tmp_path: Path, name: str, record: dict[str, Any]) -> None:

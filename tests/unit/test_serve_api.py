@@ -9,6 +9,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,44 @@ def test_bad_bodies_are_answered_in_words(server: Server) -> None:
     assert connection.getresponse().status == 413
     connection.close()
     assert post(server, "/v1/nothing", {})[0] == 404
+
+
+HALF = '"\\ud83d"'
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", f'{{"model": "tiny", "messages": [{{"role": "user", "content": {HALF}}}]}}'),
+        ("/v1/chat/completions", b'{"model": "tiny", "messages": [{"role": "user", "content": "\xed\xa0\xbd"}]}'),
+        ("/v1/completions", f'{{"model": "tiny", "prompt": "a", "stop": {HALF}}}'),
+        ("/v1/completions", f'{{"model": {HALF}, "prompt": "a"}}'),
+        ("/v1/embeddings", f'{{"model": "tiny", "input": {HALF}}}'),
+        ("/v1/unload_lora_adapter", f'{{"lora_name": {HALF}}}'),
+    ],
+)
+def test_half_a_character_is_refused_in_words(server: Server, path: str, body: str | bytes) -> None:
+    status, answer = post(server, path, body)
+    assert status == 400 and "half a character" in answer["error"]["message"]
+
+
+def test_a_fault_of_the_server_is_answered_and_said_without_the_prompt(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(body: object, facts: object) -> None:
+        raise LookupError("secret words")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("duoka.serve.api.server.read_chat", fail)
+        status, answer = post(server, "/v1/chat/completions", {"model": "tiny", "messages": ASK})
+    said, deadline = "", time.monotonic() + 20
+    while not said and time.monotonic() < deadline:  # it is said after the answer was sent
+        time.sleep(0.01)
+        said = capfd.readouterr().err
+    assert status == 500 and answer["error"]["type"] == "server_error"
+    for text in (said, answer["error"]["message"]):
+        assert "LookupError" in text and "secret" not in text
+    assert chat(server)["choices"]
 
 
 def test_models_and_metrics_are_listed(server: Server) -> None:

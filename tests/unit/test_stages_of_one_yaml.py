@@ -173,6 +173,12 @@ def test_a_late_stages_fault_is_found_before_anything_starts(place, capsys, over
     assert not list(Path("out").glob("*-*")), "nothing was started"
 
 
+def test_a_fault_names_no_file_that_is_thrown_away(place, capsys):
+    assert run(["run", "p.yaml", "data.max_length=256", 'other.train.global_batch="64 tokens"']) == 2
+    said = capsys.readouterr().err
+    assert "stage other: train.global_batch" in said and "other.yaml" not in said, said
+
+
 def test_a_dry_run_checks_each_stage_and_writes_nothing(place, capsys):
     assert run(["run", "p.yaml", "--dry-run"]) == 0
     assert "no fault in 6 stages" in capsys.readouterr().out and not Path("out").exists()

@@ -98,6 +98,15 @@ def test_settings_that_cuts_rule_out_are_refused(sections, rule):
     assert rule not in {one.id for one in check_rules(config(**sections))}
 
 
+@pytest.mark.parametrize(("name", "strategy"), [("muon", "fsdp"), ("adafactor", "ddp"), ("adamw8bit", "ddp")])
+def test_optimizers_of_whole_matrices_are_told_what_shares_them(name, strategy):
+    rates = {"lr": 0.02, "adamw_lr": 1e-3} if name == "muon" else {"lr": 1e-3}
+    (broken,) = check_rules(config(parallel={"tensor": 2}, optim={"name": name, **rates}))
+    _, _, advice = broken.fix.partition("delete tensor:")
+    assert f"fsdp shares weights for {name}" in advice if strategy == "fsdp" else "the others are for ddp" in advice
+    assert not check_rules(config(parallel={"strategy": strategy}, optim={"name": name, **rates}))
+
+
 def test_nine_heads_for_two_ranks_are_told_what_divides_them_before_anything_starts():
     machine = Machine(num_cores=2, memory_bytes=24 << 30, available_bytes=20 << 30)
     shape = demo_shape()  # 9 heads of which 3 have keys and values

@@ -4,16 +4,19 @@ import html.parser
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from duoka.errors import typed
 from duoka.runs.events import EventWriter, global_log, rank_log
 from duoka.runs.folder import RunFolder, write_json_atomic
 from duoka.runs.status import Status, leader_identity, write_status
 from duoka.watch.history import read_history
+from duoka.watch.next_steps import next_commands
 from duoka.watch.report import end_lines, summary_to_json, write_report
 
 GIB = 2**30
@@ -170,6 +173,15 @@ def test_the_next_commands_take_what_the_run_made(log, config, first, measured):
     _, _, said = lines_of(log.run).partition("next\n")
     commands = [line.strip().replace(str(log.run.path), "RUN") for line in said.splitlines()]
     assert commands[0] == f"duoka {first}" and (commands[1:2] == ([f"duoka {measured}"] if measured else []))
+
+
+def test_commands_can_be_typed_as_they_are_shown(tmp_path):
+    run = RunFolder(tmp_path / "my runs" / "多卡 it's")
+    run.make()
+    cut = [shlex.split(command) for command in next_commands(run)]
+    assert [words[:3] for words in cut] == [["duoka", verb, str(run.path)] for verb in ("chat", "eval", "export")]
+    assert cut[-1][3:] == ["-o", f"{run.path}-model"]
+    assert typed("runs/多卡-2") == "runs/多卡-2", "quotes stand only where they are needed"
 
 
 def test_the_page_shows_the_same_and_escapes_what_others_wrote(log):

@@ -22,6 +22,7 @@ from duoka.units import format_bytes
 from duoka.watch.costs import LOW
 
 _WAITS = 0.1  # the share of a step that counts as one
+_TOO_GOOD = 1.15  # an efficiency that sharing the work does not give
 _TITLES = tuple(f"{kind.title}:" for kind in (ConfigError, DataError, DoesNotFit, StorageError, WorkerFailed))
 
 
@@ -157,6 +158,13 @@ def notes(cases: Sequence[Case], num_cores: int, num_gpus: int) -> list[str]:
     for case in cases:
         if case.efficiency is not None and case.efficiency < LOW and (num_gpus or case.num_ranks <= num_cores):
             lines.append(f"note: {case.num_ranks} x {case.strategy} {_why_slow(case)}")
+        if case.efficiency is not None and case.efficiency > _TOO_GOOD:
+            at = f" at {case.batch} samples a step" if case.batch else ""
+            lines.append(
+                f"note: {case.num_ranks} x {case.strategy}{at} is {case.efficiency * case.num_ranks:.2f} times one "
+                "process, more than sharing its work can give: that row was slowed, by another program or by its own "
+                "threads; measure again on an idle machine"
+            )
     return lines
 
 

@@ -82,7 +82,7 @@ def _start(nproc: int | None) -> Start:
 def convert(file: str, overrides: tuple[str, ...], output: Path, nproc: int | None) -> None:
     from duoka.config.convert import converted_yaml
     from duoka.config.load import load_config
-    from duoka.errors import ConfigError, StorageError
+    from duoka.errors import ConfigError, StorageError, typed
 
     start = _start(nproc)
     loaded = load_config(file, overrides, start=start)
@@ -104,7 +104,7 @@ def convert(file: str, overrides: tuple[str, ...], output: Path, nproc: int | No
     if output.suffix == ".json":
         click.echo(f"wrote {output}, for {start.num_ranks} processes")
     else:
-        click.echo(f"wrote {output}; train it:   duoka train {output}")
+        click.echo(f"wrote {output}; train it:   duoka train {typed(output)}")
 
 
 def _deepspeed_text(config: RunConfig, num_processes: int) -> tuple[str, list[str]]:

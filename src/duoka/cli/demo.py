@@ -151,11 +151,13 @@ def summary(
 
 
 def next_steps(run: Path, config: Path, merged: Path) -> None:
+    from duoka.errors import typed
+
     steps = {
-        f"duoka chat {run}": "talk with it",
-        f"duoka report {run}": "the run's page: curve, numbers, config",
-        f"ls {merged}": "the merged model: config, safetensors, tokenizer; opens in transformers and vLLM",
-        f"less {config}": "what was trained, with comments: change it, and   duoka train",
+        f"duoka chat {typed(run)}": "talk with it",
+        f"duoka report {typed(run)}": "the run's page: curve, numbers, config",
+        f"ls {typed(merged)}": "the merged model: config, safetensors, tokenizer; opens in transformers and vLLM",
+        f"less {typed(config)}": "what was trained, with comments: change it, and   duoka train",
         "duoka new mine.yaml": "a config for your own data, by five questions",
     }
     width = max(map(len, steps))

@@ -52,7 +52,7 @@ def command(
     """
     from duoka.cli.chat import say
     from duoka.cli.target import find_target
-    from duoka.errors import ConfigError
+    from duoka.errors import ConfigError, typed
     from duoka.model.export import check_target
 
     if output is not None:
@@ -63,7 +63,8 @@ def command(
         output = output or (Path(asked.get("export_dir")) if asked.get("export_dir") else None)
         dtype, shard_gb = dtype or _dtype_of(asked), asked.whole("export_size")
     if output is None:
-        raise ConfigError("-o is not given (the new folder)", fix=f"write:   duoka export {target} -o NEW_FOLDER")
+        fix = f"write:   duoka export {typed(target)} -o NEW_FOLDER"
+        raise ConfigError("-o is not given (the new folder)", fix=fix)
     check_target(output)
     is_ollama = destination == "ollama"
     gguf = gguf or ("q8_0" if is_ollama else None)
@@ -162,6 +163,7 @@ def _export_full(
 ) -> tuple[dict[str, Any], list[str]]:
     import torch
 
+    from duoka.errors import typed
     from duoka.model.answer import end_of_turn
     from duoka.model.export import export_model
     from duoka.serve.load_run import load_trained
@@ -177,7 +179,7 @@ def _export_full(
         f"  logits differ by at most {done.max_difference:.2g} from {other} "
         f"(largest logit {done.max_logit:.3g}); same likeliest token at {done.same_top_share:.1%} of "
         f"{done.num_positions} positions",
-        f"  try it: duoka chat {output}",
+        f"  try it: duoka chat {typed(output)}",
     ]
     facts = {
         "folder": str(output), "dtype": kind, "size_bytes": done.size_bytes, "max_difference": done.max_difference,

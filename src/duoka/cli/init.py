@@ -21,12 +21,12 @@ import click
 def command(file: str, model: str, data: tuple[str, ...]) -> None:
     from duoka.cli.first_file import check_name, write_first
     from duoka.config.document import starter_yaml
-    from duoka.errors import ConfigError
+    from duoka.errors import ConfigError, typed
 
     path = check_name(file, "init")
     if not all(text.strip() for text in (model, *data)):
         raise ConfigError("--model and --data take a name, got nothing", fix="leave them out, or give a name")
     write_first(path, starter_yaml(model, data, path.name), "init")
     click.echo(f"wrote {file}")
-    click.echo(f"next:   duoka config show {file}")
-    click.echo(f"        duoka train {file}")
+    click.echo(f"next:   duoka config show {typed(file)}")
+    click.echo(f"        duoka train {typed(file)}")

@@ -64,14 +64,14 @@ def _print_verdict(file: str, on: str) -> int:
     from duoka.cli.plan import plan_of
     from duoka.config.load import load_config
     from duoka.data.read.registry import check_data
-    from duoka.errors import DoesNotFit
+    from duoka.errors import DoesNotFit, typed
     from duoka.plan.picture import verdict_lines
 
     load_config(file, checks=(check_data,))
     plan = plan_of(file, None if on == "here" else on)
     click.echo("\n".join(verdict_lines(plan)))
-    click.echo(f"why:    duoka plan {file}" + ("" if on == "here" else f' --on "{on}"'))
+    click.echo(f"why:    duoka plan {typed(file)}" + ("" if on == "here" else f' --on "{on}"'))
     if plan.verdict == "does not fit":
         return DoesNotFit.exit_code
-    click.echo(f"next:   duoka train {file}")
+    click.echo(f"next:   duoka train {typed(file)}")
     return 0

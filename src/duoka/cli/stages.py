@@ -91,6 +91,7 @@ def _show(pipeline: Pipeline, begin: str | None, chosen: list[str], nproc: int |
 def _run(pipeline: Pipeline, begin: str | None, chosen: list[str], nproc: int | None) -> int:
     from duoka.cluster.pipeline.execute import Executor
     from duoka.cluster.pipeline.manifest import Manifest
+    from duoka.errors import typed
     from duoka.watch.score_card import write_card
 
     manifest, place = Manifest(pipeline.output), _place(pipeline, nproc)
@@ -116,7 +117,8 @@ def _run(pipeline: Pipeline, begin: str | None, chosen: list[str], nproc: int | 
             card = write_card(pipeline.output, folders, results, answers)
             if card:
                 click.echo("\n".join(card))
-                click.echo(f"as a page: {pipeline.output / 'card.html'}; talk to it:   duoka chat {pipeline.output}")
+                talk = f"duoka chat {typed(pipeline.output)}"
+                click.echo(f"as a page: {pipeline.output / 'card.html'}; talk to it:   {talk}")
     return code
 
 

@@ -40,9 +40,10 @@ def _run_of(target: str, overrides: tuple[str, ...]) -> Path:
     """The folder of the run that a config of ours describes."""
     from duoka.cluster.run_lock import find_run_folder
     from duoka.config.load import load_config
-    from duoka.errors import ConfigError
+    from duoka.errors import ConfigError, typed
 
     run = find_run_folder(load_config(target, overrides))
     if not run.exists():
-        raise ConfigError(f"{target} has not been trained: there is no run in {run.path}", fix=f"duoka train {target}")
+        what = f"{target} has not been trained: there is no run in {run.path}"
+        raise ConfigError(what, fix=f"duoka train {typed(target)}")
     return run.path

@@ -241,11 +241,13 @@ def _prepare_only(loaded: Loaded) -> int:
     """A file of LLaMA-Factory with tokenized_path and without do_train: tokens are made, nothing is trained."""
     from duoka.cli.asked_to_leave import leave_when_asked
     from duoka.data.prepare import prepare_data
+    from duoka.errors import typed
     from duoka.hub.models import model_folder
 
     with leave_when_asked():
         folder = model_folder(loaded.config.model, loaded.base, Say())
         prepared = prepare_data(loaded.config, loaded.base, folder, say=Say())
     click.echo("\n".join(prepared.report.lines()))
-    click.echo(f"tokens are ready, and nothing was trained; to train:   duoka train {loaded.path} do_train=true")
+    again = f"duoka train {typed(loaded.path)} do_train=true"
+    click.echo(f"tokens are ready, and nothing was trained; to train:   {again}")
     return 0

@@ -18,7 +18,7 @@ from duoka.config.load import load_config
 from duoka.config.loaded import Loaded
 from duoka.config.paths import given_path
 from duoka.config.schema import RunConfig
-from duoka.errors import ConfigError, DuokaError, StorageError
+from duoka.errors import ConfigError, DuokaError, StorageError, typed
 from duoka.process.lifeline import parent_pid
 from duoka.runs.events import read_steps
 from duoka.runs.folder import RunFolder
@@ -97,7 +97,7 @@ def check_nobody_works(run: RunFolder) -> None:
             return
         raise ConfigError(
             f"another process works in {run.path}: pid {status.pid}, at step {status.step}",
-            fix=f"wait for it, or stop it:   duoka runs stop {run.path}",
+            fix=f"wait for it, or stop it:   duoka runs stop {typed(run.path)}",
         )
 
 
@@ -156,7 +156,8 @@ def hold_run(run: RunFolder) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another process works in {run.path}", fix=f"wait for it, or stop it:   duoka runs stop {run.path}"
+                f"another process works in {run.path}",
+                fix=f"wait for it, or stop it:   duoka runs stop {typed(run.path)}",
             ) from None
         except OSError:
             # Some network file systems have no locks; status.json is all there is then.

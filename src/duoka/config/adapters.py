@@ -15,7 +15,7 @@ from typing import Any
 from duoka.config.paths import given_path, is_folder
 from duoka.config.schema import LoraConfig, RunConfig
 from duoka.config.yaml_text import yaml_text
-from duoka.errors import ConfigError, Fault
+from duoka.errors import ConfigError, Fault, typed
 
 FACTS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HOLDS = "merged.json"  # in an adapter's folder: which others are part of it, by name and digest
@@ -66,7 +66,7 @@ def find_adapter(name: str, base: Path, key: str = "lora.adapter") -> Path:
     if (places[0] / "checkpoints").is_dir():
         raise ConfigError(
             f"{key} is {name!r}, a run that has not ended: its adapter is not written yet",
-            fix=f"let it end, or write what it has:   duoka export {name} --adapter -o DIR",
+            fix=f"let it end, or write what it has:   duoka export {typed(name)} --adapter -o DIR",
         )
     raise ConfigError(f"{key} is {name!r}, which holds no adapter ({FACTS})", fix=_WRITE)
 

@@ -11,6 +11,7 @@ from typing import Any
 from duoka.config.catalog import Key, is_execution_key, known_keys
 from duoka.config.schema import NAMED_BLOCKS, RunConfig
 from duoka.config.yaml_text import yaml_text
+from duoka.errors import typed
 
 # The canonical form: what a first config shows, and with which values. All other keys keep their defaults.
 _STARTER: dict[str, str] = {
@@ -153,7 +154,7 @@ def starter_yaml(model: str, data: Iterable[str], file_name: str) -> str:
     keys = known_keys()
     name = file_name.rsplit("/", 1)[-1]
     lines = [
-        f"# A run of duoka. Start it:   duoka train {name}",
+        f"# A run of duoka. Start it:   duoka train {typed(name)}",
         f"# See every value:            duoka config show {name}",
         "",
         f"# {keys['model.name'].description}",

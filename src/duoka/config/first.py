@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from duoka.config.yaml_text import yaml_text
+from duoka.errors import typed
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def first_yaml(model: str, data: list[str], method: str, max_length: int, file_n
     return "\n".join(
         [
             f"# {method}: {chosen.what}.",
-            f"# Start it, or go on after a stop:   duoka train {file_name}",
+            f"# Start it, or go on after a stop:   duoka train {typed(file_name)}",
             f"model: {yaml_text(source)}",
             "data:",
             f"  train: {yaml_text(data)}",

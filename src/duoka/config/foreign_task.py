@@ -19,7 +19,7 @@ from duoka.config.overlays import Layers, expand_env, read_layers, read_override
 from duoka.config.paths import is_folder, is_there
 from duoka.config.yaml_lines import SourcePlace, parse_yaml
 from duoka.config.yaml_text import yaml_text
-from duoka.errors import ConfigError, Fault, Faults
+from duoka.errors import ConfigError, Fault, Faults, typed
 
 T = TypeVar("T")
 Purpose = Literal["export", "chat", "eval"]
@@ -145,7 +145,7 @@ def describe_task(path: str | Path, overrides: Sequence[str] = ()) -> str | None
     purpose = commands[task]
     asked = read_asked(path, purpose, overrides)
     assert asked is not None
-    lines = [f"# {shown_path(Path(path))} is for:   duoka {purpose} {shown_path(Path(path))}"]
+    lines = [f"# {shown_path(Path(path))} is for:   duoka {purpose} {typed(shown_path(Path(path)))}"]
     lines += [f"{name}: {yaml_text(value)}" for name, value in asked.values.items() if name in USED[purpose]]
     lines += [f"# {note}" for note in asked.notes]
     return "\n".join(lines)

@@ -35,7 +35,7 @@ from duoka.config.values import build_config, in_their_words
 from duoka.config.write import Difference, config_hash, resolved_yaml, result_differences, result_values
 from duoka.config.yaml_lines import SourcePlace, Tree, printable
 from duoka.config.yaml_text import yaml_text
-from duoka.errors import Fault, Faults
+from duoka.errors import Fault, Faults, typed
 
 __all__ = [
     "Check",
@@ -107,7 +107,7 @@ def _refuse_side_files(layers: Layers, path: Path) -> None:
     if layers.dialect is None or layers.dialect.is_whole:
         return
     what = f"{shown_path(path)} is a {layers.dialect.title} file: it names no model and no data"
-    fix = f"see what it says:   duoka config show {shown_path(path)}"
+    fix = f"see what it says:   duoka config show {typed(shown_path(path))}"
     raise Faults([Fault(what, file=shown_path(path), fix=fix), *layers.faults])
 
 
@@ -221,7 +221,10 @@ def _refuse_stages(layers: Layers, path: Path) -> None:
     """Alone: what else a file of stages lacks as a run is not missing."""
     if layers.tree is None or not isinstance(layers.tree.value, dict) or "pipeline" not in layers.tree.value:
         return
-    place, fix = layers.tree.value["pipeline"].place, f"duoka run {shown_path(path)}   (--dry-run checks them all)"
+    place, fix = (
+        layers.tree.value["pipeline"].place,
+        f"duoka run {typed(shown_path(path))}   (--dry-run checks them all)",
+    )
     what = "this file has several stages, and this command takes one run"
     raise Faults([place.fault(what, key="pipeline", fix=fix)])
 

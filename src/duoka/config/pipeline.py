@@ -19,7 +19,7 @@ from duoka.config.paths import given_path
 from duoka.config.schema import NAMED_BLOCKS
 from duoka.config.yaml_lines import SourcePlace, Tree, parse_yaml
 from duoka.config.yaml_text import EnvText, yaml_text
-from duoka.errors import Fault, Faults
+from duoka.errors import Fault, Faults, typed
 from duoka.registry import nearest
 
 Kind = Literal["train", "eval", "export", "tokenizer", "chat"]
@@ -130,7 +130,7 @@ def read_pipeline(path: Path, overrides: Sequence[str] = ()) -> Pipeline:
     stages = tree.at(("pipeline",))
     if stages is None or not isinstance(stages.value, dict) or not stages.value:
         what = f"{name} has no stages under pipeline:"
-        raise Faults([Fault(what, file=name, fix=f"a single run is started by   duoka train {name}")])
+        raise Faults([Fault(what, file=name, fix=f"a single run is started by   duoka train {typed(name)}")])
     values = tree.plain_value()
     entries: dict[str, Any] = values.pop("pipeline")
     base = given_path(values.pop("base", None) or path.parent)

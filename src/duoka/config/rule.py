@@ -10,7 +10,7 @@ from duoka.config.schema import DataSource, RunConfig
 
 @dataclass(frozen=True)
 class Rule:
-    """One contradiction. `is_broken` looks; `message` and `fix` may name values, as in {c.optim.lr}."""
+    """One contradiction. `is_broken` looks; `message` may name values, as in {c.optim.lr}."""
 
     id: str
     keys: tuple[str, ...]  # the fault is shown at the first of them that the user wrote

@@ -54,7 +54,10 @@ def _bad_output(c: RunConfig) -> bool:
 
 def _long_output(c: RunConfig) -> bool:
     """A folder's name ends at 255 bytes everywhere, and checkpoints put some hundred behind the path."""
-    parts = os.fsencode(os.path.expanduser(c.output)).split(b"/")
+    try:
+        parts = os.fsencode(os.path.expanduser(c.output)).split(b"/")
+    except UnicodeEncodeError:  # letters that the locale does not have
+        return True
     return (
         b"\0" in b"".join(parts)
         or any(len(part) > 255 for part in parts)
@@ -67,8 +70,9 @@ RULES: tuple[Rule, ...] = (
         "output-is-no-path",
         ("output",),
         _long_output,
-        "output is a path that no file system takes: a name has at most 255 bytes, none of them NUL, a path 4,095",
-        "write a shorter one:   output: runs/name",
+        "output is a path that no file system takes: a name has at most 255 bytes, none of them NUL, a path 4,095, "
+        "all in letters that the shell's locale has",
+        "write a shorter one:   output: runs/name   (for letters beyond ASCII:   export LC_ALL=C.UTF-8)",
     ),
     Rule(
         "batch-below-one-sample",

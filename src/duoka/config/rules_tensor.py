@@ -42,7 +42,7 @@ TENSOR_RULES: tuple[Rule, ...] = (
         ("optim.name", "parallel.tensor"),
         lambda c: _is_cut(c) and c.optim.name in _ASKS_FOR_WHOLE,
         "optim.name is {c.optim.name}, which looks at whole matrices, and parallel.tensor is {c.parallel.tensor}",
-        "write:   name: adamw   or delete tensor: (strategy fsdp shares weights for muon too)",
+        "write:   name: adamw   or delete tensor: (strategy fsdp shares weights for muon too; the others are for ddp)",
     ),
     Rule(
         "tensor-with-packed-weights",

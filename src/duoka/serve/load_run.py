@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from duoka.config.adapters import check_counted_once, read_adapter
 from duoka.config.load import load_config
 from duoka.config.schema import LoraConfig, ModelConfig, RunConfig
-from duoka.errors import ConfigError, Faults
+from duoka.errors import ConfigError, Faults, typed
 from duoka.hub.base import other_base, read_base, read_identity, refuse_other_base
 from duoka.hub.models import find_model, model_folder
 from duoka.hub.models import gives_scores as folder_gives_scores
@@ -197,7 +197,7 @@ def _newest_checkpoint(run: RunFolder, say: Say) -> Path:
             return folder
         say(f"passing over the damaged checkpoint {folder.name}: {damage}")
     raise ConfigError(
-        f"{run.path} has neither a result nor a checkpoint yet", fix=f"go on with it: duoka train {run.config}"
+        f"{run.path} has neither a result nor a checkpoint yet", fix=f"go on with it: duoka train {typed(run.config)}"
     )
 
 
@@ -221,7 +221,7 @@ def _wrong_kind(trained: Trained, scores: bool) -> ConfigError:
     return ConfigError(
         f"{trained.name} is a reward model: it gives an answer a score, and says no words",
         where="its folder `final` is read by transformers (AutoModelForSequenceClassification) and PEFT as it is",
-        fix=f"duoka score {trained.name} DATA",
+        fix=f"duoka score {typed(trained.name)} DATA",
     )
 
 

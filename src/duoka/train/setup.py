@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from duoka import __version__
 from duoka.config.derive import rules_kept
 from duoka.config.schema import LoraConfig, RunConfig
-from duoka.errors import ConfigError
+from duoka.errors import ConfigError, typed
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.plan.heap import describe_allocator
 from duoka.plan.layout import Layout
@@ -167,7 +167,7 @@ def banner(
     kind = "from nothing" if config.model.depth else kind
     others = [name for name in config.log.to if name != "tensorboard"]
     board = "tensorboard" in config.log.to
-    watch = f"tensorboard --logdir {_shown(run.tensorboard)}" if board else _shown(global_log(run))
+    watch = f"tensorboard --logdir {typed(_shown(run.tensorboard))}" if board else _shown(global_log(run))
     watch += f"; {', '.join(others)}" if others else ""
     engine = f", by {plan.reasons['parallel.engine']}" if "parallel.engine" in plan.reasons else ""
     recompute = f"; recompute {plan.reasons.get('train.recompute', layout.recompute)}"

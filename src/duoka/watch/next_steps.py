@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from duoka.errors import typed
 from duoka.runs.folder import RunFolder
 from duoka.watch.differences import read_config
 
@@ -15,9 +16,10 @@ def next_commands(run: RunFolder) -> list[str]:
     stage = config.get("stage") or {}
     name = stage.get("name", "sft") if isinstance(stage, dict) else str(stage)
     if name == "reward":  # it says no words
-        return [f"duoka score {run.path} DATA"]
+        return [f"duoka score {typed(run.path)} DATA"]
     model = run.path.parent / (run.name + "-model")
-    return [f"duoka chat {run.path}", _measured(run, name, config), f"duoka export {run.path} -o {model}"]
+    export = f"duoka export {typed(run.path)} -o {typed(model)}"
+    return [f"duoka chat {typed(run.path)}", _measured(run, name, config), export]
 
 
 def _measured(run: RunFolder, stage: str, config: dict[str, Any]) -> str:
@@ -26,6 +28,6 @@ def _measured(run: RunFolder, stage: str, config: dict[str, Any]) -> str:
     names = [one if isinstance(one, str) else str(one.get("name")) for one in data.get("train") or ()]
     tasks = [name.removeprefix(_TASK) for name in names if name.startswith(_TASK)]
     if stage == "rl" and tasks:
-        return f"duoka eval {run.path} --tasks {','.join(tasks)}"
+        return f"duoka eval {typed(run.path)} --tasks {','.join(tasks)}"
     has_data = not config or (data.get("eval") and stage not in ("dpo", "kto", "rl"))
-    return f"duoka eval {run.path}" + ("" if has_data else " --data NAME")
+    return f"duoka eval {typed(run.path)}" + ("" if has_data else " --data NAME")

@@ -113,13 +113,12 @@ class Executor:
         base = self.nodes.pipeline.base
         files = [name if Path(name).exists() or not (base / name).exists() else str(base / name)
                  for name in node.spec.words]  # fmt: skip
-        code = run_command("data", "tokenizer", *files, f"--out={draft}", f"--vocab-size={node.spec.vocab_size}")
-        return code or self._finish(draft, node)
+        size = f"--vocab-size={node.spec.vocab_size}"
+        return self._finish(draft, node, *read_command("data", "tokenizer", *files, f"--out={draft}", size))
 
     def _export(self, node: Node) -> int:
         draft = self._draft(node)
-        code = run_command("export", self._folder(node.spec.of[0]), "-o", str(draft))
-        return code or self._finish(draft, node)
+        return self._finish(draft, node, *read_command("export", self._folder(node.spec.of[0]), "-o", str(draft)))
 
     def _eval(self, node: Node) -> int:
         found: dict[str, dict[str, Any]] = {}
@@ -171,9 +170,13 @@ class Executor:
         shutil.rmtree(draft, ignore_errors=True)
         return draft
 
-    def _finish(self, draft: Path, node: Node) -> int:
-        os.replace(draft, self.root / node.folder)
-        return 0
+    def _finish(self, draft: Path, node: Node, code: int, said: str) -> int:
+        """The draft under its own name, by which what the command said names it too."""
+        if said.strip():
+            self.say(said.rstrip().replace(str(draft), str(self.root / node.folder)))
+        if code == 0:
+            os.replace(draft, self.root / node.folder)
+        return code
 
     def _skips(self, node: Node) -> str:
         """Why the stage does not run at all: its own gate, or a stage that it needs was skipped."""

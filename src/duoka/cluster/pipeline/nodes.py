@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,9 @@ class Nodes:
             }  # fmt: skip
             node = makers[spec.kind](spec)
         except Faults as error:
-            self.faults += [self.pipeline.place(fault, spec) for fault in error.faults]
+            self.faults += [self._at_its_line(fault, spec) for fault in error.faults]
         except ConfigError as error:
-            self.faults.append(self.pipeline.place(Fault(error.what, fix=error.fix or ""), spec))
+            self.faults.append(self._at_its_line(Fault(error.what, fix=error.fix or ""), spec))
         else:
             self.by_name[spec.name] = node
             if node.loaded is not None:
@@ -86,6 +87,11 @@ class Nodes:
                 folder = self.draft / node.folder
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / "config.yaml").write_text(resolved_yaml(node.loaded), encoding="utf-8")
+
+    def _at_its_line(self, fault: Fault, spec: StageSpec) -> Fault:
+        """At its line of the pipeline's file; lines of the stage's own file, which is thrown away, are left out."""
+        lines = rf" \([^()]*in line \d+ of \S*{re.escape(spec.name)}\.yaml[^()]*\)"
+        return self.pipeline.place(replace(fault, what=re.sub(lines, "", fault.what)), spec)
 
     def _train(self, spec: StageSpec) -> Node:
         file = self.draft / f"{spec.name}.yaml"

@@ -111,7 +111,7 @@ def _read_info(path: Path) -> Info | Fault:
         text = "{" + text.strip().removesuffix(",") + "}"
     try:
         entries = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         line = max(1, min(getattr(error, "lineno", 1), len(text.splitlines())))
         shown = next(iter(text.splitlines()[line - 1 : line]), "")
         fix = "look for a missing or superfluous comma, quote or bracket there or just before"

@@ -63,9 +63,15 @@ def holds_lines(head: bytes) -> bool:
         return len(head) >= 1 << 16  # one very long first line: a record a line
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
+
+
+def why_no_json(error: Exception) -> str:
+    """What Python's reader says, or means where it speaks of itself: text may be whole JSON that it does not take."""
+    deep = "it is nested too deeply" if isinstance(error, RecursionError) else "a number in it is too long"
+    return str(getattr(error, "msg", deep))
 
 
 # ---------------------------------------------------------------------------------------------- lines
@@ -102,7 +108,7 @@ def parse_json_line(path: str, number: int, line: bytes, max_record_bytes: int) 
     try:
         return Record(json.loads(line), number, beginning(text), path)
     except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", "it is nested too deeply")
+        reason = why_no_json(error)
         where = f", character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
         fix = _ONE_PER_LINE if len(text) < 3 else CUT
         what = f"the line is no whole JSON value ({reason}{where})"
@@ -227,7 +233,7 @@ class _Window:
 
 
 def _broken(text: str, start: int, line: int, error: Exception) -> Fault:
-    reason = getattr(error, "msg", "it is nested too deeply")
+    reason = why_no_json(error)
     broken_at = line + text.count("\n", start, getattr(error, "pos", start))
     what = f"broken JSON ({reason} in line {broken_at}); nothing after it can be read"
     return Fault(what, line=line, source=beginning(text[start : start + 1000]), fix=CUT)

@@ -88,7 +88,7 @@ def _read_calls(calls: Any, place: int) -> str:
     fix = 'write {"name": "search", "arguments": {"query": "..."}}'
     try:
         calls = json.loads(calls) if isinstance(calls, str) else calls
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadRecord(rule, fix) from None
     out = []
     for call in calls if isinstance(calls, list) else [calls]:
@@ -99,7 +99,7 @@ def _read_calls(calls: Any, place: int) -> str:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise BadRecord(f"the tool call of message {place} has arguments that are no JSON", fix) from None
         out.append({"name": inner["name"], "arguments": arguments})
     if not out:
@@ -112,7 +112,7 @@ def read_tools(tools: Any) -> str | None:
         return None
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError:
+    except (ValueError, RecursionError):
         tools = None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRecord("the tools are no JSON list of objects", 'write [{"name": ..., "parameters": {...}}]')

@@ -187,7 +187,8 @@ def _find_one(source: DataSource, infos: list[Info], base: Path, key: str) -> Re
         return ResolvedSet(source.name, (builtin,), _messages(), max_samples=source.max_samples)
     given = given_path(source.name)
     places = [given, base / given, *(info.path.parent / given for info in infos)]
-    path = next((place for place in places if is_there(place)), None)
+    # No name at all, as of a variable that is empty, is no word for the current folder.
+    path = next((place for place in places if source.name and is_there(place)), None)
     if path is not None:
         return _from_path(source, path.resolve(), key)
     if is_hub_id(source.name):

@@ -182,7 +182,7 @@ def _cell(value: str) -> Any:
     if value.startswith("["):
         try:
             parsed = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
         if isinstance(parsed, list) and parsed and all(isinstance(part, (dict, list)) for part in parsed):
             return parsed

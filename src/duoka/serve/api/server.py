@@ -12,7 +12,9 @@ import json
 import select
 import socket
 import struct
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -78,7 +80,10 @@ class Server(ThreadingHTTPServer):
         super().__init__(address, Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke is no news."""
+        """A connection that broke is no news; any other error is a bug, and ended this request alone."""
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, OSError):
+            print(f"a request failed: {_place(error)}; this is a bug in duoka", file=sys.stderr, flush=True)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -116,6 +121,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(routes.get(self.path.split("?")[0]))
 
     def _answer(self, route: Callable[[], None] | None) -> None:
+        self.is_answered = False
         try:
             if not self._has_key():
                 raise BadRequest(
@@ -130,6 +136,15 @@ class Handler(BaseHTTPRequestHandler):
             self._json(error.status, error.to_json())
         except Gone:
             self.close_connection = True
+        except Exception as error:
+            self.close_connection = True
+            if not self.is_answered:
+                self._json(500, BadRequest(f"the server failed ({_place(error)})", status=500).to_json())
+            raise
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        self.is_answered = True
+        super().send_response(code, message)
 
     def _has_key(self) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
@@ -144,9 +159,13 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # what follows is not read
             raise BadRequest(f"a request has at most {MOST_BYTES >> 20} MiB", status=413)
         try:
-            return json.loads(self.rfile.read(int(length)))
+            body = json.loads(self.rfile.read(int(length)))
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # no tokenizer and no answer can hold it
+            raise BadRequest("the body holds half a character (\\ud800 to \\udfff without its other half)") from None
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is no JSON: {error}") from None
+        return body
 
     # --- routes ---
 
@@ -258,6 +277,12 @@ class Handler(BaseHTTPRequestHandler):
             return bool(look.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
         except (OSError, ValueError):  # ValueError: it is closed
             return True
+
+
+def _place(error: BaseException) -> str:
+    """An error by kind and place, not by its words, which may be a prompt's."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {Path(last.filename).name}, line {last.lineno}"
 
 
 def _packed(vector: list[float]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from duoka.errors import ConfigError
+from duoka.errors import ConfigError, typed
 
 _PREFIX = "base_model.model."
 
@@ -99,7 +99,7 @@ def _read(
     if reason := why_not_by_rows(folder):
         raise ConfigError(
             f"the adapter in {folder} cannot be served beside others: {reason}",
-            fix=f"serve it alone: duoka serve {folder}",
+            fix=f"serve it alone: duoka serve {typed(folder)}",
         )
     facts = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     tensors = load_file(folder / "adapter_model.safetensors")
