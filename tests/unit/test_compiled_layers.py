@@ -5,6 +5,9 @@ No GPU was there: torch's kernel for documents is stood in for, and backends tra
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,3 +229,26 @@ def test_a_machine_without_gpus_and_the_plan_s_launches() -> None:
     assert times == sorted(times, reverse=True) and times[0] > times[2]
     assert any("not been measured" in note for note in plans[GRAPHS].notes)
     assert SimpleNamespace(**plans[GRAPHS].layout.to_json()).compile == GRAPHS
+
+
+# Memory behind a mask was written: seen when it is freed, in a process of its own.
+COMPILED_MASKS = """
+import torch
+from duoka.model.dropout import dropped, level_of, place_key
+
+keys, place, level = torch.randint(-(2**62), 2**62, (1, 2048)), place_key("a layer"), level_of(0.1)
+for units in (160, 100, 4000):
+    def mask(keys):
+        return dropped(keys, place, units, level)
+    wanted, compiled = mask(keys), torch.compile(mask, dynamic=False)
+    for _ in range(20):
+        assert torch.equal(compiled(keys), wanted), units
+        other = [torch.zeros(7) for _ in range(1000)]
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: nothing is compiled for a CPU")
+@pytest.mark.timeout(120)
+def test_compiled_masks_are_the_same_and_write_nowhere_else():
+    done = subprocess.run([sys.executable, "-c", COMPILED_MASKS], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr

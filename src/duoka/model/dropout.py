@@ -67,11 +67,33 @@ def dropped(keys: torch.Tensor, place: int, num_units: int, level: int) -> torch
 
 def counted(keys: torch.Tensor | int, places: torch.Tensor) -> torch.Tensor:
     """A hash of 64 bits for each of `places` (int64) under each of `keys`: (*keys.shape, *places.shape)."""
-    hashes = places * _STEP + (keys if isinstance(keys, int) else keys.unsqueeze(-1))
+    hashes = _times_step(places) + (keys if isinstance(keys, int) else keys.unsqueeze(-1))
     shifted = hashes >> 32
     hashes.bitwise_xor_(shifted).mul_(_FIRST)
     torch.bitwise_right_shift(hashes, 29, out=shifted)
     return hashes.bitwise_xor_(shifted).mul_(_SECOND)
+
+
+def _times_step(places: torch.Tensor) -> torch.Tensor:
+    """places * _STEP, of which the lowest 64 bits are meant.
+
+    Compiled for a CPU a range of places is no tensor but a loop's counter, and the product that of a signed number in
+    C++. From one that overflows gcc concludes that the counter stays small, and leaves out the end of the loop: masks
+    were wrong and memory behind them was written. So the compiler is not shown the product there.
+    """
+    if torch.compiler.is_compiling() and places.device.type == "cpu":
+        return _hidden_product(places)
+    return places * _STEP
+
+
+@torch.library.custom_op("duoka::places_times_step", mutates_args=())
+def _hidden_product(places: torch.Tensor) -> torch.Tensor:
+    return places * _STEP
+
+
+@_hidden_product.register_fake
+def _(places: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(places)
 
 
 def drop_units(x: torch.Tensor, keys: torch.Tensor, place: int, level: int, *, in_place: bool = False) -> torch.Tensor:
