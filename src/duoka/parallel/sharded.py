@@ -185,6 +185,14 @@ def apply_sharded(
     if isinstance(bare, LossModel):
         for name in ("next_token", "continue_from", "look_at_slots"):
             register_fsdp_forward_method(bare, name)
+    _set_exchange(bare, layers, layout, world, packing)
+    assert isinstance(bare, FSDPModule)
+    return bare
+
+
+def _set_exchange(
+    bare: torch.nn.Module, layers: list[torch.nn.Module], layout: Layout, world: World, packing: Packing
+) -> None:
     buffers, known = LayerBuffers(), {id(layer) for layer in layers}
     for unit in _units(bare):
         # The one place where the mean over ranks is undone: the loss is divided by the global count already.
@@ -195,8 +203,6 @@ def apply_sharded(
         count_traffic(unit, layout, world.heart, buffers if id(unit) in known else None, packing)
     for first, second in itertools.pairwise(layers):
         first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
-    assert isinstance(bare, FSDPModule)
-    return bare
 
 
 def _wide_modules(layers: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
