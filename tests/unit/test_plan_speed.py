@@ -61,6 +61,14 @@ def test_an_all_reduce_takes_its_bytes_over_the_slowest_part_of_its_way():
     assert across < exchange.seconds(slow) < 1.5 * across
 
 
+def test_an_all_to_all_brings_each_member_s_half_to_the_other_node():
+    """Nothing is summed or shared on the way: eight members' halves share the node's one card."""
+    slow = parse_cluster("2x8xH100-80G@1x100GbE")
+    exchange = Exchange("heads", "all-to-all", 8e9, 1, Group(8, 2), "between")
+    across = 8 * 8e9 / 2 / slow.network.bytes_per_s
+    assert across < exchange.seconds(slow) < 1.5 * across
+
+
 @pytest.mark.parametrize(
     ("size", "stride", "group"),
     [(8, 1, Group(8, 1)), (16, 1, Group(8, 2)), (2, 8, Group(1, 2, 8)), (4, 2, Group(4, 1)), (8, 4, Group(2, 4, 4))],

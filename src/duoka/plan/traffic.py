@@ -74,8 +74,8 @@ class Exchange:
         if group.nodes > 1:
             cards = cluster.num_nics * cluster.network.bytes_per_s * NETWORK_SHARE / group.others
             across = passes * size * (group.nodes - 1) / group.nodes / cards
-        if self.kind == "all-to-all":  # every pair exchanges its own part: 1/N of the payload each
-            across *= 1 / group.size * group.members
+        if self.kind == "all-to-all":  # of each member all that is meant for other nodes leaves, none of it summed
+            across *= group.members
         rounds = min(passes * (group.size - 1), 2 * math.log2(group.size)) if group.size > 1 else 0
         return self.times * (max(inside, across) + self.messages * rounds * _latency(cluster, group))
 
