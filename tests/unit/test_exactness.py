@@ -83,7 +83,7 @@ def test_padding_that_was_asked_for_needs_no_note(tmp_path, fresh, asked):
     assert not rows.packing and not rows.notes
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "granite_swa", "bert"])
+@pytest.mark.parametrize("model_type", ["bloom", "llama4_text", "bert"])
 def test_what_is_exact_in_no_way_is_refused(tmp_path, fresh, model_type):
     folder = config_folder(tmp_path, model_type)
     for config in (run_config(folder), run_config(folder, packing=False)):
@@ -129,7 +129,7 @@ def test_windows_are_tried_at_lengths_that_leave_them(monkeypatch):
     from duoka.model import attention
 
     def forgetful(*args, **kwargs):
-        return attention.attend(*args, **{name: value for name, value in kwargs.items() if name not in forgotten})
+        return attention.attend(*args, **{**kwargs, **dict.fromkeys(forgotten)})
 
     try:
         AttentionInterface.register("duoka", forgetful)
