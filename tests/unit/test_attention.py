@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2_moe import modeling_qwen2_moe
 
 from duoka.model.attention import attend
 from duoka.model.build import LossModel, load_model
@@ -119,7 +121,7 @@ def test_scores_that_are_written_out_are_not_kept():
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_window_that_only_the_config_tells_of(layer):
-    module = torch.nn.Module()
+    module = type("Layer", (torch.nn.Module,), {"__module__": modeling_qwen2_moe.__name__})()  # which masks by windows
     module.config = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
     module.layer_idx = layer
     torch.manual_seed(0)
@@ -129,6 +131,9 @@ def test_a_window_that_only_the_config_tells_of(layer):
     assert torch.equal(ours, said)
     everything, _ = attend(module, query, key, value, None, sliding_window=None)
     assert torch.equal(ours, everything) == (layer == 1)
+    unread = type("Layer", (torch.nn.Module,), {"__module__": modeling_llama.__name__})()  # which knows no windows
+    unread.config, unread.layer_idx = module.config, layer
+    assert torch.equal(attend(unread, query, key, value, None)[0], everything)
 
 
 @pytest.mark.parametrize("window", [None, 4, 40])

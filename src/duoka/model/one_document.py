@@ -6,6 +6,7 @@ only a stretch of its queries, `attend_stretch` does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-# Of queries whose document begins on another rank, so many scores at once: they need a mask, which is as large.
+# So many scores at once, of what no kernel of torch knows. Queries whose document begins on another rank need a mask: so
+# much of it at once.
 SCORES_AT_ONCE = 2**24
 UNSAID = -1  # the window of a layer that leaves it to a mask, which is not made beside our attention
+_MASK_OF_WINDOW = "create_sliding_window_causal_mask"  # transformers' name
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,14 @@ def find_window(module: torch.nn.Module, said: int | None) -> int | None:
     if said != UNSAID:
         return said
     config = getattr(module, "config", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    if not window:
+        return None
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if kinds and layer is not None and kinds[layer] != "sliding_attention":
         return None
-    return getattr(config, "sliding_window", None) or None
+    # Moshi's config has a window that its code never reads: where one is read, the model's file makes masks of it.
+    return window if hasattr(sys.modules.get(type(module).__module__), _MASK_OF_WINDOW) else None
 
 
 def attend_document(

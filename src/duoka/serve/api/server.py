@@ -136,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
             self._json(error.status, error.to_json())
         except Gone:
             self.close_connection = True
-        except Exception as error:
+        except Exception as error:  # whoever asked is told before it goes on; raised again
             self.close_connection = True
             if not self.is_answered:
                 self._json(500, BadRequest(f"the server failed ({_place(error)})", status=500).to_json())
