@@ -1,6 +1,7 @@
 """ZeRO++ around DeepSpeed's quantizer: what it is given, what is made of its answers, and what is refused."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from duoka.config.schema import ParallelConfig
 from duoka.config.schema_running import CompressConfig
 from duoka.errors import ConfigError
-from duoka.parallel.deepspeed_packed import AsHalf, check_weights, is_packed
+from duoka.parallel.deepspeed_packed import AsHalf, check_nodes, check_weights, is_packed
 from duoka.plan.axes import check_shape
 from duoka.plan.shape import shape_from_config
 
@@ -86,3 +87,20 @@ def test_weights_that_deepspeed_cannot_pack_are_refused_before_anything_starts()
     check_weights(model, 2, 100_899)  # smaller ones stay gathered
     with pytest.raises(ConfigError, match=r"0.weight has 100,899: 50,449.5 for each of 2 processes"):
         check_weights(model, 2, 100_000)
+
+
+@pytest.mark.parametrize(("num_ranks", "near", "fits"), [(4, 8, True), (16, 8, True), (12, 8, False), (3, 2, False)])
+def test_nodes_that_are_not_whole_are_refused(
+    num_ranks: int, near: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed takes a node for as many ranks as a process sees GPUs."""
+    import deepspeed.accelerator
+
+    there = SimpleNamespace(device_count=lambda: near)
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: there)
+    if fits:
+        check_nodes(num_ranks)
+        return
+    with pytest.raises(ConfigError, match=f"and {num_ranks} processes are no multiple") as found:
+        check_nodes(num_ranks)
+    assert f"a multiple of {near} processes" in str(found.value.fix)

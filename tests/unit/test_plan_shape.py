@@ -64,6 +64,8 @@ CASES = [
     ("solar_open", {"n_routed_experts": 4, "moe_intermediate_size": 48}),
     ("ernie4_5_moe", {"moe_num_experts": 4, "moe_intermediate_size": 48}),
     ("ernie4_5_moe", {"moe_num_experts": 4, "moe_layer_start_index": 2, "moe_num_shared_experts": 1, "moe_k": 2}),
+    ("ernie4_5_moe", {"moe_num_experts": 4, "moe_layer_interval": 2, "moe_layer_start_index": 0}),
+    ("ernie4_5_moe", {"moe_num_experts": 4, "moe_layer_end_index": 1, "moe_num_shared_experts": 0}),
     ("glm4_moe", {"n_routed_experts": 4, "use_qk_norm": True, "head_dim": 16}),
     ("glm4_moe", {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 2}),
     ("deepseek_v2", {"n_routed_experts": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "first_k_dense_replace": 1}),

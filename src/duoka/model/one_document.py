@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-# So many scores at once, of what no kernel of torch knows. Queries whose document begins on another rank need a mask: so
-# much of it at once.
+# So many scores at once, of what no kernel of torch knows; and so much of the mask that queries need whose document
+# begins on another rank.
 SCORES_AT_ONCE = 2**24
 UNSAID = -1  # the window of a layer that leaves it to a mask, which is not made beside our attention
 _MASK_OF_WINDOW = "create_sliding_window_causal_mask"  # transformers' name

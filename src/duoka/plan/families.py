@@ -23,9 +23,9 @@ class ExpertKeys:
     shared_gate: bool = False
     bias: bool = False  # of experts and router
     correction: bool = False  # a learned number beside each expert's score
-    dense: Literal["none", "step", "first"] = (
-        "none"  # decoder_sparse_step and mlp_only_layers, or first_k_dense_replace
-    )
+    # Layers without them: by decoder_sparse_step and mlp_only_layers, the first_k_dense_replace first ones, or those
+    # outside of ERNIE's moe_layer_interval, _start_index and _end_index.
+    dense: Literal["none", "step", "first", "interval"] = "none"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("n_words",),
     "num_experts_per_tok": ("moe_k", "moe_topk"),
     "n_shared_experts": ("moe_num_shared_experts",),
-    "first_k_dense_replace": ("moe_layer_start_index",),
 }
 
 _LLAMA_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
@@ -191,10 +190,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5_moe": Family(
         qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias",
-        experts=ExpertKeys("moe_num_experts", shared="count", dense="first", correction=True),
+        experts=ExpertKeys("moe_num_experts", shared="count", dense="interval", correction=True),
         defaults={
             "tie_word_embeddings": True, "num_key_value_heads": 4, "moe_num_experts": 64, "num_experts_per_tok": 6,
-            "n_shared_experts": 2, "moe_intermediate_size": 1536, "first_k_dense_replace": 1,
+            "n_shared_experts": 2, "moe_intermediate_size": 1536, "moe_layer_start_index": 1,
         },
     ),
     "glm4_moe": Family(

@@ -246,6 +246,10 @@ def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: t
 def _count_expert_layers(keys: ExpertKeys, read: _Reader, layers: int) -> int:
     if keys.dense == "first":
         return max(0, layers - read.count("first_k_dense_replace"))
+    if keys.dense == "interval":
+        last = read.facts.get("moe_layer_end_index", -1)
+        inside = range(read.count("moe_layer_start_index"), (layers if last == -1 else min(layers, last + 1)))
+        return sum((index + 1) % int(read.facts.get("moe_layer_interval") or 1) == 0 for index in inside)
     if keys.dense == "step":
         step, plain = read.facts.get("decoder_sparse_step") or 1, read.facts.get("mlp_only_layers") or ()
         return sum(index not in plain and (index + 1) % int(step) == 0 for index in range(layers))
