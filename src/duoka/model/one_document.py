@@ -53,7 +53,8 @@ def find_window(module: torch.nn.Module, said: int | None) -> int | None:
     if kinds and layer is not None and kinds[layer] != "sliding_attention":
         return None
     # Moshi's config has a window that its code never reads: where one is read, the model's file makes masks of it.
-    return window if hasattr(sys.modules.get(type(module).__module__), _MASK_OF_WINDOW) else None
+    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)  # of what it is a subclass of too
+    return window if any(hasattr(file, _MASK_OF_WINDOW) for file in files) else None
 
 
 def attend_document(
