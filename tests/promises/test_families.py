@@ -36,6 +36,7 @@ FAMILIES = {
     "granite": ("fsdp", "packed"),
     "modernbert-decoder": ("ddp", "packed"),
     "gpt_oss": ("fsdp", "packed"),
+    "qwen2_moe": ("ddp", "packed"),
 }
 # The bias of keys adds the same to all scores of a query: its gradient is rounding, of which AdamW makes whole steps.
 LEARNS_NOISE = ("attn.c_attn.bias", "self_attn.k_proj.bias")
