@@ -24,7 +24,7 @@ import torch
 from duoka.plan.compiler import SWITCH, find_compiler
 from duoka.runs.cache import cache_folder, hold_lock
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.h", "native.cpp", "decode.cpp", "adamw.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.h", "native.cpp", "attention.cpp", "decode.cpp", "adamw.cpp"))
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
             "-fno-strict-aliasing", "-fPIC")  # fmt: skip
 _COMPILE_WITHIN_S = 120
