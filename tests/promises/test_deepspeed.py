@@ -82,6 +82,9 @@ AUTOTP = {
     "autotp, stage 2, offloading": ("qwen3", 2, use(2, CUT, TENSOR, "parallel.offload=optimizer")),
     "autotp, stage 3, recomputing": ("qwen3", 2, use(3, CUT, TENSOR, "train.recompute=full")),
 }
+# AdamW makes whole steps of a few gradients of this model that are nearly nothing: in fp32 duoka's one process alone is
+# 1e-5 from the oracle, which itself is 5e-6 from one in float64.
+ROUNDING = {"qwen3": 3e-5}
 AUTOTP_ON_4 = {
     "4 processes, autotp, stage 0": ("tied", 4, use(0, CUT, TENSOR)),
     "4 processes, autotp, stage 2": ("qwen3", 4, use(2, CUT, TENSOR)),
@@ -131,7 +134,7 @@ def runs(case):  # noqa: F811
 
 def compare(folder, name, splits, oracles, monkeypatch):  # noqa: F811
     monkeypatch.setitem(any_split.SPLITS, name, splits[name])
-    any_split.compare_with_oracle(folder / name, name, oracles)
+    any_split.compare_with_oracle(folder / name, name, oracles, ROUNDING.get(splits[name][0], TOLERANCE))
 
 
 @pytest.mark.parametrize("name", DAILY)

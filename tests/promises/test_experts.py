@@ -12,6 +12,8 @@ from worlds import run_world
 pytestmark = pytest.mark.timeout(300)
 
 TOLERANCE = 1e-5
+# Norms of heads get a thousandth of all gradient: plain fp32 is 3e-6 from float64, four times as far as elsewhere.
+ROUNDING = {"two take all": 3e-5}
 LATENT = {
     **heads(4, 4), "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -60,7 +62,7 @@ def compare_all(layouts):
                 check_skew(alone)
             error, what = distance(learn_together(case, layout, mesh), alone)
             print(f"{name} {one}: {error:.1e} {what}", flush=True)
-            if not error < TOLERANCE:
+            if not error < ROUNDING.get(one, TOLERANCE):
                 failed.append(f"{what} of {one} under {name} is off by {error:.1e}")
     world.barrier()
     end_world(world)

@@ -1,4 +1,4 @@
-"""native.cpp and decode.cpp, compiled once per machine, as functions of tensors: what CPUs compute beside products.
+"""Kernels for CPUs (the .cpp files beside), compiled once per machine, as functions of tensors.
 
 `serves` says whether tensors can be given to it. Without a compiler, under DUOKA_NATIVE=0 and wherever it cannot serve,
 callers use torch's form, which rounds to bf16 at other places: results differ as bf16 results do, by its last digit.
@@ -24,7 +24,8 @@ import torch
 from duoka.plan.compiler import SWITCH, find_compiler
 from duoka.runs.cache import cache_folder, hold_lock
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("native.h", "native.cpp", "attention.cpp", "decode.cpp", "adamw.cpp"))
+_FILES = ("native.h", "native.cpp", "attention.cpp", "decode.cpp", "adamw.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
             "-fno-strict-aliasing", "-fPIC")  # fmt: skip
 _COMPILE_WITHIN_S = 120
