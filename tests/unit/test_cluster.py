@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from duoka.cli import find_known_fault
 from duoka.cluster.blame import judge_world, last_step, read_last_traceback
 from duoka.cluster.elastic import open_listener
 from duoka.cluster.launch import (
@@ -360,41 +359,3 @@ def test_a_rank_that_left_early_with_exit_code_0_is_named_and_not_who_lost_it(sp
 def test_a_rank_that_was_ended_after_the_others_saved_is_no_failure(spec: WorldSpec) -> None:
     verdict = judge(spec, RankExit(0, 1, 75, 1.0), RankExit(1, 1, -9, 40.0, by_us=True))
     assert (verdict.kind, verdict.exit_code, verdict.lines) == (Kind.STOPPED, 75, ())
-
-
-@pytest.mark.parametrize("words", [
-    "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.\n",
-    "Traceback (most recent call last):\nMemoryError\nException ignored in: <object repr() failed>\n",
-])  # fmt: skip
-def test_a_process_that_got_no_memory_ends_with_exit_code_4_though_it_wrote_nothing_down(
-    spec: WorldSpec, words: str
-) -> None:
-    log = spec.run.logs / "rank00001.log"
-    log.write_text(start_mark(1, 1) + words, encoding="utf-8")
-    verdict = judge(spec, RankExit(1, 1, 1, 1.0))
-    assert (verdict.kind, verdict.exit_code) == (Kind.OUT_OF_MEMORY, 4) and "does not fit" in verdict.lines[0]
-    assert not any("Traceback" in line for line in verdict.details)
-    assert judge(spec, RankExit(1, 1, -9, 1.0)).kind is Kind.WORKER_DIED
-    log.write_text(start_mark(1, 1) + words + start_mark(1, 2) + "another start\n", encoding="utf-8")
-    assert judge(spec, RankExit(1, 1, 1, 1.0)).kind is Kind.WORKER_DIED
-
-
-def test_refused_memory_is_known_however_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = (MemoryError(), OSError(12, "Cannot allocate memory"), ImportError("x.so: failed to map segment from shared "
-            "object"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"))  # fmt: skip
-    assert all(find_known_fault(error).exit_code == 4 for error in said)
-    assert find_known_fault(RuntimeError("memory of a goldfish")) is None
-    refused = RuntimeError("can't start new thread")
-    assert find_known_fault(refused) is None, "that may as well be a limit on processes"
-    monkeypatch.setattr("duoka.process.no_memory.address_limit", lambda: 780 << 20)
-    assert "limited to 780 MiB (ulimit -v)" in find_known_fault(refused).lines()[0]
-
-
-def test_refused_memory_is_said_without_importing_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as without_memory:
-        without_memory.setattr("builtins.__import__", refuse)
-        found = find_known_fault(MemoryError())
-    assert found.exit_code == 4

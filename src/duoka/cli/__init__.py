@@ -21,6 +21,7 @@ from duoka.cli import words_zh
 from duoka.cli.language import framed, language
 from duoka.errors import DuokaError, StorageError
 from duoka.process.no_memory import is_no_memory, no_memory  # here: without memory nothing can be imported any more
+from duoka.process.open_files import is_too_many_files, too_many_files  # nor without a file
 from duoka.registry import nearest
 
 # Name -> what it does. The commands' own modules are imported only when they are called, or asked for their help.
@@ -247,6 +248,8 @@ _STORAGE = {
 
 def find_known_fault(error: BaseException) -> DuokaError | None:
     """The fault that a user can act on, or None for a bug."""
+    if is_too_many_files(error):  # also inside of what a reader made of it
+        return too_many_files()
     if isinstance(error, DuokaError):
         return error
     if is_no_memory(error):

@@ -18,6 +18,7 @@ from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind,
 from duoka.errors import DuokaError, StoppedEarly, StorageError, WorkerFailed
 from duoka.process.exits import RankExit
 from duoka.process.no_memory import no_memory, says_no_memory
+from duoka.process.open_files import says_too_many_files, too_many_files
 from duoka.process.rank import START_MARK, log_name
 from duoka.runs.events import global_log
 from duoka.runs.failure import Failure, read_failures
@@ -153,8 +154,10 @@ def _find_fault(run: RunFolder, cause: RankExit) -> DuokaError | None:
     if cause.code == -signal.SIGBUS:
         return _lost_mapping()
     words = _last_words(run.logs / log_name(cause.rank)).splitlines()
-    had_no_memory = cause.code not in _NO_LAST_WORDS and says_no_memory("\n".join(words[-_LAST_LINES:]))
-    return no_memory() if had_no_memory else None
+    said = "" if cause.code in _NO_LAST_WORDS else "\n".join(words[-_LAST_LINES:])
+    if says_too_many_files(said):
+        return too_many_files()
+    return no_memory() if says_no_memory(said) else None
 
 
 def _lost_mapping() -> StorageError:

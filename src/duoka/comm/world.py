@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from duoka.comm.collectives import all_reduce
 from duoka.config.schema import ParallelConfig
-from duoka.errors import ConfigError, WorkerFailed
+from duoka.errors import ConfigError, DuokaError, WorkerFailed
 from duoka.process.environ import LOOPBACK, RankEnvironment, read_rank_environment
 from duoka.process.interface import choose_interface
 from duoka.process.lifeline import parent_pid
+from duoka.process.open_files import is_too_many_files, raise_open_files, too_many_files
 from duoka.process.rank import LOGS_FOLDER
 from duoka.runs.heart import Heart
 from duoka.torch_private import abort_groups
@@ -173,6 +174,7 @@ def start_world(parallel: ParallelConfig, heart: Heart | None = None) -> World:
             fix="write strategy: auto, or start one process (--nproc 1)",
         )
     choose_interface(place)
+    raise_open_files()
     with heart.exchange("meeting of all processes"):
         try:
             store = _meeting_place(place, timeout)
@@ -280,8 +282,10 @@ def compute_init(device_type: str = "auto") -> tuple[bool, int, int, int, torch.
     return world.size > 1, world.rank, world.local_rank, world.size, device
 
 
-def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception) -> WorkerFailed:
+def _nobody_came(place: RankEnvironment, timeout: float | str, error: Exception) -> DuokaError:
     """A rendezvous that failed. Torch's own words differ with which rank waits; ours name the address."""
+    if is_too_many_files(error):
+        return too_many_files()
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return WorkerFailed(
         f"rank {place.rank}: the rendezvous of {place.size} processes did not complete within {timeout}",

@@ -1,0 +1,40 @@
+"""How many files and connections a process may have open: raised to what the system grants it, and what to say when
+that was too few. Called before a process joins others; the words are known to the command line and cluster/blame.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+
+from duoka.errors import DoctorError, DuokaError
+
+_ENOUGH = 65536
+_WORDS = "too many open files"
+
+
+def raise_open_files() -> None:
+    """The soft limit up to the hard one: every rank is connected with every other, once per process group."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a system may grant less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def is_too_many_files(error: BaseException) -> bool:
+    is_refused = isinstance(error, OSError) and error.errno == errno.EMFILE
+    return is_refused or (isinstance(error, (DuokaError, OSError, RuntimeError)) and says_too_many_files(str(error)))
+
+
+def says_too_many_files(text: str) -> bool:
+    return _WORDS in text.lower()
+
+
+def too_many_files() -> DoctorError:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return DoctorError(
+        f"a process may have {soft} files and connections open at once (ulimit -n), and wanted more",
+        fix="raise the limit:   ulimit -n 65536   (Slurm: PropagateResourceLimits; a container: --ulimit nofile=65536)",
+    )

@@ -1,0 +1,95 @@
+"""What the system refuses a process, memory or files, is told in words with a limit and what to do."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from duoka.cli import find_known_fault
+from duoka.cluster.blame import judge_world
+from duoka.cluster.launch import WorldSpec
+from duoka.cluster.verdict import Kind
+from duoka.errors import ConfigError
+from duoka.process.exits import RankExit
+from duoka.process.rank import start_mark
+from duoka.runs.folder import RunFolder
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> WorldSpec:
+    run = RunFolder(tmp_path / "run")
+    run.make()
+    return WorldSpec(("python", "x.py"), 4, run, started=100.0)
+
+
+def judge(spec: WorldSpec, one: RankExit):
+    return judge_world(spec, [one], stopped_by="", left_at_once=False, killed_late_s=0.0)
+
+
+@pytest.mark.parametrize("words", [
+    "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.\n",
+    "Traceback (most recent call last):\nMemoryError\nException ignored in: <object repr() failed>\n",
+])  # fmt: skip
+def test_a_process_that_got_no_memory_ends_with_exit_code_4_though_it_wrote_nothing_down(
+    spec: WorldSpec, words: str
+) -> None:
+    log = spec.run.logs / "rank00001.log"
+    log.write_text(start_mark(1, 1) + words, encoding="utf-8")
+    verdict = judge(spec, RankExit(1, 1, 1, 1.0))
+    assert (verdict.kind, verdict.exit_code) == (Kind.OUT_OF_MEMORY, 4) and "does not fit" in verdict.lines[0]
+    assert not any("Traceback" in line for line in verdict.details)
+    assert judge(spec, RankExit(1, 1, -9, 1.0)).kind is Kind.WORKER_DIED
+    log.write_text(start_mark(1, 1) + words + start_mark(1, 2) + "another start\n", encoding="utf-8")
+    assert judge(spec, RankExit(1, 1, 1, 1.0)).kind is Kind.WORKER_DIED
+
+
+def test_a_process_that_could_open_no_more_files_ends_with_exit_code_3(spec: WorldSpec) -> None:
+    words = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n what(): accept: Too many open files\n"
+    )
+    (spec.run.logs / "rank00001.log").write_text(start_mark(1, 1) + words, encoding="utf-8")
+    verdict = judge(spec, RankExit(1, 1, -signal.SIGABRT, 1.0))
+    assert verdict.exit_code == 3 and "ulimit -n" in verdict.lines[0]
+
+
+def test_refused_memory_is_known_however_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = (MemoryError(), OSError(12, "Cannot allocate memory"), ImportError("x.so: failed to map segment from shared "
+            "object"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"))  # fmt: skip
+    assert all(find_known_fault(error).exit_code == 4 for error in said)
+    assert find_known_fault(RuntimeError("memory of a goldfish")) is None
+    refused = RuntimeError("can't start new thread")
+    assert find_known_fault(refused) is None, "that may as well be a limit on processes"
+    monkeypatch.setattr("duoka.process.no_memory.address_limit", lambda: 780 << 20)
+    assert "limited to 780 MiB (ulimit -v)" in find_known_fault(refused).lines()[0]
+
+
+def test_too_few_open_files_are_known_however_it_is_said() -> None:
+    """Files of a model and connections of a group are refused alike; what a reader advised then is no advice."""
+    told = ConfigError("the tokenizer cannot be read ([Errno 24] Too many open files: 'x')", fix="copy it again")
+    for error in (OSError(24, "Too many open files"), RuntimeError("accept: Too many open files"), told):
+        fault = find_known_fault(error)
+        assert fault.exit_code == 3 and "ulimit -n" in fault.what and "65536" in fault.fix
+    assert find_known_fault(ValueError("too many open files in a zoo")) is None
+
+
+def test_a_process_that_joins_others_may_open_what_the_system_grants() -> None:
+    code = (
+        "import resource; from duoka.process.open_files import raise_open_files; name = resource.RLIMIT_NOFILE\n"
+        "hard = min(resource.getrlimit(name)[1], 4096); resource.setrlimit(name, (64, hard)); raise_open_files()\n"
+        "assert resource.getrlimit(name) == (hard, hard)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_refused_memory_is_said_without_importing_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr("builtins.__import__", refuse)
+        found = find_known_fault(MemoryError())
+    assert found.exit_code == 4
