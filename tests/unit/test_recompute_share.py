@@ -71,9 +71,10 @@ def test_a_share_is_read_and_written(tmp_path, value):
     [
         ("2", "recompute: 1/2   (every second layer)"),
         ("0.5", "recompute: 1/2   (every second layer)"),
+        ("2/2", "recompute: full   (every layer)"),
         ("op", "recompute: selective"),
         ("4/3", "recompute: auto"),
-        ("0/2", "recompute: auto"),
+        ("0/2", "recompute: none   (no layer)"),
         ("half", "recompute: auto"),
     ],
 )

@@ -50,6 +50,8 @@ _INSTEAD: dict[tuple[str, Any], str] = {
     ("train.recompute", 4): "recompute: 1/4   (every fourth layer)",
     ("train.recompute", 0.5): "recompute: 1/2   (every second layer)",
     ("train.recompute", "op"): "recompute: selective   (products and attention are kept, operator by operator)",
+    **{("train.recompute", f"{n}/{n}"): "recompute: full   (every layer)" for n in range(1, 10)},
+    **{("train.recompute", f"0/{n}"): "recompute: none   (no layer)" for n in range(1, 10)},
     ("optim.clip", False): "clip: 0",
     ("optim.clip", None): "clip: 0",
     ("parallel.check_replicas", False): "check_replicas: 0",
