@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "abort_groups",
     "call_of",
     "compute_local_shape_and_global_offset",
+    "compute_with_shards",
     "fake_store",
     "foreach_mul_",
     "foreach_norm",
@@ -81,6 +83,30 @@ def gradients_not_exchanged(module: FSDPModule) -> Iterator[torch.Tensor]:
         for one in group.fsdp_params:
             if one.unsharded_accumulated_grad is not None:
                 yield one.unsharded_accumulated_grad
+
+
+def compute_with_shards(module: FSDPModule) -> None:
+    """Where FSDP has no other rank, a gathered weight that is not cast is the shard itself, which stays."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for one in group.fsdp_params:
+            one.init_all_gather_outputs = partial(  # type: ignore[method-assign]
+                _use_shard, one, one.init_all_gather_outputs
+            )
+
+
+def _use_shard(one: Any, allocate: Callable[..., None], *asked: Any) -> None:
+    shard = one._sharded_param_data
+    is_whole_storage = shard.untyped_storage().nbytes() == shard.numel() * shard.itemsize
+    if one.param_dtype is not None or not is_whole_storage:
+        allocate(*asked)
+        return
+    # The very tensor that FSDP is about to copy there: to itself, which is nothing.
+    one.all_gather_outputs = [shard]
+    one.free_unsharded_param = _keep
+
+
+def _keep() -> None:
+    """Nothing was gathered, so there is nothing to free."""
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

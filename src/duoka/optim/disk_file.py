@@ -111,6 +111,13 @@ class DiskFile:
             self._mapped = torch.frombuffer(self._mapping, dtype=torch.uint8)
         return self._mapped
 
+    def part(self, start: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """A tensor of the mapping, with a storage of its own."""
+        self.mapped()
+        if not (count := shape.numel()):
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=start).view(shape)
+
     def let_go(self) -> None:
         """Unmap what was looked at: it counts as this process's memory until then. The content stays."""
         if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):

@@ -37,6 +37,7 @@ from duoka.parallel.fsdp_comm import LayerBuffers, Packing, count_traffic
 from duoka.parallel.matrices import OwnedMatrices
 from duoka.parallel.mesh import Mesh
 from duoka.parallel.objective import Objective
+from duoka.parallel.one_rank import compute_alone
 from duoka.parallel.out_of_memory import Shortage
 from duoka.parallel.precision import HALF
 from duoka.parallel.shards_on_disk import ShardsOnDisk
@@ -53,6 +54,8 @@ class Sharded(Engine):
         # Muon's matrices have an owner each where weights are whole on every rank.
         apart = spec.matrices if layout.strategy in ("zero1", "zero2") else ()
         self.sharded = apply_sharded(bare, layout, spec.parallel, spec.mesh, apart)
+        is_host = spec.mesh.everyone.device.type == "cpu"
+        self.alone = compute_alone(_units(self.sharded)) if is_host and layout.has_one_shard else None
         self.strategy = layout.strategy
         part = named_part(bare)
         self.on_disk = ShardsOnDisk(part, spec.folder) if layout.disk == "params" else None
@@ -71,6 +74,8 @@ class Sharded(Engine):
     def exchange(self, last: bool) -> Iterator[None]:
         if self.owned is not None:
             self.owned.begin(last)
+        if self.alone is not None:
+            self.alone.begin()
         self.sharded.set_is_last_backward(last)
         if self.strategy == "zero1":
             self.sharded.set_requires_gradient_sync(last)

@@ -28,12 +28,12 @@ class ShardsOnDisk:
     """This rank's shards of a model, each at a place of its own in both files."""
 
     def __init__(self, model: torch.nn.Module, folder: Path) -> None:
-        self._places: dict[int, tuple[int, int]] = {}  # where a parameter's shard begins, and its bytes
+        self._places: dict[int, int] = {}  # where a parameter's shard begins
         end = 0
         for parameter in model.parameters():
             if isinstance(parameter, DTensor):
                 size = math.prod(_local_shape(parameter)) * parameter.element_size()
-                self._places[id(parameter)] = end, size
+                self._places[id(parameter)] = end
                 end += -(-size // _ALIGNED) * _ALIGNED
         self.weights = DiskFile(folder, end, "weights")
         self.gradients = DiskFile(folder, end, "gradients")
@@ -44,7 +44,7 @@ class ShardsOnDisk:
 
     def keep(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The values of this rank's shard, from now on in the file."""
-        place = self._view(self.weights, self._places[id(parameter)], values.dtype, values.shape)
+        place = self.weights.part(self._places[id(parameter)], values.dtype, values.shape)
         place.copy_(values)
         self.weights.let_go()
         return place
@@ -92,7 +92,7 @@ class ShardsOnDisk:
             assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
             grad = local_part(parameter.grad)
             size = grad.numel() * grad.element_size()
-            there = self._view(self.gradients, (start, size), grad.dtype, grad.shape)
+            there = self.gradients.part(start, grad.dtype, grad.shape)
             if there.data_ptr() != grad.data_ptr():  # a later micro-batch adds to what lies there already
                 there.copy_(grad)
                 parameter.grad = like_sharded(parameter, there)
@@ -111,11 +111,6 @@ class ShardsOnDisk:
         """What is mapped counts as this process's memory until it is let go of; its content stays."""
         self.weights.let_go()
         self.gradients.let_go()
-
-    @staticmethod
-    def _view(file: DiskFile, place: tuple[int, int], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        start, size = place
-        return file.mapped()[start : start + size].view(dtype).view(shape)
 
 
 def _units_below(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:

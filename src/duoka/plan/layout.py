@@ -116,6 +116,11 @@ class Layout:
         return self.shard * self.sp
 
     @property
+    def has_one_shard(self) -> bool:
+        """Whether what is sharded has no second rank: a shard is the whole tensor, and is summed with none."""
+        return self.strategy in ("fsdp", "hsdp") and self.world_size == 1
+
+    @property
     def world_size(self) -> int:
         return self.dp * self.tp * self.pp * self.sp
 

@@ -294,6 +294,8 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
     trains = work.lora is None
     # A layer's gradients, and the fp32 buffer in which they are reduced.
     gradients = (size + 4) * share.per_layer if trains else 0
+    if layout.has_one_shard and work.device == "cpu" and layout.precision == "fp32" and layout.disk != "params":
+        return {"start of the backward pass": gradients, _LAST_OF_PASS: 8 * share.embedding if trains else 0}
     # Tied ends belong to the root, which stays gathered in fp32; of untied ones each is there when it computes.
     wide = work.trained_size if trains else size
     root = 0 if share.head else wide * share.embedding
