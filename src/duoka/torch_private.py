@@ -97,7 +97,7 @@ def compute_with_shards(module: FSDPModule) -> None:
 def _use_shard(one: Any, allocate: Callable[..., None], *asked: Any) -> None:
     shard = one._sharded_param_data
     is_whole_storage = shard.untyped_storage().nbytes() == shard.numel() * shard.itemsize
-    if one.param_dtype is not None or not is_whole_storage:
+    if one.param_dtype is not None or not is_whole_storage or type(shard) is not torch.Tensor:
         allocate(*asked)
         return
     # The very tensor that FSDP is about to copy there: to itself, which is nothing.
