@@ -14,6 +14,8 @@ from duoka.model.request import ModelRequest
 from duoka.optim.disk_arena import DiskArena
 from duoka.parallel.activations import ActivationsElsewhere, Entry
 
+pytestmark = pytest.mark.timeout(600)  # twenty runs come before the first test, half of them in bf16
+
 AWAY = "parallel.offload={activations: disk}"
 YAML = """
 model: {{name: {model}}}

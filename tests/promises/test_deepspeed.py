@@ -15,7 +15,7 @@ from tiny import build_tiny_tokenizer
 from worlds import run_world, train_all, train_jobs
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'duoka[deepspeed]'")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 # Tiny tensors: nothing stays gathered for being small, and buckets are filled more than once.
 SMALL = {

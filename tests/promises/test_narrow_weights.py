@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny import write_conversations
 from worlds import train_all
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 SAVED = "checkpoints/step-00000020"
 NARROW, WIDE = "train.weights=bf16", "train.precision=bf16"
