@@ -69,11 +69,25 @@ def test_refused_memory_is_known_however_it_is_said(monkeypatch: pytest.MonkeyPa
 
 def test_too_few_open_files_are_known_however_it_is_said() -> None:
     """Files of a model and connections of a group are refused alike; what a reader advised then is no advice."""
-    told = ConfigError("the tokenizer cannot be read ([Errno 24] Too many open files: 'x')", fix="copy it again")
-    for error in (OSError(24, "Too many open files"), RuntimeError("accept: Too many open files"), told):
+    said = "Too many open files"
+    plain = [OSError(24, said), RuntimeError(f"accept: {said}"), Exception(f"{said} (os error 24)")]
+    wrapped = [told_of(error) for error in plain]
+    for error in (*plain, *wrapped):
         fault = find_known_fault(error)
         assert fault.exit_code == 3 and "ulimit -n" in fault.what and "65536" in fault.fix
-    assert find_known_fault(ValueError("too many open files in a zoo")) is None
+    quoted = ConfigError(f"log.to must be a list of names, got '{said}'")
+    assert find_known_fault(quoted) is quoted and find_known_fault(ValueError(said)) is None
+
+
+def told_of(error: Exception) -> ConfigError:
+    """A reader's fault of a file, as it comes out of an `except`."""
+    try:
+        try:
+            raise error
+        except type(error) as seen:
+            raise ConfigError(f"the tokenizer cannot be read ({seen})", fix="copy the folder again") from None
+    except ConfigError as told:
+        return told
 
 
 def test_a_process_that_joins_others_may_open_what_the_system_grants() -> None:

@@ -248,7 +248,7 @@ _STORAGE = {
 
 def find_known_fault(error: BaseException) -> DuokaError | None:
     """The fault that a user can act on, or None for a bug."""
-    if is_too_many_files(error):  # also inside of what a reader made of it
+    if is_too_many_files(error):
         return too_many_files()
     if isinstance(error, DuokaError):
         return error

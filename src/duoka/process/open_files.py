@@ -24,8 +24,14 @@ def raise_open_files() -> None:
 
 
 def is_too_many_files(error: BaseException) -> bool:
+    """Also of what a reader made a fault of a file from: not by its words, which may quote a user's."""
+    if isinstance(error, DuokaError):
+        inner = error.__cause__ or error.__context__
+        return inner is not None and is_too_many_files(inner)
     is_refused = isinstance(error, OSError) and error.errno == errno.EMFILE
-    return is_refused or (isinstance(error, (DuokaError, OSError, RuntimeError)) and says_too_many_files(str(error)))
+    # Libraries in other languages raise a plain Exception.
+    is_told = isinstance(error, (OSError, RuntimeError)) or type(error) is Exception
+    return is_refused or (is_told and says_too_many_files(str(error)))
 
 
 def says_too_many_files(text: str) -> bool:
