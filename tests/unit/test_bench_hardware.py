@@ -17,6 +17,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "TOUCHED_BYTES", 2**20)
     monkeypatch.setattr(hardware, "WRITTEN_BYTES", 2**20)
     monkeypatch.setattr(hardware, "PASSES_FOR_S", 0.0)
+    monkeypatch.setattr(hardware, "DOCUMENTS", (5, 17))
     monkeypatch.chdir(tmp_path)
 
 
@@ -33,6 +34,8 @@ def test_what_is_measured_is_what_the_plan_takes(tmp_path, monkeypatch):
     assert cluster.device.memory_bytes_per_s == facts["memory_bytes_per_s"]
     if machine.num_cores > 1:
         assert 0 < cluster.device.threads_share == facts["threads_share"] <= 1
+    assert cluster.device.fp32_attention == facts["fp32_attention"] > 0
+    assert cluster.device.half_attention == facts["half_attention"] > 0
     assert cluster.disk_bytes_per_s == facts["disk_bytes_per_s"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["own"], "the disk's trial file is left behind"
     assert "guess" not in " ".join(cluster.notes)

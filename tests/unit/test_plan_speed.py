@@ -178,6 +178,28 @@ def test_a_load_is_at_least_one_micro_batch_and_never_more_tokens_than_there_are
     assert (load.accumulation, load.tokens) == (1, 2048)
 
 
+@pytest.mark.parametrize(
+    ("precision", "compile", "flops"),
+    [("fp32", False, 2e11), ("bf16", False, 5e11), ("bf16", True, None), ("fp16", False, None)],
+)
+def test_attention_on_a_cpu_takes_as_long_as_it_was_measured_to(precision, compile, flops):
+    """Where training computes it by what was measured: compiled layers and fp16 have torch's kernels."""
+    work, load = Work(LLAMA_8B, None, "cpu"), Load(1, 2048, 512, 2048)
+    bare = replace(NODES.device, generation="cpu", measured=True)
+    rates = [replace(bare, fp32_attention=scale * 2e11, half_attention=scale * 5e11) for scale in (1, 2)]
+    layout = Layout(precision=precision, compile=compile)
+    cluster = replace(NODES, num_nodes=1, per_node=1)
+    once, twice = (
+        estimate_speed(work, layout, replace(cluster, device=device), load).parts["attention"] for device in rates
+    )
+    if flops is None:
+        guess = estimate_speed(work, layout, replace(cluster, device=bare), load).parts["attention"]
+        assert once == twice == guess
+    else:
+        looked_at = 4 * 32 * 4096 * 2048 * (512 + 1) / 2
+        assert (once, twice) == pytest.approx((3.5 * looked_at / flops, 3.5 * looked_at / flops / 2))
+
+
 def test_mfu_is_held_against_all_devices_and_a_cpu_nobody_measured_has_none():
     """By hand: 6 per weight that multiplies, and per layer 12 x width x half the length: tokens see backwards only."""
     layout, length = replace(HALF, strategy="ddp", dp=16), 2048

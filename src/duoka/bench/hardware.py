@@ -1,4 +1,4 @@
-"""What this machine really reaches: matrix products by size and type, memory's and the disk's bandwidth.
+"""What this machine really reaches: matrix products by size and type, attention, memory's and the disk's bandwidth.
 
 `duoka bench hardware` calls it in one process and adds collectives; the plan takes the figures instead of a table's.
 """
@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from duoka.model import native
+from duoka.model.attention import Documents, attend
 from duoka.optim.disk_file import DiskFile, Slot
+from duoka.plan.flops import ATTENTION_BACKWARD
 from duoka.plan.offload import SLICE_BYTES
 
 SIZES = (512, 1024, 2048, 4096)
@@ -24,6 +27,8 @@ ROUNDS = 4
 TOUCHED_BYTES = 256 * 2**20
 WRITTEN_BYTES = 256 * 2**20
 PASSES_FOR_S = 2.0
+DOCUMENTS = (96, 160, 224, 288, 352, 416, 480, 512)  # tokens of each: conversations in one packed row
+HEADS, GROUPS, HEAD_DIM = 12, 4, 64
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class HardwareBench:
     products: tuple[Product, ...]
     memory_bytes_per_s: float
     threads_share: float | None = None  # of a CPU with several cores
+    attention: Mapping[str, float] = field(default_factory=dict)  # of a CPU: flops per second of both passes, by type
 
     def best(self, precision: str) -> float:
         return max((one.flops for one in self.products if one.precision == precision), default=0.0)
@@ -57,8 +63,35 @@ def measure_device(device: torch.device, limit_s: float = 20.0, say: Callable[[s
                 break
     bandwidth = _memory_bytes_per_s(device)
     say(f"memory: {bandwidth / 1e9:.3g} GB/s read and written")
-    share = _threads_share(say) if device.type == "cpu" and torch.get_num_threads() > 1 else None
-    return HardwareBench(tuple(products), bandwidth, share)
+    if device.type != "cpu":
+        return HardwareBench(tuple(products), bandwidth)
+    attention = {"fp32": _attention_flops(torch.float32), "bf16": _attention_flops(torch.bfloat16)}
+    for precision, flops in attention.items():
+        say(f"{precision} attention over {len(DOCUMENTS)} documents: {_in_words(flops)}")
+    share = _threads_share(say) if torch.get_num_threads() > 1 else None
+    return HardwareBench(tuple(products), bandwidth, share, attention)
+
+
+def _attention_flops(dtype: torch.dtype) -> float:
+    """Of a layer's attention as training has it, there and back, counted as plans count it.
+
+    How far it is from products' rate differs by machine: AMX multiplies much faster than anything exponentiates.
+    """
+    layer, tokens = torch.nn.Module(), sum(DOCUMENTS)
+    setattr(layer, native.OWN_ATTENTION, True)  # as apply_fused says it of a model's
+    edges = torch.tensor((0, *DOCUMENTS)).cumsum(0)
+    documents = Documents.of(edges.to(torch.int32), torch.device("cpu"))
+    query, key, value = (
+        torch.randn(1, heads, tokens, HEAD_DIM).to(dtype).requires_grad_(True) for heads in (HEADS, GROUPS, GROUPS)
+    )
+    grad = torch.randn(1, tokens, HEADS, HEAD_DIM).to(dtype)
+
+    def passes() -> None:
+        out, _ = attend(layer, query, key, value, None, documents=documents)
+        torch.autograd.grad(out, (query, key, value), grad)
+
+    looked_at = sum(length * (length + 1) / 2 for length in DOCUMENTS)
+    return (1 + ATTENTION_BACKWARD) * 4 * HEADS * HEAD_DIM * looked_at / _median_s(passes)
 
 
 def _threads_share(say: Callable[[str], None]) -> float:

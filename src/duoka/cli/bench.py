@@ -87,6 +87,8 @@ def _facts(machine: Machine, found: HardwareBench) -> dict[str, Any]:
         "half_flops": found.best("bf16"),
         "memory_bytes_per_s": found.memory_bytes_per_s,
         "threads_share": found.threads_share,
+        "fp32_attention": found.attention.get("fp32"),
+        "half_attention": found.attention.get("bf16"),
         "products": [vars(one) for one in found.products],
     }
 

@@ -60,6 +60,8 @@ class Device:
     measured: bool = False  # peaks are what products really reach here, not a data sheet's
     threads_share: float = 1.0  # of a CPU's speed, where one process has several threads, for their synchronization
     fp8_flops: float = 0.0  # dense e4m3, summed in fp32; 0: there are no such products
+    fp32_attention: float = 0.0  # flops per second of attention where they were measured, of both passes; 0: not
+    half_attention: float = 0.0  # of duoka's own kernel, on CPUs
 
     def peak_flops(self, precision: str) -> float:
         """Of attention and the head, and what MFU compares with: in fp8 too it is the peak of bf16."""
@@ -332,6 +334,8 @@ def _overlay(cluster: Cluster, own: Mapping[str, Any]) -> Cluster:
             fp32_flops=float(own.get("fp32_flops") or device.fp32_flops),
             memory_bytes_per_s=float(own.get("memory_bytes_per_s") or device.memory_bytes_per_s),
             threads_share=min(1.0, float(own.get("threads_share") or 1.0)),
+            fp32_attention=float(own.get("fp32_attention") or 0.0),
+            half_attention=float(own.get("half_attention") or 0.0),
             source="measured by duoka bench hardware",
             measured=True,
         )

@@ -11,6 +11,8 @@ from duoka.plan.shape import ModelShape
 
 # What duoka prints: products that are really needed, attention only where a token may look.
 OWN_FORMULA = "6N- + 6A (no input embedding, causal attention; recompute not counted)"
+# Work of attention's backward pass, in forward passes: scores are computed again. MFU counts 2, as the field does.
+ATTENTION_BACKWARD = 2.5
 
 
 def products(shape: ModelShape) -> int:

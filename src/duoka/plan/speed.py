@@ -14,7 +14,7 @@ from duoka.config.schema import GRAPHS
 from duoka.plan import deepspeed
 from duoka.plan.activations import activation_bytes_per_token, is_narrow
 from duoka.plan.catalog import Cluster
-from duoka.plan.flops import OWN_FORMULA, forward_flops_per_token, model_flops_per_token, products
+from duoka.plan.flops import ATTENTION_BACKWARD, OWN_FORMULA, forward_flops_per_token, model_flops_per_token, products
 from duoka.plan.fp8 import fp8_weights, rounding_bytes
 from duoka.plan.layout import Layout
 from duoka.plan.memory import moved_activations
@@ -51,7 +51,7 @@ RATES = Rates(
 )  # fmt: skip
 MEASURED_SHARE = 0.80  # of products that were measured on the machine itself: training's are smaller
 # On CPUs they lose less (docs/decisions.md has the steps behind both): a model's products beside the best ones, and
-# attention in bf16 by the compiled kernel (model/native.cpp).
+# attention in bf16 by the compiled kernel (model/attention.cpp) where it was not measured itself.
 CPU_MEASURED_SHARE = 0.92
 NARROW_ATTENTION = 0.47
 # Of the share that 16-bit products reach of their peak, what 8-bit ones reach of theirs: torchtitan's Llama 3.1 8B on
@@ -162,7 +162,7 @@ def estimate_speed(
     if layout.recompute == "selective":  # operators: products that are kept, and what lies between them
         again = attention_s if attention_again else touch_s + products_again * matmul_s
     double = 2.0 if not work.num_frozen else 1.0 + (3 if work.lora else 1) * work.num_trainable / work.num_frozen
-    backward = double * matmul_s + 2.5 * attention_s + touch_s * TOUCHES_BACKWARD
+    backward = double * matmul_s + ATTENTION_BACKWARD * attention_s + touch_s * TOUCHES_BACKWARD
     backward = max(backward, _launch_s(work, layout, device.kind) * 2)
     exchanges = traffic(
         work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.tokens),
@@ -184,7 +184,7 @@ def estimate_speed(
     moving = max(0.0, _moving_seconds(work, layout, cluster, load) - compute)  # beside both passes
     parts = {
         "matrix products": count * matmul_s * (1 + double + products_again + work.looks),
-        "attention": count * attention_s * (3.5 + attention_again + work.looks),
+        "attention": count * attention_s * (1 + ATTENTION_BACKWARD + attention_again + work.looks),
         "exchange": exposed,
         "pipeline bubble": waits,
         "optimizer": optimizer,
@@ -223,7 +223,6 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
     """(matrix products, attention, element-wise) of the forward pass of one micro-batch on one rank."""
     device = cluster.device
     cores = cluster.per_node if device.kind == "cpu" else 1
-    peak = device.peak_flops(layout.precision) / cores
     matmul, attention = forward_flops_per_token(work.shape, round(load.length))
     cut = layout.tp * layout.pp * layout.sp / slowest_stage(work, layout)
     head = work.shape.num_head or work.shape.num_embedding
@@ -237,12 +236,21 @@ def _pass_seconds(work: Work, layout: Layout, cluster: Cluster, load: Load, rate
         rounded = (per_token + per_pass / max(1.0, load.tokens)) / (1 + TOUCHES_BACKWARD)
         touched += rounded * (COMPILED_TOUCHES if layout.compile else 1.0) / cut
     share = matmul_share(cluster, load.tokens / layout.sp, rates)
-    near = NARROW_ATTENTION if is_narrow(work, layout) else rates.attention.get(device.generation, 0.5 * share)
     return (
         load.tokens * _products(work, layout, cluster, matmul) / cut / share,
-        load.tokens * attention / cut / (peak * near),
+        load.tokens * attention / cut / _attention_flops(work, layout, cluster, rates, share),
         load.tokens * touched * cores / (device.memory_bytes_per_s * MEMORY_SHARE),
     )
+
+
+def _attention_flops(work: Work, layout: Layout, cluster: Cluster, rates: Rates, share: float) -> float:
+    """What one rank's attention reaches per second: as it was measured, else as a share of products' peak."""
+    device = cluster.device
+    cores = cluster.per_node if device.kind == "cpu" else 1
+    narrow = is_narrow(work, layout)
+    measured = device.half_attention if narrow else device.fp32_attention if layout.precision == "fp32" else 0.0
+    near = NARROW_ATTENTION if narrow else rates.attention.get(device.generation, 0.5 * share)
+    return (measured or device.peak_flops(layout.precision) * near) / cores
 
 
 def _products(work: Work, layout: Layout, cluster: Cluster, flops: float) -> float:
