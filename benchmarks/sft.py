@@ -1,12 +1,12 @@
-"""What fine-tuning costs: duoka beside transformers' Trainer, TRL and LLaMA-Factory, on the same conversations.
+"""What fine-tuning costs: duoka beside transformers' Trainer, TRL, LLaMA-Factory and others, on the same conversations.
 
     python benchmarks/sft.py --out benchmarks/sft.json --page benchmarks/sft.md [--peers PYTHON] [--llamafactory PYTHON]
 
-`--peers` is the interpreter of an environment with transformers, trl, peft and datasets; `--llamafactory` and
-`--unsloth` of environments with those. A tool without one is left out. All cases run in turns, one at a time; each is
-watched from outside: CPU time of its whole process tree, its largest process's peak memory, and a line per optimizer
-step that it writes. Rows that `--out` has already stay, unless the same case is measured again; each says when, and of
-which code.
+`--peers` is the interpreter of an environment with transformers, trl, peft and datasets; `--llamafactory`,
+`--unsloth` and `--torchtune` of environments with those. A tool without one is left out. All cases run in turns, one at
+a time; each is watched from outside: CPU time of its whole process tree, its largest process's peak memory, and a line
+per optimizer step that it writes. Rows that `--out` has already stay, unless the same case is measured again; each says
+when, and of which code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,22 @@ PEERS = Path(__file__).with_name("sft_peers.py")
 NUM_CHATS, MAX_LENGTH, ROWS = 400, 512, 4
 # saving: with a checkpoint beside every step; recompute: with activations computed again, as trl does by default;
 # narrow: with weights of bf16 alone, as unsloth's are.
-TOOLS = ("duoka", "duoka-saving", "duoka-recompute", "duoka-narrow", "trainer", "trl", "llamafactory", "unsloth")
+TOOLS = (
+    "duoka",
+    "duoka-saving",
+    "duoka-recompute",
+    "duoka-narrow",
+    "trainer",
+    "trl",
+    "llamafactory",
+    "unsloth",
+    "torchtune",
+)
+OWN_PYTHON = {  # tools with an environment of their own, and which versions there are told
+    "llamafactory": ("torch", "transformers", "trl", "llamafactory"),
+    "unsloth": ("torch", "transformers", "trl", "unsloth"),
+    "torchtune": ("torch", "torchao", "torchtune"),
+}
 WORDS = (
     "the of and to in is that it for as was on with his he be by at are this have from or an they which one you model "
     "data train time people water music year city number house river story paper"
@@ -132,7 +147,7 @@ def measure(case: Case, python: str, data: Path, model: str, options: argparse.N
 def choose_cases(options: argparse.Namespace) -> list[Case]:
     """Tools innermost: cases that are compared lie beside each other in time."""
     pythons = dict.fromkeys(TOOLS, sys.executable) | {"trainer": options.peers, "trl": options.peers}
-    pythons |= {"llamafactory": options.llamafactory, "unsloth": options.unsloth}
+    pythons |= {name: getattr(options, name) for name in OWN_PYTHON}
     lists = (options.processes, options.precisions, options.methods, options.layouts, options.tools)
     return [
         Case(tool, method, precision, layout, processes, machine_kind(), options.threads)
@@ -149,6 +164,7 @@ def main() -> None:
     parser.add_argument("--peers", help="interpreter with transformers, trl, peft, datasets")
     parser.add_argument("--llamafactory", help="interpreter with LLaMA-Factory")
     parser.add_argument("--unsloth", help="interpreter with unsloth")
+    parser.add_argument("--torchtune", help="interpreter with torchtune, and transformers for the chat template")
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
     parser.add_argument("--methods", nargs="+", default=["full", "lora"])
     parser.add_argument("--precisions", nargs="+", default=["fp32"])
@@ -178,7 +194,7 @@ def main() -> None:
             if time.monotonic() - started > options.budget_s:
                 print(case.name, "left out: no time", flush=True)
                 continue
-            python = {"llamafactory": options.llamafactory, "unsloth": options.unsloth}.get(case.tool, options.peers)
+            python = getattr(options, case.tool) if case.tool in OWN_PYTHON else options.peers
             results.append(measure(case, python or "", data, model, options))
             print(case.name, {k: v for k, v in results[-1].items() if k not in asdict(case)}, flush=True)
             write(options, results)
@@ -191,12 +207,9 @@ def write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     versions["duoka"] = package_versions(sys.executable, ("torch", "transformers", "peft"))
     if options.peers:
         versions["trainer, trl"] = package_versions(options.peers, ("torch", "transformers", "trl", "peft"))
-    if options.llamafactory:
-        names = ("torch", "transformers", "trl", "llamafactory")
-        versions["llamafactory"] = package_versions(options.llamafactory, names)
-    if options.unsloth:
-        names = ("torch", "transformers", "trl", "unsloth")
-        versions["unsloth"] = package_versions(options.unsloth, names)
+    for name, packages in OWN_PYTHON.items():
+        if python := getattr(options, name):
+            versions[name] = package_versions(python, packages)
     work = {
         "model": "SmolLM2-135M-Instruct", "conversations": NUM_CHATS, "max_length": MAX_LENGTH,
         "rows_per_process": ROWS, "accumulation": options.accumulation,

@@ -1,4 +1,5 @@
-"""Runs one fine-tune of `sft.py` with a peer, in that peer's own environment: trainer, trl, llamafactory or unsloth.
+"""Runs one fine-tune of `sft.py` with a peer, in that peer's own environment: trainer, trl, llamafactory,
+unsloth or torchtune.
 
     PYTHON benchmarks/sft_peers.py CASE.json
 
@@ -175,10 +176,13 @@ def main() -> None:
     case = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if case["tool"] == "unsloth":  # before what it changes
         import unsloth  # noqa: F401
+    if case["tool"] == "torchtune":  # has no part of transformers' trainer
+        import sft_torchtune
+
+        return sft_torchtune.run(case, Counter(case))
     ends = install(Counter(case))
-    {"trainer": run_trainer, "trl": run_trl, "llamafactory": run_llamafactory, "unsloth": run_unsloth}[case["tool"]](
-        case, ends
-    )
+    runs = {"trainer": run_trainer, "trl": run_trl, "llamafactory": run_llamafactory, "unsloth": run_unsloth}
+    runs[case["tool"]](case, ends)
 
 
 if __name__ == "__main__":
