@@ -77,28 +77,33 @@ def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
+def _sharded_parameters(module: FSDPModule) -> Iterator[Any]:
+    """FSDP's own objects for the parameters of one unit. torch 2.11 has one group of them or none."""
+    state: Any = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for group in groups:
+        if group is not None:
+            yield from group.fsdp_params
+
+
 def gradients_not_exchanged(module: FSDPModule) -> Iterator[torch.Tensor]:
     """Where FSDP adds up half-precision gradients in fp32 until they are exchanged."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        for one in group.fsdp_params:
-            if one.unsharded_accumulated_grad is not None:
-                yield one.unsharded_accumulated_grad
+    for one in _sharded_parameters(module):
+        if one.unsharded_accumulated_grad is not None:
+            yield one.unsharded_accumulated_grad
 
 
 def compute_with_shards(module: FSDPModule) -> None:
     """Where FSDP has no other rank, a gathered weight that is not cast is the shard itself, which stays."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        for one in group.fsdp_params:
-            one.init_all_gather_outputs = partial(  # type: ignore[method-assign]
-                _use_shard, one, one.init_all_gather_outputs
-            )
+    for one in _sharded_parameters(module):
+        one.init_all_gather_outputs = partial(_use_shard, one, one.init_all_gather_outputs)
 
 
-def _use_shard(one: Any, allocate: Callable[..., None], *asked: Any) -> None:
+def _use_shard(one: Any, allocate: Callable[..., None], *asked: Any, **named: Any) -> None:
     shard = one._sharded_param_data
     is_whole_storage = shard.untyped_storage().nbytes() == shard.numel() * shard.itemsize
     if one.param_dtype is not None or not is_whole_storage or type(shard) is not torch.Tensor:
-        allocate(*asked)
+        allocate(*asked, **named)
         return
     # The very tensor that FSDP is about to copy there: to itself, which is nothing.
     one.all_gather_outputs = [shard]

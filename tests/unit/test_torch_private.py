@@ -1,6 +1,8 @@
 """The parts of torch that it may change at will: each does here what duoka relies on, and only one file uses any."""
 
 import ast
+import importlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,8 @@ SOURCE = Path(duoka.__file__).parent
 HERE = SOURCE / "torch_private.py"
 # Private attributes that only torch's objects have.
 ATTRIBUTES = {
-    "_spec", "_get_fsdp_state", "_fsdp_param_groups", "_found_inf_per_device", "_new_with_weak_ptr", "_cdata",
-    "_local_tensor", "_call_impl",
+    "_spec", "_get_fsdp_state", "_fsdp_param_groups", "_fsdp_param_group", "_found_inf_per_device",
+    "_new_with_weak_ptr", "_cdata", "_local_tensor", "_call_impl",
 }  # fmt: skip
 
 
@@ -42,6 +44,41 @@ def test_only_one_file_reaches_behind_torchs_api():
     assert private_uses(HERE), "the check sees something"
     files = [path for path in SOURCE.rglob("*.py") if path != HERE]
     assert {str(path.relative_to(SOURCE)): uses for path in files if (uses := private_uses(path))} == {}
+
+
+def names_of(path: Path, modules: dict[str, str]) -> set[str]:
+    """Dotted names below the modules that a file knows by `modules`' keys, such as torch.distributed.all_reduce."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts, node = [node.attr, *parts], node.value
+        if parts and isinstance(node, ast.Name) and node.id in modules:
+            found.add(".".join((modules[node.id], *parts)))
+    return found
+
+
+def is_there(name: str) -> bool:
+    first, *rest = name.split(".")
+    found = importlib.import_module(first)
+    for place, part in enumerate(rest, 2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join((first, *rest[: place - 1])))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+        if not inspect.ismodule(found):
+            return True  # what a class or a function has is not torch's list of names
+    return True
+
+
+def test_names_for_other_versions_are_names_of_torch():
+    """The older name of what was renamed is read on an older torch alone: a slip in it is seen nowhere else."""
+    known = {"torch": "torch", "dist": "torch.distributed", "F": "torch.nn.functional"}
+    used = {name for path in SOURCE.rglob("*.py") for name in names_of(path, known)}
+    assert "torch.distributed.all_gather_into_tensor" in used, "the check sees something"
+    assert sorted(name for name in used if not is_there(name)) == []
 
 
 def test_every_name_is_there():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from duoka.comm.ledger import LEDGER
 
 # torch 2.13 renamed two of them, and warns at each call by the old name.
-gather_into: Any = getattr(dist, "all_gather_single", None) or dist.allgather_into_tensor
+gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
