@@ -35,6 +35,12 @@ def test_every_matrix_of_a_llama_has_a_part():
     assert len(block) == 7 and len(parts) == 2 * 7 + 2
 
 
+def test_names_of_older_transformers_mean_the_same(monkeypatch):
+    model = build("LlamaConfig", **SIZES)
+    monkeypatch.setattr(type(model), "_tp_plan", {"lm_head": "colwise_rep"})
+    assert find_parts(model, 3)["lm_head"] == "joined"
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes", "words"),
     [

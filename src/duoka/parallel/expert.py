@@ -11,6 +11,7 @@ a step. Nobody else may exchange them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -96,8 +97,8 @@ def share_experts(core: torch.nn.Module, mesh: Mesh) -> None:
     if not found and mesh.sizes["pp"] == 1:  # a stage may be without one
         raise ConfigError(
             f"parallel.expert is {world.size}, and this model has no experts that can be shared out",
-            where=f"its class is {type(core).__name__}",
-            fix="write:   expert: 1",
+            where=f"its class is {type(core).__name__}, of transformers {version('transformers')}",
+            fix="write:   expert: 1   or, where it is a mixture, install a newer transformers",
         )
     if adapted := adapted_experts(core):
         raise ConfigError(
