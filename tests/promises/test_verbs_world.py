@@ -1,9 +1,11 @@
 """The verbs between two processes: what travels, what is refused with both ranks' shapes, and traps of loops."""
 
+import collections
 import contextlib
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import run_python
@@ -50,12 +52,56 @@ def travel(accelerator):
     )
 
 
+class Columns:
+    """As data sets of the hub's library are: a slice is a mapping of columns, rows are selected."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, key):
+        return {"text": self.rows[key]}
+
+    def select(self, numbers):
+        return Columns([self.rows[number] for number in numbers])
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, number):
+        return (0, 1, 4)[number]
+
+
+def split_in_their_own_form(accelerator):
+    rank = accelerator.process_index
+    lists = collections.defaultdict(list, x=[0, 1, 4])
+    for given, read in (
+        (np.array([0.0, 1.0, 4.0]), np.ndarray.tolist),
+        ((0, 1, 4), list),
+        (range(0, 3), lambda numbers: [number * number for number in numbers]),
+        (Columns([0, 1, 4]), lambda part: part.rows),
+        (Squares(), list),
+        (lists, lambda part: part["x"]),
+    ):
+        with accelerator.split_between_processes(given) as mine:
+            assert read(mine) == [[0, 1], [4]][rank], type(given)
+        with accelerator.split_between_processes(given, apply_padding=True) as mine:
+            assert read(mine) == [[0, 1], [4, 4]][rank], type(given)
+    with accelerator.split_between_processes("abc", apply_padding=True) as mine:
+        assert mine == ["ab", "cc"][rank]
+
+
 def take_turns(accelerator, folder):
     rank = accelerator.process_index
     with accelerator.split_between_processes(["a", "b", "c"]) as mine:
         assert mine == [["a", "b"], ["c"]][rank]
     with accelerator.split_between_processes({"x": torch.arange(3)}, apply_padding=True) as mine:
         assert mine["x"].tolist() == [[0, 1], [2, 2]][rank]
+    split_in_their_own_form(accelerator)
     assert not accelerator.check_trigger()
     if rank == 1:
         accelerator.set_trigger()

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from duoka import Accelerator
 from duoka.accelerator.json_state import pack, room_for, unpack
+from duoka.accelerator.nested import send
 from duoka.accelerator.settings import read_parallel, read_precision, read_steps
 from duoka.errors import ConfigError
 
@@ -162,6 +163,10 @@ def test_what_people_keep_is_packed_without_pickles(tmp_path):
     got = unpack(packed, tensors)
     assert got["a"] == value["a"] and torch.equal(got[3]["t"], value[3]["t"]) and got["s"] == {"x"}
     assert got["n"].tolist() == [0.0, 1.0] and got["l"] == [True, "text"]
+    alike = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2), 0: torch.ones(1), "0": torch.zeros(1)}
+    tensors = {}
+    got = unpack(pack(alike, tensors, "mine"), tensors)
+    assert len(tensors) == 4 and [got["a"]["b"][0], got["a.b"][0], got[0], got["0"]] == [1, 0, 1, 0]
     with pytest.raises(ConfigError, match=r"mine\.x is a object, which cannot be saved"):
         pack({"x": object()}, {}, "mine")
 
@@ -220,6 +225,60 @@ def test_batch_statistics_are_saved_and_come_back(tmp_path):
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
     assert all(torch.equal(a, b["sum"]) for a, b in zip(sums, optimizer.state.values(), strict=True))
     assert accelerator.step == 1
+
+
+@pytest.mark.parametrize("kind", ["lists of tensors", "tensors among the settings", "frozen since"])
+def test_all_of_an_optimizers_state_comes_back(tmp_path, kind):
+    """The step after load_state is the step that would have come without it."""
+    accelerator = Accelerator()
+    inputs, wanted = torch.randn(8, 3), torch.randn(8, 1)
+
+    def begin():
+        accelerator.free_memory()
+        model, loose = small()[0], torch.nn.Parameter(torch.zeros(1))
+        betas = (torch.tensor(0.7), torch.tensor(0.9))
+        make = {
+            "lists of tensors": lambda some: torch.optim.LBFGS(some, max_iter=3),
+            "tensors among the settings": lambda some: torch.optim.AdamW(some, lr=0.1, betas=betas, foreach=False),
+            "frozen since": lambda some: torch.optim.AdamW(some, lr=0.1),
+        }
+        model, optimizer = accelerator.prepare(model, make[kind]([*model.parameters(), loose]))
+
+        def step():
+            def closure():
+                optimizer.zero_grad()
+                loss = (model(inputs) + loose - wanted).square().mean()
+                accelerator.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+            return [one.tolist() for one in (*model.parameters(), loose)]
+
+        return step, loose
+
+    step, loose = begin()
+    step(), step()
+    loose.requires_grad_(kind != "frozen since")
+    accelerator.save_state(tmp_path / "kept")
+    whole = step()
+    step, loose = begin()
+    loose.requires_grad_(kind != "frozen since")
+    accelerator.load_state(tmp_path / "kept")
+    assert step() == whole
+
+
+def test_what_has_a_way_to_a_device_goes_by_it():
+    """A packed sequence's lengths stay on the CPU; a graph of another library is moved whole."""
+
+    class Graph:
+        def to(self, device):
+            self.device = device
+            return self
+
+    graph, packed = Graph(), torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    sent = send({"graph": graph, "pair": (packed, torch.ones(1)), "text": "a"}, "meta")
+    assert sent["graph"] is graph and graph.device == "meta" and sent["text"] == "a"
+    assert sent["pair"][0].data.is_meta and not sent["pair"][0].batch_sizes.is_meta and sent["pair"][1].is_meta
 
 
 def test_models_are_copied_with_their_precision():

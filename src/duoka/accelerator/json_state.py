@@ -18,6 +18,8 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], name: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
+        while name in tensors:  # {"a": {"b": one}, "a.b": another}
+            name += "'"
         tensors[name] = value.detach()
         return {_MARK: "tensor", "name": name, "shape": list(value.shape), "dtype": str(value.dtype)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":

@@ -25,7 +25,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from duoka.accelerator.nested import map_tensors, tensors_in
+from duoka.accelerator.nested import map_tensors, send, tensors_in
 from duoka.accelerator.readings import Current, Reading, Readings
 from duoka.accelerator.streams import DispatchedStream, OwnStream
 from duoka.comm.world import World
@@ -128,7 +128,7 @@ class PreparedLoader(DataLoader[Any]):
                 batch, current, place = step
                 self.current, self.place_before, self._place = current, self._place, place
                 self._num_gathered = 0
-                batch = map_tensors(batch, self._send)
+                batch = send(batch, self.device, non_blocking=True)
                 held = [weakref.ref(tensor) for tensor in tensors_in(batch)]
                 self._readings.add(Reading(current, self, self.place_before, random_before, held))
                 yield batch
@@ -156,9 +156,6 @@ class PreparedLoader(DataLoader[Any]):
             return tensor[: current.num_own] if is_repeated else tensor
 
         return map_tensors(value, cut)
-
-    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
 
     def _steps(self) -> Any:
         """(batch, what it weighs, the place after it). The last batch's place is the next epoch's beginning."""

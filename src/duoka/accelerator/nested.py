@@ -15,6 +15,15 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return rebuild(value, [map_tensors(part, function) for part in parts_of(value)])
 
 
+def send(value: Any, device: Any, non_blocking: bool = False) -> Any:
+    """The same structure on `device`: tensors, and what has a `to` of its own (a graph, a packed sequence)."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if hasattr(value, "to") and not isinstance(value, Mapping):
+        return value.to(device)
+    return rebuild(value, [send(part, device, non_blocking) for part in parts_of(value)])
+
+
 def parts_of(value: Any) -> list[Any]:
     """The members of a structure, in its order; of anything else none."""
     if isinstance(value, Mapping):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from duoka.accelerator.collect import Collector
+from duoka.accelerator.nested import rebuild
 from duoka.comm.world import World
 from duoka.data.feed.map_loader import deal
 from duoka.errors import ConfigError
@@ -90,7 +91,8 @@ class Roles:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of a list, tuple, tensor or mapping of them; `apply_padding` repeats the last one."""
+        """This rank's part of a list, tuple, text, tensor, array, data set, or mapping of them; `apply_padding` repeats
+        the last one."""
         yield self._split(inputs, apply_padding)
 
     def _split(self, inputs: Any, apply_padding: bool) -> Any:
@@ -98,14 +100,11 @@ class Roles:
             lengths = {len(value) for value in inputs.values()}
             if len(lengths) > 1:
                 raise ConfigError(f"split_between_processes: the mapping's values have {sorted(lengths)} members")
-            return type(inputs)({key: self._split(value, apply_padding) for key, value in inputs.items()})  # type: ignore[call-arg]
-        mine = inputs[deal(inputs, self.world.rank, self.world.size)]
-        most = -(-len(inputs) // self.world.size)
-        if not apply_padding or len(mine) == most or not len(inputs):
-            return mine
-        if isinstance(inputs, torch.Tensor):
-            return torch.cat([mine, inputs[-1:].expand(most - len(mine), *inputs.shape[1:])])
-        return mine + inputs[-1:] * (most - len(mine))
+            return rebuild(inputs, [self._split(value, apply_padding) for value in inputs.values()])
+        count = len(inputs)
+        own = range(count)[deal(range(count), self.world.rank, self.world.size)]
+        missing = -(-count // self.world.size) - len(own) if apply_padding else 0
+        return _pick(inputs, [*own, *[count - 1] * missing])
 
     def gather(self, tensor: Any) -> Any:
         """Every rank's tensors end to end, in the order of ranks; ranks may hold different numbers of rows."""
@@ -127,6 +126,20 @@ class Roles:
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors made as long as the longest of all ranks along `dim`."""
         return self.collect.pad(tensor, dim, pad_index, pad_first)
+
+
+def _pick(inputs: Any, numbers: list[int]) -> Any:
+    """Some members of `inputs`, in its own form."""
+    if isinstance(inputs, torch.Tensor) or hasattr(inputs, "__array_interface__"):
+        return inputs[numbers]
+    if hasattr(inputs, "iloc"):  # a table of pandas
+        return inputs.iloc[numbers]
+    if hasattr(inputs, "select"):  # a data set of the hub's library, whose slices are columns
+        return inputs.select(numbers)
+    if isinstance(inputs, torch.utils.data.Dataset):
+        return torch.utils.data.Subset(inputs, numbers)
+    members = [inputs[number] for number in numbers]
+    return "".join(members) if isinstance(inputs, str) else tuple(members) if isinstance(inputs, tuple) else members
 
 
 def _only_if(function: Callable[..., Any] | None, here: bool) -> Any:

@@ -7,7 +7,7 @@ them), and adds what people's own loops bring: any optimizer, schedulers, loader
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,8 +84,8 @@ def save_snapshot(
 ) -> None:
     """With a window `opened`, its loader's place and the generators are those of its beginning."""
     state, named = LoopState(step, num_open=opened.num_done if opened else 0), _model_tensors(parts)
+    names = {id(p): name for name, p in named.items()}
     for number, optimizer in enumerate(parts.optimizers):
-        names = {id(p): name for name, p in named.items()}
         state.optimizers.append(_pack_optimizer(optimizer.inner, number, names, named))
     state.schedulers = [pack(s.inner.state_dict(), named, f"scheduler{i}") for i, s in enumerate(parts.schedulers)]
     places = [
@@ -109,7 +109,7 @@ def load_snapshot(folder: Path, parts: Parts, numerics: Numerics, world: World) 
     source = _find(folder, world)
     saved = json.loads((source / STATE).read_text(encoding="utf-8"))["progress"]
     _check_counts(saved, parts, folder)
-    named = _model_tensors(parts)
+    named = _model_tensors(parts, saved["shapes"])
     restored = [
         _room_for_optimizer(optimizer.inner, number, saved["optimizers"][number], named)
         for number, optimizer in enumerate(parts.optimizers)
@@ -181,8 +181,11 @@ def _find(folder: Path, world: World) -> Path:
     return source
 
 
-def _model_tensors(parts: Parts) -> dict[str, torch.Tensor]:
-    """Weights and persistent buffers by name; of models with adapters, only what is trained."""
+def _model_tensors(parts: Parts, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
+    """Weights and persistent buffers by name; of models with adapters, only what is trained.
+
+    Of what an optimizer has beside them, also what was trained and is frozen by now: `saved` knows it.
+    """
     named: dict[str, torch.Tensor] = {}
     for number, model in enumerate(parts.models):
         model.engine.settle()
@@ -194,9 +197,9 @@ def _model_tensors(parts: Parts) -> dict[str, torch.Tensor]:
             named |= {prefix + name: buffer for name, buffer in _kept_buffers(lm)}
     for number, optimizer in enumerate(parts.optimizers):
         known = {id(tensor) for tensor in named.values()}
-        loose = [p for p in optimizer.parameters() if id(p) not in known]
+        loose = {f"loose{number}.{i}": p for i, p in enumerate(p for p in optimizer.parameters() if id(p) not in known)}
         # Frozen weights of a base that is not saved have no state either.
-        named |= {f"loose{number}.{i}": p for i, p in enumerate(loose) if p.requires_grad}
+        named |= {n: p for n, p in loose.items() if p.requires_grad or optimizer.state.get(p) or n in saved}
     return named
 
 
@@ -220,22 +223,21 @@ def _pack_optimizer(
 ) -> dict[str, Any]:
     """Tensors of its state go into `named`, under their parameters' names; the rest is returned."""
     rest: dict[str, Any] = {}
-    found: dict[str, torch.Tensor] = {}
+    own = f"optim{number or ''}"
     for parameter, state in optimizer.state.items():
         name = names[id(parameter)]
         facts: dict[str, Any] = {}
         for kind, value in state.items():
             if isinstance(value, torch.Tensor):
-                found[f"optim{number or ''}.{kind}.{name}"] = value
+                named[f"{own}.{kind}.{name}"] = value
                 like = value.shape == parameter.shape
                 facts[kind] = {"like": like, "shape": list(value.shape), "dtype": str(value.dtype)}
-            else:
-                facts[kind] = {"value": pack(value, {}, f"the optimizer's {kind}")}
+            else:  # LBFGS's and SOAP's have lists of tensors
+                facts[kind] = {"value": pack(value, named, f"{own}.{kind}.{name}")}
         rest[name] = facts
-    named |= found
     groups = [
-        {key: pack(value, found, f"the optimizer's {key}") for key, value in _plain(group).items()}
-        for group in optimizer.param_groups
+        {key: pack(value, named, f"{own}.group{i}.{key}") for key, value in _plain(group).items()}
+        for i, group in enumerate(optimizer.param_groups)
     ]
     return {"state": rest, "groups": groups}
 
@@ -262,10 +264,10 @@ def _room_for_optimizer(
     for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
         numbers = list(range(place, place + len(group["params"])))
         place += len(numbers)
-        groups.append({**{key: unpack(value, {}) for key, value in old.items()}, "params": numbers})
+        groups.append({**{key: _filled_later(value, named) for key, value in old.items()}, "params": numbers})
         for index, parameter in zip(numbers, group["params"], strict=True):
             name = names.get(id(parameter), "")
-            state = {kind: _room(fact, parameter) for kind, fact in saved["state"].get(name, {}).items()}
+            state = {kind: _room(fact, parameter, named) for kind, fact in saved["state"].get(name, {}).items()}
             named |= {
                 f"optim{number or ''}.{kind}.{name}": value
                 for kind, value in state.items()
@@ -276,10 +278,16 @@ def _room_for_optimizer(
     return {"state": states, "param_groups": groups}
 
 
-def _room(fact: dict[str, Any], parameter: torch.Tensor) -> Any:
+def _filled_later(packed: Any, named: dict[str, torch.Tensor]) -> Any:
+    """A packed value whose tensors are empty, and stand in `named` too."""
+    named |= (rooms := room_for(packed))
+    return unpack(packed, rooms)
+
+
+def _room(fact: dict[str, Any], parameter: torch.Tensor, named: dict[str, torch.Tensor]) -> Any:
     """A value of an optimizer's state, or an empty tensor like the one that was saved: sharded as its parameter is."""
     if "value" in fact:
-        return unpack(fact["value"], {})
+        return _filled_later(fact["value"], named)
     dtype = getattr(torch, fact["dtype"].removeprefix("torch."))
     return (
         torch.zeros_like(parameter, dtype=dtype).detach() if fact["like"] else torch.zeros(fact["shape"], dtype=dtype)

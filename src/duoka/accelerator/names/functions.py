@@ -15,7 +15,7 @@ import torch
 from duoka.accelerator.collect import Collector
 from duoka.accelerator.loaders import PreparedLoader, SkippedLoader
 from duoka.accelerator.names.newest import current_world, newest_accelerator
-from duoka.accelerator.nested import map_tensors
+from duoka.accelerator.nested import map_tensors, send
 from duoka.accelerator.profiling import empty_caches
 from duoka.errors import ConfigError
 from duoka.parallel.out_of_memory import is_out_of_memory
@@ -57,7 +57,7 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
     if isinstance(tensor, Mapping) and skip_keys:
         keep = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys)
         return {k: v if k in keep else send_to_device(v, device, non_blocking) for k, v in tensor.items()}
-    return map_tensors(tensor, lambda one: one.to(device, non_blocking=non_blocking))
+    return send(tensor, device, non_blocking)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
