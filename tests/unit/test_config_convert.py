@@ -54,6 +54,8 @@ def test_it_says_what_became_of_which_line_and_overwrites_nothing() -> None:
     assert f"#   line {len(BASE) + 1}, plot_loss: the loss curve is always drawn" in text, text
     assert "# model_name_or_path, line 1" in text
     assert "exists" in str(convert("x.yaml", "-o", "ours.yaml").exception)
+    printed = convert("x.yaml", "-o", "-")
+    assert printed.stdout == text and not Path("-").exists()
     Path("elsewhere").mkdir()
     assert convert("x.yaml", "-o", "elsewhere/ours.yaml").exit_code == 0
     assert load_config("elsewhere/ours.yaml").base == Path.cwd()

@@ -150,7 +150,8 @@ def test_a_symptom_in_ones_own_words_leads_to_its_topic(symptom: str, title: str
 
 
 def test_a_key_of_another_tool_and_a_key_of_ours_are_told_with_their_effect() -> None:
-    assert "implemented -> data.max_length" in explain("cutoff_len", LANG="C")
+    for word in ("cutoff_len", "--cutoff_len", "--cutoff-len=512"):  # as command lines have it, too
+        assert "implemented -> data.max_length" in explain(word, LANG="C")
     assert "拒绝" in explain("use_muon", "--lang", "zh") or "已实现" in explain("use_muon", "--lang", "zh")
     said = explain("optim.lr", LANG="C")
     assert "results depend on it" in said and "LLaMA-Factory: learning_rate" in said

@@ -41,6 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
          "train x.yaml gradient_checkpointing=true --nproc 2"),
         ("--nproc_per_node=gpu --max_restarts=3 train.py x.yaml --learning-rate 1e-4",
          "train x.yaml learning_rate=1e-4 --restarts 3"),
+        ("--nproc_per_node=2 -m duoka train x.yaml --dry-run", "train x.yaml --nproc 2 --dry-run"),
+        ("--nproc_per_node=2 train.py --dry_run --config x.yaml", "train x.yaml --nproc 2 --dry-run"),
     ],
 )  # fmt: skip
 def test_a_torchrun_line_means(line: str, wanted: str) -> None:

@@ -76,13 +76,17 @@ def _start(nproc: int | None) -> Start:
 @click.argument("file", type=click.Path(dir_okay=True))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), help="A new YAML file, or ds_config.json."
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="A new YAML file, or ds_config.json; -: print.",
 )
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes that a batch per device is meant for.")
 def convert(file: str, overrides: tuple[str, ...], output: Path, nproc: int | None) -> None:
     from duoka.config.convert import converted_yaml
     from duoka.config.load import load_config
-    from duoka.errors import ConfigError, StorageError, typed
+    from duoka.errors import typed
 
     start = _start(nproc)
     loaded = load_config(file, overrides, start=start)
@@ -92,19 +96,28 @@ def convert(file: str, overrides: tuple[str, ...], output: Path, nproc: int | No
         notes += more
     else:
         text = converted_yaml(loaded, output.parent)
-    try:
-        with output.open("x", encoding="utf-8") as new:
-            new.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{output} exists, and nothing is overwritten", fix="write another name after -o") from None
-    except OSError as error:
-        raise StorageError(f"{output} cannot be written: {error.strerror or error}") from None
+    if str(output) != "-":
+        _write_new(output, text)
     for note in notes:
         click.echo(f"note: {note}", err=True)
-    if output.suffix == ".json":
+    if str(output) == "-":
+        click.echo(text, nl=False)
+    elif output.suffix == ".json":
         click.echo(f"wrote {output}, for {start.num_ranks} processes")
     else:
         click.echo(f"wrote {output}; train it:   duoka train {typed(output)}")
+
+
+def _write_new(path: Path, text: str) -> None:
+    from duoka.errors import ConfigError, StorageError
+
+    try:
+        with path.open("x", encoding="utf-8") as new:
+            new.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists, and nothing is overwritten", fix="write another name after -o") from None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def _deepspeed_text(config: RunConfig, num_processes: int) -> tuple[str, list[str]]:

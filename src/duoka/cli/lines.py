@@ -317,6 +317,7 @@ def _meaning(
     words += ["--port", port] if port and not is_elastic else []
     words += ["--restarts", restarts] if restarts not in ("", "0") else []
     if config is not None:
+        words += ["--dry-run"] if any(map(_is_dry_run, line.arguments)) else []
         return Meaning((*words, *settings), env, tuple(notes))
     if is_elastic:
         folder = _shared_folder(line)
@@ -341,11 +342,16 @@ def _config_of(line: Line) -> list[str] | None:
         words = words[1:]
     elif line.is_module or Path(line.program).is_file() or Path(line.program).name not in ("train.py", "duoka"):
         return None
-    out = settings_of_words(words)
+    out = settings_of_words([word for word in words if not _is_dry_run(word)])
     files = [word for word in out if word.endswith((".yaml", ".yml", ".json")) and "=" not in word]
     if not files:
         return None
     return [files[0], *(word for word in out if word != files[0])]
+
+
+def _is_dry_run(word: str) -> bool:
+    """duoka's own flag behind a guide's line, of one who wants to know first what it would do."""
+    return word.replace("_", "-") == "--dry-run"
 
 
 def settings_of_words(words: Sequence[str], *, only: Container[str] | None = None) -> list[str]:

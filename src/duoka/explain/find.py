@@ -72,8 +72,10 @@ def _read(name: str) -> Any:
 def find_entry(word: str, language: Language) -> Entry | None:
     """The text for a word: a key of ours, a code, a topic, a key of another tool, or words of a message."""
     wanted = word.strip()
-    if wanted.startswith("--") and (entry := _explain_flag(wanted, language)):
-        return entry
+    if wanted.startswith("--"):
+        if entry := _explain_flag(wanted, language):
+            return entry
+        wanted = wanted.lstrip("-").partition("=")[0].strip().replace("-", "_")  # a key, as command lines have it
     plain = _plain(wanted)
     if wanted in known_keys():
         entry, topic = _explain_key(known_keys()[wanted], language), topics().get(plain)
