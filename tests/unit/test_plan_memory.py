@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from duoka.config.schema import LoraConfig, OptimConfig
+from duoka.config.schema import LoraConfig, OptimConfig, TrainOnlyConfig
 from duoka.model import native
 from duoka.optim.build import build_optimizer
 from duoka.plan.activations import LOSS_CHUNK_BYTES, LOSS_CHUNK_ROWS
@@ -55,12 +55,13 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False):
+def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False, train_only=None):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from duoka.model.attention import register_attention
     from duoka.model.build import LossModel
     from duoka.model.fp8 import apply_fp8
+    from duoka.model.freeze import apply_train_only
     from duoka.model.fused import apply_fused
     from duoka.model.lora import apply_lora
     from duoka.parallel.recompute import apply_recompute
@@ -68,6 +69,8 @@ def measured_peak(lora, precision, recompute, sizes=(TOKENS,), *, narrow=False):
     lm = LlamaForCausalLM(LlamaConfig(**FACTS, attn_implementation=register_attention()))
     if lora is not None:
         lm = apply_lora(lm.to(torch.bfloat16 if precision == "bf16" else torch.float32), lora)
+    if train_only is not None:
+        apply_train_only(lm, train_only)
     if narrow:
         lm = lm.to(torch.bfloat16)
     model = LossModel(lm.train())
@@ -151,6 +154,22 @@ def test_without_compiled_kernels_a_step_keeps_more(dropout, monkeypatch, reques
     )
     with_them = estimate_memory(Work(SHAPE, lora), layout, TOKENS, later=0)
     assert with_them.peak_bytes < memory.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("chosen", "recompute"),
+    [({"layers": 1}, "none"), ({"layers": 3}, "none"), ({"layers": 1}, "full"), ({"layers": -1}, "none"),
+     ({"layers": 1, "extra": ["embed_tokens"]}, "none")],
+)  # fmt: skip
+def test_below_the_trained_layers_nothing_is_kept(chosen, recompute):
+    """Frozen layers above keep less than trained ones, which the plan leaves out: too much, never too little."""
+    chosen, tokens = TrainOnlyConfig(**chosen), 8 * TOKENS
+    layout = Layout(recompute=recompute, micro=Amount(tokens, "tokens"))
+    work = Work(SHAPE, None, has_kernels=has_kernels(), train_only=chosen)
+    predicted = estimate_memory(work, layout, tokens, later=0).peak_bytes - CPU_FRAMEWORK_BYTES[1]
+    measured = measured_peak(None, "fp32", recompute, (tokens,), train_only=chosen)
+    told = f"{predicted / 2**20:.1f} MiB predicted, {measured / 2**20:.1f} measured"
+    assert 0.98 < predicted / measured < 1.25, told
 
 
 @pytest.mark.parametrize("later", [64, 128, 256])

@@ -3,9 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from duoka.config.schema import TrainOnlyConfig
+from duoka.model.freeze import apply_train_only
 from duoka.plan.catalog import parse_cluster
 from duoka.plan.crossval import cross_validate
+from duoka.plan.flops import model_flops_per_token
 from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.lengths import Lengths
 from duoka.plan.published import read_points
@@ -198,6 +203,35 @@ def test_attention_on_a_cpu_takes_as_long_as_it_was_measured_to(precision, compi
     else:
         looked_at = 4 * 32 * 4096 * 2048 * (512 + 1) / 2
         assert (once, twice) == pytest.approx((3.5 * looked_at / flops, 3.5 * looked_at / flops / 2))
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"layers": 1}, {"layers": 3}, {"layers": -4}, {"layers": 2, "modules": ["self_attn"]},
+     {"layers": [0], "extra": ["norm"]}, {"layers": 4, "extra": ["lm_head"]}, {"layers": 1, "extra": ["embed_tokens"]}],
+)  # fmt: skip
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_some_trained_layers_cost_is_what_torch_counts(chosen, tied):
+    """The forward pass, and a backward pass that goes no further down than there is something to learn."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    facts = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}  # fmt: skip
+    chosen, length = TrainOnlyConfig(**chosen), 8
+    lm = LlamaForCausalLM(LlamaConfig(**facts, attn_implementation="eager"))
+    apply_train_only(lm, chosen)
+    with FlopCounterMode(display=False) as counter:
+        lm(torch.zeros(1, length, dtype=torch.long)).logits.sum().backward()
+    work = Work(shape_from_config({"model_type": "llama", **facts}), None, "cuda", train_only=chosen)
+    counted = counter.get_total_flops() / length
+    assert model_flops_per_token(work, length) == pytest.approx(counted, rel=0.06)
+    whole, some = (
+        estimate_speed(one, HALF, NODES, Load(1, length, length, length)).parts["matrix products"]
+        for one in (replace(work, train_only=None), work)
+    )
+    assert some / whole == pytest.approx(
+        counted / (model_flops_per_token(replace(work, train_only=None), length)), rel=0.06
+    )
 
 
 def test_mfu_is_held_against_all_devices_and_a_cpu_nobody_measured_has_none():

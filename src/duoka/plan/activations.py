@@ -15,6 +15,7 @@ from duoka.plan.layout import Layout
 from duoka.plan.recipe import ModelShare, Program, Work
 from duoka.plan.shape import adapted_linears
 from duoka.plan.sizes import ModelShape
+from duoka.plan.trained_weights import trains_head
 
 # Logits of one chunk of the loss in fp32. model/chunks.py has the same chunks; a test holds the two together.
 LOSS_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
@@ -201,6 +202,8 @@ def loss_bytes(work: Work, layout: Layout, share: ModelShare, tokens: int) -> tu
     # Untied and sharded, the head is gathered in half precision; else a half copy of fp32 weights is made.
     comes_narrow = work.narrow_weights or (layout.is_sharded and not shape.tied)
     weight_copy = 2 * head if half and not comes_narrow else 0
+    if work.train_only is not None and not trains_head(shape, work.train_only):
+        return chunk + weight_copy, 2 * row_gradient
     # The head's gradient is summed over chunks; in half precision each chunk's own product stands beside the sum.
     product = 2 * head if half else 0
     return chunk + weight_copy + product, 2 * row_gradient + 4 * head

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from duoka.plan.recipe import Work
 from duoka.plan.shape import ModelShape
+from duoka.plan.trained_weights import layers_passed
 
 # What duoka prints: products that are really needed, attention only where a token may look.
 OWN_FORMULA = "6N- + 6A (no input embedding, causal attention; recompute not counted)"
@@ -25,12 +26,26 @@ def forward_flops_per_token(shape: ModelShape, length: int) -> tuple[float, floa
     return 2.0 * products(shape), 4.0 * shape.num_layers * shape.q_size * shape.mean_span(length)
 
 
+def backward_shares(work: Work) -> tuple[float, float]:
+    """(products of the backward pass, in forward passes of them; the share of the layers that it goes through)."""
+    if work.train_only is None:
+        return (2.0 if work.lora is None else 1.0 + 3.0 * work.num_trainable / work.num_frozen), 1.0
+    shape, number = work.shape, products(work.shape)
+    head = shape.vocab_size * shape.hidden_size
+    layers = layers_passed(shape, work.train_only) / shape.num_layers
+    is_embedding_trained = any(name.endswith("embed_tokens") for name in work.train_only.extra)
+    trained = work.num_trainable - (shape.num_embedding if is_embedding_trained and not shape.tied else 0)
+    return (layers * (number - head) + head) / number + min(1.0, trained / number), layers
+
+
 def model_flops_per_token(work: Work, length: int) -> float:
-    """What training one token needs, recompute not counted: forward once, backward twice (once for frozen weights)."""
+    """What training one token needs, recompute not counted: forward once, backward twice (once for frozen weights, and
+    not at all below the first weights that are trained)."""
     matmul, attention = forward_flops_per_token(work.shape, length)
     beside = (work.references + work.looks) * (matmul + attention)  # forward only
     if work.train_only is not None:
-        return 2 * matmul + 2.0 * work.num_trainable + 3 * attention + beside
+        share, layers = backward_shares(work)
+        return (1 + share) * matmul + (1 + 2 * layers) * attention + beside
     if work.lora is None:
         return 3 * (matmul + attention) + beside
     return 2 * matmul + 6.0 * work.num_trainable + 3 * attention + beside

@@ -22,6 +22,7 @@ from duoka.plan.layout import Layout
 from duoka.plan.offload import LAYERS_HERE, buffer_bytes
 from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
 from duoka.plan.recompute import is_share, whole_layers
+from duoka.plan.trained_weights import layers_passed
 
 # A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
 # measured). The upper end has what glibc keeps of freed blocks, up to 250 MiB more, from run to run others.
@@ -200,6 +201,8 @@ def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, len
             f"{_SELECTIVE[work.program.selective if work.program else 'products']}, and one layer whole: {formula}"
         )
     layers = [edge * tokens if whole else usual for whole in whole_layers(layout.recompute, share.num_layers)]
+    if work.train_only is not None and layout.pp == 1:  # below what is trained, nothing is kept
+        layers = layers[share.num_layers - layers_passed(work.shape, work.train_only) :]
     kept = sum(layers) * share.in_flight
     if layout.recompute == "full":
         formula = f"{edge // work.shape.hidden_size}h per token and layer, and one layer whole: {formula}"

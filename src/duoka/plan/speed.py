@@ -14,7 +14,14 @@ from duoka.config.schema import GRAPHS
 from duoka.plan import deepspeed
 from duoka.plan.activations import activation_bytes_per_token, is_narrow
 from duoka.plan.catalog import Cluster
-from duoka.plan.flops import ATTENTION_BACKWARD, OWN_FORMULA, forward_flops_per_token, model_flops_per_token, products
+from duoka.plan.flops import (
+    ATTENTION_BACKWARD,
+    OWN_FORMULA,
+    backward_shares,
+    forward_flops_per_token,
+    model_flops_per_token,
+    products,
+)
 from duoka.plan.fp8 import fp8_weights, rounding_bytes
 from duoka.plan.layout import Layout
 from duoka.plan.memory import moved_activations
@@ -157,13 +164,14 @@ def estimate_speed(
     cores = cluster.per_node if device.kind == "cpu" else 1  # CPU ranks of a node share it
     matmul_s, attention_s, touch_s = _pass_seconds(work, layout, cluster, load, rates)
     forward = max(matmul_s + attention_s + touch_s, _launch_s(work, layout, device.kind))
-    products_again, attention_again = _computed_again(work, layout)
+    # Of a pipeline, the stage that learns is waited for.
+    double, passed = (2.0, 1.0) if work.train_only and layout.pp > 1 else backward_shares(work)
+    products_again, attention_again = (passed * part for part in _computed_again(work, layout))
     again = products_again * forward
     if layout.recompute == "selective":  # operators: products that are kept, and what lies between them
-        again = attention_s if attention_again else touch_s + products_again * matmul_s
-    double = 2.0 if not work.num_frozen else 1.0 + (3 if work.lora else 1) * work.num_trainable / work.num_frozen
-    backward = double * matmul_s + ATTENTION_BACKWARD * attention_s + touch_s * TOUCHES_BACKWARD
-    backward = max(backward, _launch_s(work, layout, device.kind) * 2)
+        again = passed * attention_s if attention_again else passed * touch_s + products_again * matmul_s
+    backward = double * matmul_s + passed * (ATTENTION_BACKWARD * attention_s + touch_s * TOUCHES_BACKWARD)
+    backward = max(backward, _launch_s(work, layout, device.kind) * 2 * passed)
     exchanges = traffic(
         work, layout, cluster.per_node, accumulation=max(1, round(load.accumulation)), tokens=round(load.tokens),
         reshard=reshard,
@@ -184,7 +192,7 @@ def estimate_speed(
     moving = max(0.0, _moving_seconds(work, layout, cluster, load) - compute)  # beside both passes
     parts = {
         "matrix products": count * matmul_s * (1 + double + products_again + work.looks),
-        "attention": count * attention_s * (1 + ATTENTION_BACKWARD + attention_again + work.looks),
+        "attention": count * attention_s * (1 + ATTENTION_BACKWARD * passed + attention_again + work.looks),
         "exchange": exposed,
         "pipeline bubble": waits,
         "optimizer": optimizer,

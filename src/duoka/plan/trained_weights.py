@@ -33,6 +33,25 @@ def layer_numbers(chosen: TrainOnlyConfig, num_layers: int) -> list[int]:
     return list(range(num_layers - asked, num_layers)) if asked > 0 else list(range(-asked))
 
 
+def _extra_names(chosen: TrainOnlyConfig) -> set[str]:
+    return {name.rsplit(".", 1)[-1] for name in chosen.extra}
+
+
+def trains_head(shape: ModelShape, chosen: TrainOnlyConfig) -> bool:
+    """Under its own name, or under the embedding's that it is tied to."""
+    return bool(_extra_names(chosen) & {"lm_head", *(("embed_tokens",) if shape.tied else ())})
+
+
+def layers_passed(shape: ModelShape, chosen: TrainOnlyConfig) -> int:
+    """How many layers the backward pass goes through: from the last one down to the first that has something to learn.
+
+    What lies below it gets no gradients, keeps no activations, and is computed forward only.
+    """
+    if "embed_tokens" in _extra_names(chosen) or (shape.tied and trains_head(shape, chosen)):
+        return shape.num_layers
+    return shape.num_layers - min(layer_numbers(chosen, shape.num_layers), default=shape.num_layers)
+
+
 def trained_parameters(shape: ModelShape, chosen: TrainOnlyConfig) -> int:
     """Parameters of the chosen layers and modules. Norms inside layers count only when whole layers are trained."""
     per_layer = shape.num_per_layer
@@ -45,7 +64,7 @@ def trained_parameters(shape: ModelShape, chosen: TrainOnlyConfig) -> int:
         "lm_head": shape.num_embedding,
         "norm": shape.num_final_norm_parameters,
     }
-    names = {name.rsplit(".", 1)[-1] for name in chosen.extra}
+    names = _extra_names(chosen)
     if shape.tied and {"embed_tokens", "lm_head"} <= names:
         names.discard("lm_head")  # one tensor under two names
     extra = sum(outside.get(name, 0) for name in names)
