@@ -39,11 +39,20 @@ def test_everything_people_look_for_is_there_in_80_columns(tmp_path):
     text = text_of(write_run(tmp_path / "a", 40, ranks=8, slow_rank=5, total_steps=80, state="running"), 80)
     for wanted in (
         "running", "step 40 of 80 (50%)", "20 s left", "loss", "▁", "gradient  1.025", "2,000 tokens/s",
-        "cost 0.13", "wait 12%", "at most (rank 7)", "plan 1 GiB (512 MiB to 2 GiB)",
+        "cost 0.02", "wait 12%", "at most (rank 7)", "plan 1 GiB (512 MiB to 2 GiB)",
         "rank 5 is the slowest: it waits 0.01 s a step", "run `duoka doctor` on its machine", "eval       loss 3.3",
     ):  # fmt: skip
         assert wanted in text, f"{wanted!r} is not in\n{text}"
     assert max(map(cells, text.splitlines())) <= 80
+
+
+def test_a_cpu_that_ranks_share_costs_once_and_each_card_for_itself(tmp_path):
+    """As the plan counts: 20 s at 3 an hour."""
+    run = write_run(tmp_path / "a", 40, ranks=8)
+    assert standing_of(run)[1].cost == pytest.approx(3 * 20 / 3600)
+    plan = json.loads(run.plan.read_text())
+    write_json_atomic(run.plan, plan | {"machine": {"device": "cuda", "gpus": [{}] * 8}})
+    assert standing_of(run)[1].cost == pytest.approx(8 * 3 * 20 / 3600)
 
 
 def test_the_slow_rank_is_the_one_that_waits_least_and_only_where_others_wait_for_it(tmp_path):

@@ -162,7 +162,12 @@ def _cost(history: History, price_per_hour: float | None) -> float | None:
         price = number(costs.get("price_per_hour"))
     if price is None:
         return None
-    return price * (whole(history.facts.get("world_size")) or 1) * history.total_s() / 3600
+    devices = whole(history.facts.get("world_size")) or 1
+    machine = history.plan.get("machine")
+    if isinstance(machine, dict) and machine.get("device") == "cpu":
+        # Ranks share it: plans count one device a machine.
+        devices = max(1, devices // _ranks_per_node(history))
+    return price * devices * history.total_s() / 3600
 
 
 def _memory(history: History, ranks: Sequence[RankTail]) -> dict[str, float]:
