@@ -5,7 +5,7 @@ Engines catch it (engine.py); what follows, smaller micro-batches or the end of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -37,11 +37,15 @@ def describe_shortage(micro: Batch, error: RuntimeError, world: World, *, is_las
 
 
 def smallest_batch(micro: Batch) -> Batch:
-    """One token of a micro-batch, which is no target."""
+    """One token, which is no target and of no sample: laid out as `micro` is, and with nothing of what lies beside it.
+
+    What is known of its documents (whose answers they are, where its targets stand) fits no other number of tokens.
+    """
     one = micro.input_ids[:1, :1]
-    return replace(
-        micro, input_ids=one, labels=torch.full_like(one, IGNORED), position_ids=torch.zeros_like(one),
+    return Batch(
+        input_ids=one, labels=torch.full_like(one, IGNORED), position_ids=torch.zeros_like(one),
         boundaries=None if micro.boundaries is None else torch.tensor([0, 1], dtype=torch.int32),
         attention_mask=None if micro.attention_mask is None else torch.ones_like(one, dtype=torch.bool),
+        num_targets=0, num_tokens=0, num_samples=0,
         token_keys=None if micro.token_keys is None else torch.full_like(one, PADDING_KEY),
     )  # fmt: skip

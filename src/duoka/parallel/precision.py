@@ -32,4 +32,8 @@ class Numerics:
 
 
 def build_numerics(precision: str, device: torch.device) -> Numerics:
-    return Numerics(precision, torch.amp.GradScaler(device.type, enabled=precision == "fp16"))
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    if scaler.is_enabled():
+        # It makes its scale at its first product, and a rank without memory for its first pass needs it before that.
+        scaler.scale(torch.zeros((), device=device))
+    return Numerics(precision, scaler)

@@ -96,6 +96,7 @@ class RolloutFeed:
         self._scored_by: str = world.agree(site.rewarders() if world.is_main else "")
         self.facts: dict[str, float] = {}  # of the newest answers
         self.is_first_of_several = False  # updates on the same answers, the first of which was laid out last
+        self._own: frozenset[int] = frozenset()  # this rank's answers of the batch laid out last, by place
         self.num_failed = 0  # answers whose rewards failed, since the start
         self.faults: Counter[str] = Counter()  # of those that were scored last
 
@@ -140,6 +141,7 @@ class RolloutFeed:
         if update and any(one.rollout.old is None for one in rows.answers):
             raise self._gone(number, "has answers without the log-probabilities of its first update")
         own = self._share(rows)
+        self._own = frozenset(rows.answers[index].place for micro in own for index in micro.sample_ids)
         key = step_key(self.plan.seed, step)
         layout, pad_id = self.site.layout, self._loader.pad_id
         micros = [build_answers(rows, micro, layout.packing, pad_id, key) for micro in own]
@@ -302,7 +304,8 @@ class RolloutFeed:
         """The log-probabilities that the first update saw, of this rank's answers: beside the answers, for the next."""
         assert self._now is not None
         self.is_first_of_several = False
-        own = {place: values.tolist() for place, values in logps.items()}
+        # A step that was not finite, and from which the run went back, has left some of its own there.
+        own = {place: values.tolist() for place, values in logps.items() if place in self._own}
         found: dict[int, list[float]] = {}
         for part in self.site.engine.mesh.everyone.gather(own):
             found |= part
