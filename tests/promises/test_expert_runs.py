@@ -8,7 +8,7 @@ from families import write_family
 from oracle import train as oracle_train
 from safetensors import safe_open
 from test_families import GLOBAL_BATCH, NUM_SAMPLES, RECIPE, YAML, events_of
-from tiny import build_tiny_tokenizer, write_conversations
+from tiny import build_tiny_tokenizer, write_conversations, write_labeled
 from worlds import train_all
 
 pytestmark = pytest.mark.timeout(400)
@@ -153,3 +153,39 @@ def test_a_step_in_which_no_answer_says_anything_balances_nothing(case):
     train_all([(str(yaml), [], str(folder / "answers"))], 1)
     steps = events_of(folder / "answers", "step")
     assert [(one["num_samples"], one["loss"], one["grad_norm"]) for one in steps] == [(0, 0, 0)] * 2
+
+
+LABELED = """
+model: {model}
+stage: {{name: kto, beta: 0.3}}
+data: {{train: [{data}], max_length: 96}}
+optim: {{lr: 1e-2}}
+train: {{max_steps: 4, global_batch: 4, precision: fp32, seed: 7}}
+log: {{to: []}}
+output: {folder}/out
+"""
+
+
+def test_a_stage_that_looks_ahead_does_so_beside_the_balancing_loss(case):
+    """KTO's z0 comes of passes before the step's own. A balancing loss of next to nothing changes none of it."""
+    folder, _, models, _ = case
+    data, yaml = write_labeled(folder / "labeled.jsonl", 11, seed=3), folder / "labeled.yaml"
+    yaml.write_text(LABELED.format(model=models["qwen3_moe"], data=data, folder=folder), encoding="utf-8")
+    train_all([(str(yaml), [f"train.router_aux_loss={one}"], str(folder / one)) for one in ("0", "1e-9")], 1)
+    plain, balanced = (events_of(folder / one, "step") for one in ("0", "1e-9"))
+    assert max(one["kl"] for one in plain) > 0.01 and len(plain) == 4
+    for ours, theirs in zip(balanced, plain, strict=True):
+        for key in ("loss", "kl", "drift", "grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), f"{key} of step {ours['step']}"
+
+
+def test_padding_between_rows_of_a_fixed_length_has_no_part_in_the_balancing_loss(case):
+    folder, _, _, yamls = case
+    rows = ("data.fixed_rows=true", "data.max_length=256", "train.micro_batch=768 tokens")
+    ways = {"by samples": ("data.max_length=256",), "by rows": rows}
+    yaml, strong = str(yamls["qwen3_moe"]), "train.router_aux_loss=1"
+    train_all([(yaml, [strong, *how], str(folder / name)) for name, how in ways.items()], 1)
+    ours, theirs = (events_of(folder / way, "step") for way in ("by rows", "by samples"))
+    assert len(ours) == len(theirs) > 1
+    for mine, want in zip(ours, theirs, strict=True):
+        assert (mine["loss"], mine["grad_norm"]) == pytest.approx((want["loss"], want["grad_norm"]), rel=1e-5)

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from duoka.config.schema import RunConfig
 from duoka.data.feed.loader import Batch, GlobalBatch
+from duoka.data.feed.token_keys import PADDING_KEY
 from duoka.errors import ConfigError
 from duoka.model.build import find_core
 from duoka.parallel.engine import Engine
-from duoka.parallel.objective import Objective, Sums
+from duoka.parallel.objective import LooksAhead, Objective, Sums
 from duoka.parallel.precision import compute_in
 
 NAME = "experts"  # of the loss, beside "tokens" and the like
@@ -91,7 +92,9 @@ class Balance:
     def objective_of(self, batch: GlobalBatch) -> Objective:
         chosen = self._count(batch)
         rows = (chosen.sum() / self._num_chosen).clamp(min=1)  # tokens x layers; none in a step without answers
-        return _Balanced(self, self.coefficient * len(chosen) * chosen / rows.square())
+        weights = self.coefficient * len(chosen) * chosen / rows.square()
+        stage = self.stage
+        return _BalancedAhead(self, weights, stage) if isinstance(stage, LooksAhead) else _Balanced(self, weights)
 
     def _count(self, batch: GlobalBatch) -> torch.Tensor:
         """(experts,): how often each is chosen in all layers for all tokens of the step; all ranks call it."""
@@ -139,7 +142,9 @@ class Balance:
 
 
 def real_tokens(micro: Batch) -> torch.Tensor:
-    """(rows x tokens,) 1.0 where no padding stands: of packed rows it stands at the end."""
+    """(rows x tokens,) 1.0 where no padding stands: rows of a fixed length, end to end, have it between them."""
+    if micro.token_keys is not None:
+        return (micro.token_keys != PADDING_KEY).reshape(-1).float()
     rows, length = micro.input_ids.shape
     if micro.num_tokens == 0:  # a rank without samples, whose one token is there to be computed
         return torch.zeros(rows * length)
@@ -163,3 +168,17 @@ class _Balanced:
             sums = self._balance.stage.sums(model, micro, device)
         loss = (self._balance.probable() * self._weights).sum()
         return Sums({**sums.losses, NAME: loss}, sums.metrics)
+
+
+class _BalancedAhead(_Balanced):
+    """The same of a stage whose losses need numbers of the whole global batch: it looks ahead as it does alone."""
+
+    def __init__(self, balance: Balance, weights: torch.Tensor, stage: LooksAhead) -> None:
+        super().__init__(balance, weights)
+        self._ahead, self.num_looked = stage, stage.num_looked
+
+    def look(self, model: torch.nn.Module, micro: Batch, device: torch.device) -> torch.Tensor:
+        return self._ahead.look(model, micro, device)
+
+    def has_looked(self, totals: Sequence[float], batch: GlobalBatch) -> None:
+        self._ahead.has_looked(totals, batch)
