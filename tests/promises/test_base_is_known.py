@@ -7,7 +7,7 @@ import peft
 import pytest
 from commands import run_duoka
 from safetensors.torch import load_file, save_file
-from tiny import write_conversations
+from tiny import write_conversations, write_pairs
 
 from duoka.cli import run as duoka
 from duoka.config.load import load_config
@@ -82,6 +82,19 @@ def test_a_run_whose_checkpoint_holds_every_weight_goes_on_and_says_so(runs, oth
     wanted = load_file(runs / "full/final/model.safetensors")
     got = load_file(runs / "full-on/final/model.safetensors")
     assert all((got[name] == value).all() for name, value in wanted.items())
+
+
+def test_a_run_whose_loss_compares_with_the_base_goes_on_beside_its_own_only(runs, request):
+    """Its checkpoint holds every weight; what it is compared with comes from the base at each start."""
+    write_pairs(runs / "pairs.jsonl", 8, seed=3)
+    text = YAML.format(folder=runs, lora="stage: dpo").replace("chats.jsonl", "pairs.jsonl")
+    for name, stage in (("compared", "dpo"), ("plain", "{name: dpo, loss: simpo}")):
+        (runs / f"{name}.yaml").write_text(text.replace("stage: dpo", f"stage: {stage}"))
+        train(runs / f"{name}.yaml", runs / name)
+    request.getfixturevalue("other_base")
+    output = go_on(runs, "compared", code=2)
+    assert "was written, and the loss compares with what that model says" in output and "now: config" in output
+    assert "this run goes on with its own" in go_on(runs, "plain")
 
 
 def test_chat_eval_and_export_refuse_another_base(runs, other_base):

@@ -221,18 +221,29 @@ def compare_with_run(folder: Path, new: RunConfig, data: str, base: Path, layout
 
 
 def _check_base(folder: Path, manifest: Manifest, config: RunConfig, base: Path) -> list[str]:
-    """Refuse another base model where results depend on it; a note where the checkpoint holds every weight itself."""
+    """Refuse another base model where results depend on it: the frozen weights, or what the loss compares with.
+
+    A note where the checkpoint holds every weight itself.
+    """
     before = read_identity(manifest.base)
     differs = other_base(before, base)
     if not differs or before is None:
         return []
+    what = "the frozen weights come from it"
     if config.lora is None and config.train_only is None and before.config == BaseIdentity.of(base).config:
-        return [f"the weights in {base} have changed; this run goes on with its own, all of them in {folder.name}"]
+        if not _compares_with_start(config):
+            return [f"the weights in {base} have changed; this run goes on with its own, all of them in {folder.name}"]
+        what = "the loss compares with what that model says"
     raise ConfigError(
-        f"the base model is not what it was when {folder.name} was written, and the frozen weights come from it",
+        f"the base model is not what it was when {folder.name} was written, and {what}",
         where=differs,
         fix=f"bring that model back to its place, or start anew:   output={folder.parent.parent}-2",
     )
+
+
+def _compares_with_start(config: RunConfig) -> bool:
+    """Whether the loss asks at each start anew what the model that the run began with says."""
+    return config.stage.has_reference or (config.stage.kind.draws and config.rl.kl > 0)
 
 
 def config_of(folder: Path) -> RunConfig:
