@@ -67,6 +67,22 @@ def test_the_best_step_by_evaluation_is_saved_and_stays(start):
     assert saver.contents.state.best_step == 2
 
 
+def test_the_best_by_one_measure_is_forgotten_where_another_one_counts(start):
+    """A run that goes on with `best_by: sort`: a loss of 0.1 would beat all that a task lacks to its full score."""
+    saver = start(every=100, keep=1, keep_best=True)
+    saver.evaluated(0.1)
+    walk(saver, 1)
+    state = saver.contents.state
+    saver.config = saver.config.model_copy(update={"best_by": "sort"})
+    for step, (lacks, loss) in enumerate(((0.9, 0.05), (0.7, 0.04), (0.8, 0.03)), 2):
+        saver.contents.state.step = step
+        saver.evaluated(loss)
+        saver.evaluated(lacks, by="sort")
+        walk(saver, step, last=step == 4)
+    assert (state.best_by, state.best_step, state.best_loss) == ("sort", 3, 0.7)
+    assert steps_there(saver) == [3, 4]
+
+
 def test_without_keep_best_an_evaluation_saves_nothing(start):
     saver = start(every=100)
     saver.evaluated(1.0)

@@ -76,6 +76,9 @@ class Saver:
         if by != self.config.best_by:
             return
         state = self.contents.state
+        if state.best_by not in (None, by):  # a loss says nothing of a score
+            state.best_loss = state.best_step = None
+        state.best_by = by
         if loss < (float("inf") if state.best_loss is None else state.best_loss):
             state.best_loss, state.best_step = loss, state.step
             self._is_best = self.config.keep_best

@@ -26,6 +26,7 @@ class TrainState:
     num_targets: int = 0
     best_loss: float | None = None  # of the evaluations so far
     best_step: int | None = None
+    best_by: str | None = None  # what these two are of, as checkpoint.best_by has it
     eval_pending: bool = False  # an evaluation was due after this step, and a request to stop came in the middle of it
 
     @property
