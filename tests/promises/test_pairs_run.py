@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,11 @@ from safetensors.torch import load_file
 from test_any_split import read_run
 from tiny import write_pairs, write_tiny_model
 from worlds import run_world, train_all
+
+from duoka.config.load import load_config
+from duoka.hub.new_model import MARK
+from duoka.plan.layout import Layout
+from duoka.train.reference import ReferencePass
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -126,6 +132,21 @@ def test_an_adapter_that_goes_on_is_its_own_reference(case):
     assert first["drift"] < 1e-6 and abs(first["margin"]) < 1e-5
     log = [one["logp_chosen"] for one in (first, read_run(case / WHOLE)[0])]
     assert abs(log[0] - log[1]) > 1, "and not the base, from which it has moved"
+
+
+def test_weights_of_another_seed_and_narrower_ones_have_a_reference_of_their_own(case, tmp_path):
+    """A new model's folder holds no weights: what lies there says nothing of the seed that they are drawn from."""
+    shutil.copy(case / "model" / "config.json", tmp_path)
+    rows = SimpleNamespace(fingerprint="x")
+
+    def key(folder, *overrides):
+        config = load_config(str(case / "run.yaml"), ["lora=null", *overrides]).config
+        return ReferencePass(config, case, folder, 0, Layout(precision="bf16"), engine=None).key(rows)
+
+    assert key(tmp_path, "train.seed=1") == key(tmp_path, "train.seed=2")
+    (tmp_path / MARK).write_text("{}")
+    assert key(tmp_path, "train.seed=1") == key(tmp_path, "train.seed=1") != key(tmp_path, "train.seed=2")
+    assert key(case / "model") != key(case / "model", "train.weights=bf16", "train.precision=bf16")
 
 
 def test_a_file_of_llamafactory_runs_as_it_stands(case):

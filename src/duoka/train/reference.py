@@ -26,6 +26,7 @@ from duoka.data.feed.loader import build_batch, eval_plans
 from duoka.data.prepare import PreparedData
 from duoka.errors import StorageError
 from duoka.hub.base import model_fingerprint
+from duoka.hub.new_model import is_new
 from duoka.parallel.engine import Engine
 from duoka.parallel.inputs import model_inputs
 from duoka.parallel.precision import compute_in
@@ -79,6 +80,10 @@ class ReferencePass:
             # A base under adapters lies in the type that computes, trained weights in fp32.
             "precision": [self.layout.precision, lora is not None],
         }
+        if is_new(self.model):
+            facts["random weights"] = config.train.seed
+        if config.weights_type(self.layout.precision) != "fp32" and lora is None:
+            facts["weights"] = config.train.weights  # trained ones, as narrow as passes compute
         # Sharded layers that are trained take weights, norms' too, in half precision: they round otherwise.
         if self.layout.is_sharded and self.layout.precision != "fp32" and lora is None:
             facts["rounded"] = "by layers"
