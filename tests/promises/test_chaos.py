@@ -6,6 +6,7 @@ from tiny import write_conversations
 from duoka import cli
 from duoka.cluster import chaos
 from duoka.cluster.fault_injection import strike
+from duoka.config.load import load_config
 
 YAML = """
 model: {model}
@@ -51,12 +52,15 @@ def test_the_table_says_what_survived_and_what_was_lost(yaml, tmp_path, capsys, 
 def test_a_lost_trial_gives_code_3_and_stays_to_be_looked_at(yaml, tmp_path, capsys, monkeypatch):
     def run_trial(trial, stage, reference, *, same_bits):
         stage.run.path.mkdir()
+        short = load_config(str(stage.config), stage.overrides).config
+        assert (short.train.max_steps, short.optim.warmup) == (chaos.NUM_STEPS, 0.5)
         return chaos.Outcome(trial, 1.0, "exit 5", "it ended in other weights" if trial.name == "flip" else "")
 
     monkeypatch.setattr(chaos, "run_reference", lambda stage: "digest")
     monkeypatch.setattr(chaos, "patience_for", lambda run: 5.0)
     monkeypatch.setattr(chaos, "run_trial", run_trial)
-    assert cli.run(["chaos", str(yaml), "--only", "cut,flip"]) == 3
+    # A warm-up that is longer than a trial.
+    assert cli.run(["chaos", str(yaml), "optim.warmup=100", "--only", "cut,flip"]) == 3
     out = capsys.readouterr().out
     assert "survived  cut" in out and "LOST      flip" in out and "it ended in other weights" in out
     assert "1 of 2 survived" in out

@@ -73,8 +73,8 @@ def test_rows_add_up_and_the_trace_can_be_read(yaml, tmp_path):
 
 
 def test_two_ranks_leave_two_traces_and_one_page(yaml, tmp_path):
-    # Fewer steps in an epoch than are taken.
-    out = profile(yaml, "train.global_batch=20", "--nproc", "2", "--out", str(tmp_path / "seen"))
+    # Fewer steps in an epoch than are taken, and fewer of these than the warm-up has.
+    out = profile(yaml, "train.global_batch=20", "optim.warmup=100", "--nproc", "2", "--out", str(tmp_path / "seen"))
     assert out.count("2 ranks, ddp2") == out.count("  change  ") == out.count("tokens/s") == 1, out
     assert "wait" in out and "self_attn" in out
     names = sorted(path.name for path in (tmp_path / "seen").iterdir())

@@ -105,8 +105,11 @@ def _shortened(loaded: Loaded) -> tuple[str, ...]:
 
     # A few steps an epoch are enough for the trials; how often the data come round changes nothing for them.
     often = () if loaded.config.stage.kind.reads_text else ("train.epochs=10000",)
+    # In steps or tokens it is made for a whole run, and may be longer than this one.
+    warm = loaded.config.optim.warmup
+    warmup = ("optim.warmup=0.5",) if isinstance(warm, str) or warm >= 1 else ()
     return (
-        *often, f"train.max_steps={NUM_STEPS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=2",
+        *often, *warmup, f"train.max_steps={NUM_STEPS}", f"checkpoint.every={SAVE_EVERY}", "checkpoint.keep=2",
         "checkpoint.resume=auto", "log.every=1",
     )  # fmt: skip
 

@@ -70,8 +70,9 @@ def _work(config: str, overrides: tuple[str, ...], steps: int, folder: Path, as_
     from duoka.train.main import read_inputs
     from duoka.train.profile import WARM_UP, profile_run
 
-    most = f"train.max_steps={WARM_UP + 2 * steps}"
-    loaded = load_config(config, (*overrides, most, "checkpoint.resume=never"))
+    # No rate is set from step to step: a warm-up made for a whole run, which may be longer than this, has no part.
+    short = (f"train.max_steps={WARM_UP + 2 * steps}", "optim.warmup=0")
+    loaded = load_config(config, (*overrides, *short, "checkpoint.resume=never"))
     run = RunFolder(folder / ".run")
     run.make()
     world = start_world(loaded.config.parallel)
