@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import run_duoka
 from tiny import CHATML
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
 from duoka.errors import ConfigError
@@ -98,6 +98,15 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
     stretched = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ConfigError, match="stretched"):
         check_gguf(write_model(tmp_path / "a", "llama", rope_parameters=stretched))
+    windows = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    for number, (kind, more, match) in enumerate((
+        ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
+        ("qwen2", windows, r"windows of attention \(16 tokens\)"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "turn 0.5 of each head"),
+    )):  # fmt: skip
+        with pytest.raises(ConfigError, match=match):
+            check_gguf(write_model(tmp_path / f"odd{number}", kind, **more))
+    check_gguf(write_model(tmp_path / "unused", "qwen2", use_sliding_window=False, sliding_window=16))
     folder = write_model(tmp_path / "b", "llama")
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | {"model_type": "mamba"}))
@@ -105,6 +114,21 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
         check_gguf(folder)
     with pytest.raises(ConfigError, match="cuts text into words"):
         name_of_cut({"model": {"type": "BPE"}, "pre_tokenizer": {"type": "ByteLevel", "use_regex": False}})
+
+
+def test_a_beginning_that_the_tokenizer_itself_writes_is_told(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+
+    def says() -> bool:
+        path = write_gguf(folder, "f32", "model").path
+        return bool(gguf.GGUFReader(path).fields["tokenizer.ggml.add_bos_token"].contents())
+
+    assert not says()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = ("<|im_start|>", tokenizer.token_to_id("<|im_start|>"))
+    tokenizer.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[begin])  # as Llama 3's
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert says()
 
 
 def test_export_writes_one_beside_the_folder(tmp_path: Path) -> None:

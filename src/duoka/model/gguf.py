@@ -55,7 +55,26 @@ def check_gguf(folder: Path) -> None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ConfigError(f"--gguf does not write the stretched positions of this model ({rope})")
+    for what in _unwritten(config, rope):
+        raise ConfigError(
+            f"--gguf does not write {what}: programs that read such files compute {kind} without",
+            fix="serve the folder itself: duoka serve, vLLM, SGLang",
+        )
     name_of_cut(_read(folder / "tokenizer.json"))
+
+
+def _unwritten(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:
+    """What a config asks for, that the file has no place for or that its readers take for something else."""
+    act = config.get("hidden_act", "silu")
+    if act != "silu":
+        yield f"this model's hidden_act {act}"
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if share != 1.0:
+        yield f"positions that turn {share:g} of each head"
+    window, kinds = config.get("sliding_window"), config.get("layer_types") or ()
+    has_windows = "sliding_attention" in kinds or (not kinds and config.get("use_sliding_window"))
+    if window and has_windows and window < config["max_position_embeddings"]:
+        yield f"windows of attention ({window:,} tokens)"
 
 
 def write_gguf(folder: Path, kind: str, name: str) -> Written:
@@ -204,11 +223,18 @@ def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
         if special in vocabulary:
             add(vocabulary[special])
     # Templates write the first token themselves; text without a template begins as the tokenizer alone begins it.
-    writer.add_add_bos_token(bool(settings.get("add_bos_token", False)))
+    writer.add_add_bos_token(bool(settings.get("add_bos_token", _begins(folder))))
     template = folder / "chat_template.jinja"
     text = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
     if isinstance(text, str):
         writer.add_chat_template(text)
+
+
+def _begins(folder: Path) -> bool:
+    """Whether the tokenizer itself puts the beginning before a text: Llama 3's does, and its settings do not say so."""
+    tokenizer = load_tokenizer(folder, "auto")
+    ids: list[int] = tokenizer.backend.encode("", add_special_tokens=True).ids
+    return tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id]
 
 
 def _text_of(token: Any) -> str:
