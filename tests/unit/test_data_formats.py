@@ -85,6 +85,11 @@ def talk(*turns: tuple[Any, Any]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
+def beside(**more: Any) -> dict[str, Any]:
+    """A conversation whose answer has something beside it."""
+    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **more}]}
+
+
 BAD = [
     # record, format, what is said, what is in the fix
     ("text", "messages", "must be a JSON object", '"messages"'),
@@ -105,6 +110,8 @@ BAD = [
     (talk(("user", [{"type": "image"}]), ("assistant", "a")), "messages", "part of type 'image'", ""),
     ({**talk(("user", "<image>who?"), ("assistant", "a")), "images": ["1.jpg"]}, "messages", "its images (<image>)",
      "set of text"),
+    (beside(weight=0.5), "messages", "message 2 has the weight 0.5", "write 0 (not learned) or 1"),
+    (beside(reasoning_content="hm"), "messages", "its reasoning in 'reasoning_content'", "<think>"),
     (sharegpt_record(), "messages", "there is no 'messages'", '"role_tag": "from"'),
     (messages_record(), "sharegpt", "there is no 'conversations'", '"messages": "messages"'),
     ({"conversations": messages_record()["messages"]}, "sharegpt", "has no 'from'", '"role_tag": "role"'),

@@ -79,6 +79,23 @@ def test_only_the_last_turn_or_everything_can_be_learned(tokenizer: ChatTokenize
     assert encode(talk, tokenizer, targets="all").is_target.all()
 
 
+def test_a_turn_of_weight_0_is_context_alone(tokenizer: ChatTokenizer) -> None:
+    record = messages_record()
+    answers = [turn for turn in record["messages"] if turn["role"] == "assistant"]
+    first, *others = answers
+    first["weight"] = 0
+    for turn in others:
+        turn["weight"] = 1
+    weighted, plain = (read_example(one, form_of("messages")) for one in (record, messages_record()))
+    assert learned(weighted, tokenizer) == ENDED[1:]
+    assert encode(weighted, tokenizer).input_ids.tolist() == encode(plain, tokenizer).input_ids.tolist()
+    assert learned(weighted, tokenizer, "last") == ENDED[-1:]
+    with pytest.raises(BadRecord, match="targets is all, and a message has weight 0"):
+        encode(weighted, tokenizer, targets="all")
+    answers[-1]["weight"] = 0
+    assert learned(read_example(record, form_of("messages")), tokenizer, "last") == []
+
+
 @pytest.mark.parametrize("turns", [TURNS, TURNS[1:]], ids=["with system", "without system"])
 def test_ids_are_those_of_transformers(request: pytest.FixtureRequest, turns: list[tuple[str, str]]) -> None:
     from transformers import AutoTokenizer

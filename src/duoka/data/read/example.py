@@ -16,11 +16,15 @@ from duoka.registry import nearest
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `tool_calls` is a JSON list of {"name", "arguments"}, in an assistant's turn only."""
+    """One turn. `tool_calls` is a JSON list of {"name", "arguments"}, in an assistant's turn only.
+
+    `is_learned` False: an assistant's turn that stands there as context alone (OpenAI's `weight: 0`).
+    """
 
     role: str
     content: str
     tool_calls: str | None = None
+    is_learned: bool = True
 
 
 @dataclass(frozen=True)

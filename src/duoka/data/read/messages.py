@@ -12,6 +12,8 @@ from typing import Any
 from duoka.data.read.example import BadRecord, Message, SetFormat, kind_of, names_of, no_column, read_optional_text
 from duoka.registry import nearest
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # what servers and data sets call it
+
 
 def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message], Any]:
     column = form.columns.get("messages", "messages")
@@ -45,10 +47,25 @@ def read_turn(turn: Any, place: int, tags: Mapping[str, str]) -> Message:
     role = roles[given]
     content, calls = turn.get(content_tag), turn.get("tool_calls")
     if role == "function":
-        return Message("assistant", "", _read_calls(content, place))
+        return Message("assistant", "", _read_calls(content, place), _is_learned(turn, place))
+    learned = role != "assistant" or _is_learned(turn, place)
     if calls is not None and role == "assistant" and calls != []:
-        return Message(role, _read_content(content or "", place, content_tag), _read_calls(calls, place))
-    return Message(role, _read_content(content, place, content_tag))
+        return Message(role, _read_content(content or "", place, content_tag), _read_calls(calls, place), learned)
+    return Message(role, _read_content(content, place, content_tag), None, learned)
+
+
+def _is_learned(turn: dict[str, Any], place: int) -> bool:
+    """By OpenAI's weight of 0 or 1. Reasoning that stands beside the words would be lost: it is refused."""
+    lost = next((name for name in _REASONING if isinstance(turn.get(name), str) and turn[name].strip()), None)
+    if lost is not None:
+        raise BadRecord(
+            f"message {place} has its reasoning in {lost!r}, beside the answer, where it would not be learned",
+            'write it into the answer, as the model is to say it: "<think>\\n...\\n</think>\\n\\n..."',
+        )
+    weight = turn.get("weight")
+    if weight is None or weight in (0, 1):
+        return weight is None or bool(weight)
+    raise BadRecord(f"message {place} has the weight {weight!r}", "write 0 (not learned) or 1, or leave it out")
 
 
 def _roles(tags: Mapping[str, str]) -> dict[str, str]:

@@ -67,10 +67,12 @@ def mark_targets(
     tools = json.loads(example.tools) if example.tools else None
     text = _render(tokenizer, messages, tools, turn=len(messages))
     if targets == "all":
+        if not all(message.is_learned for message in example.messages):
+            raise BadRecord("data.targets is all, and a message has weight 0", "write   targets: assistant")
         return without_marks(text, [(0, len(text))], mark)
     _check_all_is_there(text, messages, tokenizer)
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = turns[-1:] if targets == "last" else turns
+    turns = [place for place in (turns[-1:] if targets == "last" else turns) if example.messages[place].is_learned]
     return without_marks(text, [_turn_span(tokenizer, messages, tools, place, text) for place in turns], mark)
 
 
