@@ -33,6 +33,7 @@ STAGES = ("dpo", "reward", "grpo")
 RARE = ("ppo",)  # whose head of values is fp32 beside narrow weights
 ALL = [*STAGES, *(pytest.param(name, marks=pytest.mark.nightly) for name in RARE)]
 TWO = ["parallel.strategy=ddp", "train.micro_batch=300 tokens"]
+SHARDED = ["parallel.strategy=fsdp", "train.micro_batch=300 tokens", "parallel.check_replicas=0"]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,8 @@ def train_stages(folder, stages, tiny_model):
         yaml.write_text(text, encoding="utf-8")
         alone.append((str(yaml), [], str(folder / stage)))
         together.append((str(yaml), TWO, str(folder / f"{stage} two")))
+        if stage == "ppo":
+            together.append((str(yaml), SHARDED, str(folder / "ppo sharded")))
         # With another layout, which changes no bit: half of the layers are computed again.
         later.append((str(yaml), ["train.recompute=1/2"], str(folder / f"{stage} resumed")))
     train_all(alone, 1)
@@ -123,3 +126,13 @@ def test_two_processes_learn_as_one_does_as_far_as_bf16_goes(runs, stage):
     for mine, theirs in zip(two, one[:1] if stage in ("grpo", "ppo") else one, strict=False):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=0.02, abs=0.02)
     assert len(two) == STEPS
+
+
+@pytest.mark.nightly
+def test_a_head_of_values_is_sharded_beside_narrow_weights(rare):
+    """It stays fp32, and FSDP wants one type of what a unit trains."""
+    steps, whole = steps_of(rare / "ppo sharded"), steps_of(rare / "ppo")
+    assert len(steps) == STEPS and steps[0]["loss"] == pytest.approx(whole[0]["loss"], rel=0.02, abs=0.02)
+    # Of one row: the first rank has all of it.
+    head = load_file(rare / "ppo sharded" / HALF / "tensors-00000.safetensors")["model.v_head.summary.weight"]
+    assert head.dtype == torch.float32 and head.abs().max() > 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from duoka.model.attention import Documents
 from duoka.model.build import Answer, LossModel
@@ -52,6 +51,6 @@ class ValueModel(LossModel):
         head: Any = self.v_head["summary"]
         # Outside of autocast: a value in half precision has too few digits for differences of neighbors.
         with torch.autocast(entry.device.type, enabled=False):
-            values = F.linear(seen[0].to(head.weight.dtype), head.weight, head.bias).squeeze(-1)
+            values = head(seen[0].to(head.weight.dtype)).squeeze(-1)  # called: sharded by itself it gathers then
         assert entropy is not None
         return logps, torch.stack((entropy.to(values.dtype), values))

@@ -27,6 +27,7 @@ from duoka.config.schema import ParallelConfig
 from duoka.data.feed.loader import GlobalBatch
 from duoka.model.build import GATHERED_HEAD, LossModel, find_core, named_part, use_head
 from duoka.model.layers import find_blocks, find_layers, is_transformer
+from duoka.model.value_head import ValueModel
 from duoka.optim.disk import DiskAdamW
 from duoka.optim.muon import Sharing
 from duoka.optim.spread import Groups
@@ -179,7 +180,7 @@ def apply_sharded(
     with_root = {one for module in rising for one in module.parameters(recurse=False)}
     for layer in layers:
         shard(layer, policy, reshard, ignored | with_root)
-    for module, policy in _ends(core, narrow, wide):
+    for module, policy in _ends(core, narrow, wide) + [(one, wide) for one in _beside_narrow(bare)]:
         shard(module, policy, reshard)
     if isinstance(bare, LossModel):
         _gather_head_for_loss(bare)
@@ -274,6 +275,14 @@ def _ends(
     ends = [(embedding, wide), (head, narrow)]
     # Of a pipeline, another rank has the one or the other.
     return [(end, policy) for end, policy in ends if end is not None and any(True for _ in end.parameters())]
+
+
+def _beside_narrow(bare: torch.nn.Module) -> list[torch.nn.Module]:
+    """The head of values where it stays fp32 beside weights that are trained in bf16: a unit trains one type."""
+    if not isinstance(bare, ValueModel):
+        return []
+    types = {parameter.dtype for parameter in bare.parameters() if parameter.requires_grad}
+    return list(bare.v_head.values()) if len(types) > 1 else []
 
 
 def _gather_head_for_loss(bare: LossModel) -> None:
