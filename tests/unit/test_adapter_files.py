@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 from pathlib import Path
@@ -101,3 +102,30 @@ def test_a_run_stands_for_its_result_and_says_when_it_has_none(tiny_model: Path)
         find_trained_on("demo", ["a", "./a/final/../../a", "a"], say=print)
     with pytest.raises(Faults, match="which holds a whole model"):
         load(tiny_model, f"lora.adapter={tiny_model}")
+
+
+def test_adapters_are_laid_into_weights_that_lie_as_peft_does(tmp_path: Path) -> None:
+    import peft
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from duoka.config.schema import LoraConfig
+    from duoka.model.adapters import Earlier
+
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)).eval()
+    ids = torch.arange(8, 24)[None]
+    for targets in (["attn.c_proj"], ["c_attn", "c_proj"]):  # the first is square: it would fit either way
+        settings = peft.LoraConfig(r=2, lora_alpha=8, target_modules=targets, fan_in_fan_out=True)
+        adapted = peft.get_peft_model(copy.deepcopy(plain), settings)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_()
+        adapted.save_pretrained(tmp_path / targets[0])
+        ours = copy.deepcopy(plain)
+        below = Earlier.of(LoraConfig(merge=(str(tmp_path / targets[0]),)), Path())
+        assert below is not None
+        below.merge_into(ours)
+        with torch.no_grad():
+            assert torch.allclose(ours(ids).logits, adapted.eval()(input_ids=ids).logits, atol=1e-4)
+            assert not torch.allclose(ours(ids).logits, plain(ids).logits, atol=1e-2)

@@ -30,6 +30,7 @@ class PlainAdapter:
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
     digest: str
     held: dict[str, str]  # others that are part of it, by name and digest
+    is_transposed: bool = False  # the weights below are (in, out), as GPT-2 keeps them
 
     @classmethod
     def read(cls, name: str, base: Path) -> PlainAdapter:
@@ -40,7 +41,8 @@ class PlainAdapter:
             if stored.endswith(".lora_A.weight"):
                 up = tensors[stored.replace(".lora_A.", ".lora_B.")]
                 pairs[stored.removeprefix(PREFIX).removesuffix(".lora_A.weight")] = (down.float(), up.float())
-        return cls(name, facts.rank, facts.scale, pairs, digest(facts.folder), read_held(facts.folder))
+        held = read_held(facts.folder)
+        return cls(name, facts.rank, facts.scale, pairs, digest(facts.folder), held, facts.is_transposed)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Earlier:
         for one in self.merged:
             if module in one.pairs:
                 down, up = one.pairs[module]
+                if one.is_transposed:
+                    down, up = up.mT, down.mT
                 part = up[box.rows].double() @ down[:, box.columns].double()
                 total = total + part.mul_(one.scale).to(total.device)
         return total.to(values.dtype)

@@ -18,6 +18,7 @@ from duoka.data.tokens.template import encode
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.attention import NAME
 from duoka.model.build import LossModel
+from duoka.model.own_lengths import find_turn
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def answer_rows(
     room = max_new_tokens if window is None else min(max_new_tokens, window - len(prompts[0]))
     begin = torch.tensor([list(prompt) for prompt in prompts], device=device)  # (rows, tokens)
     ids, cache = begin, None
+    whole, turn = begin, find_turn(model.core.config)
     found = [Answered([], False) for _ in prompts]
     position = 0
     while is_any_going(going := position < room and not all(one.ended for one in found)):
@@ -86,6 +88,9 @@ def answer_rows(
                 one.ids.append(token)
         ids = chosen[:, None]
         position += 1
+        if turn is not None:
+            whole = torch.cat((whole, ids), dim=1)
+            ids, cache = (whole, None) if whole.shape[1] == turn + 1 else (ids, cache)
     return found
 
 

@@ -37,6 +37,7 @@ from duoka.model.head import (
 )
 from duoka.model.lora import apply_lora, keep_earlier, without_packer
 from duoka.model.loss import LIKELIHOOD, Goal
+from duoka.model.own_lengths import use_own_lengths
 from duoka.model.pipeline_stages import PipelineStages
 from duoka.model.quantize import compute_in
 from duoka.model.random_init import random_weights
@@ -192,6 +193,7 @@ class LossModel(torch.nn.Module):
         self.lm = lm
         self.goal = goal
         self.drops = count_dropout(lm)
+        use_own_lengths(lm)
         self.may_draw = False  # what it draws was looked at, and changes nothing
         core: Any = self.core
         find_head = getattr(core, "get_output_embeddings", None)

@@ -23,6 +23,7 @@ from duoka.errors import ConfigError
 from duoka.model.attention import NAME, register_attention, register_blind_attention, register_watched_attention
 from duoka.model.build import LossModel, quiet_loading
 from duoka.model.chunks import IGNORED
+from duoka.model.own_lengths import find_stretch
 from duoka.model.pipeline_stages import cut_model
 from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, count_parameters, tiny_config
 
@@ -97,7 +98,7 @@ class SelfTest:
         self._documents = _draw_documents()
         self._done: dict[LayOut, LayoutTrial] = {}
         self._tiny, self._alone = self._find_copy(config)
-        self.stretched_from = _find_stretch(config)  # tokens; None: its rotary embedding is one for all lengths
+        self.stretched_from = find_stretch(config)  # tokens; None: its rotary embedding is one for all lengths
 
     def trial(self, layout: LayOut) -> LayoutTrial:
         if layout not in self._done:
@@ -369,17 +370,6 @@ def _distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
     apart = [(found.get(name, zero) - wanted.get(name, zero)).norm() for name in found.keys() | wanted.keys()]
     size = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
     return float(torch.stack(apart).norm() / size)
-
-
-def _find_stretch(config: Any) -> int | None:
-    """From which length on a model's rotary embedding is made anew for each row, by the row's length."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
-    if not any(one.get("rope_type") in ("dynamic", "longrope") for one in kinds):
-        return None
-    known = [one.get("original_max_position_embeddings") for one in kinds]
-    return int(next((one for one in known if one), None) or text.max_position_embeddings)
 
 
 def _in_one_line(error: BaseException) -> str:

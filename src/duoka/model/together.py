@@ -18,6 +18,7 @@ import torch
 from duoka.model.answer import Answered, alone, answer_rows, window_of, with_cache
 from duoka.model.build import LossModel
 from duoka.model.experts import find_experts
+from duoka.model.own_lengths import find_turn
 from duoka.model.slots import Rows, SequenceCache, register_slot_attention
 from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, tiny_config
 
@@ -101,10 +102,11 @@ def with_slots(lm: torch.nn.Module) -> Iterator[None]:
 
 def computes_by_rows(lm: torch.nn.Module) -> bool:
     """Whether an architecture's rows do not depend on each other, and mean in pieces what they mean at once: tried on a
-    tiny copy, once. Mixtures are left out: how many rows an expert has is up to all of them."""
-    if any(True for _ in find_experts(lm)):
-        return False
+    tiny copy, once. Mixtures are left out: how many rows an expert has is up to all of them. And models whose keys are
+    turned anew at some length, since the longest row decides how all of a pass are."""
     config: Any = lm.config
+    if any(True for _ in find_experts(lm)) or find_turn(config) is not None:
+        return False
     key = config.to_json_string(use_diff=False)
     if key not in _KNOWN:
         _KNOWN[key] = _is_right(config)

@@ -14,6 +14,7 @@ import torch
 
 from duoka.comm.world import World
 from duoka.model.build import LossModel
+from duoka.model.own_lengths import find_stretch
 from duoka.model.together import answers_by_rows, likeliest_answers
 from duoka.parallel.precision import compute_in
 from duoka.parallel.task_rows import Prompts, Row
@@ -78,7 +79,7 @@ def _compute(
 @torch.no_grad()
 def score_rows(model: LossModel, rows: Sequence[Row], device: torch.device) -> list[float]:
     """Log-probability of each row's wanted tokens. Padding is on the right, where causal attention never looks."""
-    ids, labels, positions = _laid_out(rows, device)
+    ids, labels, positions = _laid_out(model, rows, device)
     logps, _ = model(ids, labels, positions, answer="logps")  # (rows, tokens)
     totals: list[float] = logps.float().sum(-1).tolist()
     return totals
@@ -87,7 +88,7 @@ def score_rows(model: LossModel, rows: Sequence[Row], device: torch.device) -> l
 @torch.no_grad()
 def are_likeliest(model: LossModel, rows: Sequence[Row], device: torch.device) -> list[bool]:
     """Whether each of a row's wanted tokens is the likeliest behind those before it."""
-    ids, labels, positions = _laid_out(rows, device)
+    ids, labels, positions = _laid_out(model, rows, device)
     core: Any = model.core
     kept = (labels != UNLABELED).any(0).nonzero().flatten()  # a prompt's logits would be most of the memory
     if "logits_to_keep" not in inspect.signature(core.forward).parameters:
@@ -100,7 +101,9 @@ def are_likeliest(model: LossModel, rows: Sequence[Row], device: torch.device) -
     return found
 
 
-def _laid_out(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _laid_out(
+    model: LossModel, rows: Sequence[Row], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, labels and positions (rows, tokens)."""
     longest = max(len(row.ids) for row in rows) - 1
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -110,4 +113,7 @@ def _laid_out(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, 
         ids[place, :length] = torch.tensor(row.ids[:-1])
         labels[place, row.start - 1 : length] = torch.tensor(row.wanted)
     positions = torch.arange(longest).expand(len(rows), -1)
+    if find_stretch(model.core.config) is not None:  # padding is no part of a text, nor of its length
+        lengths = torch.tensor([len(row.ids) - 1 for row in rows])
+        positions = torch.where(positions < lengths[:, None], positions, 0)
     return ids.to(device), labels.to(device), positions.to(device)

@@ -108,6 +108,8 @@ def _fill(
     """This rank's rows; returns how many of its texts were empty, and cut."""
     import torch
 
+    from duoka.model.own_lengths import find_stretch
+
     own = range(world.rank, len(texts), world.size)
     ids = {place: tokenizer.encode(texts[place])[0] for place in own}
     num_cut = sum(len(one) > longest for one in ids.values())
@@ -119,11 +121,14 @@ def _fill(
         batch = torch.zeros(len(places), int(lengths.max()), dtype=torch.long)
         for row, place in enumerate(places):
             batch[row, : lengths[row]] = torch.tensor(ids[place])
+        real = torch.arange(batch.shape[1])[None] < lengths[:, None]
+        options: dict[str, torch.Tensor] = {"input_ids": batch.to(world.device)}
+        if find_stretch(decoder.config) is not None:  # padding is no part of a text, nor of its length
+            options["position_ids"] = ((real.cumsum(1) - 1) * real).to(world.device)
         with torch.no_grad():
             # Padding is on the right, so causal attention never sees it, and the mean leaves it out.
-            hidden = decoder(input_ids=batch.to(world.device), use_cache=False).last_hidden_state
-        real = (torch.arange(batch.shape[1])[None] < lengths[:, None]).to(world.device)
-        mean = (hidden.float() * real[..., None]).sum(1) / lengths[:, None].to(world.device)
+            hidden = decoder(**options, use_cache=False).last_hidden_state
+        mean = (hidden.float() * real[..., None].to(world.device)).sum(1) / lengths[:, None].to(world.device)
         rows[places] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
     rows.flush()  # type: ignore[attr-defined]
     return float(sum(not one for one in ids.values())), float(num_cut)

@@ -15,6 +15,7 @@ import torch
 from duoka.data.tokens.encode import REPLACEMENT
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.model.answer import stop_tokens
+from duoka.model.own_lengths import find_turn
 from duoka.model.sampling import Sampling, choose_token
 
 
@@ -23,7 +24,8 @@ def generate(lm: torch.nn.Module, prompt: Sequence[int], stop_ids: frozenset[int
     device = next(lm.parameters()).device
     window = getattr(lm.config, "max_position_embeddings", None)
     room = sampling.max_new_tokens if window is None else min(sampling.max_new_tokens, window - len(prompt))
-    ids = torch.tensor([list(prompt)], device=device)  # (1, tokens)
+    text, turn = list(prompt), find_turn(lm.config)
+    ids = torch.tensor([text], device=device)  # (1, tokens)
     cache: Any = None
     counts: Counter[int] = Counter()
     for position in range(max(0, room)):
@@ -36,7 +38,10 @@ def generate(lm: torch.nn.Module, prompt: Sequence[int], stop_ids: frozenset[int
             return
         yield chosen
         counts[chosen] += 1
+        text.append(chosen)
         ids = torch.tensor([[chosen]], device=device)
+        if turn is not None and len(text) == turn + 1:
+            ids, cache = torch.tensor([text], device=device), None
 
 
 class CharacterStream:

@@ -241,6 +241,7 @@ def load_trained(
     """
     from duoka.model.adapters import Earlier
     from duoka.model.build import load_adapter, load_model
+    from duoka.model.own_lengths import use_own_lengths
     from duoka.model.quantize import Quantization
     from duoka.model.request import ModelRequest
 
@@ -262,6 +263,7 @@ def load_trained(
         lm = _load_checkpoint(trained.base, trained.checkpoint, trained.config, dtype, options)
     else:
         lm = load_model(ModelRequest(trained.full or trained.base, dtype=dtype, **options))
+    use_own_lengths(lm)
     return lm.eval()
 
 

@@ -342,13 +342,14 @@ def _padded(samples: Sequence[Sample], pad_id: int) -> Batch:
     for row, sample in enumerate(samples):
         ids[row, : lengths[row]] = sample.input_ids
         labels[row, : lengths[row]] = shifted_labels(sample)
-    positions = np.broadcast_to(np.arange(shape[1]), shape).copy()
+    places = np.broadcast_to(np.arange(shape[1]), shape)
+    is_real = places < np.array(lengths)[:, None]
     return Batch(
         input_ids=torch.from_numpy(ids),
         labels=torch.from_numpy(labels),
-        position_ids=torch.from_numpy(positions),
+        position_ids=torch.from_numpy(np.where(is_real, places, 0)),  # padding is no part of a text, nor of its length
         boundaries=None,
-        attention_mask=torch.from_numpy(positions < np.array(lengths)[:, None]),
+        attention_mask=torch.from_numpy(is_real),
         num_targets=int(np.count_nonzero(labels != IGNORED)),
         num_tokens=sum(lengths),
         num_samples=len(samples),
