@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from duoka.model.sampling import Sampling
 from duoka.serve.api.server import Server
 from duoka.serve.api.start import Settings, build_service
+from duoka.serve.batching.scheduler import Job
 from duoka.serve.load_run import find_trained
 
 KEY = "the-key"
@@ -27,6 +29,18 @@ def serving(folder: Path, *, num_rows: int = 4, max_waiting: int = 8) -> Iterato
         made.shutdown()
         service.scheduler.close()
         made.server_close()
+
+
+@contextlib.contextmanager
+def kept_busy(server: Server, *, num_jobs: int = 8) -> Iterator[None]:
+    """So many answers on their way that each slot has one, and others wait."""
+    jobs = [Job((5, 6), Sampling(max_new_tokens=1000), frozenset()) for _ in range(num_jobs)]
+    server.service.scheduler.submit(jobs)
+    try:
+        yield
+    finally:
+        for job in jobs:
+            job.cancel()
 
 
 def address_of(server: Server) -> str:

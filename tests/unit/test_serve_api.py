@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import KEY, serving
+from serving import KEY, kept_busy, serving
 from tiny import write_tiny_model
 
 from duoka.serve.api.server import MOST_BYTES, Server
@@ -307,9 +307,10 @@ def test_who_hangs_up_is_computed_for_no_longer(server: Server) -> None:
 
 def test_a_full_queue_says_when_to_come_again(server: Server) -> None:
     connection = connect(server)
-    body = {"model": "tiny", "prompt": "a", "n": 9}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {KEY}"})
-    answer = connection.getresponse()
+    body = {"model": "tiny", "prompt": "a", "n": 8}
+    with kept_busy(server):
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {KEY}"})
+        answer = connection.getresponse()
     assert answer.status == 429 and answer.headers["Retry-After"]
     assert json.loads(answer.read())["error"]["type"] == "rate_limit_error"
     with contextlib.closing(connection):
@@ -325,6 +326,26 @@ def test_the_page_asks_no_one_else(server: Server) -> None:
         assert answer.status == 200 and "default-src 'none'" in answer.headers["Content-Security-Policy"]
         assert "http://" not in text.replace("http://www.w3.org", "") and "https://" not in text, path
     connection.close()
+
+
+def test_bytes_of_tokens_are_the_answer_where_a_character_is_in_several(server: Server) -> None:
+    answer = chat(server, max_tokens=40, logprobs=True, top_logprobs=2, temperature=1.5, seed=3)
+    (choice,) = answer["choices"]
+    told = [one for one in choice["logprobs"]["content"] if not one["token"].startswith("<|")]
+    text = bytes(byte for one in told for byte in one["bytes"]).decode(errors="replace")
+    assert text.rstrip("\ufffd") == choice["message"]["content"] and len(told) > 20
+    assert any(len(one["bytes"]) == 1 and one["bytes"][0] > 0x7F for one in told), "no part of a character was drawn"
+    (old,) = complete(server, prompt="é卡", max_tokens=0, echo=True, logprobs=2)["choices"]
+    names = [r"bytes:\xc3", r"bytes:\xa9", r"bytes:\xe5", r"bytes:\x8d", r"bytes:\xa1"]
+    assert old["logprobs"]["tokens"] == names and old["text"] == "é卡"
+    assert old["logprobs"]["text_offset"] == [0, 1, 1, 2, 2]
+
+
+def test_more_answers_than_may_wait_are_refused_for_good(server: Server) -> None:
+    status, error = refusal(server, n=9)
+    assert (status, error["param"]) == (400, "n") and "at most 8 may wait" in error["message"]
+    status, error = refusal(server, "/v1/completions", prompt=["a"] * 9)
+    assert (status, error["param"]) == (400, "prompt")
 
 
 def test_an_adapter_comes_and_goes_while_the_server_runs(server: Server, tmp_path: Path) -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from tiny import write_tiny_model
+from families import write_family
+from tiny import build_tiny_tokenizer, write_tiny_model
 from transformers import AutoModelForCausalLM
 
+from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 from duoka.model.build import load_model
+from duoka.model.lora import save_adapter
 from duoka.model.request import ModelRequest
+from duoka.model.result import copy_tokenizer
 from duoka.model.sampling import Sampling
-from duoka.model.slots import register_slot_attention
+from duoka.model.slots import SequenceCache, register_slot_attention
+from duoka.serve.api.start import Settings, build_service
 from duoka.serve.batching.model import CHUNK, SlotModel
-from duoka.serve.batching.scheduler import Done, Failed, IsFull, Job, Scheduler, Scored, TooLarge
+from duoka.serve.batching.scheduler import Done, Failed, IsFull, Job, Scheduler, Scored, TooLarge, TooMany
+from duoka.serve.load_run import find_trained
 
 BIG = 1 << 30
 
@@ -153,6 +160,8 @@ def test_who_leaves_frees_the_row_before_the_next_token(scheduler: Scheduler) ->
 
 def test_a_queue_has_an_end_and_what_never_fits_is_refused(model: SlotModel) -> None:
     scheduler = Scheduler(model, bytes_per_token=100, max_bytes=100 * 64, max_waiting=2)
+    with pytest.raises(TooMany, match="3 answers are asked for at once, and at most 2 may wait"):
+        scheduler.submit([job([5, 6]), job([5, 7]), job([5, 8])])
     scheduler.submit([job([5, 6]), job([5, 7])])
     with pytest.raises(IsFull, match="2 requests wait"):
         scheduler.submit([job([5, 8])])
@@ -200,6 +209,72 @@ def test_rows_have_adapters_of_their_own(scheduler: Scheduler, folder: Path, ada
         assert answer(alone) == together[name], "an answer depends on its neighbors' adapters"
     scheduler.call(lambda: scheduler.model.adapters.remove("one"))
     assert scheduler.model.adapters.names == ("two",)
+
+
+def test_a_name_that_comes_again_answers_by_its_new_weights(scheduler: Scheduler, adapters: dict[str, Path]) -> None:
+    prompt = (prompts(1)[0] * CHUNK)[: CHUNK + 9]
+
+    def ask(weights: str, name: str) -> list[Scored]:
+        scheduler.call(lambda: scheduler.model.adapters.add(name, adapters[weights]))
+        one = job(prompt, adapter=name, num_top=1)
+        scheduler.submit([one])
+        found = answer(one)
+        scheduler.remove_adapter(name)
+        return found
+
+    first, second, new = ask("one", "it"), ask("two", "it"), ask("two", "never-used")
+    assert second == new, "a prompt was not read again, and its keys are those of the adapter that went"
+    assert first != second and scheduler.numbers.reused_tokens == 0
+
+
+def test_an_adapter_that_goes_ends_its_own_answers_and_no_other(
+    scheduler: Scheduler, adapters: dict[str, Path]
+) -> None:
+    for name in ("one", "two"):
+        scheduler.call(lambda name=name: scheduler.model.adapters.add(name, adapters[name]))
+    alone = job([5, 6, 7], new=60, adapter="two")
+    scheduler.submit([alone])
+    wanted = ids(alone)
+    going, other = job([5, 6, 7], new=900, adapter="one"), job([5, 6, 7], new=60, adapter="two")
+    scheduler.submit([going, other])
+    assert isinstance(going.events.get(timeout=60), Scored)
+    scheduler.remove_adapter("one")
+    with pytest.raises(AssertionError, match="'one' was unloaded"):
+        answer(going)
+    assert ids(other) == wanted
+    late = job([5, 6, 7], adapter="one")  # it was read before the adapter went, and waits behind it
+    scheduler.submit([late])
+    with pytest.raises(AssertionError, match="'one' was unloaded"):
+        answer(late)
+
+
+def test_an_adapter_of_other_sizes_is_refused(adapters: dict[str, Path], tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "other", hidden=32))
+    with pytest.raises(ConfigError, match="down_proj is 80 x 32, and the adapter's is 160 x 64"):
+        SlotModel(other, 2).adapters.add("one", adapters["one"])
+
+
+def test_an_adapter_of_experts_and_routers_is_served_by_itself(tmp_path: Path) -> None:
+    base = write_family(tmp_path / "base", "qwen3_moe", tokenizer=build_tiny_tokenizer())
+    trained = load_model(ModelRequest(base, dtype=torch.float32, lora=LoraConfig(rank=2, alpha=4)))
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_adapter(trained, folder)
+    copy_tokenizer(base, folder)
+    facts = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(facts | {"base_model_name_or_path": str(base)}))
+    settings = Settings(key="k", num_rows=2, cache_bytes=BIG, precision="fp32")
+    service = build_service(find_trained(str(folder), say=print), {}, settings)
+    assert service.facts.models == {"adapter": None}, "it is no product beside linear layers"
+    text = list(range(8, 28))
+    ours = service.scheduler.model.read(SequenceCache(20), text, 0, None, keep_all=True)
+    trained.eval().get_base_model().set_attn_implementation("eager")
+    with torch.no_grad():
+        assert torch.allclose(ours, trained(input_ids=torch.tensor([text]), use_cache=False).logits[0], atol=1e-4)
 
 
 def test_an_adapter_of_another_model_is_refused(model: SlotModel, adapters: dict[str, Path], tmp_path: Path) -> None:

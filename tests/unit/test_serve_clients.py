@@ -9,8 +9,10 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from serving import KEY, address_of, serving
+from serving import KEY, address_of, kept_busy, serving
 from talking import ASKS_WEATHER, SONG, SUNNY, WEATHER, write_talking_model
+
+from duoka.serve.api.server import Server
 
 openai = pytest.importorskip("openai", reason="make setup installs it")
 DUOKA = "I am duoka 多卡 🎉."
@@ -18,11 +20,14 @@ ASK = [{"role": "user", "content": "Who are you?"}]
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    folder = write_talking_model(tmp_path_factory.mktemp("model") / "talking")
-    with serving(folder) as server, openai.OpenAI(
-        base_url=f"{address_of(server)}/v1", api_key=KEY, max_retries=0, timeout=60
-    ) as made:  # fmt: skip
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(write_talking_model(tmp_path_factory.mktemp("model") / "talking")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address_of(server)}/v1", api_key=KEY, max_retries=0, timeout=60) as made:
         yield made
 
 
@@ -97,7 +102,7 @@ def test_vectors_are_the_same_as_base64_and_as_numbers(client: openai.OpenAI) ->
         assert one.embedding == pytest.approx(other.embedding, rel=1e-6)
 
 
-def test_refusals_are_the_errors_that_its_users_catch(client: openai.OpenAI) -> None:
+def test_refusals_are_the_errors_that_its_users_catch(client: openai.OpenAI, server: Server) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="talking", messages=ASK, response_format={"type": "json_object"})
     assert bad.value.param == "response_format"
@@ -106,6 +111,8 @@ def test_refusals_are_the_errors_that_its_users_catch(client: openai.OpenAI) -> 
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.RateLimitError):
+    with kept_busy(server), pytest.raises(openai.RateLimitError):
+        client.completions.create(model="talking", prompt="a", n=8)
+    with pytest.raises(openai.BadRequestError, match="at most 8 may wait"):
         client.completions.create(model="talking", prompt="a", n=9)
     assert [one.id for one in client.models.list()] == ["talking"]

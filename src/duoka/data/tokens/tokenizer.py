@@ -90,6 +90,11 @@ class ChatTokenizer:
         return tuple(sorted(added | set(self.special_tokens.values())))
 
     @cached_property
+    def added(self) -> dict[int, str]:
+        """Tokens that were added to the vocabulary, as they stand in text."""
+        return {number: token.content for number, token in self.backend.get_added_tokens_decoder().items()}
+
+    @cached_property
     def writes_prompt(self) -> bool:
         """True when the template knows how to begin the assistant's turn (most do)."""
         asked = [{"role": "user", "content": "?"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import secrets
 import time
@@ -10,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from duoka.data.tokens.token_texts import bytes_of
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.serve.api.fields import BadRequest
 from duoka.serve.api.requests import Asked
 from duoka.serve.api.text import Answer, Piece
-from duoka.serve.batching.scheduler import Done, Event, Failed, IsFull, Scheduler, Scored, TooLarge
+from duoka.serve.batching.scheduler import Done, Event, Failed, IsFull, Scheduler, Scored, TooLarge, TooMany
 from duoka.tasks.tool_calls import split_calls
 
 _LOOK_S = 0.25  # how often somebody who waits is asked whether they are still there
@@ -58,6 +60,8 @@ class Reply:
             scheduler.submit(self._jobs)
         except IsFull as error:
             raise BadRequest(f"too many requests: {error}", status=429, code="queue_full") from None
+        except TooMany as error:
+            raise BadRequest(str(error), "n" if asked.num > 1 else "prompt") from None
         except TooLarge as error:
             param = "messages" if asked.is_chat else "prompt"
             raise BadRequest(str(error), param, code="context_length_exceeded") from None
@@ -106,6 +110,8 @@ class Reply:
 
     def _take(self, number: int, choice: _Choice, event: Event) -> Piece:
         if isinstance(event, Failed):
+            if event.is_unloaded:
+                raise BadRequest(event.error, "model", status=404, code="model_not_found")
             raise BadRequest(f"the server failed: {event.error}", status=500)
         if isinstance(event, Done):
             if event.reason == "cancelled":
@@ -166,8 +172,8 @@ class Reply:
             return None
 
         def one(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._text_of(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            raw = bytes_of(self._tokenizer, token)
+            return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
         content = [
             {**one(scored.token, scored.logprob), "top_logprobs": [one(*top) for top in scored.top]}
@@ -183,21 +189,28 @@ class Reply:
         return {"index": number, "text": before + piece.text, "logprobs": logprobs, "finish_reason": finish}
 
     def _old_logprobs(self, scores: Sequence[Scored], num_top: int) -> dict[str, Any]:
-        texts = [self._text_of(scored.token) for scored in scores]
-        offsets = [0]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
+        texts = [self._name_of(scored.token) for scored in scores]
+        places = itertools.accumulate((_letters_in(bytes_of(self._tokenizer, one.token)) for one in scores), initial=0)
         tops = [
             None if scored.logprob is None
-            else {**{self._text_of(token): value for token, value in scored.top}, text: scored.logprob}
+            else {**{self._name_of(token): value for token, value in scored.top}, text: scored.logprob}
             for scored, text in zip(scores, texts, strict=True)
         ]  # fmt: skip
         logprobs = [scored.logprob for scored in scores]
         return {
             "tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops if num_top else None,
-            "text_offset": offsets[:-1],
+            "text_offset": list(places)[:-1],
         }  # fmt: skip
 
-    def _text_of(self, token: int) -> str:
-        text: str = self._tokenizer.backend.decode([token], skip_special_tokens=False)
-        return text
+    def _name_of(self, token: int) -> str:
+        """Its text; of a part of a character its bytes, as OpenAI names these: two such are not one."""
+        raw = bytes_of(self._tokenizer, token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _letters_in(raw: bytes) -> int:
+    """Characters that begin in it."""
+    return sum(byte & 0xC0 != 0x80 for byte in raw)

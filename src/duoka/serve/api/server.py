@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -53,8 +54,13 @@ class Service:
     key: str
     adapters: dict[str, str | None]  # the same mapping as `facts.models`; changed by loads and unloads
     started: float = field(default_factory=time.time)
+    _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def load_adapter(self, name: str, folder: Path) -> None:
+        with self._changing:
+            self._load_adapter(name, folder)
+
+    def _load_adapter(self, name: str, folder: Path) -> None:
         if name in self.adapters:
             raise BadRequest(f"there is a model {name!r} already; unload it first", "lora_name")
         try:
@@ -65,10 +71,11 @@ class Service:
         self.adapters[name] = name
 
     def unload_adapter(self, name: str) -> None:
-        if self.adapters.get(name) is None:
-            raise BadRequest(f"there is no adapter {name!r} here", "lora_name", status=404)
-        del self.adapters[name]
-        self.scheduler.call(lambda: self.scheduler.model.adapters.remove(name))
+        with self._changing:
+            if self.adapters.get(name) is None:
+                raise BadRequest(f"there is no adapter {name!r} here", "lora_name", status=404)
+            del self.adapters[name]
+            self.scheduler.remove_adapter(name)
 
 
 class Server(ThreadingHTTPServer):

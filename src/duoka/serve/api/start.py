@@ -134,6 +134,12 @@ def describe_server(server: Server, settings: Settings, tokens: int) -> list[str
         f"  chat page   {address}/#key={service.key}",
         f"  room        {settings.num_rows} answers at once, {tokens:,} tokens of keys and values",
     ]
+    model = service.scheduler.model
+    if model.window < model.own_window:
+        lines.append(
+            f"  note        texts reach {model.window:,} of this model's {model.own_window:,} tokens: beyond, its "
+            "positions depend on how long a text is (duoka chat takes all of them)"
+        )
     if host not in ("127.0.0.1", "localhost", "::1"):
         lines.append(f"  note        {host} is reachable from other machines; the key is all that keeps them out")
     return lines

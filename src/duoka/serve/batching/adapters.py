@@ -19,6 +19,12 @@ from safetensors.torch import load_file
 from duoka.errors import ConfigError, typed
 
 _PREFIX = "base_model.model."
+# What of adapter_config.json makes an adapter more than products beside linear layers.
+_MORE = {
+    "use_dora": "it has DoRA's magnitudes",
+    "modules_to_save": "it holds whole layers",
+    "target_parameters": "it adapts single tensors (experts of a mixture, routers), which are no linear layers",
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def why_not_by_rows(folder: Path) -> str:
     facts = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     if str(facts.get("peft_type", "LORA")).upper() != "LORA":
         return f"it is {facts.get('peft_type')}, not LoRA"
-    for key, words in (("use_dora", "it has DoRA's magnitudes"), ("modules_to_save", "it holds whole layers")):
+    for key, words in _MORE.items():
         if facts.get(key):
             return words
     if facts.get("bias", "none") != "none":
@@ -110,16 +116,28 @@ def _read(
                 raise ConfigError(f"the adapter in {folder} holds {key}, which is no product of LoRA")
             continue
         module = key.removesuffix(".lora_A.weight").removeprefix(_PREFIX)
-        target = modules.get(module)
         up = tensors[f"{_PREFIX}{module}.lora_B.weight"]
-        shape = getattr(target, "weight", up).shape
-        if target is None or ((shape[0], shape[-1]) != (up.shape[0], down.shape[1]) and shape.numel() == up.shape[0]):
-            raise ConfigError(f"the adapter in {folder} is of another model: here is no {module} of that shape")
+        sizes = _sizes_of(modules.get(module))
+        if sizes != (down.shape[1], up.shape[0]):
+            here = f"its {module} is {sizes[0]} x {sizes[1]}" if sizes else f"it has no linear layer {module}"
+            raise ConfigError(
+                f"the adapter in {folder} is of another model than the one here: {here}, and the adapter's is "
+                f"{down.shape[1]} x {up.shape[0]}",
+                fix="serve it beside the model that it was trained on",
+            )
         alpha = _of_pattern(facts.get("alpha_pattern"), module, facts.get("lora_alpha", 8))
         rank = down.shape[0]
         scale = alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
         found[module] = _Low(down.to(device, dtype), up.to(device, dtype), float(scale))
     return found
+
+
+def _sizes_of(module: torch.nn.Module | None) -> tuple[int, int] | None:
+    """(in, out) of a linear layer, packed or not, or of GPT-2's kind, whose weights lie; None: it is another module."""
+    if isinstance(module, torch.nn.Linear):
+        return module.in_features, module.out_features
+    sizes = getattr(module, "nx", None), getattr(module, "nf", None)
+    return None if None in sizes else sizes  # type: ignore[return-value]
 
 
 def _of_pattern(pattern: dict[str, float] | None, module: str, usual: float) -> float:

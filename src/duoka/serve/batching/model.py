@@ -14,6 +14,7 @@ import torch
 
 from duoka.errors import ConfigError
 from duoka.model.decode import MOST_ROWS, answer_fast
+from duoka.model.own_lengths import find_turn
 from duoka.model.slots import Rows, SequenceCache
 from duoka.serve.batching.adapters import RowAdapters
 
@@ -42,7 +43,9 @@ class SlotModel:
         self.adapters = RowAdapters(lm)
         self._is_row_by_row = answer_fast(lm) and num_rows <= MOST_ROWS
         self.device = next(lm.parameters()).device
-        self.window: int = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 1 << 30  # type: ignore[operator, union-attr]
+        self.own_window: int = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 1 << 30  # type: ignore[operator, union-attr]
+        # Beyond its turn all keys of a text would be others, and one long row would turn those beside it.
+        self.window = find_turn(lm.config) or self.own_window
 
     @torch.no_grad()
     def read(

@@ -40,7 +40,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
+    """`is_unloaded`: its adapter went, which nothing here is to blame for."""
+
     error: str
+    is_unloaded: bool = False
 
 
 Event = Scored | list[Scored] | Done | Failed  # a list: a prompt's own tokens
@@ -77,6 +80,10 @@ class IsFull(Exception):
 
 class TooLarge(Exception):
     """A request that could never be answered here."""
+
+
+class TooMany(Exception):
+    """One request for more answers than may wait: it would be refused however often it came again."""
 
 
 @dataclass
@@ -139,7 +146,9 @@ class Scheduler:
         return len(self._waiting)
 
     def submit(self, jobs: list[Job]) -> None:
-        """All or none. Raises IsFull, or TooLarge with the reason."""
+        """All or none. Raises IsFull, or TooLarge or TooMany with the reason."""
+        if len(jobs) > self._max_waiting:
+            raise TooMany(f"{len(jobs)} answers are asked for at once, and at most {self._max_waiting} may wait here")
         for job in jobs:
             need, window = len(job.prompt) + job.sampling.max_new_tokens, self.model.window
             if len(job.prompt) >= window:
@@ -166,6 +175,11 @@ class Scheduler:
         if isinstance(found, BaseException):
             raise found
         return found
+
+    def remove_adapter(self, name: str) -> None:
+        """Between two passes. Answers by it end, since their next token would be another model's, and nothing that was
+        computed with it is kept: the name may come again with other weights."""
+        self.call(lambda: self._remove_adapter(name))
 
     # --- the thread ---
 
@@ -206,6 +220,13 @@ class Scheduler:
         self._active.clear()
         self._kept.clear()
 
+    def _remove_adapter(self, name: str) -> None:
+        self.model.adapters.remove(name)
+        self._kept = deque(one for one in self._kept if one.job.adapter != name)
+        for sequence in [one for one in self._active if one.job.adapter == name]:
+            self._active.remove(sequence)
+            sequence.job.events.put(_unloaded(name))
+
     def _drop_cancelled(self) -> None:
         for sequence in [one for one in self._active if one.job.is_cancelled]:
             self._finish(sequence, "cancelled")
@@ -216,13 +237,16 @@ class Scheduler:
                 if not self._waiting:
                     return
                 job = self._waiting[0]
-                if not job.is_cancelled and not self._make_room(job):
+                is_unloaded = job.adapter is not None and job.adapter not in self.model.adapters.names
+                if not job.is_cancelled and not is_unloaded and not self._make_room(job):
                     return
                 self._waiting.popleft()
             if job.is_cancelled:
                 job.events.put(Done("cancelled"))
-                continue
-            self._active.append(self._begin(job))
+            elif job.adapter is not None and is_unloaded:
+                job.events.put(_unloaded(job.adapter))
+            else:
+                self._active.append(self._begin(job))
 
     def _need(self, job: Job) -> int:
         return min(len(job.prompt) + job.sampling.max_new_tokens, self.model.window)
@@ -322,6 +346,10 @@ class Scheduler:
         if sequence.tokens_to_reuse:
             self._kept.append(sequence)
         sequence.job.events.put(Done(reason))
+
+
+def _unloaded(name: str) -> Failed:
+    return Failed(f"the model {name!r} was unloaded before its answer was whole", is_unloaded=True)
 
 
 def _score(logits: torch.Tensor, token: int, num_top: int) -> Scored:
