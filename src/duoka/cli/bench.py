@@ -40,7 +40,7 @@ def command() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def hardware(nproc: int | None, output: str | None, disk: Path, as_json: bool) -> int:
-    """Matrix products, memory and disk bandwidth and all-reduces of this machine, written to hardware.json.
+    """Matrix products, attention, memory and disk bandwidth and all-reduces of this machine, written to hardware.json.
 
     Takes about a minute. Let nothing else run beside it.
     """
