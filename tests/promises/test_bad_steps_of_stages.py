@@ -95,5 +95,19 @@ def test_the_pass_that_stands_in_knows_nothing_of_the_documents_that_did_not_fit
 def test_fp16_has_its_loss_scale_before_the_first_pass_that_may_be_short_of_memory():
     engine = Single(EngineSpec(torch.nn.Linear(2, 2), Layout(precision="fp16")))
     scale = engine.numerics.scaler.get_scale()
-    engine.discard_exchange(is_short=True)
+    engine.discard_exchange(optimizer_of(engine), is_short=True, overflowed=False)
     assert engine.numerics.scaler.get_scale() == scale > 1
+
+
+def test_a_step_left_out_for_another_rank_s_overflow_halves_the_scale_here_too():
+    engine = Single(EngineSpec(torch.nn.Linear(2, 2), Layout(precision="fp16")))
+    optimizer, scaler = optimizer_of(engine), engine.numerics.scaler
+    scale = scaler.get_scale()
+    engine.backward(scaler.scale(engine.bare(torch.ones(1, 2)).sum()))
+    engine.clip(optimizer, 0.0)  # finite, here
+    engine.discard_exchange(optimizer, is_short=False, overflowed=True)
+    assert scaler.get_scale() == scale / 2
+
+
+def optimizer_of(engine):
+    return torch.optim.SGD(engine.bare.parameters(), lr=1.0)

@@ -24,6 +24,8 @@ SMALL = {
 }  # fmt: skip
 SUB_GROUPS = "parallel.deepspeed.sub_group_size=20000"
 SAVING = ("checkpoint.every=2", "checkpoint.keep=10")
+# As large models have it: what is small stays gathered between passes, here all of it, but for each evaluation.
+KEPT = ("parallel.deepspeed.stage3_param_persistence_threshold=1000000", "data.eval=[{held}]", "train.eval_every=1")
 
 
 def use(stage, *more):
@@ -37,6 +39,7 @@ DAILY = {
     "stage 1": ("odd", 2, use(1, CUT, *SAVING)),
     "stage 2": ("odd", 2, use(2, CUT)),
     "stage 3": ("odd", 2, use(3, CUT, *SAVING)),
+    "stage 3, kept": ("odd", 2, use(3, CUT, *SAVING, *KEPT)),
     "stage 3, LoRA": ("tied", 2, use(3, CUT, LORA)),
     "stage 1, offloading": ("tied", 2, use(1, WHOLE, "parallel.offload=optimizer")),
 }
@@ -58,6 +61,7 @@ GOING_ON = {
     "native, stage 2": ("odd", use(2, CUT), ("native", 4)),
     "stage 1 again": ("odd", DAILY["stage 1"][2], ("stage 1", 4)),
     "stage 3 again": ("odd", DAILY["stage 3"][2], ("stage 3", 4)),
+    "stage 3, kept again": ("odd", DAILY["stage 3, kept"][2], ("stage 3, kept", 4)),
     "zero1": ("odd", ["parallel.strategy=zero1", CUT], None),
     "zero2": ("odd", ["parallel.strategy=zero2", CUT], None),
     "zero3": ("odd", ["parallel.strategy=zero3", CUT], None),
@@ -117,11 +121,15 @@ def write_qwen3(case):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def runs(case):  # noqa: F811
-    folder, yamls, _, _ = case
-    jobs = [(str(yamls[model]), settings, str(folder / name)) for name, (model, _, settings) in DAILY.items()]
-    for name, (model, settings, before) in GOING_ON.items():
+    folder, yamls, _, data = case
+    held = folder / "held.jsonl"
+    held.write_text("".join(data.read_text(encoding="utf-8").splitlines(keepends=True)[:5]), encoding="utf-8")
+    jobs = []
+    fresh = {name: (model, settings, None) for name, (model, _, settings) in DAILY.items()}
+    for name, (model, settings, before) in (fresh | GOING_ON).items():
         if before is not None:
             jobs.append(partial(start_from, folder / before[0], before[1], folder / name))
+        settings = [setting.replace("{held}", str(held)) for setting in settings]
         jobs.append((str(yamls[model]), settings, str(folder / name)))
     strike = {"DUOKA_INJECT": "nan_grad step=3 rank=1"}
     jobs += [(str(yamls["odd"]), settings, str(folder / name), strike) for name, settings in STRUCK.items()]
@@ -259,7 +267,7 @@ def test_a_run_goes_on_from_native_to_deepspeed_and_back(runs, larger, alone):
     check_goes_on(alone, "native on 1", 6)
 
 
-@pytest.mark.parametrize("name", ["stage 1", "stage 3"])
+@pytest.mark.parametrize("name", ["stage 1", "stage 3", "stage 3, kept"])
 def test_the_same_stage_goes_on_bit_for_bit(runs, name):
     def numbers(run):
         return [[step[key] for key in ("loss", "grad_norm", "lr")] for step in any_split.read_run(runs / run)]

@@ -126,8 +126,8 @@ class Ddp(Engine):
         if not self.replica.find_unused_parameters:
             check_all_used(self.bare, fix)
 
-    def discard_exchange(self, *, is_short: bool = False) -> None:
-        super().discard_exchange(is_short=is_short)
+    def discard_exchange(self, optimizer: torch.optim.Optimizer, *, is_short: bool, overflowed: bool) -> None:
+        super().discard_exchange(optimizer, is_short=is_short, overflowed=overflowed)
         if self.power is not None:
             self.power.take_back()  # restore the residuals from before this exchange
 

@@ -174,7 +174,7 @@ class DeepSpeed(Engine):
         if self.zero is None:
             super().zero_grad(optimizer)
 
-    def discard_exchange(self, *, is_short: bool = False) -> None:
+    def discard_exchange(self, optimizer: torch.optim.Optimizer, *, is_short: bool, overflowed: bool) -> None:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:

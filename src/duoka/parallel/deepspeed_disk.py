@@ -51,18 +51,13 @@ class Zero3OnDisk(Zero3):
         """Told to DeepSpeed, by whose norm (the same) each group is shortened when its step has read it."""
         self.zero.clip_grad = max_norm
 
-    def refresh(self) -> None:
-        zero = self.zero
-        zero.empty_partition_cache()
-        zero.invalidate_secondary_tensor()
-        for file in Path(zero.optimizer_swapper.swap_folder).iterdir():
+    def _cut_again(self) -> None:
+        for file in Path(self.zero.optimizer_swapper.swap_folder).iterdir():
             with file.open("rb+") as written:
                 os.fsync(written.fileno())  # filled through mappings, and read past the page cache
-        with torch.no_grad():
-            for number, line in enumerate(self.lines()):
-                with self._here(number, line):
-                    zero._reassign_or_swap_out_partitioned_parameters(number)
-        self._gather_kept()
+        for number, line in enumerate(self.lines()):
+            with self._here(number, line):
+                self.zero._reassign_or_swap_out_partitioned_parameters(number)
 
     def disk_bytes(self) -> int:
         """Of all files, those of weights and of gradients too."""

@@ -184,14 +184,17 @@ class Zero3(ZeroState):
 
     def refresh(self) -> None:
         zero = self.zero
+        # Small ones stay gathered, and were gathered from the older values. But no others: in its first pass DeepSpeed
+        # learns who reads a module's weights from outside (a head's) by their not being there.
+        kept = [one for one in zero.persistent_parameters if one.numel() == one.ds_numel]
         zero.empty_partition_cache()
         zero.invalidate_secondary_tensor()  # a node's copies are of the older values
         with torch.no_grad():
-            for cut, line in zip(zero.fp16_partitioned_groups_flat, self.lines(), strict=True):
-                cut.copy_(line)
-        self._gather_kept()
-
-    def _gather_kept(self) -> None:
-        kept = self.zero.persistent_parameters
-        if kept:  # these stay gathered, and were gathered from the older values
+            self._cut_again()
+        if kept:
             kept[0].all_gather(kept)
+
+    def _cut_again(self) -> None:
+        """The parts that passes gather, from the lines."""
+        for cut, line in zip(self.zero.fp16_partitioned_groups_flat, self.lines(), strict=True):
+            cut.copy_(line)

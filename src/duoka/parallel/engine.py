@@ -41,7 +41,6 @@ from duoka.parallel.precision import build_numerics, compute_in
 from duoka.parallel.sequence import cut_rows
 from duoka.parallel.tensor import parts_of_gradients, sum_parts
 from duoka.plan.layout import Layout
-from duoka.torch_private import found_inf
 
 
 @dataclass(frozen=True)
@@ -310,16 +309,15 @@ class Engine:
 
     def step(self, optimizer: torch.optim.Optimizer, *, overflowed: bool = False) -> None:
         """Change the weights. `overflowed`: a rank's norm is not finite; with fp16 all ranks skip the update."""
-        scaler = self.numerics.scaler
-        if overflowed and scaler.is_enabled():
-            # The scaler knows this rank's gradients only.
-            for found in found_inf(scaler, optimizer):
-                found.fill_(1.0)
-        scaler.step(optimizer)
-        scaler.update()
+        if overflowed:
+            self.numerics.note_overflow(optimizer)
+        self.numerics.scaler.step(optimizer)
+        self.numerics.scaler.update()
 
-    def discard_exchange(self, *, is_short: bool = False) -> None:
+    def discard_exchange(self, optimizer: torch.optim.Optimizer, *, is_short: bool, overflowed: bool) -> None:
         """Discard the step just exchanged, because its sums are not finite or memory was short."""
+        if overflowed and not is_short:
+            self.numerics.note_overflow(optimizer)
         scaler = self.numerics.scaler
         scaler.update(scaler.get_scale() if is_short else None)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from duoka.model.dtypes import BY_PRECISION
+from duoka.torch_private import found_inf
 
 HALF = {name: BY_PRECISION[name] for name in ("bf16", "fp16", "fp8")}
 
@@ -29,6 +30,12 @@ class Numerics:
 
     precision: str
     scaler: torch.amp.GradScaler
+
+    def note_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        """The scaler knows this rank's gradients only, and all ranks must go on with one scale."""
+        if self.scaler.is_enabled():
+            for found in found_inf(self.scaler, optimizer):
+                found.fill_(1.0)
 
 
 def build_numerics(precision: str, device: torch.device) -> Numerics:

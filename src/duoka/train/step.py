@@ -88,7 +88,7 @@ def optimizer_step(
     if result.is_finite and not result.is_short:
         engine.step(optimizer, overflowed=overflowed)
     else:
-        engine.discard_exchange(is_short=result.is_short)
+        engine.discard_exchange(optimizer, is_short=result.is_short, overflowed=overflowed)
     engine.zero_grad(optimizer)
     waited = LEDGER.waited_s - waited  # for the norm and the sums
     if sums.clock is not None:
