@@ -21,8 +21,10 @@ OPTIM = {
     "adafactor": f"{{name: adafactor, lr: {LR}, weight_decay: {DECAY}, clip: {CLIP}}}",
     "adamw": f"{{name: adamw, lr: {REST}, weight_decay: {DECAY}, clip: {CLIP}}}",
 }
-# Muon over adapters, whose products are fused, with smoothed targets: each was tested alone, here they meet.
-MIXED = "lora: {rank: 4, alpha: 12, dropout: 0}\ntrain: {label_smoothing: 0.1}\n"
+# Muon over adapters, whose products are fused and which learn at two rates, with smoothed targets: each was tested
+# alone, here they meet.
+B_RATIO = 2.5
+MIXED = f"lora: {{rank: 4, alpha: 12, dropout: 0, b_lr_ratio: {B_RATIO}}}\ntrain: {{label_smoothing: 0.1}}\n"
 OPTIM["mixed"] = OPTIM["muon"]
 CASES = {
     1: [("single", name) for name in OPTIM],
@@ -117,7 +119,9 @@ def build(model, config, world, strategy):
     smooth = LossModel(lm, Goal(smoothing=config.train.label_smoothing))
     engine = parallelize(smooth, layout, config.parallel, build_mesh(layout, world), None, matrices)
     named = engine.named_trainable()
-    return engine, named, build_optimizer(named, config.optim, roles=roles, sharing=engine.share_matrices)
+    ratio = 1.0 if config.lora is None else config.lora.b_lr_ratio
+    optimizer = build_optimizer(named, config.optim, b_lr_ratio=ratio, roles=roles, sharing=engine.share_matrices)
+    return engine, named, optimizer
 
 
 def learn_one(model, config, world, strategy):
@@ -225,7 +229,8 @@ def test_muon_trains_fused_adapters_on_smoothed_targets_as_the_textbook(runs):
     folder, model = runs
     adapted = load_model(ModelRequest(Path(model), dtype=torch.float32, lora=LoraConfig(rank=4, alpha=12, dropout=0.0)))
     start = {n: p.detach().clone() for n, p in adapted.named_parameters() if p.requires_grad}
-    wanted = textbook_of_adapters(model, start, micro_batches, rate, steps=STEPS, lr=LR, decay=DECAY, clip=CLIP)
+    how = {"steps": STEPS, "lr": LR, "decay": DECAY, "clip": CLIP, "b_ratio": B_RATIO}
+    wanted = textbook_of_adapters(model, start, micro_batches, rate, **how)
     assert all((wanted[name] - start[name]).norm() > 0.03 for name in start), "the test would see nothing"
     for strategy in ("zero1", "fsdp"):
         found = read(folder, 2, strategy, "mixed")[1]

@@ -79,12 +79,14 @@ def textbook(model, name, micro_batches, rate, *, steps, lr, rest, decay, clip):
     return {key: p.detach() for key, p in named.items()}
 
 
-def textbook_of_adapters(model, start, micro_batches, rate, *, steps, lr, decay, clip, scale=12 / 4, smoothing=0.1):
+def textbook_of_adapters(
+    model, start, micro_batches, rate, *, steps, lr, decay, clip, b_ratio, scale=12 / 4, smoothing=0.1
+):
     """Muon on both matrices of each adapter, added to the weight they belong to; `start` by PEFT's names."""
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     base = {name: p.detach() for name, p in lm.named_parameters()}
     trained = {name: value.clone().requires_grad_() for name, value in start.items()}
-    plain = {name: Plain("muon", lr, decay) for name in trained}
+    plain = {name: Plain("muon", lr * (b_ratio if ".lora_B." in name else 1), decay) for name in trained}
     downs = [name for name in trained if ".lora_A." in name]
     for step in range(1, steps + 1):
         for rows in micro_batches(step):

@@ -83,8 +83,8 @@ LAYOUT_CONTRADICTIONS = {
     "deepspeed-compressing-fp32": HEAD + "parallel: {engine: deepspeed, compress: bf16}\ntrain: {precision: fp32}\n",
     "deepspeed-with-reshard": HEAD + "parallel: {engine: deepspeed, strategy: zero3, reshard: false}\n",
     "deepspeed-with-disk": HEAD + "parallel: {engine: deepspeed, strategy: zero2, offload: {optimizer: disk}}\n",
-    "deepspeed-with-part-of-the-state-on-disk": HEAD
-    + "parallel: {engine: deepspeed, strategy: zero3, offload: {optimizer: disk, share: 0.5}}\n",
+    "deepspeed-with-part-of-the-state": HEAD
+    + "parallel: {engine: deepspeed, strategy: zero3, offload: {optimizer: host, share: 0.5}}\n",
     "deepspeed-keeping-weights-of-a-disk": HEAD
     + "parallel: {engine: deepspeed, strategy: zero3, offload: {params: disk}, "
     "deepspeed: {stage3_max_live_parameters: 1000}}\n",

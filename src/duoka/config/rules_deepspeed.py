@@ -172,12 +172,12 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
         f"write:   strategy: zero3   or   offload: optimizer   (host memory), or   {_NATIVE[9:]}",
     ),
     Rule(
-        "deepspeed-with-part-of-the-state-on-disk",
+        "deepspeed-with-part-of-the-state",
         ("parallel.offload.share", "parallel.engine"),
-        lambda c: _is_on(c) and c.parallel.offloads.uses_disk and c.parallel.offloads.share < 1,
-        "parallel.offload.share is {c.parallel.offloads.share} with optimizer: disk, and parallel.engine is deepspeed, "
-        "whose share is one of host memory",
-        f"delete share, or write:   optimizer: host   or   {_NATIVE[9:]}",
+        lambda c: _is_on(c) and c.parallel.offloads.share < 1,
+        "parallel.offload.share is {c.parallel.offloads.share}, and parallel.engine is deepspeed, which moves a part "
+        "of the state at stage 3 alone, and with an optimizer of its own alone",
+        f"delete share, or {_NATIVE}",
     ),
     Rule(
         "deepspeed-keeping-weights-of-a-disk",

@@ -22,7 +22,10 @@ SMALL = 128  # rows, below which a product is not worth two calls
 
 
 class Sharing(Protocol):
-    """How matrices lie over ranks. Buckets name places in the list of matrices that the optimizer was given."""
+    """How matrices lie over ranks. Buckets name places in `matrices`, whose order is not that of parameter groups."""
+
+    @property
+    def matrices(self) -> Sequence[torch.Tensor]: ...
 
     @property
     def buckets(self) -> Sequence[Bucket]: ...
@@ -44,6 +47,7 @@ class WholeMatrices:
     """Every rank has every matrix and its whole gradient: nothing travels (one process, DP, DDP)."""
 
     def __init__(self, matrices: Sequence[torch.Tensor]) -> None:
+        self.matrices = matrices
         self.buckets: Sequence[Bucket] = share_matrices([(m.shape[0], m.shape[1]) for m in matrices], 1)
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -69,7 +73,8 @@ class MuonAdamW(torch.optim.AdamW):
         self.sharing = sharing
         self.momentum = momentum
         self.scale = scale
-        self.matrices = [p for group in self.param_groups if group["kind"] == "muon" for p in group["params"]]
+        own = {id(p) for group in self.param_groups if group["kind"] == "muon" for p in group["params"]}
+        assert own == {id(matrix) for matrix in sharing.matrices}, "matrices that nobody would step on"
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -85,7 +90,7 @@ class MuonAdamW(torch.optim.AdamW):
         self.sharing.publish()
 
     def _step_bucket(self, bucket: Bucket, settings: dict[int, dict[str, Any]]) -> None:
-        matrices = [self.matrices[place] for place in bucket.members]
+        matrices = [self.sharing.matrices[place] for place in bucket.members]
         held = [m for m in matrices if self.sharing.holds(m)]
         if held and all(m.grad is None for m in held):
             return  # unused, on every rank alike

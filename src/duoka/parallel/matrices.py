@@ -169,6 +169,7 @@ class RowMatrices:
     """Matrices whose rows lie on different ranks (FSDP2): to their owners and back within each copy of the model."""
 
     def __init__(self, matrices: Sequence[DTensor]) -> None:
+        self.matrices = matrices
         self.group = matrices[0].device_mesh.get_group(_row_axis(matrices[0]))
         self.num_ranks = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
