@@ -9,8 +9,9 @@ from families import family_config
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, ParallelConfig, RunConfig
 from duoka.errors import ConfigError
 from duoka.model import exactness
+from duoka.model.attention import register_attention
 from duoka.model.exactness import SelfTest, check_stages, choose_rows, needs_own_logits
-from duoka.model.tiny_copy import tiny_config
+from duoka.model.tiny_copy import build_tiny, tiny_config
 
 
 @pytest.fixture
@@ -147,6 +148,13 @@ def test_trying_moves_no_generator_and_keeps_no_weights(fresh):
     assert tested.layout == "packed"
     assert torch.equal(torch.random.get_rng_state(), before)
     assert tested._alone is None
+
+
+def test_a_mixture_is_compared_with_transformers_own_experts_each_time():
+    """A model notes in its config how its experts are computed: once ours had, the copy it is measured by was ours."""
+    config = tiny_config(family_config("mixtral"))
+    assert build_tiny(config, register_attention()).config._experts_implementation == "duoka"
+    assert build_tiny(config, "eager").config._experts_implementation != "duoka"
 
 
 def test_the_same_config_is_tried_once(tmp_path, fresh, monkeypatch):

@@ -79,10 +79,13 @@ def build_tiny(config: Any, attention: str, *, trust_remote_code: bool = False) 
     """The model of a tiny config, every weight drawn; no generator of this process is moved."""
     from transformers import AutoModelForCausalLM
 
+    # Of its own: a model notes in its config how experts are computed, and the next one would not be all transformers'.
+    own = copy.deepcopy(config)
+    own._experts_implementation = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
+            own, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     if attention.startswith(NAME):  # beside "eager", which is all transformers'
         use_own_experts(model)
