@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,15 @@ _MORE = {
     "use_dora": "it has DoRA's magnitudes",
     "modules_to_save": "it holds whole layers",
     "target_parameters": "it adapts single tensors (experts of a mixture, routers), which are no linear layers",
+    "alora_invocation_tokens": "it counts from certain tokens of a text on (aLoRA)",
+    "use_qalora": "it sums its inputs in groups (QA-LoRA)",
+    "layer_replication": "it has a model with layers of its own",
+    "use_bdlora": "its matrices are blocks (BD-LoRA)",
+    "arrow_config": "it chooses among adapters for each token (Arrow)",
+    "kasa_config": "it changes the weights below it (KaSA)",
 }
+# Inits that take a part out of the weights below: peft does so again when it reads such an adapter.
+_TAKES_FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,9 @@ def why_not_by_rows(folder: Path) -> str:
             return words
     if facts.get("bias", "none") != "none":
         return "it trains biases"
+    start = str(facts.get("init_lora_weights", "")).lower()
+    if start.startswith(_TAKES_FROM_BASE):
+        return f"it was begun by {start}, which changes the weights below it"
     return ""
 
 
@@ -141,7 +153,6 @@ def _sizes_of(module: torch.nn.Module | None) -> tuple[int, int] | None:
 
 
 def _of_pattern(pattern: dict[str, float] | None, module: str, usual: float) -> float:
-    for name, value in (pattern or {}).items():
-        if module == name or module.endswith(f".{name}"):
-            return value
-    return usual
+    """As peft reads it: each name is a regular expression, of the whole path or of its end from a dot on; the first
+    that fits counts."""
+    return next((value for name, value in (pattern or {}).items() if re.match(rf"(.*\.)?({name})$", module)), usual)

@@ -1,0 +1,79 @@
+"""Adapters served by rows count as peft counts them, or are left to peft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from tiny import write_tiny_model
+from transformers import AutoModelForCausalLM
+
+from duoka.serve.batching.adapters import RowAdapters, why_not_by_rows
+
+ONE, ALL = "layers.1.self_attn.q_proj", "q_proj"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", tied=False)
+
+
+def read(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        {ALL: 32},
+        {ONE: 32},
+        {ONE: 32, ALL: 2},
+        {ALL: 2, ONE: 32},
+        {r".*\.1\..*q_proj": 32},
+        {r"layers\.[01]\.mlp\.down_proj": 32},
+        {r"^model\.layers\.0\..*": 32},
+        {"^layers.0.*": 32},
+        {"q_proj|down_proj": 32},
+        {"self_attn": 32},
+        {"proj": 32},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")
+@pytest.mark.parametrize("rslora", [False, True])
+def test_alphas_and_ranks_by_pattern_are_those_of_peft(
+    folder: Path, tmp_path: Path, pattern: dict[str, int], rslora: bool
+) -> None:
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], alpha_pattern=pattern, use_rslora=rslora,
+        rank_pattern=dict.fromkeys(pattern, 2), init_lora_weights=False,
+    )  # fmt: skip
+    peft.get_peft_model(read(folder), settings).save_pretrained(tmp_path)
+    ids = torch.arange(8, 28)[None]
+    plain = read(folder)
+    rows = RowAdapters(plain)
+    rows.add("it", tmp_path)
+    rows.set_rows(["it"])
+    with torch.no_grad():
+        ours = plain(ids).logits
+        theirs = peft.PeftModel.from_pretrained(read(folder), tmp_path).eval()(input_ids=ids).logits
+    assert torch.allclose(ours, theirs, atol=1e-5), (ours - theirs).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        ({"init_lora_weights": "pissa_niter_4"}, "begun by pissa_niter_4, which changes the weights below it"),
+        ({"init_lora_weights": "olora"}, "begun by olora"),
+        ({"alora_invocation_tokens": [5, 6]}, "from certain tokens of a text on"),
+        ({"init_lora_weights": "gaussian"}, ""),
+        ({"init_lora_weights": True}, ""),
+    ],
+)
+def test_adapters_that_are_more_than_products_are_left_to_peft(tmp_path: Path, made: dict, reason: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, **made}), "utf-8")
+    found = why_not_by_rows(tmp_path)
+    assert reason in found and bool(found) == bool(reason)
