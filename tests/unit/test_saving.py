@@ -83,6 +83,38 @@ def test_the_best_by_one_measure_is_forgotten_where_another_one_counts(start):
     assert steps_there(saver) == [3, 4]
 
 
+def test_a_best_step_that_was_not_kept_is_no_hurdle_when_the_best_is_kept_from_now_on(start):
+    saver = start(every=2, keep=1)
+    for step, loss in enumerate((0.5, 3.0), 1):
+        saver.contents.state.step = step
+        saver.evaluated(loss)
+        walk(saver, step, last=step == 2)
+    config = saver.config.model_copy(update={"keep_best": True})
+    timer = Timer(parse_every(100), 10)
+    saver = Saver(saver.store, saver.contents, config, timer, saver.record, World())
+    for step, loss in enumerate((2.5, 2.7, 2.6), 3):
+        saver.contents.state.step = step
+        saver.evaluated(loss)
+        walk(saver, step, last=step == 5)
+    assert steps_there(saver) == [3, 5] and saver.contents.state.best_loss == 2.5
+    assert "best evaluation so far was at step 1, of which there is no checkpoint" in saver.record.said[0]
+    again = Saver(saver.store, saver.contents, config, timer, Record(), World())
+    assert again.contents.state.best_step == 3 and not again.record.said, "one that is there stays"
+
+
+@pytest.mark.parametrize("on_error", ["skip", "wait"])
+def test_a_best_step_whose_save_failed_is_no_hurdle(start, monkeypatch, on_error):
+    saver = start(every=100, keep=1, keep_best=True, on_error=on_error)
+    fail_at(monkeypatch, 1)
+    for step, loss in enumerate((0.5, None, 3.0, 4.0), 1):
+        saver.contents.state.step = step
+        if loss is not None:
+            saver.evaluated(loss)
+        walk(saver, step, last=step == 4)
+        saver.settle()
+    assert steps_there(saver) == [3, 4] and saver.contents.state.best_step == 3
+
+
 def test_without_keep_best_an_evaluation_saves_nothing(start):
     saver = start(every=100)
     saver.evaluated(1.0)

@@ -13,6 +13,7 @@ from duoka.comm.world import World
 from duoka.config.schema import CheckpointConfig
 from duoka.errors import StorageError
 from duoka.plan.costs import most_checkpoints
+from duoka.runs.manifest import list_checkpoints, step_of
 from duoka.store.checkpoint import CheckpointStore, Saved, SaveFault
 from duoka.store.contents import Contents
 from duoka.store.retention import Keep
@@ -59,6 +60,7 @@ class Saver:
         self._fault: SaveFault | None = None
         self._is_best = False
         self._said_slow = False
+        self._forget_lost_best()
 
     def due_by_clock(self) -> bool:
         return self.world.is_main and self._timer.due_by_clock()
@@ -117,6 +119,25 @@ class Saver:
             if not again and failed.step == step:
                 return
 
+    def _forget_lost_best(self, failed: int | None = None) -> None:
+        """A best step that no checkpoint holds (`keep_best` was off, or its save `failed`) cannot stay.
+
+        Without this, a later step would have to beat it to be saved, and the run might keep no best step at all.
+        """
+        state = self.contents.state
+        if failed is not None and failed != state.best_step:
+            return  # a save of the best one may still be on its way
+        if not self.config.keep_best or state.best_step is None or state.best_by not in (None, self.config.best_by):
+            return
+        there = {step_of(folder) for folder in list_checkpoints(self.store.folder)} if self.world.is_main else set()
+        if self.world.agree(state.best_step in there):
+            return
+        self._warn(
+            f"the best evaluation so far was at step {state.best_step}, of which there is no checkpoint: the best is "
+            "looked for from here on"
+        )
+        state.best_loss = state.best_step = None
+
     def _best(self) -> int | None:
         return self.contents.state.best_step if self.config.keep_best else None
 
@@ -143,10 +164,13 @@ class Saver:
         text = "; ".join((fault.what, *fault.where.splitlines()))
         if self.config.on_error == "skip":
             self._warn(f"{text}; training goes on without it")
+            self._forget_lost_best(fault.step)
             return False
         self._warn(f"{text}; training waits until it can be written")
         self._wait_for_room(stopping, error)
         self._warn("the checkpoint can be written now: training goes on")
+        if fault.step != self.contents.state.step:  # else it is written now
+            self._forget_lost_best(fault.step)
         return True
 
     def _wait_for_room(self, stopping: Callable[[], bool], error: StorageError) -> None:
