@@ -37,7 +37,7 @@ class Tracking:
             for asked in self._trackers_asked:
                 self.trackers.append(open_tracker(asked, project_name, self.logging_dir, config, init_kwargs or {}))
         if self.trackers:
-            atexit.register(self.end_training)
+            atexit.register(self._end_at_exit)
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
@@ -54,9 +54,16 @@ class Tracking:
         return NoTracker()
 
     def end_training(self) -> None:
-        """Close the trackers."""
+        """Close the trackers: the run is done."""
         while self.trackers:
             self.trackers.pop().finish()
+
+    def _end_at_exit(self) -> None:
+        """Nobody called end_training: what an error ended has failed."""
+        for tracker in self.trackers:
+            if isinstance(tracker, SinkTracker):
+                tracker.has_failed = getattr(sys, "last_value", None) is not None
+        self.end_training()
 
 
 class GeneralTracker:
@@ -92,6 +99,7 @@ class SinkTracker:
 
     def __init__(self, name: str, facts: RunFacts) -> None:
         self.name = name
+        self.has_failed = False
         self._sink = build_sink(name)
         self._sinks = Sinks([self._sink], tell=_say)
         self._sinks.open_now(facts)
@@ -121,6 +129,8 @@ class SinkTracker:
         self._sinks.scalars({name: _plain(value) for name, value in values.items()}, step, options)
 
     def finish(self) -> None:
+        if not self.has_failed:
+            self._sinks.ended(0, "done", 0, "")  # without it, a tracker calls the run failed
         self._sinks.close()
 
 

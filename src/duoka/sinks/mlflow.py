@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from duoka.sinks.sink import RunFacts, Sink, StepNumbers, eval_scalars, step_scalars
+from duoka.sinks.sink import RunFacts, Sink, StepNumbers, as_number, eval_scalars, refuse_rest, step_scalars
 
 _ID_FILE = "duoka-run-id"
 _MOST_PARAMS, _MOST_LETTERS = 100, 5000  # of one call, and of one value: what servers take
@@ -49,17 +49,18 @@ class MlflowSink(Sink):
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         from mlflow.entities import Param  # type: ignore[import-not-found, unused-ignore]
 
-        run_id: str = self._client.create_run(experiment, run_name=facts.name, **facts.options).info.run_id
+        run_id: str = self._client.create_run(experiment, **{"run_name": facts.name, **facts.options}).info.run_id
         params = [Param(key, text[:_MOST_LETTERS]) for key, text in _flat(facts.config)]
         for start in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(run_id, params=params[start : start + _MOST_PARAMS])
         return run_id
 
-    def _draw(self, values: Mapping[str, float], step: int) -> None:
+    def _draw(self, values: Mapping[str, float], step: int, options: Mapping[str, Any] | None = None) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(key, float(one), now, step) for key, one in values.items()])
+        metrics = [Metric(key, float(one), now, step) for key, one in values.items()]
+        self._client.log_batch(self._id, metrics=metrics, **(options or {}))
 
     def step(self, now: StepNumbers) -> None:
         self._draw(step_scalars(now), now.step)
@@ -72,16 +73,18 @@ class MlflowSink(Sink):
         self._client.log_text(self._id, text, f"samples/step-{step:08d}.txt")
 
     def scalars(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-        numbers: dict[str, float] = {}
+        flat: dict[str, Any] = {}
         for name, value in values.items():
             if isinstance(value, str):
                 self._client.set_tag(self._id, name, value)
             elif isinstance(value, Mapping):
-                numbers |= {f"{name}/{key}": float(one) for key, one in value.items()}
+                flat |= {f"{name}/{key}": one for key, one in value.items()}
             else:
-                numbers[name] = float(value)
+                flat[name] = value
+        numbers = {name: number for name, value in flat.items() if (number := as_number(value)) is not None}
         if numbers:
-            self._draw(numbers, step or 0)
+            self._draw(numbers, step or 0, options)  # as mlflow itself does with a metric of no step
+        refuse_rest({name: value for name, value in flat.items() if name not in numbers})
 
     def ended(self, step: int, reason: str, exit_code: int, cause: str) -> None:
         self._status = "FINISHED" if reason == "done" else "KILLED"  # a run that was stopped has not failed

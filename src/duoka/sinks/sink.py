@@ -92,6 +92,24 @@ class Sink:
         return None
 
 
+class NotTaken(Exception):
+    """Of values that a tracker cannot show; the others are there."""
+
+
+def refuse_rest(values: Mapping[str, Any]) -> None:
+    """Raised once the others are written: one value of an odd kind costs no other its place."""
+    if values:
+        kinds = ", ".join(f"{name!r} ({type(value).__name__})" for name, value in values.items())
+        raise NotTaken(f"left out, as no number: {kinds}")
+
+
+def as_number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
 EVAL_NUMBERS = ("loss", "perplexity", "accuracy", "bits_per_byte", "margin", "reward_chosen", "reward_rejected")
 
 

@@ -61,7 +61,7 @@ class SwanLabSink(Sink):
         self._run.log({"samples": self._swanlab.Text(text)}, step=step)
 
     def scalars(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log(dict(values), step=step, **options)
 
     def ended(self, step: int, reason: str, exit_code: int, cause: str) -> None:
         self._state = "success"  # a run that was stopped has not failed

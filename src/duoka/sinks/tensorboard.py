@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from duoka.sinks.sink import RunFacts, Sink, StepNumbers, eval_scalars, step_scalars
+from duoka.sinks.sink import RunFacts, Sink, StepNumbers, as_number, eval_scalars, refuse_rest, step_scalars
 
 
 class TensorBoardSink(Sink):
@@ -39,14 +39,20 @@ class TensorBoardSink(Sink):
         self._writer.add_text("samples", "\n".join(f"    {one}|{text}" for one, text in pairs), step)
 
     def scalars(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+        rest: dict[str, Any] = {}
         for name, value in values.items():
             if isinstance(value, str):
                 self._writer.add_text(name, value, global_step=step, **options)
             elif isinstance(value, Mapping):
-                self._writer.add_scalars(name, {key: float(one) for key, one in value.items()}, step, **options)
+                several = {key: number for key, one in value.items() if (number := as_number(one)) is not None}
+                self._writer.add_scalars(name, several, step, **options)
+                rest |= {f"{name}/{key}": one for key, one in value.items() if key not in several}
+            elif (number := as_number(value)) is not None:
+                self._writer.add_scalar(name, number, step, **options)
             else:
-                self._writer.add_scalar(name, float(value), step, **options)
+                rest[name] = value
         self._writer.flush()  # a user's own loop may be killed at any time, and has no event log beside
+        refuse_rest(rest)
 
     def close(self) -> None:
         self._writer.close()

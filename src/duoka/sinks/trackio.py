@@ -44,7 +44,7 @@ class TrackioSink(Sink):
         self._run.log({"samples": self._trackio.Markdown(text)}, step=step)
 
     def scalars(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log(dict(values), step=step, **options)
 
     def close(self) -> None:
         self._run.finish()  # type: ignore[no-untyped-call, unused-ignore]
