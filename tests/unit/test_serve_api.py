@@ -341,6 +341,25 @@ def test_bytes_of_tokens_are_the_answer_where_a_character_is_in_several(server: 
     assert old["logprobs"]["text_offset"] == [0, 1, 1, 2, 2]
 
 
+def test_a_special_token_takes_no_place_in_an_answer(server: Server) -> None:
+    asked = {"prompt": "é<|im_start|>", "echo": True, "logprobs": 0, "max_tokens": 3, "logit_bias": {"1": 100}}
+    (told,) = complete(server, **asked)["choices"]
+    assert told["text"] == "é<|im_start|>" and told["logprobs"]["tokens"][-3:] == ["<|im_start|>"] * 3
+    assert told["logprobs"]["text_offset"][-4:] == [1, 13, 13, 13]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_places_of_tokens_are_counted_on_from_one_streamed_piece_to_the_next(server: Server, echo: bool) -> None:
+    body = {"model": "tiny", "prompt": "é卡b", "max_tokens": 30, "logprobs": 1, "echo": echo, "seed": 3, "n": 2}
+    whole = complete(server, **body, temperature=1.5)["choices"]
+    parts = stream(server, "/v1/completions", {**body, "temperature": 1.5})
+    for want in whole:
+        mine = [part["choices"][0] for part in parts if part["choices"][0]["index"] == want["index"]]
+        assert len(mine) > 3 and "".join(one["text"] for one in mine) == want["text"]
+        for name in ("tokens", "text_offset"):
+            assert [x for one in mine for x in one["logprobs"][name]] == want["logprobs"][name], name
+
+
 def test_more_answers_than_may_wait_are_refused_for_good(server: Server) -> None:
     status, error = refusal(server, n=9)
     assert (status, error["param"]) == (400, "n") and "at most 8 may wait" in error["message"]

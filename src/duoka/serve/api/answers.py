@@ -31,6 +31,7 @@ class _Choice:
     answer: Answer
     piece: Piece = field(default_factory=Piece)  # all of it
     prompt_scores: list[Scored] = field(default_factory=list)
+    num_letters: int = 0  # of the text that the tokens told so far make: where the next one begins
     finish: str | None = None
     has_begun: bool = False
 
@@ -184,13 +185,20 @@ class Reply:
     def _completion_part(self, number: int, piece: Piece, finish: str | None, *, with_prompt: bool) -> dict[str, Any]:
         choice, asked = self._choices[number], self._asked
         before = asked.texts[number // asked.num] if asked.echoes and with_prompt else ""
-        scores = [*(choice.prompt_scores if with_prompt else ()), *piece.tokens]
-        logprobs = None if asked.num_top is None else self._old_logprobs(scores, asked.num_top)
+        asked_for = choice.prompt_scores if with_prompt else []
+        logprobs = None if asked.num_top is None else self._old_logprobs(choice, asked_for, piece.tokens)
         return {"index": number, "text": before + piece.text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _old_logprobs(self, scores: Sequence[Scored], num_top: int) -> dict[str, Any]:
+    def _old_logprobs(self, choice: _Choice, of_prompt: Sequence[Scored], said: Sequence[Scored]) -> dict[str, Any]:
+        scores = [*of_prompt, *said]
         texts = [self._name_of(scored.token) for scored in scores]
-        places = itertools.accumulate((_letters_in(bytes_of(self._tokenizer, one.token)) for one in scores), initial=0)
+        # The text of an answer is without special tokens; a prompt's has them.
+        shown = [True] * len(of_prompt) + [not self._is_special(one.token) for one in said]
+        lengths = (
+            _letters_in(bytes_of(self._tokenizer, one.token)) if is_shown else 0
+            for one, is_shown in zip(scores, shown, strict=True)
+        )
+        *places, choice.num_letters = itertools.accumulate(lengths, initial=choice.num_letters)
         tops = [
             None if scored.logprob is None
             else {**{self._name_of(token): value for token, value in scored.top}, text: scored.logprob}
@@ -198,9 +206,12 @@ class Reply:
         ]  # fmt: skip
         logprobs = [scored.logprob for scored in scores]
         return {
-            "tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops if num_top else None,
-            "text_offset": list(places)[:-1],
+            "tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops if self._asked.num_top else None,
+            "text_offset": places,
         }  # fmt: skip
+
+    def _is_special(self, token: int) -> bool:
+        return self._tokenizer.added.get(token) in self._tokenizer.special_texts
 
     def _name_of(self, token: int) -> str:
         """Its text; of a part of a character its bytes, as OpenAI names these: two such are not one."""
