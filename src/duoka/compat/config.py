@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from duoka.config.loaded import Loaded
 from duoka.config.schema import RunConfig
 from duoka.process.environ import get_dist_info
 
+STEP_SAMPLES = "samples of an optimizer step"  # of all ranks and micro-batches, as the loop's loader gives them
+
 
 @dataclass(frozen=True)
 class Part:
@@ -18,6 +20,7 @@ class Part:
 
     loaded: Loaded
     sections: tuple[str, ...]
+    found: dict[str, int] = field(default_factory=dict, compare=False)  # by one part, for others
 
     @property
     def run(self) -> RunConfig:
@@ -34,6 +37,7 @@ class Part:
 @dataclass(frozen=True)
 class Config:
     loaded: Loaded
+    found: dict[str, int] = field(default_factory=dict, compare=False)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Config:
@@ -47,12 +51,12 @@ class Config:
 
     @property
     def data(self) -> Part:
-        return Part(self.loaded, ("data",))
+        return Part(self.loaded, ("data",), self.found)
 
     @property
     def model(self) -> Part:
-        return Part(self.loaded, ("model",))
+        return Part(self.loaded, ("model",), self.found)
 
     @property
     def trainer(self) -> Part:
-        return Part(self.loaded, ("train", "optim"))
+        return Part(self.loaded, ("train", "optim"), self.found)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from duoka.compat.config import Part
+from duoka.compat.config import STEP_SAMPLES, Part
 from duoka.data.feed.loader import IGNORED
 from duoka.data.feed.map_loader import deal
 from duoka.data.tokens.token_store import TokenStore
@@ -90,6 +90,8 @@ def load_dataset(
     amount = parse_amount(config.train.global_batch) if micro == "auto" else parse_amount(micro)
     rows = max(1, amount.count // (size * steps)) if micro == "auto" else amount.count
     batch_size = rows if amount.unit == "samples" else max(1, rows // config.data.max_length)
+    if accelerator:
+        data.found[STEP_SAMPLES] = batch_size * size * steps
     collate = Pad(prepared.pad_id)
 
     def share_of(store: object) -> SharedConversations:
