@@ -11,6 +11,8 @@ import torch
 from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM
 
+from duoka.errors import ConfigError
+from duoka.model.build import load_adapter
 from duoka.serve.batching.adapters import RowAdapters, why_not_by_rows
 
 ONE, ALL = "layers.1.self_attn.q_proj", "q_proj"
@@ -77,3 +79,12 @@ def test_adapters_that_are_more_than_products_are_left_to_peft(tmp_path: Path, m
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, **made}), "utf-8")
     found = why_not_by_rows(tmp_path)
     assert reason in found and bool(found) == bool(reason)
+
+
+def test_an_adapter_that_peft_would_pass_over_in_silence_is_read_nowhere(folder: Path, tmp_path: Path) -> None:
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6])
+    peft.get_peft_model(read(folder), settings).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"aLoRA.*is not computed here"):
+        load_adapter(read(folder), tmp_path)
+    with pytest.raises(ConfigError, match=r"aLoRA.*is not computed here"):
+        RowAdapters(read(folder)).add("it", tmp_path)

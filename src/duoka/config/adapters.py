@@ -19,6 +19,8 @@ from duoka.errors import ConfigError, Fault, typed
 
 FACTS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HOLDS = "merged.json"  # in an adapter's folder: which others are part of it, by name and digest
+# Inits that take a part out of the weights below: peft does so again wherever it reads such an adapter.
+TAKES_FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _WRITE = f"write the folder of a trained adapter ({FACTS} and {WEIGHTS}), or of a finished LoRA run"
 # Keys of adapter_config.json that make an adapter more than B(A(x)) beside chosen layers: what asks for nothing of it.
 _ODD: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -30,6 +32,13 @@ _ODD: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("layers_to_transform", ([],), "on some layers only (layers_to_transform)"),
     ("target_parameters", ([],), "on bare parameters (target_parameters)"),
     ("trainable_token_indices", ({},), "trained with tokens of the embedding (trainable_token_indices)"),
+    ("lora_bias", (False,), "trained with biases of its own (lora_bias)"),
+    ("alora_invocation_tokens", ([],), "that counts from certain tokens of a text on (alora_invocation_tokens)"),
+    ("use_qalora", (False,), "that sums its inputs in groups (use_qalora)"),
+    ("use_bdlora", (False, {}), "of blocks (use_bdlora)"),
+    ("layer_replication", ([],), "of a model with some layers twice (layer_replication)"),
+    ("kasa_config", ({},), "that changes the weights below it (kasa_config)"),
+    ("arrow_config", ({},), "that chooses among others for each token (arrow_config)"),
 )
 _MERGED = "merge it into its base with the tool that made it, and name the result as the model"
 
@@ -93,7 +102,7 @@ def read_adapter(name: str, base: Path, key: str = "lora.adapter") -> AdapterFac
         if facts.get(name) is not None and facts[name] not in off:
             raise refuse(reason, _MERGED)
     start = facts.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower().startswith(("pissa", "olora", "corda", "loftq", "eva")):
+    if isinstance(start, str) and start.lower().startswith((*TAKES_FROM_BASE, "eva")):
         what = f"begun by {start} and never turned into a plain one: it belongs to a base that gave parts of itself up"
         raise refuse(what, "save it again with PEFT's path_initial_model_for_weight_conversion (pissa_convert)")
     targets = facts.get("target_modules")

@@ -6,18 +6,29 @@ are made in fp64 and rounded once, so that any cut into rows gives the same bits
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from duoka.config.adapters import WEIGHTS, digest, read_adapter, read_held
+from duoka.config.adapters import FACTS, WEIGHTS, digest, read_adapter, read_held
 from duoka.config.schema import LoraConfig
 from duoka.errors import ConfigError
 from duoka.model.box import Box
 
 PREFIX = "base_model.model."
+
+
+def refuse_unread(folder: Path) -> None:
+    """An adapter that peft passes over in silence, unless each call tells it where it begins to count."""
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).is_file() else {}
+    if facts.get("alora_invocation_tokens"):
+        raise ConfigError(
+            f"the adapter in {folder} counts from certain tokens of a text on (aLoRA), which is not computed here",
+            fix="ask it with the tool that made it",
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from duoka.config.adapters import read_held
 from duoka.errors import ConfigError
 from duoka.hub.new_model import is_new
-from duoka.model.adapters import Earlier
+from duoka.model.adapters import Earlier, refuse_unread
 from duoka.model.attention import Documents, SequenceExchange, register_attention
 from duoka.model.chunks import Places
 from duoka.model.drawing import check_harmless, has_drawn, read_generators
@@ -145,6 +145,7 @@ def load_adapter(base: torch.nn.Module, folder: Path, earlier: Earlier | None = 
     """
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} holds no adapter (adapter_model.safetensors)")
+    refuse_unread(folder)
     with quiet_loading(), without_packer():
         import peft
 

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from duoka.config.adapters import TAKES_FROM_BASE
 from duoka.errors import ConfigError, typed
+from duoka.model.adapters import refuse_unread
 
 _PREFIX = "base_model.model."
 # What of adapter_config.json makes an adapter more than products beside linear layers.
@@ -32,8 +34,6 @@ _MORE = {
     "arrow_config": "it chooses among adapters for each token (Arrow)",
     "kasa_config": "it changes the weights below it (KaSA)",
 }
-# Inits that take a part out of the weights below: peft does so again when it reads such an adapter.
-_TAKES_FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def why_not_by_rows(folder: Path) -> str:
     if facts.get("bias", "none") != "none":
         return "it trains biases"
     start = str(facts.get("init_lora_weights", "")).lower()
-    if start.startswith(_TAKES_FROM_BASE):
+    if start.startswith(TAKES_FROM_BASE):
         return f"it was begun by {start}, which changes the weights below it"
     return ""
 
@@ -114,6 +114,7 @@ def why_not_by_rows(folder: Path) -> str:
 def _read(
     folder: Path, modules: dict[str, torch.nn.Module], device: torch.device, dtype: torch.dtype
 ) -> dict[str, _Low]:
+    refuse_unread(folder)
     if reason := why_not_by_rows(folder):
         raise ConfigError(
             f"the adapter in {folder} cannot be served beside others: {reason}",
