@@ -111,7 +111,6 @@ BAD = [
     ({**talk(("user", "<image>who?"), ("assistant", "a")), "images": ["1.jpg"]}, "messages", "its images (<image>)",
      "set of text"),
     (beside(weight=0.5), "messages", "message 2 has the weight 0.5", "write 0 (not learned) or 1"),
-    (beside(reasoning_content="hm"), "messages", "its reasoning in 'reasoning_content'", "<think>"),
     (sharegpt_record(), "messages", "there is no 'messages'", '"role_tag": "from"'),
     (messages_record(), "sharegpt", "there is no 'conversations'", '"messages": "messages"'),
     ({"conversations": messages_record()["messages"]}, "sharegpt", "has no 'from'", '"role_tag": "role"'),

@@ -18,13 +18,15 @@ from duoka.registry import nearest
 class Message:
     """One turn. `tool_calls` is a JSON list of {"name", "arguments"}, in an assistant's turn only.
 
-    `is_learned` False: an assistant's turn that stands there as context alone (OpenAI's `weight: 0`).
+    `is_learned` False: an assistant's turn that stands there as context alone (OpenAI's `weight: 0`). `reasoning`: what
+    stands beside an answer (`reasoning_content`); one that is written into the answer is `content`.
     """
 
     role: str
     content: str
     tool_calls: str | None = None
     is_learned: bool = True
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def read_example(record: Any, form: SetFormat, *, source: str = "", line: int = 
     check_order(messages)
     check_text_alone(record, messages)
     for place, message in enumerate(messages, start=1):
-        check_whole(message.content, place)
+        check_whole(message.content + message.reasoning, place)
     return Example(tuple(messages), read_tools(tools), source, line)
 
 

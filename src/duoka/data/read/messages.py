@@ -47,21 +47,23 @@ def read_turn(turn: Any, place: int, tags: Mapping[str, str]) -> Message:
     role = roles[given]
     content, calls = turn.get(content_tag), turn.get("tool_calls")
     if role == "function":
-        return Message("assistant", "", _read_calls(content, place), _is_learned(turn, place))
-    learned = role != "assistant" or _is_learned(turn, place)
-    if calls is not None and role == "assistant" and calls != []:
-        return Message(role, _read_content(content or "", place, content_tag), _read_calls(calls, place), learned)
-    return Message(role, _read_content(content, place, content_tag), None, learned)
+        return Message("assistant", "", _read_calls(content, place), _is_learned(turn, place), _read_reasoning(turn))
+    if role != "assistant":
+        return Message(role, _read_content(content, place, content_tag))
+    learned, reasoning = _is_learned(turn, place), _read_reasoning(turn)
+    if calls is not None and calls != []:
+        said = _read_content(content or "", place, content_tag)
+        return Message(role, said, _read_calls(calls, place), learned, reasoning)
+    return Message(role, _read_content(content, place, content_tag), None, learned, reasoning)
+
+
+def _read_reasoning(turn: dict[str, Any]) -> str:
+    """What stands beside the words. A chat template may know it: tokens/reasoning.py hands it over or refuses it."""
+    return next((turn[name] for name in _REASONING if isinstance(turn.get(name), str) and turn[name].strip()), "")
 
 
 def _is_learned(turn: dict[str, Any], place: int) -> bool:
-    """By OpenAI's weight of 0 or 1. Reasoning that stands beside the words would be lost: it is refused."""
-    lost = next((name for name in _REASONING if isinstance(turn.get(name), str) and turn[name].strip()), None)
-    if lost is not None:
-        raise BadRecord(
-            f"message {place} has its reasoning in {lost!r}, beside the answer, where it would not be learned",
-            'write it into the answer, as the model is to say it: "<think>\\n...\\n</think>\\n\\n..."',
-        )
+    """By OpenAI's weight of 0 or 1."""
     weight = turn.get("weight")
     if weight is None or weight in (0, 1):
         return weight is None or bool(weight)

@@ -147,7 +147,7 @@ def _question(record: dict[str, Any], form: SetFormat) -> tuple[list[Message], A
 def _check(messages: list[Message], ends: str) -> None:
     check_order(messages, ends=ends)
     for place, message in enumerate(messages, start=1):
-        check_whole(message.content, place)
+        check_whole(message.content + message.reasoning, place)
 
 
 _READERS: dict[Kind, Callable[[dict[str, Any], SetFormat, str, int], AnyExample]] = {

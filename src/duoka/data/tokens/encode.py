@@ -132,8 +132,8 @@ def _talk(messages: tuple[Message, ...], example: Preference | Labeled) -> Examp
 def _texts_of(example: AnyExample) -> list[str]:
     if isinstance(example, Text):
         return [example.text]
-    more = [example.chosen.content, example.rejected.content] if isinstance(example, Preference) else []
-    return [message.content for message in example.messages] + more
+    answers = (example.chosen, example.rejected) if isinstance(example, Preference) else ()
+    return [text for message in (*example.messages, *answers) for text in (message.content, message.reasoning) if text]
 
 
 def _count_unknown(parts: tuple[Sample, ...], texts: list[str], tokenizer: ChatTokenizer) -> int:

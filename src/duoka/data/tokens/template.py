@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from duoka.data.read.example import BadRecord, Example, Message
+from duoka.data.tokens.reasoning import as_key, reasoning_of
 from duoka.data.tokens.tokenizer import ChatTokenizer, Tokens
 from duoka.data.tokens.typed_control import break_up, without_marks
 
@@ -63,7 +64,7 @@ def mark_targets(
     example: Example, tokenizer: ChatTokenizer, *, targets: Targets = "assistant"
 ) -> tuple[str, list[Span], tuple[int, ...]]:
     """The conversation as text, the characters in it that are to be learned, and where it is to be cut."""
-    messages, mark = _messages(example.messages, tokenizer)
+    messages, mark = _messages(example.messages, tokenizer, example.tools)
     tools = json.loads(example.tools) if example.tools else None
     text = _render(tokenizer, messages, tools, turn=len(messages))
     if targets == "all":
@@ -76,8 +77,13 @@ def mark_targets(
     return without_marks(text, [_turn_span(tokenizer, messages, tools, place, text) for place in turns], mark)
 
 
-def _messages(messages: tuple[Message, ...], tokenizer: ChatTokenizer) -> tuple[list[dict[str, Any]], str]:
-    said = [_message(message.role, message.content, message.tool_calls) for message in messages]
+def _messages(
+    messages: tuple[Message, ...], tokenizer: ChatTokenizer, tools: str | None
+) -> tuple[list[dict[str, Any]], str]:
+    said = []
+    for place, message in enumerate(messages, start=1):
+        beside = as_key(message, place, tokenizer.reasoning_keys[bool(tools)]) if message.reasoning else {}
+        said.append({**_message(message.role, message.content, message.tool_calls), **beside})
     return break_up(said, tokenizer.special_texts)
 
 
@@ -92,7 +98,7 @@ def render_prompt(
     messages: tuple[Message, ...], tools: str | None, tokenizer: ChatTokenizer
 ) -> tuple[str, tuple[int, ...]]:
     """The conversation as text, up to where the assistant begins to speak, and where it is to be cut."""
-    said, mark = _messages(messages, tokenizer)
+    said, mark = _messages(messages, tokenizer, tools)
     text = _render(tokenizer, said, json.loads(tools) if tools else None, turn=len(said), prompt=True)
     _check_all_is_there(text, said, tokenizer)
     text, _, cuts = without_marks(text, [], mark)
@@ -118,7 +124,7 @@ def tool_turn(answers: Sequence[str], tools: list[dict[str, Any]], tokenizer: Ch
     """
     call = json.dumps([{"name": tools[0]["function"]["name"], "arguments": {}}])
     asked = (Message("user", "?"), Message("assistant", "!", call))
-    said, mark = _messages((*asked, *(Message("tool", answer) for answer in answers)), tokenizer)
+    said, mark = _messages((*asked, *(Message("tool", answer) for answer in answers)), tokenizer, None)
     before = _render(tokenizer, said[:2], tools, turn=2)
     whole = _render(tokenizer, said, tools, turn=len(said), prompt=True)
     at = _trim_end(before, 0, len(before), tokenizer)
@@ -152,20 +158,47 @@ def _turn_span(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: 
         end = len(whole)
     else:
         # Templates that treat the last turn in another way (reasoning models): the turn ends where the next begins.
-        found = text.find(content, start) if content else -1
+        found = _end_of_content(tokenizer, messages, tools, place, text, start) if content else -1
         if found < 0:
             raise _unstable(tokenizer, messages, place, whole, text)
-        end = _end_of_turn(text, found + len(content), tokenizer)
+        end = _end_of_turn(text, found, tokenizer)
     said = text[start:end]
+    _check_answer(tokenizer, messages, place, said)
+    return start, _trim_end(text, start, end, tokenizer)
+
+
+def _check_answer(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], place: int, said: str) -> None:
+    """An answer, its calls, and at the end of a conversation its reasoning stand in what is learned of the turn."""
+    content, reasoning = messages[place]["content"].strip(), reasoning_of(messages[place]).strip()
+    is_last = place == len(messages) - 1  # of earlier turns templates leave the reasoning out, as in use
     calls = messages[place].get("tool_calls") or []
     missing = [call["function"]["name"] for call in calls if call["function"]["name"] not in said]
-    if (content and content.splitlines()[0].strip() not in said) or missing or not said.strip():
-        lost = f"the tool call {missing[0]!r}" if missing else "the answer"
+    is_lost = content and content.splitlines()[0].strip() not in said
+    loses_thought = is_last and reasoning not in said
+    if is_lost or loses_thought or missing or not said.strip():
+        lost = f"the tool call {missing[0]!r}" if missing else "the reasoning" if loses_thought else "the answer"
         raise BadRecord(
             f"the chat template ({tokenizer.template_name}) leaves {lost} of message {place + 1} out",
             "use a model whose template knows it, or set model.template",
         )
-    return start, _trim_end(text, start, end, tokenizer)
+
+
+def _end_of_content(
+    tokenizer: ChatTokenizer, messages: list[dict[str, Any]], tools: Any, place: int, text: str, start: int
+) -> int:
+    """Where the words of an answer end in the whole text; -1: that cannot be told."""
+    content = messages[place]["content"]
+    if not reasoning_of(messages[place]):
+        found = text.find(content.strip(), start)
+        return found if found < 0 else found + len(content.strip())
+    # The reasoning may hold the same words: a letter that is nowhere else stands for the answer.
+    letter = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
+    others = [*messages[:place], {**messages[place], "content": letter}, *messages[place + 1 :]]
+    before, _, behind = _render(tokenizer, others, tools, turn=len(messages)).partition(letter)
+    for words in (content, content.strip(), content.lstrip(), content.rstrip()):
+        if text == before + words + behind and len(before) >= start:
+            return len(before) + len(words)
+    return -1
 
 
 def _end_of_turn(text: str, after: int, tokenizer: ChatTokenizer) -> int:

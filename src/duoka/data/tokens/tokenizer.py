@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from duoka.data.tokens.reasoning import find_key
 from duoka.data.tokens.templates import NAMED_TEMPLATES, compile_template
 from duoka.errors import ConfigError
 from duoka.registry import nearest
@@ -99,6 +100,15 @@ class ChatTokenizer:
         """True when the template knows how to begin the assistant's turn (most do)."""
         asked = [{"role": "user", "content": "?"}]
         return self.render(asked, prompt=True) != self.render(asked)
+
+    @cached_property
+    def reasoning_keys(self) -> tuple[str | None, str | None]:
+        """By which key the template takes the reasoning of an answer, without tools and with some."""
+        if not self.writes_prompt:
+            return None, None  # where an answer begins is seen by its words alone: what stands before is its header
+        function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+        tools = [{"type": "function", "function": function}]
+        return find_key(self.render), find_key(lambda messages: self.render(messages, tools))
 
     @cached_property
     def fingerprint(self) -> str:

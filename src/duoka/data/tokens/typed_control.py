@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from duoka.data.tokens.reasoning import KEYS
+
 Span = tuple[int, int]
+_TEXTS = ("content", *KEYS)  # of a message
 _PRIVATE = range(0xE000, 0xF900)  # letters that mean nothing by themselves
 
 
@@ -25,16 +28,20 @@ def _pattern(specials: tuple[str, ...]) -> re.Pattern[str] | None:
 def break_up(messages: Sequence[dict[str, Any]], specials: tuple[str, ...]) -> tuple[list[dict[str, Any]], str]:
     """The messages with a mark inside every control token that is typed in them, and the mark; "" when none is."""
     pattern = _pattern(specials)
-    if pattern is None or not any(pattern.search(message["content"]) for message in messages):
+    texts = [message[key] for message in messages for key in _TEXTS if key in message]
+    if pattern is None or not any(map(pattern.search, texts)):
         return list(messages), ""
-    letters = {letter for message in messages for letter in message["content"]}
+    letters = {letter for text in texts for letter in text}
     mark = next(chr(code) for code in _PRIVATE if chr(code) not in letters)
 
     def broken(found: re.Match[str]) -> str:
         word = found.group()
         return word if _is_thought(word) else f"{word[0]}{mark}{word[1:]}"
 
-    return [{**message, "content": pattern.sub(broken, message["content"])} for message in messages], mark
+    def whole(message: dict[str, Any]) -> dict[str, Any]:
+        return {**message, **{key: pattern.sub(broken, message[key]) for key in _TEXTS if key in message}}
+
+    return [whole(message) for message in messages], mark
 
 
 def _is_thought(word: str) -> bool:
