@@ -72,6 +72,20 @@ def test_rows_add_up_and_the_trace_can_be_read(yaml, tmp_path):
     assert not (tmp_path / "runs" / "a").exists(), "no run is begun"
 
 
+def test_updates_on_the_same_answers_are_profiled_with_their_drawing(tmp_path, tiny_model):
+    rewards, path = tmp_path / "rewards.py", tmp_path / "rl.yaml"
+    rewards.write_text("def length(messages, completion, example):\n    return float(len(completion))\n", "utf-8")
+    path.write_text(
+        f"model: {tiny_model}\nstage: rl\ndata: {{train: [task:sort], max_length: 96}}\n"
+        f"rl: {{algorithm: grpo, samples: 2, max_new_tokens: 8, updates: 3, rewards: [{rewards}:length]}}\n"
+        f"train: {{global_batch: 2, max_steps: 4, precision: fp32}}\noutput: {tmp_path}/runs/a\n",
+        "utf-8",
+    )
+    found = json.loads(profile(path, "--json"))
+    assert found["num_samples"] == 4 and found["phases"]["rollouts"] > 0 and "data" not in found["phases"]
+    assert sum(found["phases"].values()) == pytest.approx(found["step_s"], rel=0.2), "what a step waits for is a part"
+
+
 def test_two_ranks_leave_two_traces_and_one_page(yaml, tmp_path):
     # Fewer steps in an epoch than are taken, and fewer of these than the warm-up has.
     out = profile(yaml, "train.global_batch=20", "optim.warmup=100", "--nproc", "2", "--out", str(tmp_path / "seen"))

@@ -67,6 +67,7 @@ def run_in_world(inputs: Inputs, world: World) -> int:
         run.store.get_ready(run.contents)
         return _train(run)
     finally:
+        run.stage.end()
         run.store.close()
 
 

@@ -82,17 +82,18 @@ def profile_run(inputs: Inputs, world: World, num_steps: int, folder: Path) -> S
             run.contents.engine.model.train()
             for _ in range(WARM_UP):
                 _step(run, next(batches))
-            plain = [_timed_step(run, next(batches)) for _ in range(num_steps)]
+            plain = [_timed_step(run, batches) for _ in range(num_steps)]
             trace = folder / f"trace-rank{world.rank:05d}.json.gz"
             seen = profile(activities=_activities(world.device))
             with _ranges(run):
                 with _without_stderr():
                     seen.start()
-                profiled = [_timed_step(run, next(batches), _Marks()) for _ in range(num_steps)]
+                profiled = [_timed_step(run, batches, _Marks()) for _ in range(num_steps)]
                 with _without_stderr():
                     seen.stop()
             seen.export_chrome_trace(str(trace))
     finally:
+        run.stage.end()
         run.store.close()
     found = _sum_up(run, plain, profiled, seen.key_averages(), trace)
     sent = sum(kind.sent_bytes for one in plain for kind in one.result.traffic.values()) / num_steps
@@ -133,14 +134,19 @@ def _step(run: Run, batch: GlobalBatch, observer: PassObserver | None = None) ->
             where=f"in {result.shortage.phase}" if result.shortage is not None else "on another rank",
             fix="write a smaller train.micro_batch, or see what fits:   duoka plan CONFIG",
         )
+    run.stage.after_step()
     return result
 
 
-def _timed_step(run: Run, batch: GlobalBatch, observer: PassObserver | None = None) -> _Timed:
+def _timed_step(run: Run, batches: Walk[Place, GlobalBatch], observer: PassObserver | None = None) -> _Timed:
+    """With what a run waits for: its data, or that answers are drawn and rewarded."""
     started = time.perf_counter()
+    batch = next(batches)
+    data_s = time.perf_counter() - started
     result = _step(run, batch, observer)
     if run.world.device.type == "cuda":
         torch.cuda.synchronize(run.world.device)
+    result.times.data_s = data_s
     return _Timed(batch, result, time.perf_counter() - started)
 
 
@@ -205,6 +211,8 @@ def _sum_up(
     count, on_gpu = len(plain), run.world.device.type == "cuda"
     times = [asdict(one.result.times) for one in plain]
     phases = {name.removesuffix("_s"): sum(one[name] for one in times) / count for name in times[0]}
+    if run.inputs.config.stage.kind.draws:
+        phases = {"rollouts": phases.pop("data"), **phases}
     modules, operators = [], []
     for event in events:
         if event.key.startswith(_MODULE):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from duoka.train.moments import Concern, StepEnd
 from duoka.train.record import Recorder
@@ -16,17 +15,16 @@ _AGAIN_AFTER = 100
 
 
 class RolloutWatch(Concern):
-    """Also ends the processes that compute rewards."""
+    """`keep`: what the stage keeps of a step for later ones."""
 
-    def __init__(self, feed: RolloutFeed, record: Recorder, take_first_logps: Callable[[], dict[int, Any]]) -> None:
-        self._feed, self._record, self._take_first_logps = feed, record, take_first_logps
+    def __init__(self, feed: RolloutFeed, record: Recorder, keep: Callable[[], None]) -> None:
+        self._feed, self._record, self._keep = feed, record, keep
         self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._said_at = -_AGAIN_AFTER
         self._told = 0  # of answers whose rewards failed
 
     def after_step(self, end: StepEnd) -> None:
-        if self._feed.is_first_of_several:
-            self._feed.keep_first(self._take_first_logps())
+        self._keep()
         facts = self._feed.facts
         if not facts:
             return
@@ -48,9 +46,6 @@ class RolloutWatch(Concern):
     def _warn(self, step: int, text: str) -> None:
         self._record.event("warning", step=step, text=text)
         self._record.say(f"note: {text}")
-
-    def end(self) -> None:
-        self._feed.close()
 
 
 def why_silent(recent: list[dict[str, float]]) -> str:

@@ -134,11 +134,16 @@ class Policy(Stage):
 
     def concerns(self, record: Recorder) -> tuple[Concern, ...]:
         assert self._feed is not None
-        return (RolloutWatch(self._feed, record, self._take_first_logps),)
+        return (RolloutWatch(self._feed, record, self.after_step),)
 
-    def _take_first_logps(self) -> dict[int, torch.Tensor]:
+    def after_step(self) -> None:
         found, self._first_logps = self._first_logps, {}
-        return found
+        if self._feed is not None and self._feed.is_first_of_several:
+            self._feed.keep_first(found)
+
+    def end(self) -> None:
+        if self._feed is not None:
+            self._feed.close()
 
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]:
         answers, tokens = max(1.0, float(batch.num_samples)), max(1.0, float(batch.global_targets))

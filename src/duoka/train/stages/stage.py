@@ -79,6 +79,14 @@ class Stage(ABC):
         """What the stage sees to between steps."""
         return ()
 
+    def after_step(self) -> None:
+        """Keep of a step what later ones need, on all ranks together; by default, nothing. A run's concerns call it."""
+        return
+
+    def end(self) -> None:
+        """No batch is asked for any more, however the run ended: end processes of the stage's own."""
+        return
+
     def beside(self, engine: Engine) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Files of the result beside the model's own, with their tensors; all ranks call it. By default, none."""
         return {}
@@ -86,6 +94,10 @@ class Stage(ABC):
     def wrap(self, lm: torch.nn.Module, *, own_logits: bool = False) -> LossModel:
         """The model that is trained, before its layout is laid on it; `own_logits` is LossModel's."""
         return LossModel(lm, own_logits=own_logits)
+
+    def teaches_nothing(self, batch: GlobalBatch) -> bool:
+        """Whether a global batch holds nothing to learn from, on no rank: it is left out. By default, none is so."""
+        return False
 
     @abstractmethod
     def denominators(self, batch: GlobalBatch) -> Mapping[str, float]: ...
