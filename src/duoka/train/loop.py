@@ -73,11 +73,9 @@ def _step(
     """One optimizer step, recorded; returns for each question whether any rank answers yes, and whether it learned.
 
     No answers: it went back to an earlier step.
-
     A batch whose numbers are not finite is left out, or undone, as `faults.nonfinite` says.
     """
-    contents, settings, world = run.contents, run.settings, run.world
-    state = contents.state
+    contents, settings, world, state = run.contents, run.settings, run.world, run.contents.state
     lr = settings.rate_of(state.step + 1)
     set_learning_rate(contents.optimizer, lr)
 
@@ -90,6 +88,8 @@ def _step(
             clip=settings.config.optim.clip, local_flags=local_flags, observer=run.moments,
         )  # fmt: skip
 
+    if run.stage.teaches_nothing(batch):
+        return run.nonfinite.leaves_out(batch, state, local_flags()), False
     result = run.guard.until_it_fits(attempt, batch)
     result.times.data_s = data_s
     if result.is_finite and state.step == 0:

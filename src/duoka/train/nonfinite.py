@@ -1,4 +1,5 @@
-"""What happens to a batch whose loss or gradient is NaN or Inf: every rank decides the same, from the global numbers.
+"""What happens to a batch whose loss or gradient is NaN or Inf, or that teaches nothing: every rank decides the same,
+from the global numbers.
 
 The loop asks before the optimizer has changed anything. The batch's samples are written to nonfinite.jsonl in the run
 folder, whatever the policy is.
@@ -15,6 +16,7 @@ from duoka.errors import WorkerFailed
 from duoka.store.contents import Contents
 from duoka.store.resume import choose_checkpoint
 from duoka.store.saving import Saver
+from duoka.store.state import TrainState
 from duoka.train.record import Recorder
 
 MOST_IN_A_ROW = 10
@@ -64,6 +66,14 @@ class NonFinite:
         self.record.event("warning", step=step, text=text)
         self.record.say(text)
         return True
+
+    def leaves_out(self, batch: GlobalBatch, state: TrainState, flags: list[float]) -> list[bool]:
+        """A batch in which no rank has anything to learn: nothing is computed; `flags` are summed as at any step."""
+        state.advance(batch)
+        text = f"step {state.step}: its batch of {batch.num_samples} holds no token to learn, and was left out"
+        self.record.event("warning", step=state.step, text=text)
+        self.record.say(text)
+        return [count > 0 for count in self.record.world.sum(flags)]
 
     def _end(self, batch: GlobalBatch, step: int, loss: float, norm: float) -> WorkerFailed:
         what = "loss" if not math.isfinite(loss) else "gradient"
