@@ -224,7 +224,7 @@ def make_plan(
     batch = _spread(config, task, layout, shape, lengths, None if asked else world_size)
     horizon, steps = _length_of_run(config, shape, lengths)
     memory, at_most = (memory_of(one, layout) for one in (task, replace(task, lengths=None)))
-    host, disk = _rooms(memory, machine, local)
+    host, disk = rooms(memory, machine, local)
     verdict = max(_judge_task(task, layout, memory, available), host.verdict, disk.verdict, key=VERDICTS.index)
     speed = estimate_speed(work, layout, cluster, load_of(task, layout), reshard=config.parallel.reshard)
     num_steps = _last(steps or horizon) or config.train.max_steps
@@ -271,7 +271,7 @@ def _check(
         raise Faults(faults)
 
 
-def _rooms(memory: Memory, machine: Machine, local_size: int) -> tuple[Room, Room]:
+def rooms(memory: Memory, machine: Machine, local_size: int) -> tuple[Room, Room]:
     """(host memory, disk) of a node."""
     on_disk = "files on the disk of parallel.offload.folder"
     return (

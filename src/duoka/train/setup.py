@@ -13,6 +13,7 @@ from duoka.config.schema import LoraConfig, RunConfig
 from duoka.errors import ConfigError, typed
 from duoka.optim.schedule import batch_factor, learning_rate, tokens_per_step, warmup_steps
 from duoka.plan.heap import describe_allocator
+from duoka.plan.kept import with_layout
 from duoka.plan.layout import Layout
 from duoka.plan.shortfall import plan_with_less
 from duoka.runs.events import global_log
@@ -147,7 +148,7 @@ def _as_before(plan: Plan, config: RunConfig, found: Path) -> Plan:
         kept |= {"recompute": before.recompute} if train.recompute == "auto" else {}
         if config.parallel.strategy == "auto" and plan.layout.dp > 1:
             kept |= {"strategy": before.strategy, "shard": before.shard}
-    return replace(plan, layout=replace(plan.layout, **kept))
+    return with_layout(plan, config, replace(plan.layout, **kept))
 
 
 def banner(
