@@ -1,5 +1,6 @@
 """Tensor, pipeline and sequence axes of a config: refused before anything starts where they make no layout."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,3 +183,26 @@ def test_each_rank_gets_the_key_value_heads_that_its_heads_ask_for(heads, held, 
     for head in range(heads):
         rank, place = divmod(head, own)
         assert sent[rank * each + place // (own // each)] == head // (heads // held)
+
+
+@pytest.mark.parametrize(("batch", "offered"), [(16, [1]), (24, [2, 1])])
+def test_a_pipeline_that_starves_is_told_of_those_that_are_fed(batch, offered):
+    """With fewer stages more data ranks share the same batch: two stages of 16 samples starve as four did."""
+    facts = {
+        "model": "demo", "data": {"train": ["identity"], "max_length": 128},
+        "train": {"global_batch": batch, "micro_batch": "128 tokens"}, "parallel": {"pipeline": 4, "strategy": "zero1"},
+    }  # fmt: skip
+    with pytest.raises(Faults) as caught:
+        make_plan(RunConfig.model_validate(facts), EVEN, CPU, 32)
+    (fault,) = caught.value.faults
+    assert [int(size) for size in re.findall(r"pipeline: (\d)", fault.fix)] == offered
+    for size in offered:
+        asked = RunConfig.model_validate({**facts, "parallel": {"pipeline": size, "strategy": "zero1"}})
+        make_plan(asked, EVEN, CPU, 32)
+
+
+def test_without_a_pipeline_its_schedule_goes_too():
+    (fault,) = check_axes(ParallelConfig(pipeline=2, schedule="interleaved", virtual_stages=3), 1)
+    assert "pipeline: 1   (with pipeline: 1 delete schedule: interleaved and virtual_stages)" in fault.fix
+    (fault,) = check_axes(ParallelConfig(pipeline=2), 1)
+    assert "pipeline: 1" in fault.fix and "delete" not in fault.fix

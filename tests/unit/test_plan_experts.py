@@ -72,6 +72,9 @@ def test_experts_that_do_not_divide_are_refused_before_anything_starts():
     assert check_shape(ParallelConfig(expert=4, tensor=2), mixture(), 4) == []
     (fault,) = check_shape(ParallelConfig(tensor=2), mixture(), 4)
     assert "8 experts are shared out by expert: only" in fault.what and "expert: 2" in fault.fix
+    assert "expert: 1" not in fault.fix, "which is what was refused"
+    (fault,) = check_shape(ParallelConfig(tensor=2), mixture(7), 4)
+    assert fault.fix == "write:   tensor: 1"
     (fault,) = check_shape(ParallelConfig(expert=2), demo_shape(), 2)
     assert "no mixture of experts" in fault.what
 

@@ -85,9 +85,17 @@ def check_axes(parallel: ParallelConfig, world_size: int) -> list[Fault]:
             f"{how} for one copy of the model, and {world_size} are asked for, which is no multiple of it",
             key=KEYS[next(iter(used))],
             fix=f"start another number, such as --nproc {_nearest_multiples(world_size, inner)}"
-            + (f"; or share {world_size} as {layouts}" if (layouts := _nearest_layouts(used, world_size)) else ""),
+            + (f"; or share {world_size} as {layouts}" if (layouts := _nearest_layouts(used, world_size)) else "")
+            + _schedule_too(parallel, layouts),
         )
     ]
+
+
+def _schedule_too(parallel: ParallelConfig, words: str) -> str:
+    """What goes with a pipeline that goes."""
+    named = [f"schedule: {parallel.schedule}"] if parallel.schedule != "1f1b" else []
+    named += ["virtual_stages"] if parallel.virtual_stages is not None else []
+    return f"   (with pipeline: 1 delete {' and '.join(named)})" if named and "pipeline: 1" in words else ""
 
 
 def _check_expert_ranks(parallel: ParallelConfig, world_size: int) -> list[Fault]:
@@ -139,9 +147,9 @@ def _check_schedule(parallel: ParallelConfig, world_size: int) -> list[Fault]:
     ]
 
 
-def _nearest_sizes(key: str, asked: int, common: int) -> str:
+def _nearest_sizes(key: str, asked: int, common: int, least: int = 1) -> str:
     """Up to three divisors of `common`, the nearest first."""
-    fitting = [size for size in range(1, common + 1) if common % size == 0]
+    fitting = [size for size in range(least, common + 1) if common % size == 0]
     fitting.sort(key=lambda size: abs(math.log2(size / asked)))
     return "   or   ".join(f"{key}: {size}" for size in fitting[:3])
 
@@ -156,9 +164,9 @@ def _check_experts(parallel: ParallelConfig, shape: ModelShape, world_size: int)
     count = shape.experts.num_experts
     if size == 1:
         what = f"parallel.tensor is {parallel.tensor}, and the model's {count} experts are shared out by expert: only"
-        fix = _nearest_sizes("expert", parallel.tensor, math.gcd(count, world_size // parallel.pipeline))
-        fix += "   and   engine: native" if parallel.engine == "deepspeed" else ""
-        return [Fault(what, key="parallel.tensor", fix=f"write beside it:   {fix}")]
+        fix = _nearest_sizes("expert", parallel.tensor, math.gcd(count, world_size // parallel.pipeline), least=2)
+        fix += "   and   engine: native" if fix and parallel.engine == "deepspeed" else ""
+        return [Fault(what, key="parallel.tensor", fix=f"write beside it:   {fix}" if fix else "write:   tensor: 1")]
     if count % size == 0:
         return []
     fix = _nearest_sizes("expert", size, math.gcd(count, world_size))
@@ -206,17 +214,23 @@ def _check_layers(parallel: ParallelConfig, shape: ModelShape, world_size: int) 
     if size == 1 or size * each <= num_layers:
         return []
     words = "" if each == 1 else f", of {each} stages each, is {size * each} stages"
-    fixes = [f"write:   {_nearest_pipelines(parallel, size, num_layers // each, world_size)}"]
-    fixes += ["schedule: 1f1b"] if each > 1 else []
+    fixes = ["schedule: 1f1b"] if each > 1 and size <= num_layers else []
+    fixes = [f"write:   {_nearest_pipelines(parallel, size, num_layers // each, world_size)}", *fixes]
     what = f"parallel.pipeline {size}{words}, and the model has {num_layers} layers: a stage has at least one"
     return [Fault(what, key=KEYS["pp"], fix="   or   ".join(fixes))]
 
 
-def _nearest_pipelines(parallel: ParallelConfig, asked: int, most: int, world_size: int) -> str:
+def _nearest_pipelines(
+    parallel: ParallelConfig, asked: int, most: int, world_size: int, num_micro: int | None = None
+) -> str:
+    """`num_micro`: that feed the pipeline that was asked for; with fewer stages more data ranks share the batch."""
     ranks = world_size // (parallel.tensor * parallel.sequence)
     fitting = [size for size in range(1, max(2, min(asked, most + 1))) if ranks % size == 0]
+    if num_micro is not None:
+        fitting = [size for size in fitting if size == 1 or -(-num_micro * size // asked) >= size]
     fitting.sort(key=lambda size: abs(math.log2(size / asked)))
-    return "   or   ".join(f"pipeline: {size}" for size in fitting[:3])
+    words = "   or   ".join(f"pipeline: {size}" for size in fitting[:3])
+    return words + _schedule_too(parallel, words)
 
 
 def check_pipeline(config: RunConfig, layout: Layout, num_micro: int, world_size: int) -> list[Fault]:
@@ -231,7 +245,7 @@ def check_pipeline(config: RunConfig, layout: Layout, num_micro: int, world_size
             "each): most stages would always wait",
             key=KEYS["pp"],
             fix=f"write {less}a larger train.global_batch, or   "
-            + _nearest_pipelines(config.parallel, layout.pp, num_micro, world_size),
+            + _nearest_pipelines(config.parallel, layout.pp, num_micro, world_size, num_micro),
         )
     ]
 
