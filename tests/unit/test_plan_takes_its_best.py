@@ -84,3 +84,10 @@ def test_a_row_of_the_table_is_as_fast_as_the_run_it_stands_for(reshard):
     plan = planned(7e9, "8xH100", 256, way)
     (row,) = (one for one in plan.ranking.candidates if one.layout == plan.layout)
     assert row.speed.step_s == plan.speed.step_s
+
+
+def test_auto_takes_no_pipeline_that_micro_batches_as_they_are_written_cannot_feed():
+    """Two stages were taken, and refused in words about a key that nobody wrote."""
+    way = {"lora": {}, "train": {"micro_batch": "8192 tokens"}, "data": {"train": ["x"], "max_length": 64}}
+    plan = planned(7e9, "4x8xA100-80G@1x25GbE", 16, way)
+    assert plan.batch.accumulation >= plan.layout.pp

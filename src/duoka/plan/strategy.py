@@ -21,7 +21,7 @@ from duoka.plan.memory import FITS
 from duoka.plan.search import NOT_TRAINED, Candidate, Ranking, search
 from duoka.plan.shape import ASSUMED
 from duoka.plan.task import Task, memory_of
-from duoka.units import format_bytes
+from duoka.units import format_bytes, parse_amount
 
 # Model types that tests hold to one process under tensor and pipeline axes (tests/promises/test_together.py). Others
 # may be asked for, and are tried on a tiny copy then: auto begins nothing that may be refused.
@@ -72,7 +72,9 @@ def rank_layouts(config: RunConfig, task: Task, start: Layout, cluster: Cluster,
         found = [rule for rule in check_rules(changed) if not rule.is_note and rule.id not in broken]
         if found:
             return found[0].message.format(c=changed)
-        batch = spread_batch(task.step, one.micro, one.dp, task.rows(one), task.lengths)
+        own = config.train.micro_batch  # as it is written; what auto takes feeds a pipeline
+        micro = one.micro if own == "auto" else parse_amount(own)
+        batch = spread_batch(task.step, micro, one.dp, task.rows(one), task.lengths)
         if one.pp > 1 and check_pipeline(config, one, batch.accumulation, one.world_size):
             return f"fewer micro-batches than {one.pp} stages: most of them would wait"
         return None
