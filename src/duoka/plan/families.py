@@ -35,6 +35,7 @@ class Family:
     qkv_bias: bool | str = False
     out_bias: bool | str = False
     mlp_bias: bool | str = False
+    head_bias: bool | str = False
     qk_norm: Literal["none", "head", "full", "asked"] = "none"  # over one head, over a projection, or use_qk_norm
     block_norms: int = 2  # norms of width hidden_size in each layer
     norm_terms: int = 1  # 1: a scale; 2: a scale and a shift
@@ -110,6 +111,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="full"),
     "phi3": Family(mlp="fused", fused_qkv=True, windows="all"),
+    "phi": Family(
+        qkv_bias=True, out_bias=True, mlp_bias=True, head_bias=True, norm_terms=2, block_norms=1, mlp="plain",
+        mlp_names=("fc1", "fc2"), attention_names=("", "self_attn.dense"),
+    ),
+    "ernie4_5": Family(
+        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias",
+        defaults={"tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 128},
+    ),
     "glm": Family(
         qkv_bias="attention_bias", mlp="fused",
         defaults={"attention_bias": True, "num_key_value_heads": 2, "head_dim": 128},
@@ -162,7 +171,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "phimoe": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", norm_terms=2, windows="all",
+        qkv_bias="attention_bias", out_bias="attention_bias", head_bias="lm_head_bias", norm_terms=2, windows="all",
         experts=ExpertKeys("num_local_experts", "intermediate_size"),
         defaults={"num_key_value_heads": 8, "num_local_experts": 16, "num_experts_per_tok": 2},
     ),
@@ -189,7 +198,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "ernie4_5_moe": Family(
-        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias",
+        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", head_bias="use_bias",
         experts=ExpertKeys("moe_num_experts", shared="count", dense="interval", correction=True),
         defaults={
             "tie_word_embeddings": True, "num_key_value_heads": 4, "moe_num_experts": 64, "num_experts_per_tok": 6,

@@ -282,7 +282,7 @@ def rooms(memory: Memory, machine: Machine, local_size: int) -> tuple[Room, Room
 
 def _as_trained(config: RunConfig, shape: ModelShape) -> ModelShape:
     """With scores the vocabulary's head gives way to a row; the loss counts as if it stood there: at most that."""
-    return replace(shape, tied=True) if config.stage.kind.scores else shape
+    return replace(shape, tied=True, num_head_bias=0) if config.stage.kind.scores else shape
 
 
 def _spread(

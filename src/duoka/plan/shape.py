@@ -89,9 +89,12 @@ def shape_from_config(facts: Mapping[str, Any], where: str = "config.json") -> M
         qk_norm=_qk_norm(family, read) != "none",
         gated=family.mlp != "plain",
         bent_logits=any(facts.get(key) not in (None, 1, 1.0) for key in scaled),
-        # OPT's smallest puts projections around its layers: the counts leave them out.
-        exact=known is not None and facts.get("word_embed_proj_dim") in (None, sizes.hidden),
+        # What the counts leave out: projections around OPT's smallest layers, Phi's norms of queries and keys.
+        exact=known is not None
+        and facts.get("word_embed_proj_dim") in (None, sizes.hidden)
+        and not facts.get("qk_layernorm"),
         num_positions=_learned_positions(family, read),
+        num_head_bias=read.whole("vocab_size") if read.bias(family.head_bias) else 0,
         window=window,
         num_window_layers=num_window_layers,
     )
@@ -221,7 +224,7 @@ def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: t
     hidden, size, active = shape.hidden_size, read.whole(keys.size), read.whole("num_experts_per_tok")
     # transformers maps the names of each family to one, and writes that one for some.
     named = next((key for key in (keys.count, *EXPERT_COUNTS) if read.facts.get(key)), keys.count)
-    count, layers = read.whole(named), _count_expert_layers(keys, read, shape.num_layers)
+    count, numbers = read.whole(named), _expert_layers(keys, read, shape.num_layers)
     shared = 0
     if keys.shared == "size":
         shared = read.whole("shared_expert_intermediate_size")
@@ -229,31 +232,31 @@ def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: t
         shared = size * read.count("n_shared_experts")
     prefix = "mlp.shared_expert" + ("s" if keys.shared == "count" else "")
     linears = attention + (_mlp_linears(family, read, hidden, shared, prefix) if shared else ())
-    if keys.shared_gate:
-        linears += (Linear("mlp.shared_expert_gate", hidden, 1),)
+    linears += (Linear("mlp.shared_expert_gate", hidden, 1),) if keys.shared_gate else ()
     each = 3 * hidden * size + (2 * size + hidden if keys.bias else 0)
-    experts = Experts(count, min(active, count), layers, each, count * (hidden + keys.bias + keys.correction))
-    dense = layers < shape.num_layers
+    router = count * (hidden + keys.bias + keys.correction)
+    experts = Experts(count, min(active, count), len(numbers), each, router, tuple(numbers))
     return replace(
         shape,
         linears=linears,
         intermediate_size=experts.num_active * size + shared,
         experts=experts,
-        dense_linears=shape.linears if dense else (),
+        dense_linears=shape.linears if len(numbers) < shape.num_layers else (),
     )
 
 
-def _count_expert_layers(keys: ExpertKeys, read: _Reader, layers: int) -> int:
+def _expert_layers(keys: ExpertKeys, read: _Reader, layers: int) -> list[int]:
+    """The numbers of the layers that have experts."""
     if keys.dense == "first":
-        return max(0, layers - read.count("first_k_dense_replace"))
+        return list(range(layers))[read.count("first_k_dense_replace") :]
     if keys.dense == "interval":
         last = read.facts.get("moe_layer_end_index", -1)
-        inside = range(read.count("moe_layer_start_index"), (layers if last == -1 else min(layers, last + 1)))
-        return sum((index + 1) % int(read.facts.get("moe_layer_interval") or 1) == 0 for index in inside)
+        inside = range(read.count("moe_layer_start_index"), layers if last == -1 else min(layers, last + 1))
+        return [index for index in inside if (index + 1) % int(read.facts.get("moe_layer_interval") or 1) == 0]
     if keys.dense == "step":
         step, plain = read.facts.get("decoder_sparse_step") or 1, read.facts.get("mlp_only_layers") or ()
-        return sum(index not in plain and (index + 1) % int(step) == 0 for index in range(layers))
-    return layers
+        return [index for index in range(layers) if index not in plain and (index + 1) % int(step) == 0]
+    return list(range(layers))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Experts:
     num_layers: int
     num_parameters_each: int
     num_router: int  # parameters of the router, and of a gate before the shared experts
+    numbers: tuple[int, ...]  # of the layers that have one
 
     @property
     def num_parameters(self) -> int:
@@ -73,6 +74,7 @@ class ModelShape:
     window: int = 0  # how far `num_window_layers` of the layers look back
     num_window_layers: int = 0
     num_positions: int = 0  # rows of a learned table of positions
+    num_head_bias: int = 0
 
     @property
     def q_size(self) -> int:
@@ -88,8 +90,12 @@ class ModelShape:
 
     @property
     def num_head(self) -> int:
-        """Parameters of the output head that are its own."""
+        """Weights of the output head that are its own."""
         return 0 if self.tied else self.vocab_size * self.hidden_size
+
+    def has_experts(self, number: int) -> bool:
+        """Whether the layer of that number is a mixture."""
+        return self.experts is not None and number in self.experts.numbers
 
     @property
     def num_dense_layers(self) -> int:
@@ -120,7 +126,8 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        return self.num_embedding + self.num_head + self.num_in_layers + self.num_final_norm_parameters
+        ends = self.num_embedding + self.num_head + self.num_head_bias
+        return ends + self.num_in_layers + self.num_final_norm_parameters
 
     @property
     def num_active(self) -> int:
