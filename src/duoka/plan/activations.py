@@ -7,15 +7,15 @@ are exact counts of what autograd keeps for a Llama with fused parts and attenti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from duoka.plan.axes import deals_heads, key_value_heads
 from duoka.plan.layout import Layout
 from duoka.plan.recipe import ModelShare, Program, Work
 from duoka.plan.shape import adapted_linears
-from duoka.plan.sizes import ModelShape
-from duoka.plan.trained_weights import trains_head
+from duoka.plan.sizes import Linear, ModelShape
+from duoka.plan.trained_weights import is_trained, layer_numbers, trains_head
 
 # Logits of one chunk of the loss in fp32. model/chunks.py has the same chunks; a test holds the two together.
 LOSS_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
@@ -129,6 +129,40 @@ def _kept_by_duoka(work: Work, layout: Layout) -> tuple[float, float, str]:
         whole += rule.rank * work.lora.rank * len(adapted)
         formula += f" + {rule.rank}r per adapter"
     return whole, cut, f"per token and layer {formula}"
+
+
+def unread_bytes(work: Work, layout: Layout, number: int) -> float:
+    """Of what `activation_bytes_per_token` counts, what layer `number` does not keep under train_only.
+
+    A product keeps its input for its weight's gradient alone, so not where that is frozen; what norms, rotations,
+    attention and activations read stays. Experts' own inputs count as if they learned.
+    """
+    shape, chosen = work.shape, work.train_only
+    if chosen is None or work.program is not None:
+        return 0.0
+    learns = number in layer_numbers(chosen, shape.num_layers)
+    size, is_fp8 = (4 if layout.precision == "fp32" else 2), layout.precision == "fp8"
+    narrow = is_narrow(work, layout)
+    width = 1 if is_fp8 else size
+    # Where nothing narrows what a norm gives, each product has a narrow copy of its own.
+    apart = size == 2 and not (is_fp8 or narrow or work.narrow_weights)
+
+    def unread(products: Sequence[Linear]) -> int:
+        """Copies of what these products read that none of their weights asks for."""
+        frozen = sum(not (learns and is_trained(one.name, chosen)) for one in products)
+        return frozen if apart else int(frozen == len(products))
+
+    attention = [one for one in shape.linears if not one.name.startswith("mlp.")]
+    total = width * shape.hidden_size * unread([one for one in attention[:-1] if one.num_in == shape.hidden_size])
+    # Attention keeps its own output; the product's are documents' joined outputs, and the rounded form.
+    if is_fp8 or layout.sp > 1 or (layout.packing and not narrow):
+        total += width * shape.q_size / layout.tp * unread(attention[-1:])
+    inside = [one for one in shape.linears if one.name.startswith("mlp.")]
+    if shape.experts is None:
+        total += width * shape.hidden_size * unread(inside[:-1])
+        if not (shape.gated or is_fp8):
+            total += size * shape.intermediate_size / layout.tp * unread(inside[-1:])
+    return total
 
 
 def held_kv_size(shape: ModelShape, layout: Layout) -> int:

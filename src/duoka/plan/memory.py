@@ -16,6 +16,7 @@ from duoka.plan.activations import (
     kept_for_both,
     loss_bytes,
     selective_bytes,
+    unread_bytes,
 )
 from duoka.plan.fp8 import fp8_weights
 from duoka.plan.layout import Layout
@@ -193,16 +194,21 @@ def _pass_moments(work: Work, layout: Layout, share: ModelShare, tokens: int, le
 def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> tuple[int, int, str]:
     """(of one whole layer, kept of all layers until the backward pass, the formula)."""
     per_layer, formula = activation_bytes_per_token(work, layout, length)
-    one_layer = int(per_layer * tokens)
-    edge, usual = boundary_bytes(work, layout), one_layer
+    # Below what is trained, nothing is kept, and above it less of layers that are frozen.
+    passed = _passed(work, share)
+    unread = [0.0] * len(passed)
+    if work.train_only is not None:
+        unread = [unread_bytes(work, layout, number) for number in passed]
+    of_layers = [int((per_layer - one) * tokens) for one in unread]
+    one_layer = max(of_layers, default=int(per_layer * tokens))
+    edge = boundary_bytes(work, layout)
     if layout.recompute == "selective":
-        usual = int(selective_bytes(work, layout) * tokens)
+        of_layers = [int(selective_bytes(work, layout) * tokens)] * len(of_layers)
         formula = (
             f"{_SELECTIVE[work.program.selective if work.program else 'products']}, and one layer whole: {formula}"
         )
-    layers = [edge * tokens if whole else usual for whole in whole_layers(layout.recompute, share.num_layers)]
-    if work.train_only is not None and layout.pp == 1:  # below what is trained, nothing is kept
-        layers = layers[share.num_layers - layers_passed(work.shape, work.train_only) :]
+    again = whole_layers(layout.recompute, share.num_layers)[share.num_layers - len(passed) :]
+    layers = [edge * tokens if whole else usual for whole, usual in zip(again, of_layers, strict=True)]
     kept = sum(layers) * share.in_flight
     if layout.recompute == "full":
         formula = f"{edge // work.shape.hidden_size}h per token and layer, and one layer whole: {formula}"
@@ -213,6 +219,14 @@ def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, len
     if work.program is not None and work.program.offloads_kept:
         kept = one_layer if layout.recompute == "none" else 0
     return one_layer, kept, formula
+
+
+def _passed(work: Work, share: ModelShare) -> tuple[int, ...]:
+    """The numbers of the rank's layers through which its backward pass goes: the last ones."""
+    if work.train_only is None:
+        return share.layers
+    first = work.shape.num_layers - layers_passed(work.shape, work.train_only)
+    return tuple(number for number in share.layers if number >= first)
 
 
 def moved_activations(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> int:
@@ -317,11 +331,12 @@ def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     comes_narrow = (layout.is_sharded and work.deepspeed is None) or work.narrow_weights
     if layout.precision == "fp32" or comes_narrow or work.program is not None:
         return 0  # what is gathered comes in half precision
+    linear = share.block_linear * len(_passed(work, share)) // max(1, share.num_layers)
     if layout.precision == "fp8":
         part = fp8_weights(work.shape) / max(1, work.shape.num_block_linear)
         kept = 0 if layout.activations != "none" else 1  # where activations go elsewhere, they are rounded again
-        return int((2 - (2 - kept) * part) * share.block_linear)
-    return 2 * (share.block_linear if work.lora is None else share.trainable)
+        return int((2 - (2 - kept) * part) * linear)
+    return 2 * (linear if work.lora is None else share.trainable)
 
 
 def _working_bytes(work: Work, layout: Layout, tokens: int) -> int:

@@ -18,7 +18,7 @@ from duoka.plan import deepspeed
 from duoka.plan.layout import Layout
 from duoka.plan.pipeline import Costs, cut_layers, most_in_flight, rank_of, stages_of
 from duoka.plan.shape import ModelShape, lora_parameters
-from duoka.plan.trained_weights import trained_parameters
+from duoka.plan.trained_weights import trained_at_ends, trained_in_layers, trained_parameters
 
 # Bytes of optimizer state per trained parameter; Muon keeps one moment of matrices and two of the rest.
 STATE_BYTES: Mapping[str, float] = {
@@ -147,6 +147,7 @@ class ModelShare:
     per_layer: int
     block_linear: int
     experts: int = 0  # parameters of its experts where ranks share these out: in none of the other numbers
+    layers: tuple[int, ...] = ()  # their numbers in the model
 
 
 def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShare, ...]:
@@ -165,38 +166,51 @@ def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShar
         frozen=(work.num_frozen - frozen_ends) // tp + frozen_ends,
         per_layer=shape.num_per_layer // tp,
         block_linear=shape.num_block_linear // tp,
+        layers=tuple(range(shape.num_layers)),
     )
     if pp == 1:
         return (_without_experts(work, layout, whole),)
-    by_rank = _layers_by_rank(work, layout)
+    stages = [
+        _without_experts(work, layout, _stage(work, layout, whole, rank, layers, accumulation))
+        for rank, layers in _stages_asked(work, layout)
+    ]
+    # What learns lies where it lies: the first is taken for all where only one is looked at.
+    return tuple(sorted(stages, key=lambda one: -one.trainable) if work.train_only else stages)
 
-    def stage(layers: int, ends: int, embedding: int, head: int, has_head: bool, in_flight: int) -> ModelShare:
-        part = layers / shape.num_layers
-        inside = int(part * shape.num_in_layers) // tp + ends
-        some = work.lora is not None or work.train_only is not None
-        trained = int(part * work.num_trainable) // tp if some else inside
-        frozen = 0 if not some else inside if work.lora is not None else max(0, inside - trained)
-        return replace(
-            whole,
-            num_layers=layers,
-            trainable=trained,
-            frozen=frozen,
-            block_linear=int(part * whole.block_linear),
-            embedding=embedding,
-            head=head,
-            has_head=has_head,
-            in_flight=in_flight,
-        )
 
-    head = (shape.num_head or shape.num_embedding) // tp
-    held = [ceil(most_in_flight(layout.schedule, pp, layout.virtual, accumulation, rank)) for rank in (0, pp - 1)]
-    if _place_of_head(layout) == 0:  # both ends on the first rank: a tied weight is one
-        first = stage(by_rank[0], whole.embedding + whole.head, whole.embedding, whole.head, True, held[0])
-        last = stage(by_rank[-1], 0, 0, 0, False, held[1])
-    else:
-        first = stage(by_rank[0], whole.embedding, whole.embedding, 0, False, held[0])
-        last = stage(by_rank[-1], head, 0, head, True, held[1])
-    return _without_experts(work, layout, first), _without_experts(work, layout, last)
+def _stages_asked(work: Work, layout: Layout) -> list[tuple[int, tuple[int, ...]]]:
+    """(rank, its layers) of the first and the last; of all where only some layers learn, which may be anyone's."""
+    by_rank = list(enumerate(_layers_by_rank(work, layout)))
+    return by_rank if work.train_only is not None else [by_rank[0], by_rank[-1]]
+
+
+def _stage(
+    work: Work, layout: Layout, whole: ModelShare, rank: int, layers: tuple[int, ...], accumulation: int
+) -> ModelShare:
+    shape, tp, pp, at_head = work.shape, layout.tp, layout.pp, _place_of_head(layout)
+    has_head = rank == at_head
+    embedding = whole.embedding if rank == 0 else 0
+    # Both ends on the first rank: a tied weight is one.
+    head = 0 if not has_head else whole.head if rank == 0 else (shape.num_head or shape.num_embedding) // tp
+    part = len(layers) / shape.num_layers
+    inside = int(part * shape.num_in_layers) // tp + embedding + head
+    trained = inside if work.lora is None else int(part * work.num_trainable) // tp
+    if work.train_only is not None:
+        ends = trained_at_ends(shape, work.train_only, has_input=rank == 0, has_output=has_head)
+        trained = (trained_in_layers(shape, work.train_only, layers) + ends) // tp
+    frozen = inside if work.lora is not None else max(0, inside - trained)
+    return replace(
+        whole,
+        num_layers=len(layers),
+        trainable=trained,
+        frozen=frozen,
+        block_linear=int(part * whole.block_linear),
+        embedding=embedding,
+        head=head,
+        has_head=has_head,
+        in_flight=ceil(most_in_flight(layout.schedule, pp, layout.virtual, accumulation, rank)),
+        layers=layers,
+    )
 
 
 def _without_experts(work: Work, layout: Layout, whole: ModelShare) -> ModelShare:
@@ -218,15 +232,16 @@ def _without_experts(work: Work, layout: Layout, whole: ModelShare) -> ModelShar
     )
 
 
-def _layers_by_rank(work: Work, layout: Layout) -> list[int]:
-    """Other programs give every rank as many; ours leaves some out where the head is, if it knows the layers."""
+def _layers_by_rank(work: Work, layout: Layout) -> list[tuple[int, ...]]:
+    """The layers' numbers. Other programs give every rank as many; ours leaves some out where the head is, if it knows
+    the layers."""
     shape, stages = work.shape, layout.pp * layout.virtual
     if work.program is not None or not shape.exact or stages > shape.num_layers:
-        return [-(-shape.num_layers // layout.pp)] * layout.pp
-    firsts = cut_layers(shape.num_layers, stages, _costs(shape))
-    sizes = [after - first for first, after in itertools.pairwise(firsts)]
+        each, last = -(-shape.num_layers // layout.pp), shape.num_layers
+        return [tuple(min(rank * each + at, last - 1) for at in range(each)) for rank in range(layout.pp)]
+    cuts = list(itertools.pairwise(cut_layers(shape.num_layers, stages, _costs(shape))))
     own = [stages_of(rank, layout.schedule, layout.pp, layout.virtual) for rank in range(layout.pp)]
-    return [sum(sizes[stage] for stage in some) for some in own]
+    return [tuple(number for stage in some for number in range(*cuts[stage])) for some in own]
 
 
 def _costs(shape: ModelShape) -> Costs:
@@ -242,7 +257,7 @@ def slowest_stage(work: Work, layout: Layout) -> float:
     if layout.pp == 1 or work.program is not None or not work.shape.exact:
         return 1.0
     costs = _costs(work.shape)
-    sums = [layers * costs.layer for layers in _layers_by_rank(work, layout)]
+    sums = [len(layers) * costs.layer for layers in _layers_by_rank(work, layout)]
     sums[_place_of_head(layout)] += costs.head
     return max(sums) * layout.pp / sum(sums)
 
