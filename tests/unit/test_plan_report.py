@@ -99,6 +99,19 @@ def test_a_world_that_the_strategy_cannot_use_is_refused(parallel, world, word):
         make_plan(config(parallel=parallel), demo_shape(), CPU, world)
 
 
+def test_weights_that_are_not_given_back_are_there_whole():
+    """FSDP with reshard: false gathers each layer once, and keeps it until the backward pass."""
+    kept, given = (
+        make_plan(config(parallel={"strategy": "fsdp", "reshard": one}), LLAMA_8B, gpus(H100, 8), 8).memory
+        for one in (False, True)
+    )
+    layers = LLAMA_8B.num_parameters - LLAMA_8B.num_embedding
+    assert kept.moments["start of the backward pass"] >= 2 * layers + 4 * LLAMA_8B.num_embedding
+    assert kept.moments["loss"] - given.moments["loss"] > 1.8 * layers
+    assert kept.moments["end of the backward pass"] == given.moments["end of the backward pass"]
+    assert kept.moments["optimizer step"] == given.moments["optimizer step"]
+
+
 def test_offloading_moves_bytes_off_the_gpu_and_none_on_a_cpu():
     def parts(machine, **parallel):
         return make_plan(config(parallel=parallel), demo_shape(), machine, 2).memory.parts

@@ -134,6 +134,8 @@ def _estimate(
         logits = loss_bytes(work, layout, share, eval_tokens)[0]
         moments["evaluation"] = base | buckets | {"activations": kept, "loss": logits}
         tokens_of["evaluation"] = eval_tokens
+    if eval_tokens and gathered:
+        gathered["evaluation"] = gathered.get("loss", 0)
     for moment, size in gathered.items():
         moments[moment] = moments[moment] | {"gathered": size}
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
@@ -317,11 +319,15 @@ def _gathered_bytes(work: Work, layout: Layout, share: ModelShare) -> dict[str, 
     wide = work.trained_size if trains else size
     root = 0 if share.head else wide * share.embedding
     embedding = 0 if not share.head else wide * share.embedding
-    if 1 < work.node_ranks < layout.state_ranks:  # a copy that lasts from one pass to the next
-        root += size * (share.trainable + share.frozen) // work.node_ranks
+    held = share.trainable + share.frozen
+    near = work.node_ranks // layout.tp  # ranks of a node that have the same rows of matrices
+    if 1 < near < layout.state_ranks:  # a copy that lasts from one pass to the next
+        root += size * held // near
+    # What is not given back stays whole from one pass to the other.
+    whole = 0 if work.reshards else wide * share.embedding + size * (held - share.embedding)
     return {
-        "loss": root + size * share.per_layer + size * share.head,
-        "start of the backward pass": root + 2 * size * share.per_layer + gradients,
+        "loss": max(whole, root + size * share.per_layer + size * share.head),
+        "start of the backward pass": max(whole, root + 2 * size * share.per_layer) + gradients,
         _LAST_OF_PASS: root + size * share.per_layer + embedding + (8 * share.embedding if trains else 0),
     }
 

@@ -75,6 +75,7 @@ class Work:
     weight_bits: int = 0  # in which weights travel, 0: as they compute
     gradient_bits: int = 0
     node_ranks: int = 0  # that share a copy of gathered weights until the backward pass
+    reshards: bool = True  # FSDP: weights are given back after each layer's forward pass
     deepspeed: DeepSpeedConfig | None = None  # its switches, where it is the engine
     has_kernels: bool = True  # compiled ones, for bf16 on a CPU
     has_allocator: bool = True  # on a CPU: tcmalloc or jemalloc, in place of the C library's heap

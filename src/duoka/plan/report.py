@@ -338,6 +338,7 @@ def _work(config: RunConfig, shape: ModelShape, machine: Machine, local_size: in
         has_allocator=machine.has_allocator,
         weight_bits=packed.weight_bits, gradient_bits=packed.gradient_bits,
         node_ranks=local_size if config.parallel.reshard == "node" else 0,
+        reshards=config.parallel.reshard is not False,
         deepspeed=switches(config.parallel) if config.parallel.engine == "deepspeed" else None,
         references=_num_references(config), looks=config.stage.kind.looks,
         value_head=value_head_parameters(config, shape),
