@@ -88,22 +88,24 @@ def estimate_memory(
     accumulation: int = 1,
     length: int = 0,
     eval_tokens: int = 0,
+    cache: int = 0,
 ) -> Memory:
     """The peak of one rank that computes `tokens` at once, then `later` tokens beside its gradients; 0: nothing more.
 
     Of a pipeline, the fullest stage; `accumulation` micro-batches feed it. `length` is the longest sequence, which
-    matters only where attention keeps its scores. Evaluations measure up to `eval_tokens` at once.
+    matters only where attention keeps its scores. Evaluations measure up to `eval_tokens` at once. `cache`: bytes of
+    keys and values while answers are drawn.
     """
     sizes = -(-tokens // layout.sp), -(-(tokens if later is None else later) // layout.sp)
-    measured = -(-eval_tokens // layout.sp)
-    stages = [_estimate(work, layout, share, sizes, length, measured) for share in shares(work, layout, accumulation)]
+    aside = -(-eval_tokens // layout.sp), cache
+    stages = [_estimate(work, layout, share, sizes, length, aside) for share in shares(work, layout, accumulation)]
     return max(stages, key=lambda memory: memory.peak_bytes)
 
 
 def _estimate(
-    work: Work, layout: Layout, share: ModelShare, sizes: tuple[int, int], length: int, eval_tokens: int
+    work: Work, layout: Layout, share: ModelShare, sizes: tuple[int, int], length: int, aside: tuple[int, int]
 ) -> Memory:
-    """`sizes`: tokens of the first micro-batch, and of the fullest later one."""
+    """`sizes`: tokens of the first micro-batch, and of the fullest later one; `aside`: evaluations', and the cache."""
     static = static_memory(work, layout, share)
     low, framework, high = _framework_bytes(work, layout)
     held = _on_device(static, layout, work.deepspeed is not None)
@@ -128,14 +130,9 @@ def _estimate(
             whole = base | (gradients if moment == _LAST_OF_PASS else before) | own | kept_free
             if sum(whole.values()) > sum(moments.get(moment, {}).values()):
                 moments[moment], tokens_of[moment] = whole, tokens
-    if eval_tokens:
-        # Nothing is kept for a backward pass: one layer's tensors, and a chunk of logits.
-        kept = one_layer * eval_tokens // max(1, sizes[0])
-        logits = loss_bytes(work, layout, share, eval_tokens)[0]
-        moments["evaluation"] = base | buckets | {"activations": kept, "loss": logits}
-        tokens_of["evaluation"] = eval_tokens
-    if eval_tokens and gathered:
-        gathered["evaluation"] = gathered.get("loss", 0)
+    for moment, own in _without_gradients(work, layout, share, aside, one_layer / max(1, sizes[0])).items():
+        moments[moment], tokens_of[moment] = base | buckets | own, aside[0] or sizes[0]
+        gathered |= {moment: gathered.get("loss", 0)} if gathered else {}
     for moment, size in gathered.items():
         moments[moment] = moments[moment] | {"gathered": size}
     sums = {name: sum(parts.values()) for name, parts in moments.items()}
@@ -161,6 +158,20 @@ def _estimate(
         host_bytes=static.host_bytes + copied - copy + slots - base.get(passes, 0) + (moved if on_host else 0),
         disk_bytes=static.disk_bytes + put_away + (0 if on_host else moved),
     )
+
+
+def _without_gradients(
+    work: Work, layout: Layout, share: ModelShare, aside: tuple[int, int], per_token: float
+) -> dict[str, dict[str, int]]:
+    """Transient memory where nothing is kept for a backward pass: one layer's tensors, `per_token`, and logits."""
+    eval_tokens, cache = aside
+    found: dict[str, dict[str, int]] = {}
+    if eval_tokens:
+        logits = loss_bytes(work, layout, share, eval_tokens)[0]
+        found["evaluation"] = {"activations": int(per_token * eval_tokens), "loss": logits}
+    if cache:
+        found["drawing of answers"] = {"cache": cache}
+    return found
 
 
 def _slot_bytes(work: Work, layout: Layout, share: ModelShare, static: StaticMemory, accumulates: bool) -> int:
@@ -266,6 +277,7 @@ def _name_formulas(
         "working": "gradients of one layer's activations",
         "pipeline": "hidden states and gradients that travel between stages, one micro-batch of each",
         "temporaries": "of the optimizer's step",
+        "cache": "keys and values of the answers that are drawn at once",
         "framework": f"{context}, a constant",
         "heap": "free pieces that the C library's heap keeps; tcmalloc and jemalloc keep few",
         "offload buffers": "weights on their way back, and gradients on their way there",

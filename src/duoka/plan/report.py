@@ -308,7 +308,8 @@ def _notes(
     config: RunConfig, lengths: Lengths | None, speed: Speed, layout: Layout, cluster: Cluster, accumulation: int,
     work: Work,
 ) -> tuple[str, ...]:  # fmt: skip
-    beside = (*_reference_notes(config, lengths, speed), *rollout_notes(config, work.shape, layout))
+    task = task_of(config, work, lengths)
+    beside = (*_reference_notes(config, lengths, speed), *rollout_notes(config, work.shape, task.cache_bytes(layout)))
     return (*beside, *advice(work, layout, cluster, speed.exchanges, accumulation))
 
 

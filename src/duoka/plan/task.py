@@ -25,6 +25,7 @@ class Task:
     fixed_rows: bool = False
     eval_share: float = 0.0  # of the samples that evaluations measure; 1: data of its own, however much
     sequences: int = 1  # of a sample, each of up to data.max_length
+    drawn_rows: int = 0  # of a step's samples, drawn by the model first: how many at once on a rank
 
     @property
     def length(self) -> float:
@@ -60,6 +61,14 @@ class Task:
         samples = math.ceil(known.num_samples * self.eval_share / (1 - self.eval_share) / layout.dp)
         return min(most, max(1, samples) * self.max_length)
 
+    def cache_bytes(self, layout: Layout) -> int:
+        """The most that keys and values take on a rank while it draws: they are gone when it learns."""
+        shape, rows = self.work.shape, min(self.drawn_rows, math.ceil(self.step.count / layout.dp))
+        known = self.lengths is not None and self.lengths.basis == "tokenized"
+        length = min(self.max_length, self.lengths.longest) if self.lengths and known else self.max_length
+        width = 4 if layout.precision == "fp32" else 2
+        return rows * length * shape.num_layers * 2 * shape.kv_size * width
+
 
 def task_of(config: RunConfig, work: Work, lengths: Lengths | None) -> Task:
     step, aside = parse_amount(config.train.global_batch), config.data.eval
@@ -67,7 +76,10 @@ def task_of(config: RunConfig, work: Work, lengths: Lengths | None) -> Task:
         step = Amount(step.count * config.rl.samples, step.unit)
     # The reference's pass is over all data, and takes what an evaluation takes.
     share = 1.0 if config.stage.has_reference else aside if isinstance(aside, float) else 1.0
-    return Task(work, step, config.sample_tokens, lengths, config.data.fixed_rows, share, config.stage.kind.sequences)
+    return Task(
+        work, step, config.sample_tokens, lengths, config.data.fixed_rows, share, config.stage.kind.sequences,
+        config.rl.rows if config.stage.kind.draws and config.rl.engine is config.rl.replay is None else 0,
+    )  # fmt: skip
 
 
 def memory_of(task: Task, layout: Layout) -> Memory:
@@ -76,6 +88,7 @@ def memory_of(task: Task, layout: Layout) -> Memory:
     return estimate_memory(
         task.work, layout, task.at_once(layout), later=task.later(layout), accumulation=math.ceil(load.accumulation),
         length=task.max_length // task.sequences, eval_tokens=task.eval_tokens(layout),
+        cache=task.cache_bytes(layout),
     )  # fmt: skip
 
 
