@@ -68,7 +68,7 @@ def test_nothing_is_advised_that_a_rule_refuses():
     assert plan.refusal() is not None and adapters in plan.smaller
     cluster, layout = parse_cluster("8xH100-80G"), Layout(precision="fp8", micro=Amount(512, "tokens"))
     task = Task(Work(LLAMA_8B, None, "cuda"), Amount(512, "samples"), 512)
-    assert adapters in [one.words for one in single_changes(task, layout, cluster, 70 * GIB)]
+    assert adapters in [one.words for one in single_changes(config(**FP8), task, layout, cluster, 70 * GIB)]
     for name, said in (("zero1x4.tp2", "one scale for a whole matrix"), ("fsdp8.ep2", "not been tried together")):
         layout = replace(parse_layout(name), micro=Amount(512, "tokens"))
         assert said in why_not(replace(layout, precision="fp8"), task, cluster)

@@ -75,5 +75,9 @@ def test_a_run_whose_answers_need_more_than_its_steps_does_not_fit_where_they_do
     assert many.peak_moment == "drawing of answers" and few.peak_moment != many.peak_moment
     base = many.peak_bytes - many.parts["cache"]
     assert many.parts["cache"] == 4096 * (few.moments["drawing of answers"] - base)
-    assert plan(4096, many.peak_bytes // 2).verdict == "does not fit"
+    short = plan(4096, many.peak_bytes // 2)
+    assert short.verdict == "does not fit" and short.smaller[0] == "rl.rows: 1024"
+    assert plan(1024, many.peak_bytes // 2).verdict != "does not fit"
+    away = load_config(yaml, ["rl.engine=vllm:http://127.0.0.1:8000"]).config
+    assert "drawing of answers" not in make_plan(away, shape, read_machine(), 1).memory.moments
     assert plan(1, many.peak_bytes // 2).verdict != "does not fit"

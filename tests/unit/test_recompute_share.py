@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from duoka.config.load import load_config
+from duoka.config.schema import RunConfig
 from duoka.errors import ConfigError
 from duoka.model.build import load_model
 from duoka.model.layers import Absent
@@ -230,7 +231,9 @@ def test_a_run_that_does_not_fit_is_told_the_least_share():
     task = Task(Work(LLAMA_7B, None, "cuda"), Amount(64, "samples"), 4096)
     layout = replace(parse_layout("fsdp8"), precision="bf16", micro=Amount(8192, "tokens"))
     cluster = parse_cluster("8xH100-80G")
+    train = {"recompute": "none", "micro_batch": "8192 tokens"}
+    asked = RunConfig.model_validate({"model": "demo", "data": {"train": ["x"]}, "train": train})
     for how in RUNGS:
         need = memory_of(task, replace(layout, recompute=how)).peak_bytes
-        words = smaller_changes(task, layout, cluster, int(need / FITS) + 1)
+        words = smaller_changes(asked, task, layout, cluster, int(need / FITS) + 1)
         assert f"train.recompute: {how}" in words, (how, words)

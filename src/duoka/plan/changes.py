@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from duoka.config.schema import LoraConfig
+from duoka.config.rules import check_rules
+from duoka.config.schema import LoraConfig, RunConfig
+from duoka.plan.batch import spread_batch
 from duoka.plan.catalog import Cluster
+from duoka.plan.fill_in import fill_in
 from duoka.plan.layout import Layout
 from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.recompute import RUNGS
@@ -14,8 +18,9 @@ from duoka.plan.speed import estimate_speed
 from duoka.plan.task import Task, load_of, memory_of
 from duoka.units import Amount, format_bytes
 
-PACKED = "model.quantization: nf4"
-NARROW = "train.weights: bf16"
+Settings = Mapping[str, Any]  # of keys as they are written in a config
+PACKED: Settings = {"model.quantization": "nf4"}
+NARROW: Settings = {"train.weights": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -34,15 +39,60 @@ class Change:
         )
 
 
-def single_changes(task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> list[Change]:
-    """Every change that makes a difference of 2% or more, alone."""
-    now = _measure("", task, layout, cluster, available_bytes)
+class Try(NamedTuple):
+    """What would be written, and the run that it makes."""
+
+    settings: Settings
+    task: Task
+    layout: Layout
+
+
+def in_words(settings: Settings) -> str:
+    """As it is written in the YAML."""
+    return " and ".join(f"{key}: {_written(value)}" for key, value in settings.items())
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, LoraConfig):
+        return f"{{rank: {value.rank}}}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if " " in str(value) else str(value)
+
+
+def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
+    """The config of someone who writes them."""
+    for key, value in settings.items():
+        block, _, name = key.partition(".")
+        whole = getattr(config, block).model_copy(update={name: value}) if name else value
+        config = config.model_copy(update={block: whole})
+    return config
+
+
+def _broken(config: RunConfig) -> set[str]:
+    return {rule.id for rule in check_rules(config) if not rule.is_note}
+
+
+def _starves(one: Try) -> bool:
+    """Whether a pipeline would get fewer micro-batches than it has stages."""
+    task, layout = one.task, one.layout
+    batch = spread_batch(task.step, layout.micro, layout.dp, task.rows(layout), task.lengths)
+    return batch.accumulation < layout.pp
+
+
+def single_changes(
+    config: RunConfig, task: Task, layout: Layout, cluster: Cluster, available_bytes: int
+) -> list[Change]:
+    """Every change that makes a difference of 2% or more, alone, and that the config's other keys go with."""
+    now, before = _measure("", task, layout, cluster, available_bytes), _broken(config)
     found = []
-    for words, changed, how in _tries(task, layout):
-        one = _measure(words, changed, how, cluster, available_bytes)
-        differs = abs(one.peak_bytes / now.peak_bytes - 1) > 0.02 or abs(one.tokens_per_s / now.tokens_per_s - 1) > 0.02
-        if differs:
-            found.append(one)
+    for one in _tries(config, task, layout):
+        if _starves(one) or _broken(with_settings(config, one.settings)) - before:
+            continue
+        change = _measure(in_words(one.settings), one.task, one.layout, cluster, available_bytes)
+        more, faster = change.peak_bytes / now.peak_bytes - 1, change.tokens_per_s / now.tokens_per_s - 1
+        if max(abs(more), abs(faster)) > 0.02:
+            found.append(change)
     return found
 
 
@@ -63,53 +113,60 @@ def _may_be_narrow(task: Task, layout: Layout) -> bool:
     return is_plain and layout.precision == "bf16" and not (work.narrow_weights or moves or cut or work.thin_gradients)
 
 
-def _under_adapters(layout: Layout) -> tuple[str, Layout]:
-    """What to write for adapters, and the layout then: they have no 8-bit products."""
+def _under_adapters(task: Task, layout: Layout) -> Try:
+    """What to write for adapters, and the run then: they have no 8-bit products."""
+    adapters, adapted = {"lora": LoraConfig()}, replace(task, work=replace(task.work, lora=LoraConfig()))
     if layout.precision == "fp8":
-        return "lora: {rank: 8} and train.precision: bf16", replace(layout, precision="bf16")
-    return "lora: {rank: 8}", layout
+        return Try(adapters | {"train.precision": "bf16"}, adapted, replace(layout, precision="bf16"))
+    return Try(adapters, adapted, layout)
 
 
 def _shorter(task: Task, length: int) -> Task:
     return replace(task, max_length=length, lengths=task.lengths.cut(length) if task.lengths else None)
 
 
-def _tries(task: Task, layout: Layout) -> Iterator[tuple[str, Task, Layout]]:
+def _tries(config: RunConfig, task: Task, layout: Layout) -> Iterator[Try]:
     work, length = task.work, task.max_length
     for recompute in ("none", "1/2", "selective", "full"):
         if recompute != layout.recompute:
-            yield f"train.recompute: {recompute}", task, replace(layout, recompute=recompute)
+            yield Try({"train.recompute": recompute}, task, replace(layout, recompute=recompute))
     if layout.micro.unit == "tokens":
         for tokens in (layout.micro.count // 2, layout.micro.count * 2):
             if tokens >= length:
                 micro = Amount(tokens, "tokens")
-                yield f'train.micro_batch: "{tokens} tokens"', task, replace(layout, micro=micro)
+                yield Try({"train.micro_batch": f"{tokens} tokens"}, task, replace(layout, micro=micro))
     if not layout.compile and work.device == "cuda" and layout.ep == 1:
-        yield "train.compile: true", task, replace(layout, compile=True)
-    if layout.dp > 1 and not layout.axes:
+        yield Try({"train.compile": True}, task, replace(layout, compile=True))
+    if layout.dp > 1 and not layout.axes and config.parallel.layout is None:
         for strategy in ("ddp", "zero1", "zero2", "fsdp"):
             if strategy != layout.strategy and (layout.ep == 1 or strategy != "ddp"):
                 shard = 1 if strategy == "ddp" else layout.dp
                 how = replace(layout, strategy=strategy, shard=shard, offload="none", disk="none")
-                yield f"parallel.strategy: {strategy}", task, how
-    if layout.offload == "none" and work.device == "cuda" and layout.ep == 1:
-        yield "parallel.offload: optimizer", task, replace(layout, offload="optimizer")
+                yield Try({"parallel.strategy": strategy}, task, how)
+    if _may_offload(config, task, layout) and layout.ep == 1:
+        yield Try({"parallel.offload": "optimizer"}, task, replace(layout, offload="optimizer"))
     if work.may_have_adapters:
-        words, how = _under_adapters(layout)
-        yield words, replace(task, work=replace(work, lora=LoraConfig())), how
+        yield _under_adapters(task, layout)
     if _may_be_narrow(task, layout):
-        yield NARROW, replace(task, work=replace(work, narrow_weights=True)), layout
+        yield Try(NARROW, replace(task, work=replace(work, narrow_weights=True)), layout)
     if _may_be_packed(task, layout):
-        yield PACKED, replace(task, work=replace(work, frozen_bits=4)), layout
+        yield Try(PACKED, replace(task, work=replace(work, frozen_bits=4)), layout)
     half = length // 2
     fewer = Amount(max(half, layout.micro.count // 2), "tokens") if layout.micro.unit == "tokens" else layout.micro
-    yield f"data.max_length: {half // task.sequences}", _shorter(task, half), replace(layout, micro=fewer)
+    if config.train.micro_batch != "auto" and layout.micro.unit == "tokens":
+        fewer = layout.micro  # as it is written
+    yield Try({"data.max_length": half // task.sequences}, _shorter(task, half), replace(layout, micro=fewer))
+
+
+def _may_offload(config: RunConfig, task: Task, layout: Layout) -> bool:
+    """Whether nothing is offloaded yet, to a place that is not where the model computes."""
+    return layout.offload == "none" and config.parallel.offload == "none" and task.work.device == "cuda"
 
 
 def _measure(words: str, task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> Change:
     load = load_of(task, layout)
     memory = memory_of(task, layout)
-    speed = estimate_speed(task.work, layout, cluster, load)
+    speed = estimate_speed(task.work, layout, cluster, load, reshard=task.work.reshards)
     return Change(words, memory.peak_bytes, speed.tokens_per_s, fits(memory, cluster, available_bytes))
 
 
@@ -119,43 +176,69 @@ def fits(memory: Memory, cluster: Cluster, available_bytes: int, share: float = 
     return memory.peak_bytes <= share * available_bytes and on_host
 
 
-def smaller_changes(task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> tuple[str, ...]:
-    """Changes that would make it fit, in the order in which they cost the user something."""
-    length = task.max_length
-    smallest = replace(layout, micro=Amount(length, "tokens"))
-    adapters = replace(task, work=replace(task.work, lora=LoraConfig()))
-    shared = replace(smallest, recompute="full")
-    enough = (how for how in RUNGS if fits(memory_of(task, replace(layout, recompute=how)), cluster, available_bytes))
-    least = next(enough, "full")
-    tries: list[tuple[str, Task, Layout]] = [
-        (f'train.micro_batch: "{length} tokens"', task, smallest),
-        (f"train.recompute: {least}", task, replace(layout, recompute=least)),
-        (f'recompute: full and micro_batch: "{length} tokens"', task, shared),
-    ]
-    if layout.dp * layout.sp > 1 and layout.strategy != "fsdp" and set(layout.axes) <= {"sp"}:
-        fsdp = replace(layout, strategy="fsdp", shard=layout.dp)
-        tries.insert(0, ("parallel.strategy: fsdp", task, fsdp))
-        tries.append(
-            ("strategy: fsdp and recompute: full", task, replace(fsdp, micro=smallest.micro, recompute="full"))
-        )
-    if layout.offload == "none" and task.work.device == "cuda" and not layout.axes and layout.ep == 1:
-        tries.append(("parallel.offload: optimizer", task, replace(layout, offload="optimizer")))
-        if layout.is_sharded:
-            tries.append(("parallel.offload: params", task, replace(layout, offload="params")))
-    if _may_be_narrow(task, layout):
-        narrow = replace(task, work=replace(task.work, narrow_weights=True))
-        tries += [(NARROW, narrow, layout), ("weights: bf16 and recompute: full", narrow, shared)]
-    half = replace(shared, micro=Amount(length // 2, "tokens"))
-    tries.append((f"data.max_length: {length // 2 // task.sequences}", _shorter(task, length // 2), half))
-    if task.work.may_have_adapters:
-        words, how = _under_adapters(shared)
-        tries.append((words, adapters, how))
-    if _may_be_packed(task, layout):
-        tries.append((PACKED, replace(task, work=replace(task.work, frozen_bits=4)), shared))
+def smaller_changes(
+    config: RunConfig, task: Task, layout: Layout, cluster: Cluster, available_bytes: int
+) -> tuple[str, ...]:
+    """Up to three changes that would make it fit, in the order in which they cost the user something.
+
+    What the config leaves to auto is chosen anew for each. Where a change alone is not enough, what the config says of
+    recomputing and of micro-batches is changed with it.
+    """
     found: list[str] = []
-    for words, changed, how in tries:
-        if changed == task and how == layout:
-            continue
-        if fits(memory_of(changed, how), cluster, available_bytes, TIGHT):
-            found.append(words)
-    return tuple(found[:3])
+    before = _broken(config)
+    for one in _smaller(config, task, layout, cluster, available_bytes):
+        if any(words.split(":")[0] == next(iter(one.settings)) for words in found):
+            continue  # a smaller step of the same key is enough
+        for more in ({}, _least(config, one)):
+            settings = {**one.settings, **more}
+            if more and len(settings) == len(one.settings):
+                continue
+            changed = with_settings(config, settings)
+            filled = fill_in(changed.train, one.task, one.layout, available_bytes).layout
+            has_room = fits(memory_of(one.task, filled), cluster, available_bytes, TIGHT)
+            if has_room and not _broken(changed) - before:
+                found.append(in_words(settings))
+                break
+        if len(found) == 3:
+            break
+    return tuple(found)
+
+
+def _least(config: RunConfig, one: Try) -> Settings:
+    """What the config itself says of recomputing and micro-batches, as small as can be."""
+    smallest: dict[str, Any] = {}
+    if config.train.recompute not in ("auto", "full"):
+        smallest["train.recompute"] = "full"
+    if config.train.micro_batch != "auto":
+        smallest["train.micro_batch"] = f"{one.task.max_length} tokens"
+    return smallest
+
+
+def _smaller(config: RunConfig, task: Task, layout: Layout, cluster: Cluster, available_bytes: int) -> Iterator[Try]:
+    length, train = task.max_length, config.train
+    if (
+        layout.dp * layout.sp > 1
+        and layout.strategy != "fsdp"
+        and set(layout.axes) <= {"sp"}
+        and not config.parallel.layout
+    ):
+        yield Try({"parallel.strategy": "fsdp"}, task, replace(layout, strategy="fsdp", shard=layout.dp))
+    if train.micro_batch != "auto":
+        yield Try({"train.micro_batch": f"{length} tokens"}, task, layout)
+    if train.recompute != "auto":
+        tries = {how: replace(layout, recompute=how) for how in RUNGS}
+        enough = (how for how, one in tries.items() if fits(memory_of(task, one), cluster, available_bytes))
+        yield Try({"train.recompute": next(enough, "full")}, task, layout)
+    fewer = (replace(task, drawn_rows=task.drawn_rows // part) for part in (2, 4, 8, 16) if task.drawn_rows >= part)
+    yield from (Try({"rl.rows": one.drawn_rows}, one, layout) for one in fewer)
+    if _may_offload(config, task, layout) and not layout.axes and layout.ep == 1:
+        yield Try({"parallel.offload": "optimizer"}, task, replace(layout, offload="optimizer"))
+        if layout.is_sharded:
+            yield Try({"parallel.offload": "params"}, task, replace(layout, offload="params"))
+    if _may_be_narrow(task, layout):
+        yield Try(NARROW, replace(task, work=replace(task.work, narrow_weights=True)), layout)
+    yield Try({"data.max_length": length // 2 // task.sequences}, _shorter(task, length // 2), layout)
+    if task.work.may_have_adapters:
+        yield _under_adapters(task, layout)
+    if _may_be_packed(task, layout):
+        yield Try(PACKED, replace(task, work=replace(task.work, frozen_bits=4)), layout)

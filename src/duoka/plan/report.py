@@ -29,7 +29,7 @@ from duoka.plan.memory import FITS, TIGHT, Memory
 from duoka.plan.offload import moved_bytes
 from duoka.plan.recipe import StaticMemory, Work, static_memory, static_table
 from duoka.plan.rollouts import num_judges, rollout_notes, value_head_parameters
-from duoka.plan.room import VERDICTS, Room, Verdict
+from duoka.plan.room import NO_ROOM, VERDICTS, Room, Verdict
 from duoka.plan.search import Ranking, why_not
 from duoka.plan.shape import ASSUMED, ModelShape
 from duoka.plan.speed import Speed, activations_moved, estimate_speed
@@ -249,10 +249,10 @@ def make_plan(
         task=task,
         speed=speed,
         costs=costs,
-        smaller=smaller_changes(task, layout, cluster, available) if verdict == "does not fit" else (),
+        smaller=smaller_changes(config, task, layout, cluster, available) if verdict == NO_ROOM != disk.verdict else (),
         notes=_notes(config, lengths, speed, layout, cluster, batch.accumulation, work),
         ranking=rank_layouts(config, task, layout, cluster, available) if is_ranked else None,
-        changes=tuple(single_changes(task, layout, cluster, available)) if is_ranked else (),
+        changes=tuple(single_changes(config, task, layout, cluster, available)) if is_ranked else (),
         horizon=horizon,
         kernels=choose_kernels(expected(config, work, layout, machine)),
     )

@@ -10,6 +10,7 @@ from duoka.units import format_bytes
 
 Verdict = Literal["fits", "tight", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+NO_ROOM: Verdict = "does not fit"
 
 
 @dataclass(frozen=True)
