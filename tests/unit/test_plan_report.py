@@ -145,6 +145,10 @@ def test_checkpoints_have_a_size_a_rate_and_an_interval():
     assert costs.checkpoint_s == costs.checkpoint_bytes / 1e9 > costs.blocked_s
     assert costs.interval_s == pytest.approx(math.sqrt(2 * costs.blocked_s * costs.between_failures_s))
     assert costs.disk_bytes == 4 * costs.checkpoint_bytes + 4 * demo_shape().num_parameters
+    narrow = make_plan(config(train={"weights": "bf16"}), demo_shape(), CPU, 2, lengths=known(1600)).costs
+    assert narrow.checkpoint_bytes == costs.checkpoint_bytes / 2, "bf16 weights and moments"
+    owing = make_plan(config(parallel={"compress": "powersgd"}), demo_shape(), CPU, 2).costs
+    assert owing.checkpoint_bytes == (12 + 2 * 4) * demo_shape().num_parameters, "both ranks' residuals"
     waits = make_plan(config(checkpoint={"async": False}), demo_shape(), CPU, 2).costs
     assert waits.blocked_s == waits.checkpoint_s and waits.disk_bytes is None and waits.interval_s > costs.interval_s
     assert most_checkpoints(run.checkpoint, steps_left=5) == 1 and most_checkpoints(run.checkpoint, 500, 2) == 4

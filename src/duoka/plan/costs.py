@@ -95,7 +95,9 @@ def estimate_costs(
     price_per_hour: float | None = None,
 ) -> Costs:
     """`price_per_hour` is of one device."""
-    size = int((4 + work.state_bytes) * work.num_trainable)  # trained weights and the optimizer's state
+    size = int((work.trained_size + work.state_bytes) * work.num_trainable)  # trained weights and the optimizer's state
+    if work.thin_gradients and layout.strategy == "ddp":  # each rank's own residuals
+        size += 4 * work.num_trainable * layout.dp * layout.sp
     measured = cluster.disk_bytes_per_s
     rate = (measured or DISK_BYTES_PER_S) * min(cluster.num_nodes, MOST_WRITING_NODES)
     is_cpu = cluster.device.kind == "cpu"
@@ -125,7 +127,7 @@ def estimate_costs(
         between_failures_s=between_s,
         # One is written at a time.
         interval_s=max(write_s, speed.step_s, math.sqrt(2 * blocked_s * between_s)),
-        disk_bytes=None if kept is None else kept * size + 4 * work.num_trainable,
+        disk_bytes=None if kept is None else kept * size + work.trained_size * work.num_trainable,
         step_s=speed.step_s,
         billion_tokens_s=billion_s,
         billion_tokens_hours=billion_s / 3600 * devices,

@@ -107,7 +107,7 @@ def static_lines(plan: Plan) -> list[str]:
     fewest = plan.fewest
     out = [
         f"memory per rank before activations, {plan.layout.precision}, "
-        f"N = {plan.layout.dp} (P all, Pt trained parameters)",
+        f"N = {plan.layout.dp * plan.layout.sp} (P all, Pt trained parameters)",
         f"  {'strategy':<10}{'weights':>9}{'gradients':>10}{'optimizer':>10}{'total':>9}{'least':>7}  formula",
     ]
     for row in plan.table:

@@ -86,6 +86,7 @@ def plan_with_less(plan: Plan, most_tokens: int, ran_out_at: int | None = None) 
         plan,
         layout=layout,
         memory=memory,
+        at_most_bytes=memory_of(replace(plan.task, lengths=None), layout).peak_bytes,
         batch=spread_batch(plan.task.step, layout.micro, layout.dp, plan.task.rows(layout), plan.lengths),
         warnings=warnings,
         verdict=judge(memory, plan.available_bytes),
