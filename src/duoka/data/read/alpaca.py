@@ -42,7 +42,7 @@ def read_question(record: dict[str, Any], form: SetFormat) -> tuple[list[Message
 
 def _read_history(record: dict[str, Any], name: str | None) -> list[Message]:
     pairs = record.get(name) if name else None
-    if pairs is None:
+    if pairs in (None, "", "[]"):  # as an empty cell of a table
         return []
     messages = []
     for pair in pairs if isinstance(pairs, list) else [None]:

@@ -63,8 +63,31 @@ class Info:
 def files_of(path: Path) -> tuple[Path, ...]:
     if not path.is_dir():
         return (path,)
-    inside = sorted(file for file in path.iterdir() if is_data_file(file) and file.is_file())
+    # A link that leads nowhere is named later, and not passed over with what it was to hold.
+    inside = sorted(file for file in path.iterdir() if is_data_file(file) and (file.is_file() or file.is_symlink()))
     return tuple(file for file in inside if file.name != INFO_FILE)
+
+
+def unread_folders(path: Path) -> str:
+    """What is to be said of data in the folders of a folder; "" where there is none."""
+    if not path.is_dir():
+        return ""
+    inside = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    with_data = [folder.name for folder in inside if any(map(is_data_file, folder.iterdir()))]
+    return f"files in its folders {', '.join(with_data)} are not read: name these too" if with_data else ""
+
+
+def why_no_files(path: Path) -> tuple[str, str]:
+    """(what, fix) of a folder without a file to read, or with the files of `datasets.save_to_disk`."""
+    saved = "write it as Parquet:   datasets.load_from_disk(FOLDER)['train'].to_parquet('train.parquet')"
+    if (path / "dataset_dict.json").is_file():
+        return f"the folder {str(path)!r} was written by datasets.save_to_disk, which duoka does not read", saved
+    if (path / "state.json").is_file() and any(path.glob("*.arrow")):
+        what = f"the folder {str(path)!r} was written by datasets.save_to_disk, which duoka does not read"
+        return what, saved.replace("['train']", "")
+    if files_of(path):
+        return "", ""
+    return f"the folder {str(path)!r} holds no {' or '.join(KINDS)} file", unread_folders(path)
 
 
 def first_record(path: Path) -> tuple[Record | None, Fault | None]:
@@ -144,8 +167,8 @@ def set_from_info(source: DataSource, info: Info, key: str) -> ResolvedSet | lis
             return [fault(fetched.what, fetched.fix)]
         path = fetched
     files = files_of(path)
-    if not files:
-        return [fault(f"the folder {str(path)!r} holds no {' or '.join(KINDS)} file")]
+    if path.is_dir() and (why := why_no_files(path))[0]:
+        return [fault(*why)]
     faults = [replace(found, key=key) for file in files if (found := check_file(file)) is not None]
     if faults:
         return faults
@@ -180,7 +203,8 @@ def _entry_faults(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if not (entry.get("num_samples") is None or (isinstance(entry["num_samples"], int) and entry["num_samples"] > 0)):
         yield f"num_samples is {entry['num_samples']!r}", "write a whole number of at least 1"
     tags = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag", "observation_tag", "function_tag")
-    for option, known in (("columns", _COLUMNS), ("tags", tags)):
+    columns_known = _COLUMNS if formatting == "alpaca" else (*_COLUMNS, "completion")
+    for option, known in (("columns", columns_known), ("tags", tags)):
         given = entry.get(option, {})
         if not isinstance(given, dict) or not all(isinstance(word, str) for word in given.values()):
             yield f"{option} must be an object of names", f'"{option}": {{"{known[0]}": "..."}}'

@@ -54,10 +54,12 @@ def _detect_messages(record: dict[str, Any]) -> SetFormat | None:
         name = _style_of(turns)
         if name is None:
             continue
-        columns = {"messages": column}
-        columns |= {key: key for key in ("system", "tools") if key in record}
+        # Of every record, whether this one has them or not: a later one's would be passed over without a word.
+        columns = {"messages": column, "system": "system", "tools": "tools"}
         roles = [turn["role" if name == "messages" else "from"] for turn in turns]
         form = SetFormat(name, columns, _detect_tags(name, roles))
+        if column == "prompt" and isinstance(record.get("completion"), list):
+            return _with_label(SetFormat(name, {**columns, "completion": "completion"}, form.tags), record)
         if column == "prompt" and turns and roles[-1] in ("user", "human"):
             return SetFormat(name, columns, form.tags, "prompt")
         return _with_label(form, record)
@@ -90,6 +92,7 @@ def _detect_preference(record: dict[str, Any]) -> SetFormat | None:
     if name is None:
         return None
     roles = [turn["role" if name == "messages" else "from"] for turn in turns]
+    columns |= {"system": "system", "tools": "tools"}
     return SetFormat(name, columns, _detect_tags(name, roles), "preference")
 
 

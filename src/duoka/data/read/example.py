@@ -137,12 +137,20 @@ def read_optional_text(record: dict[str, Any], name: str | None) -> str:
 MEDIA = {"images": "<image>", "videos": "<video>", "audios": "<audio>"}
 
 
+_MARKS = {**MEDIA, "image": "<image>", "video": "<video>", "audio": "<audio>"}  # LLaVA's and TRL's too
+
+
 def check_text_alone(record: dict[str, Any], messages: Sequence[Message]) -> None:
     """Refuse a conversation about something that is not read: its words alone would teach answers out of thin air."""
-    for column, mark in MEDIA.items():
-        if record.get(column) and any(mark in message.content for message in messages):
+    for column, mark in _MARKS.items():
+        if not record.get(column) or not isinstance(record[column], (str, list, dict, bytes)):
+            continue
+        if any(mark in message.content for message in messages):
             rule = f"the conversation is about its {column} ({mark}), and duoka reads text alone"
             raise BadRecord(rule, "take a set of text, or leave the record out")
+        # TRL and processors put the picture in by themselves, where no word of the text points to it.
+        rule = f"the record has something in {column!r} beside its text, and duoka reads text alone"
+        raise BadRecord(rule, f"take a set of text; where the text stands alone, leave {column!r} out of the record")
 
 
 def no_column(name: str, record: dict[str, Any]) -> str:

@@ -22,7 +22,27 @@ _LARGEST_CHARACTERS = 64 << 20
 _BETWEEN = re.compile(r"[\s,]*")
 _REST_OF_NUMBER = re.compile(r"[-+.\deE]*\Z")
 _ONE_PER_LINE = "a .jsonl file holds one whole JSON object a line; a .json file holds [ {...}, {...} ]"
-_DECODER = json.JSONDecoder()
+
+
+class Once:
+    """How objects are read: a key that stands twice in one is remembered, since of its values one is lost."""
+
+    def __init__(self) -> None:
+        self.doubled = ""
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs) and not self.doubled:
+            names = [name for name, _ in pairs]
+            self.doubled = next(name for name in names if names.count(name) > 1)
+        return found
+
+    def fault(self, path: str, line: int, text: str) -> Fault | None:
+        """What is to be said of a record that was read so."""
+        if not self.doubled:
+            return None
+        what = f"the key {self.doubled!r} stands twice in one object, and one of its values would be lost"
+        return Fault(what, file=path, line=line, source=beginning(text), fix="keep one of them")
 
 
 @dataclass(frozen=True)
@@ -34,6 +54,7 @@ class Element:
     line: int
     start: int
     end: int
+    once: Once
 
 
 class Readable(Protocol):
@@ -105,8 +126,10 @@ def parse_json_line(path: str, number: int, line: bytes, max_record_bytes: int) 
     fault = check_text(text, path, number, max_record_bytes)
     if fault is not None:
         return fault
+    once = Once()
     try:
-        return Record(json.loads(line), number, beginning(text), path)
+        value = json.loads(line, object_pairs_hook=once)
+        return once.fault(path, number, text) or Record(value, number, beginning(text), path)
     except (ValueError, RecursionError) as error:
         reason = why_no_json(error)
         where = f", character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
@@ -152,6 +175,7 @@ def parse_element(path: str, element: Element | Fault, max_record_bytes: int) ->
     if isinstance(element, Fault):
         return replace(element, file=path)
     fault = check_text(element.text, path, element.line, max_record_bytes)
+    fault = fault or element.once.fault(path, element.line, element.text)
     return fault or Record(element.value, element.line, beginning(element.text), path)
 
 
@@ -182,8 +206,9 @@ def _walk(file: Readable, line: int, *, is_array: bool | None, at_byte: int) -> 
         start = window.at
         if start == len(window.text) or window.text[start] == "]":
             break
+        once = Once()
         try:
-            value, end = _DECODER.raw_decode(window.text, start)
+            value, end = json.JSONDecoder(object_pairs_hook=once).raw_decode(window.text, start)
         except (ValueError, RecursionError) as error:
             is_small = len(window.text) - start < _LARGEST_CHARACTERS
             if isinstance(error, ValueError) and is_small and window.fill():
@@ -194,7 +219,7 @@ def _walk(file: Readable, line: int, *, is_array: bool | None, at_byte: int) -> 
             continue  # it may go on behind the window
         text = window.text[start:end]
         line_after, size_bytes = line + text.count("\n"), _num_bytes(text)
-        yield Element(value, text, line, at_byte, at_byte + size_bytes)
+        yield Element(value, text, line, at_byte, at_byte + size_bytes, once)
         line, at_byte, window.at = line_after, at_byte + size_bytes, end
         ended_on = line
     ended = _check_end(window, line, ended_on, is_array)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from duoka.data.read.example import BadRecord, Message, SetFormat, kind_of, names_of, no_column, read_optional_text
 from duoka.registry import nearest
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # what servers and data sets call it
+_LEARNED = ("train", "loss")  # Axolotl's and ms-swift's switch of a turn
 
 
 def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message], Any]:
@@ -23,12 +25,29 @@ def read_messages(record: dict[str, Any], form: SetFormat) -> tuple[list[Message
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"{column!r} must be a list of messages, this is {kind_of(turns)}", misread=True)
     messages = [read_turn(turn, place, form.tags) for place, turn in enumerate(turns, start=1)]
+    if form.columns.get("completion"):
+        messages = _with_completion(messages, record, form)
+    return with_system(messages, record, form), record.get(form.columns.get("tools", ""))
+
+
+def _with_completion(prompt: list[Message], record: dict[str, Any], form: SetFormat) -> list[Message]:
+    """TRL's prompt with a completion: of the whole talk the completion alone is learned."""
+    column = form.columns["completion"]
+    turns = record.get(column)
+    if not isinstance(turns, list) or not turns:
+        raise BadRecord(f"{column!r} must be a list of messages, this is {kind_of(turns)}", misread=True)
+    given = [replace(message, is_learned=message.role != "assistant") for message in prompt]
+    return given + [read_turn(turn, place, form.tags) for place, turn in enumerate(turns, start=len(prompt) + 1)]
+
+
+def with_system(messages: list[Message], record: dict[str, Any], form: SetFormat) -> list[Message]:
+    """The talk behind the system prompt that a column of its own holds."""
     system = read_optional_text(record, form.columns.get("system"))
-    if system:
-        if messages[0].role == "system":
-            raise BadRecord(f"both {form.columns['system']!r} and the first message hold a system prompt")
-        messages.insert(0, Message("system", system))
-    return messages, record.get(form.columns.get("tools", ""))
+    if not system:
+        return messages
+    if messages and messages[0].role == "system":
+        raise BadRecord(f"both {form.columns['system']!r} and the first message hold a system prompt")
+    return [Message("system", system), *messages]
 
 
 def read_turn(turn: Any, place: int, tags: Mapping[str, str]) -> Message:
@@ -63,7 +82,9 @@ def _read_reasoning(turn: dict[str, Any]) -> str:
 
 
 def _is_learned(turn: dict[str, Any], place: int) -> bool:
-    """By OpenAI's weight of 0 or 1."""
+    """By OpenAI's weight of 0 or 1, or a false of others' switches."""
+    if any(turn.get(name) is False for name in _LEARNED):
+        return False
     weight = turn.get("weight")
     if weight is None or weight in (0, 1):
         return weight is None or bool(weight)
@@ -89,8 +110,11 @@ def _read_content(content: Any, place: int, name: str) -> str:
     if isinstance(content, list):  # OpenAI's parts
         texts = []
         for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+            if not isinstance(part, dict):
+                what = f"{name!r} of message {place} is a list with {kind_of(part)} in it, and parts are objects"
+                raise BadRecord(what, 'write {"type": "text", "text": "..."}, or one string')
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type")
                 raise BadRecord(f"message {place} holds a part of type {kind!r}; only text can be learned here")
             texts.append(part["text"])
         return "".join(texts)
@@ -135,4 +159,6 @@ def read_tools(tools: Any) -> str | None:
         tools = None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRecord("the tools are no JSON list of objects", 'write [{"name": ..., "parameters": {...}}]')
-    return json.dumps(tools, ensure_ascii=False)
+    # Tables write a null for what another row's tool has: it is no word of this one.
+    told = [{name: part for name, part in tool.items() if part is not None} for tool in tools]
+    return json.dumps(told, ensure_ascii=False)

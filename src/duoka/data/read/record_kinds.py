@@ -23,12 +23,13 @@ from duoka.data.read.example import (
     Prompt,
     SetFormat,
     Text,
+    check_text_alone,
     kind_of,
     no_column,
     read_text,
 )
 from duoka.data.read.formats import FORMATS, check_order, check_whole, read_example
-from duoka.data.read.messages import read_messages, read_tools, read_turn
+from duoka.data.read.messages import read_messages, read_tools, read_turn, with_system
 
 
 def read_record(record: Any, form: SetFormat, *, source: str = "", line: int = 0) -> AnyExample:
@@ -71,6 +72,7 @@ def _read_plain(record: dict[str, Any], form: SetFormat, source: str, line: int)
 def _read_prompt(record: dict[str, Any], form: SetFormat, source: str, line: int) -> Prompt:
     messages, tools = _question(record, form)
     _check(messages, "question")
+    check_text_alone(record, messages)
     return Prompt(tuple(messages), read_tools(tools), source, line)
 
 
@@ -103,13 +105,14 @@ def _read_preference(record: dict[str, Any], form: SetFormat, source: str, line:
         messages, tools = _question(record, form)
         wrong = next((part for part in before if part and part != messages), None)
     else:
-        messages, tools = before[0], record.get(form.columns.get("tools", ""))
+        messages, tools = with_system(before[0], record, form), record.get(form.columns.get("tools", ""))
         wrong = before[1] if before[1] != before[0] else None
     if wrong is not None:
         raise BadRecord("chosen and rejected answer different conversations", "give both the same prompt")
     for answer in answers:
         _check([*messages, answer], "assistant")
     _check(messages, "question")
+    check_text_alone(record, [*messages, *answers])
     if answers[0] == answers[1]:
         raise BadRecord("chosen and rejected are the same answer", "there is nothing to prefer: leave the record out")
     margin = _read_margin(record, form.columns.get("margin"))

@@ -55,8 +55,9 @@ def check_file(path: Path) -> Fault | None:
     head = read_head(path, 4)
     if isinstance(head, Fault):
         return head
-    if head[:2] in _UTF16_BOMS:
-        fix = f"write it as UTF-8: iconv -f UTF-16 -t UTF-8 {path.name} > new{path.suffix}"
+    if head[:2] in _UTF16_BOMS or b"\0" in head[:2]:  # without a mark ASCII has a zero in every second place
+        kind = "UTF-16" if head[:2] in _UTF16_BOMS else "UTF-16LE" if head[1:2] == b"\0" else "UTF-16BE"
+        fix = f"write it as UTF-8: iconv -f {kind} -t UTF-8 {path.name} > new{path.suffix}"
         return Fault(f"{path.name} is UTF-16, and data must be UTF-8", file=str(path), fix=fix)
     return None if head else Fault(f"{path.name} is empty", file=str(path))
 

@@ -17,13 +17,23 @@ from duoka.config.paths import given_path, is_there
 from duoka.config.rules_text import LAST_FILE
 from duoka.config.schema import DataConfig, DataSource, RunConfig
 from duoka.config.stages import stages_that_read
-from duoka.data.read.dataset_info import INFO_FILE, Info, ResolvedSet, files_of, first_record, read_infos, set_from_info
+from duoka.data.read.dataset_info import (
+    INFO_FILE,
+    Info,
+    ResolvedSet,
+    files_of,
+    first_record,
+    read_infos,
+    set_from_info,
+    unread_folders,
+    why_no_files,
+)
 from duoka.data.read.detect import LABELS, detect_format
 from duoka.data.read.example import KIND_WORDS, BadRecord, SetFormat
 from duoka.data.read.formats import FORMATS
 from duoka.data.read.hub import fetch_set, is_hub_id
 from duoka.data.read.record_kinds import as_text, read_record
-from duoka.data.read.records import KINDS, MAX_RECORD_BYTES, Record, check_file, find_pieces, is_data_file, read_piece
+from duoka.data.read.records import MAX_RECORD_BYTES, Record, check_file, find_pieces, is_data_file, read_piece
 from duoka.errors import ConfigError, Fault, Faults
 from duoka.registry import nearest
 from duoka.tasks.find import DRAWN, PREFIX, is_task, task_data
@@ -228,20 +238,22 @@ def _unknown(name: str, infos: list[Info], key: str) -> Fault:
     what = f"there is no file {name!r}" if looks_like_file else f"there is no data set named {name!r}"
     where = ", ".join(str(info.path) for info in infos) or f"no {INFO_FILE} found in ./data or beside the YAML"
     hint = f"did you mean {guess!r}? " if guess else ""
+    if any(mark in name for mark in "*?["):
+        hint = "a name stands for itself, * too: name the folder, all files of which are read, or each file. "
     return Fault(what, key=key, fix=f"{hint}registered: {', '.join(sorted(known))} ({where}); or name a file")
 
 
 def _from_path(source: DataSource, path: Path, key: str) -> ResolvedSet | list[Fault]:
     files = files_of(path)
-    if not files:
-        return [Fault(f"the folder {str(path)!r} holds no {' or '.join(KINDS)} file", key=key)]
+    if path.is_dir() and (why := why_no_files(path))[0]:
+        return [Fault(why[0], key=key, fix=why[1])]
     faults = [replace(fault, key=key) for file in files if (fault := check_file(file)) is not None]
     if faults:
         return faults
     record, seen = first_record(files[0])
     form = detect_format(record.value) if record else None
     if form is None:
-        fix = (
+        fix = _other_shape(record.value if record else None) or (
             'write {"messages": [{"role": "user", "content": ...}, ...]} records, or alpaca\'s instruction and output, '
             f"or register the file with its columns in {INFO_FILE}"
         )
@@ -253,8 +265,22 @@ def _from_path(source: DataSource, path: Path, key: str) -> ResolvedSet | list[F
     # Explicit settings win: a mixture of formats in one folder shows as records that break this one's rules.
     kind = "" if form.kind in ("conversation", "text") else f", {KIND_WORDS[form.kind]}"
     lines = "; a document a line" if files[0].name.lower().split(".")[-1] == "txt" else ""
-    note = f"{source.name}: read as {form.name}{kind} ({_describe(form)}{lines})"
-    return ResolvedSet(source.name, files, form, max_samples=source.max_samples, notes=(note,))
+    notes = [f"{source.name}: read as {form.name}{kind} ({_describe(form)}{lines})"]
+    notes += [f"{source.name}: {unread}"] if (unread := unread_folders(path)) else []
+    return ResolvedSet(source.name, files, form, max_samples=source.max_samples, notes=tuple(notes))
+
+
+def _other_shape(value: object) -> str:
+    """What to do about a file whose records stand somewhere else than duoka looks; "" where it is not that."""
+    if not isinstance(value, dict):
+        return ""
+    name = next(iter(value), "")
+    if len(value) == 1 and any(mark in name for mark in ";\t|"):
+        return "separate cells by commas in a .csv, by tabs in a .tsv: only one column was found"
+    lists = [key for key, part in value.items() if isinstance(part, list) and part and isinstance(part[0], dict)]
+    if len(lists) == 1 and detect_format(value[lists[0]][0]) is not None:
+        return f"the records stand in {lists[0]!r} of one object: write that list alone, [ {{...}}, {{...}} ]"
+    return ""
 
 
 def _describe(form: SetFormat) -> str:

@@ -25,6 +25,7 @@ from duoka.runs.cache import file_version
 
 PACKED = (".gz", ".zst")
 _HEAD_BYTES = 1 << 16
+_QUOTES = "put cells that hold a comma, a quote or a line break in double quotes, and write a quote in them twice"
 _PACKED_DAMAGED = "the file was cut short or damaged on its way: copy it again"
 
 
@@ -158,23 +159,31 @@ def _holds_lines(path: Path) -> bool:
 def _walk_cells(file: IO[bytes], path: Path, delimiter: str) -> Iterator[Any]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     csv.field_size_limit(1 << 30)  # sizes are checked with the record, with a message of our own
-    rows = csv.reader(text, delimiter=delimiter)
-    names = next(rows, [])
+    rows = csv.reader(text, delimiter=delimiter, strict=True)
+    try:
+        names = next(filter(None, rows), [])
+    except csv.Error as error:
+        yield Fault(f"the first line of {path.name} names no columns ({error})", file=str(path), line=1, fix=_QUOTES)
+        return
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         yield Fault(f"two columns of {path.name} are named {doubled[0]!r}", file=str(path), line=1)
         return
-    line = rows.line_num + 1
-    for cells in rows:
-        if cells:
-            if len(cells) == len(names):
-                yield line, {name: _cell(value) for name, value in zip(names, cells, strict=True)}
-            else:
-                what = f"the row has {len(cells)} cells, and the first line names {len(names)} columns"
-                fix = "put cells that hold a comma, a quote or a line break in double quotes"
-                shown = beginning(delimiter.join(cells))
-                yield Fault(what, file=str(path), line=line, source=shown, fix=fix)
+    while True:
         line = rows.line_num + 1
+        try:
+            cells = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:  # as a quote that is never closed, which would take all rows behind it along
+            yield Fault(f"the row has cells that cannot be read ({error})", file=str(path), line=line, fix=_QUOTES)
+            continue
+        if cells and len(cells) == len(names):
+            yield line, {name: _cell(value) for name, value in zip(names, cells, strict=True)}
+        elif cells:
+            what = f"the row has {len(cells)} cells, and the first line names {len(names)} columns"
+            shown = beginning(delimiter.join(cells))
+            yield Fault(what, file=str(path), line=line, source=shown, fix=_QUOTES)
 
 
 def _cell(value: str) -> Any:

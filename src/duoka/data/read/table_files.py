@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from duoka.data.read.record import FilePiece, Record, beginning, check_text
 from duoka.errors import Fault
@@ -60,5 +61,19 @@ def read_rows(piece: FilePiece, max_record_bytes: int) -> Iterator[Record | Faul
 
 
 def _record(value: dict[str, object], where: str, max_record_bytes: int) -> Record | Fault:
+    value = {name: _without_gaps(column, 0) for name, column in value.items()}
     text = json.dumps(value, ensure_ascii=False, default=str)
     return check_text(text, where, 0, max_record_bytes) or Record(value, 0, beginning(text), where)
+
+
+def _without_gaps(value: Any, depth: int) -> Any:
+    """Nested cells without the nulls of a column's schema: it gives every tool call the arguments of all others.
+
+    What stands in a message itself keeps them, so that an empty `content` is said to be one.
+    """
+    if isinstance(value, list):
+        return [_without_gaps(part, depth) for part in value]
+    if isinstance(value, dict):
+        inner = {name: _without_gaps(part, depth + 1) for name, part in value.items()}
+        return inner if depth == 0 else {name: part for name, part in inner.items() if part is not None}
+    return value
