@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duoka.config.catalog import known_keys
+from duoka.config.schema import Section
 from duoka.config.write import compact, with_secrets
 from duoka.config.yaml_text import yaml_text
 
@@ -68,6 +69,8 @@ def _is_own(key: str, value: Any, loaded: Loaded) -> bool:
     if loaded.origins.get(key, "default") != "default":
         return value is not None or known_keys()[key].default is not None
     default = known_keys()[key].default
+    if isinstance(default, Section):
+        default = default.model_dump(mode="json", by_alias=False)
     return bool(value != (list(default) if isinstance(default, tuple) else default))
 
 

@@ -106,7 +106,7 @@ def _refuse_side_files(layers: Layers, path: Path) -> None:
     """An Accelerate or DeepSpeed file says how to share the work, and names no model and no data."""
     if layers.dialect is None or layers.dialect.is_whole:
         return
-    what = f"{shown_path(path)} is a {layers.dialect.title} file: it names no model and no data"
+    what = f"{shown_path(path)} is a file of {layers.dialect.title}: it names no model and no data"
     fix = f"see what it says:   duoka config show {typed(shown_path(path))}"
     raise Faults([Fault(what, file=shown_path(path), fix=fix), *layers.faults])
 

@@ -307,6 +307,9 @@ def _syntax_faults(error: yaml.YAMLError, lines: list[str], file: str, place: So
         number = len(lines)
     if place is not None:
         return [place.fault(what, fix=fix)]
+    if file.lower().endswith(".toml"):
+        what, fix = "this is a TOML file, and duoka reads YAML", "write:   key: value   lines, or:   duoka init x.yaml"
+        return [Fault(what, file=file, fix=fix)]
     is_tab = "'\\t'" in problem
     tabbed = [index for index, line in enumerate(lines, 1) if "\t" in line[: len(line) - len(line.lstrip())]]
     if is_tab or number in tabbed:

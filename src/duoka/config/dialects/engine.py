@@ -21,6 +21,7 @@ from duoka.config.dialects.rows import (
     Start,
     asks_for_nothing,
     is_none,
+    nearest_row,
     read_switch,
 )
 from duoka.config.yaml_lines import SourcePlace, Tree
@@ -345,15 +346,14 @@ def unknown_key(dialect: Dialect, leaf: Leaf) -> Fault:
         what = f"{leaf.shown} must be a block of keys, got {yaml_text(leaf.value)}"
         return leaf.tree.place.fault(what, key=leaf.shown, fix=f"write under it for example   {inside}: ...")
     block, _, last = leaf.shown.rpartition(".")
-    names = list(dialect.rows)
-    if block and block not in dialect.blocks:
-        names = [name.rpartition(".")[2] for name in names if name.startswith(f"{block}.")]
-    else:
-        names += [name.rpartition(".")[2] for name in dialect.rename]
-    guess = nearest(last, names)
+    inside = f"{block}." if block and block not in dialect.blocks else ""
+    rows = {name: row.state for name, row in dialect.rows.items() if name.startswith(inside)}
+    rows |= {} if inside else dict.fromkeys(dialect.rename, "implemented")
+    meant = "" if inside else dialect.meant.get(last.lower(), "")
+    guess = meant or nearest_row(last, rows)
     hint = f"; did you mean {guess}?" if guess else ""
     own = [key for key in known_keys() if key == leaf.shown or key.startswith(f"{leaf.shown}.")]
-    fix = f"write:   {guess}: {yaml_text(leaf.value)}" if guess else "delete it"
+    fix = f"write:   {guess if ': ' in guess else f'{guess}: {yaml_text(leaf.value)}'}" if guess else "delete it"
     if own and not guess:
         fix = f"{leaf.shown} is duoka's own; one file keeps to one dialect:   duoka config convert FILE -o ours.yaml"
     what = f"unknown key {leaf.shown}: {dialect.title} has none of that name{hint}"

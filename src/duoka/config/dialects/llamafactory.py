@@ -6,6 +6,7 @@ page docs/llamafactory.md is made from both.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -22,6 +23,7 @@ from duoka.config.dialects.rows import (
     Dialect,
     Refusal,
     Row,
+    batch_answer,
     implemented,
     names_of,
     only_if_on,
@@ -36,6 +38,21 @@ from duoka.config.dialects.rows import (
 
 _SIGNS = ("model_name_or_path", "finetuning_type", "per_device_train_batch_size", "cutoff_len", "lora_target")
 _OUR_BLOCKS = ("data", "lora", "optim", "train", "parallel", "checkpoint", "log")
+# What other trainers call its keys; by their letters alone some are nearest to a key of quite another meaning.
+_MEANT = {
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "model_max_length", "sequence_len", "seq_length", "seq_len",
+                     "block_size"), "cutoff_len"),
+    **dict.fromkeys(("dataset_name", "datasets", "train_file", "dataset_path"), "dataset"),
+    **dict.fromkeys(("lora_r", "r"), "lora_rank"),
+    **dict.fromkeys(("lora_target_modules", "target_modules"), "lora_target"),
+    **dict.fromkeys(("num_epochs", "epochs"), "num_train_epochs"),
+    **dict.fromkeys(("val_set_size", "test_size"), "val_size"),
+    **dict.fromkeys(("batch_size", "micro_batch_size"), "per_device_train_batch_size"),
+    "base_model": "model_name_or_path", "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "sample_packing": "packing", "train_on_inputs": "train_on_prompt", "beta": "pref_beta", "loss_type": "pref_loss",
+    "attn_implementation": "flash_attn", "use_peft": "finetuning_type: lora", "load_in_4bit": "quantization_bit: 4",
+}  # fmt: skip
 _WARMUP = "step s of n has s/n of the rate; transformers' (s-1)/n lets the first step learn nothing"
 
 
@@ -79,7 +96,12 @@ def _rows_of_model_and_data() -> list[Row]:
         *implemented("val_size", "data.eval", to.share, "a share; a number of samples is refused"),
         *implemented("max_samples", "data.train", to.limit, "of every data set"),
         *implemented("dataset_dir", "data.folder", to.folder),
-        *switch("packing", "data.packing", to.packing, "changes no result: samples never see each other"),
+        *switch(
+            "packing",
+            "data.packing",
+            to.packing,
+            "samples never see each other; a batch counts packed rows",
+        ),
         *switch("neat_packing", "data.packing", only_if_on("data.packing", True)),
         *switch("train_on_prompt", "data.targets", to.targets),
         *switch("mask_history", "data.targets", to.targets),
@@ -109,6 +131,7 @@ def _rows_of_training() -> list[Row]:
         *implemented("max_steps", "train.max_steps", learn.steps),
         *implemented(learn.BATCH[0], "train.global_batch", learn.batch),
         *implemented(learn.BATCH[1], "train.global_batch", learn.batch),
+        *implemented("accelerator_config", "", learn.loader, "split_batches is refused: a batch is said per device"),
         *switch("bf16", "train.precision", learn.precision),
         *switch("fp16", "train.precision", learn.precision, "auto where there is no GPU"),
         *switch("pure_bf16", "train.precision", _pure_bf16, "with full fine-tuning by AdamW train.weights too"),
@@ -149,9 +172,10 @@ def _rows_of_training() -> list[Row]:
 def _defaults(asked: Asked) -> Mapping[str, Any]:
     """What LLaMA-Factory does where a file is silent, as far as it changes the result."""
     out: dict[str, Any] = {
-        "data.max_length": 2048, "optim.lr": 5e-5, "optim.schedule": "linear", "optim.warmup": 0.0,
-        "train.epochs": 3.0, "train.global_batch": 8 * asked.start.num_ranks, "train.micro_batch": 8,
+        "data.max_length": 2048, "optim.lr": 5e-5, "optim.schedule": "linear", "optim.warmup": 0.0, "train.epochs": 3.0,
     }  # fmt: skip
+    with contextlib.suppress(Refusal):  # of cutoff_len, which its own row says
+        out |= batch_answer(8, 1, asked, learn.BATCH).values
     if not any(asked.is_on(name) for name in learn.PRECISIONS):
         out["train.precision"] = "fp32"
     if lora.is_lora(asked) and not lora.goes_on(asked):  # which has its own
@@ -189,4 +213,4 @@ def _fits(top: Mapping[str, Any]) -> bool:
 @cache
 def llamafactory() -> Dialect:
     rows = table(_rows_of_model_and_data(), _rows_of_training(), pref_rows(), rest_rows())
-    return Dialect("llamafactory", "LLaMA-Factory", rows, _fits, _defaults, task=to.task_of)
+    return Dialect("llamafactory", "LLaMA-Factory", rows, _fits, _defaults, task=to.task_of, meant=_MEANT)

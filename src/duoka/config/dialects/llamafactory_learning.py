@@ -13,6 +13,7 @@ from duoka.config.dialects.rows import (
     Refusal,
     batch_answer,
     is_none,
+    is_true,
     number,
     share,
     shown,
@@ -175,3 +176,13 @@ def muon(value: Any, asked: Asked) -> Any:
         "the same formula and rate for the layers' matrices, AdamW at that rate for the rest; norms and biases never "
         "decay here, and on a CPU matrices are made orthogonal in fp32 (bf16 there)",
     )
+
+
+def loader(value: Any, asked: Asked) -> Any:
+    """Accelerate's words for how batches are handed out; one of them makes the batch another one."""
+    if isinstance(value, dict) and is_true(value.get("split_batches")):
+        raise Refusal(
+            "accelerator_config.split_batches shares one batch per device among all devices",
+            "delete it, and write the batch of one device as per_device_train_batch_size",
+        )
+    return Answer() if is_none(value) else Answer(note="batches are read from memory-mapped tokens")

@@ -81,4 +81,5 @@ def nested() -> Dialect:
         rename,
         BLOCKS,
         task=shared.task,
+        meant=shared.meant,
     )

@@ -5,6 +5,7 @@ A row says for one key of another tool what becomes of it here. `engine.py` read
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ class Dialect:
     rename: Mapping[str, str] = field(default_factory=dict)  # how a file writes a key -> the name of its row
     blocks: tuple[str, ...] = ()  # blocks whose keys are looked up without the block's name
     task: Callable[[Mapping[str, Any]], str] = lambda values: "train"  # what the other tool would do with a file
+    meant: Mapping[str, str] = field(default_factory=dict)  # others' words -> the row, or all that is to be written
     is_whole: bool = True  # False: a file beside the one that names model and data
 
     def __post_init__(self) -> None:
@@ -134,6 +136,20 @@ def table(*groups: Iterable[Row]) -> dict[str, Row]:
             raise ValueError(f"{row.name} has two rows")
         out[row.name] = row
     return out
+
+
+_ALMOST = 0.85
+
+
+def nearest_row(word: str, rows: Mapping[str, str]) -> str:
+    """The key that does something and is like it, or any that is almost it: advice that is refused next is none.
+
+    `rows` are names, with the blocks that they stand in, and states.
+    """
+    last = {name.rpartition(".")[2]: state for name, state in rows.items()}
+    almost = difflib.get_close_matches(word.lower(), list(last), n=1, cutoff=_ALMOST)
+    useful = [name for name, state in last.items() if state == "implemented"]
+    return (almost[0] if almost else nearest(word, useful)) or ""
 
 
 # --------------------------------------------------------------------------------- words that conversions share
@@ -253,6 +269,17 @@ def describe_years(seconds: float) -> str:
     return f"{years:.1f} years" if years >= 1 else f"{seconds / 86_400:.0f} days"
 
 
+def packed_row(asked: Asked) -> int:
+    """The tokens of a sample, where a file's batch counts packed rows; 0 where it counts conversations, as ours does.
+
+    Taken for conversations, a step would learn from a fraction of what it is to learn from.
+    """
+    is_packed = asked.is_on("packing") or asked.is_on("neat_packing")
+    if not is_packed or str(asked.get("stage", "sft")).strip().lower() != "sft":
+        return 0
+    return whole(asked.get("cutoff_len", 2048), "cutoff_len")
+
+
 def batch_answer(
     micro: Any, accumulation: Any, asked: Asked, names: tuple[str, str], ranks_per_sample: int = 1
 ) -> Answer:
@@ -260,6 +287,15 @@ def batch_answer(
     per_device, steps = whole(micro, names[0]), whole(accumulation, names[1])
     ranks = max(1, asked.start.num_ranks // ranks_per_sample)
     batch = per_device * steps * ranks
+    row = packed_row(asked)
+    if row:
+        note = (
+            f"{per_device} per device x {steps} accumulated x {ranks} process{'es' if ranks > 1 else ''}, each a "
+            f"packed row of {row} tokens = train.global_batch {batch * row} tokens; on other numbers of processes this "
+            "file means another batch"
+        )
+        amounts = {"train.global_batch": f"{batch * row} tokens", "train.micro_batch": f"{per_device * row} tokens"}
+        return Answer(amounts, note)
     note = (
         f"{per_device} per device x {steps} accumulated x {ranks} process{'es' if ranks > 1 else ''} = "
         f"train.global_batch {batch}, train.micro_batch {per_device}; on other numbers of processes this file means "

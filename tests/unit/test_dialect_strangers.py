@@ -1,0 +1,118 @@
+"""Files of LLaMA-Factory and TRL whose words are near to others: each means what it means there, or is said by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from duoka.config.convert import converted_yaml
+from duoka.config.load import Start, load_config
+from duoka.config.loaded import Loaded
+from duoka.data.read.registry import find_sets
+from duoka.errors import Faults
+
+BASE = {"model_name_or_path": "some/model", "dataset": "identity", "finetuning_type": "lora"}
+PACKED = {**BASE, "packing": True, "cutoff_len": 1000, "per_device_train_batch_size": 2}
+TRL: dict[str, Any] = {
+    "model_name_or_path": "some/model", "dataset_name": "trl-lib/Capybara", "learning_rate": 2e-5, "use_peft": True,
+    "per_device_train_batch_size": 2, "lora_r": 32, "max_length": 1024, "eos_token": "<|im_end|>",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(keys: dict[str, Any], ranks: int = 1, name: str = "x.yaml") -> Loaded:
+    Path(name).write_text(yaml.safe_dump(keys, sort_keys=False), "utf-8")
+    return load_config(name, start=Start(ranks, True))
+
+
+def refusal(keys: dict[str, Any]) -> list[tuple[str, str]]:
+    with pytest.raises(Faults) as caught:
+        load(keys)
+    return [(fault.what, fault.fix) for fault in caught.value.faults]
+
+
+def test_a_batch_of_packed_rows_counts_their_tokens() -> None:
+    """There a sample is a row of cutoff_len tokens; as many conversations would be a fraction of the batch."""
+    loaded = load({**PACKED, "gradient_accumulation_steps": 4}, ranks=3)
+    train = loaded.config.train
+    assert (train.global_batch, train.micro_batch) == ("24000 tokens", "2000 tokens")
+    assert any("each a packed row of 1000 tokens = train.global_batch 24000 tokens" in note for note in loaded.notes)
+    Path("ours.yaml").write_text(converted_yaml(loaded, Path(".")), "utf-8")
+    assert load_config("ours.yaml").config.train == train
+
+
+def test_a_converted_file_has_no_blocks_that_nobody_asked_for() -> None:
+    text = converted_yaml(load(BASE), Path("."))
+    assert not [name for name in ("rl:", "parallel:", "log:", "alert") if name in text], text
+
+
+def test_neat_packing_and_the_default_batch_count_tokens_too() -> None:
+    loaded = load({**BASE, "neat_packing": True}, ranks=2)
+    assert loaded.config.train.global_batch == f"{2 * 8 * 2048} tokens"
+
+
+@pytest.mark.parametrize("more", [{"packing": False}, {"stage": "dpo"}, {"stage": "pt"}])
+def test_without_packed_conversations_a_batch_counts_samples(more: dict[str, Any]) -> None:
+    assert load({**PACKED, **more}).config.train.global_batch == 2
+
+
+def test_deepspeeds_equal_numbers_do_not_contradict_packed_rows() -> None:
+    Path("ds.json").write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}', "utf-8")
+    assert load({**PACKED, "deepspeed": "ds.json"}).config.train.global_batch == "2000 tokens"
+
+
+def test_words_for_an_order_or_a_shared_batch_are_refused() -> None:
+    ((what, _),) = refusal({**BASE, "train_sampling_strategy": "sequential"})
+    assert "train_sampling_strategy sequential is refused: every epoch is shuffled" in what
+    assert load({**BASE, "train_sampling_strategy": "group_by_length"})
+    ((what, _),) = refusal({**BASE, "accelerator_config": {"split_batches": True}})
+    assert "split_batches shares one batch" in what
+    assert load({**BASE, "accelerator_config": {"split_batches": False, "even_batches": True}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("max_seq_length", 100, "write:   cutoff_len: 100"),
+        ("lora_r", 8, "write:   lora_rank: 8"),
+        ("use_peft", True, "write:   finetuning_type: lora"),
+        ("eos_token", "x", "delete it"),
+        ("neftune_noise_alfa", 5, "write:   neftune_noise_alpha: 5"),
+    ],
+)
+def test_other_trainers_words_lead_to_the_key_that_means_the_same(name: str, value: Any, fix: str) -> None:
+    """By its letters alone max_seq_length was nearest to max_length, which is of answers and cuts nothing."""
+    assert [found for _, found in refusal({**BASE, name: value})] == [fix]
+
+
+def test_a_file_of_trls_command_line_is_named_as_one() -> None:
+    ((what, fix),) = refusal(TRL)
+    assert "a file of TRL's command line (dataset_name, use_peft, lora_r), which duoka does not read" in what
+    assert "trl.md" in fix and "lora_r is lora.rank" in fix and "max_length is data.max_length" in fix
+    assert "learning_rate is optim.lr" in fix
+    grpo = {"model_name_or_path": "some/model", "num_generations": 8, "max_completion_length": 256}
+    ((what, fix),) = refusal(grpo)
+    assert "TRL's command line" in what and "num_generations is rl.samples" in fix
+
+
+def test_toml_is_named(tmp_path: Path) -> None:
+    Path("x.toml").write_text('[model]\nname = "llama3"\n')
+    with pytest.raises(Faults, match="this is a TOML file"):
+        load_config("x.toml")
+
+
+def test_num_samples_says_which_records_it_takes() -> None:
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text('{"mine": {"file_name": "a.json", "num_samples": 2}}')
+    Path("data/a.json").write_text(json.dumps([{"instruction": str(n), "output": "a"} for n in range(3)]))
+    (found,) = find_sets(load({**BASE, "dataset": "mine"}).config, Path("."))
+    assert found.max_samples == 2
+    assert any("num_samples 2 takes the first of its records" in note for note in found.notes)
