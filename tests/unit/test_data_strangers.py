@@ -183,6 +183,17 @@ def test_a_folders_dead_links_and_folders_are_named(tmp_path: Path) -> None:
     assert "holds no .json" in fault.what and "all are not read" in fault.fix
 
 
+def test_a_test_file_beside_the_training_files_is_said(tmp_path: Path) -> None:
+    """Elsewhere a folder's files are split by their names; here all of them are read."""
+    (tmp_path / "all").mkdir()
+    for name in ("train-0.jsonl", "train-1.jsonl", "validation.jsonl", "latest_contest.jsonl"):
+        write_jsonl(tmp_path / "all" / name, simple_records(1))
+    found = find_sets(config_for(str(tmp_path / "all")), tmp_path)[0]
+    assert any(": validation.jsonl of it is read like the others" in note for note in found.notes)
+    alone = find_sets(config_for(str(tmp_path / "all" / "validation.jsonl")), tmp_path)[0]
+    assert len(alone.notes) == 1
+
+
 @pytest.mark.parametrize("many", [True, False])
 def test_what_save_to_disk_writes_is_known_by_name(tmp_path: Path, many: bool) -> None:
     folder = tmp_path / "saved"
@@ -213,6 +224,20 @@ def test_what_to_do_is_said(tmp_path: Path, name: str, text: str | bytes, said: 
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     (fault,) = faults_of(tmp_path / name, tmp_path)
     assert said in fault.fix
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({**TALK, "tools": [{"name": "\ud83d"}]}, "the description of a tool holds half a character"),
+        ({"messages": [QUESTION, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "\ud83d"}}]}]},
+         "the tool call of message 2 holds half a character"),
+        ({"text": "\ud83d"}, "'text' holds half a character"),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_named_where_it_stands(record: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRecord, match=said):
+        read_one(record)
 
 
 def test_a_star_is_no_name(tmp_path: Path) -> None:

@@ -285,6 +285,19 @@ def test_a_template_without_tools_refuses_tool_calls(tiny: ChatTokenizer) -> Non
         encode(talk, tiny)
 
 
+def test_a_template_without_tools_refuses_tools(tiny: ChatTokenizer) -> None:
+    """Their descriptions would be lost without a word, and calls learned out of thin air."""
+    talk = (Message("user", "q"), Message("assistant", "a"))
+    tools = json.dumps([{"type": "function", "function": {"name": "search", "parameters": {}}}])
+    with pytest.raises(BadRecord, match="leaves the tools of the conversation out"):
+        encode(Example(talk, tools), tiny)
+    with pytest.raises(BadRecord, match="leaves the tools"):
+        encode(Example(talk, tools), tiny, targets="all")
+    assert encode(Example(talk, "[]"), tiny).num_targets
+    knowing = with_template(tiny, "{% if tools %}{{ tools | tojson }}{% endif %}" + PROMPTED)
+    assert "search" in knowing.decode(encode(Example(talk, tools), knowing).input_ids.tolist())
+
+
 def test_what_a_template_raises_becomes_a_rule(tiny: ChatTokenizer) -> None:
     strict = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + PROMPTED

@@ -5,8 +5,10 @@ registry.py looks names up in it. A file that is wrong, and each entry that is, 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +31,7 @@ _COLUMNS = (
     "prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected", "margin", "kto_tag",
     "text",
 )  # fmt: skip
+_HELD_BACK = re.compile(r"(?:^|[-_.])(?:test|dev|val|valid|validation|eval)[-_.]", re.IGNORECASE)
 _REMOTE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 
 
@@ -68,12 +71,22 @@ def files_of(path: Path) -> tuple[Path, ...]:
     return tuple(file for file in inside if file.name != INFO_FILE)
 
 
+def folder_notes(path: Path) -> list[str]:
+    """What is to be said of a folder whose files are read, as far as some could take it for another: none of a file."""
+    names = [file.name for file in files_of(path)] if path.is_dir() else []
+    others = [name for name in names if _HELD_BACK.search(name)]
+    learned = f"{', '.join(others)} of it is read like the others: name single files to keep others out"
+    unread = unread_folders(path) if names else ""
+    return [learned] * (0 < len(others) < len(names)) + [unread] * bool(unread)
+
+
 def unread_folders(path: Path) -> str:
     """What is to be said of data in the folders of a folder; "" where there is none."""
-    if not path.is_dir():
-        return ""
-    inside = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    with_data = [folder.name for folder in inside if any(map(is_data_file, folder.iterdir()))]
+    with_data = []
+    for folder in sorted(path.iterdir()):
+        with contextlib.suppress(OSError):  # one that is not ours to look into
+            if folder.is_dir() and not folder.name.startswith(".") and any(map(is_data_file, folder.iterdir())):
+                with_data.append(folder.name)
     return f"files in its folders {', '.join(with_data)} are not read: name these too" if with_data else ""
 
 
@@ -174,6 +187,9 @@ def set_from_info(source: DataSource, info: Info, key: str) -> ResolvedSet | lis
         return faults
     form, notes = _form_of(entry, source.name, files[0])
     limits = [limit for limit in (entry.get("num_samples"), source.max_samples) if limit is not None]
+    if entry.get("num_samples") is not None:
+        most = f"{source.name}: num_samples {entry['num_samples']} takes the first of its records, each once"
+        notes = (*notes, f"{most}; LLaMA-Factory draws them at random, and repeats some where there are fewer")
     return ResolvedSet(source.name, files, form, max_samples=min(limits, default=None), notes=notes)
 
 

@@ -153,6 +153,19 @@ def check_text_alone(record: dict[str, Any], messages: Sequence[Message]) -> Non
         raise BadRecord(rule, f"take a set of text; where the text stands alone, leave {column!r} out of the record")
 
 
+def check_whole(text: str, what: str) -> None:
+    """Refuse text that no UTF-8 file can hold; tokenizers end in an error of their own."""
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = text[error.start].encode("unicode_escape").decode()
+            raise BadRecord(
+                f"{what} holds half a character ({half})",
+                "the text was cut inside an emoji: write it again with a JSON library",
+            ) from None
+
+
 def no_column(name: str, record: dict[str, Any]) -> str:
     guess = nearest(name, record)
     return f"there is no {name!r}; the record has {names_of(record)}" + (f"; is it {guess!r}?" if guess else "")

@@ -6,12 +6,12 @@ tokenizer is known here. record_kinds.py reads what is no plain conversation, de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from duoka.data.read.alpaca import read_alpaca
-from duoka.data.read.example import BadRecord, Example, Message, SetFormat, check_text_alone, kind_of
+from duoka.data.read.example import BadRecord, Example, Message, SetFormat, check_text_alone, check_whole, kind_of
 from duoka.data.read.messages import read_messages, read_tools
 from duoka.registry import Registry
 
@@ -37,8 +37,7 @@ def read_example(record: Any, form: SetFormat, *, source: str = "", line: int = 
     messages, tools = FORMATS.get(form.name).read(record, form)
     check_order(messages)
     check_text_alone(record, messages)
-    for place, message in enumerate(messages, start=1):
-        check_whole(message.content + message.reasoning, place)
+    check_all_whole(messages)
     return Example(tuple(messages), read_tools(tools), source, line)
 
 
@@ -71,17 +70,10 @@ def check_order(messages: list[Message], *, ends: str = "assistant") -> None:
         raise BadRecord(what, "leave the answer out, or name its column")
 
 
-def check_whole(text: str, place: int) -> None:
-    """Refuse text that no UTF-8 file can hold."""
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            half = text[error.start].encode("unicode_escape").decode()
-            raise BadRecord(
-                f"message {place} holds half a character ({half})",
-                "the text was cut inside an emoji: write it again with a JSON library",
-            ) from None
+def check_all_whole(messages: Sequence[Message]) -> None:
+    for place, message in enumerate(messages, start=1):
+        check_whole(message.content + message.reasoning, f"message {place}")
+        check_whole(message.tool_calls or "", f"the tool call of message {place}")
 
 
 def _read_nothing(record: dict[str, Any], form: SetFormat) -> tuple[list[Message], Any]:

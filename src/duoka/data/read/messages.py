@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from duoka.data.read.example import BadRecord, Message, SetFormat, kind_of, names_of, no_column, read_optional_text
+from duoka.data.read.example import (
+    BadRecord,
+    Message,
+    SetFormat,
+    check_whole,
+    kind_of,
+    names_of,
+    no_column,
+    read_optional_text,
+)
 from duoka.registry import nearest
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # what servers and data sets call it
@@ -161,4 +170,6 @@ def read_tools(tools: Any) -> str | None:
         raise BadRecord("the tools are no JSON list of objects", 'write [{"name": ..., "parameters": {...}}]')
     # Tables write a null for what another row's tool has: it is no word of this one.
     told = [{name: part for name, part in tool.items() if part is not None} for tool in tools]
-    return json.dumps(told, ensure_ascii=False)
+    text = json.dumps(told, ensure_ascii=False)
+    check_whole(text, "the description of a tool")
+    return text

@@ -24,11 +24,12 @@ from duoka.data.read.example import (
     SetFormat,
     Text,
     check_text_alone,
+    check_whole,
     kind_of,
     no_column,
     read_text,
 )
-from duoka.data.read.formats import FORMATS, check_order, check_whole, read_example
+from duoka.data.read.formats import FORMATS, check_all_whole, check_order, read_example
 from duoka.data.read.messages import read_messages, read_tools, read_turn, with_system
 
 
@@ -65,7 +66,7 @@ def _read_plain(record: dict[str, Any], form: SetFormat, source: str, line: int)
     text = read_text(record, name)
     if not text.strip():
         raise BadRecord(f"{name!r} is empty", "leave the record out")
-    check_whole(text, 1)
+    check_whole(text, repr(name))
     return Text(text, source, line)
 
 
@@ -149,8 +150,7 @@ def _question(record: dict[str, Any], form: SetFormat) -> tuple[list[Message], A
 
 def _check(messages: list[Message], ends: str) -> None:
     check_order(messages, ends=ends)
-    for place, message in enumerate(messages, start=1):
-        check_whole(message.content + message.reasoning, place)
+    check_all_whole(messages)
 
 
 _READERS: dict[Kind, Callable[[dict[str, Any], SetFormat, str, int], AnyExample]] = {

@@ -23,9 +23,9 @@ from duoka.data.read.dataset_info import (
     ResolvedSet,
     files_of,
     first_record,
+    folder_notes,
     read_infos,
     set_from_info,
-    unread_folders,
     why_no_files,
 )
 from duoka.data.read.detect import LABELS, detect_format
@@ -266,7 +266,7 @@ def _from_path(source: DataSource, path: Path, key: str) -> ResolvedSet | list[F
     kind = "" if form.kind in ("conversation", "text") else f", {KIND_WORDS[form.kind]}"
     lines = "; a document a line" if files[0].name.lower().split(".")[-1] == "txt" else ""
     notes = [f"{source.name}: read as {form.name}{kind} ({_describe(form)}{lines})"]
-    notes += [f"{source.name}: {unread}"] if (unread := unread_folders(path)) else []
+    notes += [f"{source.name}: {said}" for said in folder_notes(path)]
     return ResolvedSet(source.name, files, form, max_samples=source.max_samples, notes=tuple(notes))
 
 

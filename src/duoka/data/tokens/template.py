@@ -67,6 +67,11 @@ def mark_targets(
     messages, mark = _messages(example.messages, tokenizer, example.tools)
     tools = json.loads(example.tools) if example.tools else None
     text = _render(tokenizer, messages, tools, turn=len(messages))
+    if tools and text == _render(tokenizer, messages, None, turn=len(messages)):
+        raise BadRecord(
+            f"the chat template ({tokenizer.template_name}) leaves the tools of the conversation out",
+            "use a model whose template knows tools (Qwen2.5, Qwen3, Llama 3.1), or leave them out of the data",
+        )
     if targets == "all":
         if not all(message.is_learned for message in example.messages):
             raise BadRecord("data.targets is all, and a message has weight 0", "write   targets: assistant")

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duoka.data.read.detect import detect_format
-from duoka.data.read.example import AnyExample, BadRecord, Preference, SetFormat, Text, names_of
-from duoka.data.read.formats import check_whole
+from duoka.data.read.example import AnyExample, BadRecord, Preference, SetFormat, Text, check_whole, names_of
 from duoka.data.read.record import Record
 from duoka.data.read.record_kinds import read_record
 from duoka.data.read.records import check_file, find_pieces, is_data_file, read_piece
@@ -209,7 +208,7 @@ def _whole(record: Record, texts: list[str]) -> list[str] | Fault:
     """The texts, if a UTF-8 file could hold them."""
     try:
         for place, text in enumerate(texts, 1):
-            check_whole(text, place)
+            check_whole(text, f"message {place}")
     except BadRecord as error:
         return _fault(record, error.rule, error.fix)
     return texts
