@@ -138,6 +138,12 @@ def test_a_record_about_a_picture_is_refused(record: dict[str, Any]) -> None:
         read_one(record)
 
 
+def test_words_for_the_template_are_refused() -> None:
+    with pytest.raises(BadRecord, match="'chat_template_kwargs', and the chat template is given none"):
+        read_one({**TALK, "chat_template_kwargs": {"enable_thinking": False}})
+    assert isinstance(read_one({**TALK, "chat_template_kwargs": {}}), Example)
+
+
 def test_a_number_or_nothing_in_a_column_called_image_is_no_picture() -> None:
     for value in (None, [], "", 12):
         assert isinstance(read_one({**TALK, "image": value}), Example)
