@@ -51,6 +51,14 @@ def test_tools_and_system_of_later_records_are_read_too(tmp_path: Path) -> None:
     assert second.messages[0].content == "S"
 
 
+def test_margins_of_later_pairs_are_read_too(tmp_path: Path) -> None:
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    path = write_jsonl(tmp_path / "a.jsonl", [pair, {**pair, "margin": 2.0}])
+    assert [found.margin for found in read_all(path)] == [0.0, 2.0]
+    (found,) = find_sets(config_for(str(path)), tmp_path)
+    assert "by margin" not in found.notes[0]
+
+
 def test_an_implicit_prompts_tools_and_system_are_read() -> None:
     pair = {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, {**ANSWER, "content": "b"}]}
     found = read_one({**pair, "tools": [TOOL], "system": "S"})

@@ -180,7 +180,8 @@ def muon(value: Any, asked: Asked) -> Any:
 
 def loader(value: Any, asked: Asked) -> Any:
     """Accelerate's words for how batches are handed out; one of them makes the batch another one."""
-    if isinstance(value, dict) and is_true(value.get("split_batches")):
+    is_written = isinstance(value, str) and "split_batches" in value  # as JSON in a string, or in a file of that name
+    if is_written or (isinstance(value, dict) and is_true(value.get("split_batches"))):
         raise Refusal(
             "accelerator_config.split_batches shares one batch per device among all devices",
             "delete it, and write the batch of one device as per_device_train_batch_size",

@@ -74,7 +74,7 @@ def _style_of(turns: list[dict[str, Any]]) -> str | None:
 
 
 def _detect_preference(record: dict[str, Any]) -> SetFormat | None:
-    margin = record.get("margin", "")
+    margin = record.get("margin")  # a later record may have one
     is_number = margin is None or (isinstance(margin, (int, float)) and not isinstance(margin, bool))
     columns = {"chosen": "chosen", "rejected": "rejected", **({"margin": "margin"} if is_number else {})}
     found = _detect_messages({key: value for key, value in record.items() if key not in columns})

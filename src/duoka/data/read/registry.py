@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from duoka.config.paths import given_path, is_there
 from duoka.config.rules_text import LAST_FILE
@@ -252,7 +253,7 @@ def _from_path(source: DataSource, path: Path, key: str) -> ResolvedSet | list[F
         return faults
     record, seen = first_record(files[0])
     form = detect_format(record.value) if record else None
-    if form is None:
+    if record is None or form is None:
         fix = _other_shape(record.value if record else None) or (
             'write {"messages": [{"role": "user", "content": ...}, ...]} records, or alpaca\'s instruction and output, '
             f"or register the file with its columns in {INFO_FILE}"
@@ -265,7 +266,7 @@ def _from_path(source: DataSource, path: Path, key: str) -> ResolvedSet | list[F
     # Explicit settings win: a mixture of formats in one folder shows as records that break this one's rules.
     kind = "" if form.kind in ("conversation", "text") else f", {KIND_WORDS[form.kind]}"
     lines = "; a document a line" if files[0].name.lower().split(".")[-1] == "txt" else ""
-    notes = [f"{source.name}: read as {form.name}{kind} ({_describe(form)}{lines})"]
+    notes = [f"{source.name}: read as {form.name}{kind} ({_describe(form, record.value)}{lines})"]
     notes += [f"{source.name}: {said}" for said in folder_notes(path)]
     return ResolvedSet(source.name, files, form, max_samples=source.max_samples, notes=tuple(notes))
 
@@ -283,7 +284,7 @@ def _other_shape(value: object) -> str:
     return ""
 
 
-def _describe(form: SetFormat) -> str:
+def _describe(form: SetFormat, first: dict[str, Any]) -> str:
     columns, tags = form.columns, form.tags
     if form.name == "text":
         said = columns["text"]
@@ -291,7 +292,8 @@ def _describe(form: SetFormat) -> str:
         said = ", ".join(columns[role] for role in ("prompt", "query", "response") if role in columns)
     else:
         said = f"{columns.get('messages', 'chosen')}: {tags['role_tag']} {tags['user_tag']}/{tags['assistant_tag']}"
+        said += f"; {columns['completion']} is learned" if "completion" in columns else ""
     if form.kind == "preference":
-        by = f" by {columns['margin']}" if "margin" in columns else ""
+        by = f" by {columns['margin']}" if first.get(columns.get("margin", "")) is not None else ""
         return f"{said}; {columns['chosen']} before {columns['rejected']}{by}"
     return f"{said}; label {columns['kto_tag']}" if form.kind == "labeled" else said
