@@ -153,7 +153,8 @@ def unread_bytes(work: Work, layout: Layout, number: int) -> float:
         return frozen if apart else int(frozen == len(products))
 
     attention = [one for one in shape.linears if not one.name.startswith("mlp.")]
-    total = width * shape.hidden_size * unread([one for one in attention[:-1] if one.num_in == shape.hidden_size])
+    of_hidden = [one for one in attention[:-1] if one.num_in == shape.hidden_size]
+    total: float = width * shape.hidden_size * unread(of_hidden)
     # Attention keeps its own output; the product's are documents' joined outputs, and the rounded form.
     if is_fp8 or layout.sp > 1 or (layout.packing and not narrow):
         total += width * shape.q_size / layout.tp * unread(attention[-1:])
