@@ -76,7 +76,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> list[Client]:
 def test_mlflow_gets_values_without_a_step_and_the_run_ends_well(
     mlflow: list[Client], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    accelerator = Accelerator(log_with="mlflow", project_dir=tmp_path)
+    accelerator = Accelerator(log_with="mlflow", project_dir=tmp_path / "not" / "yet")
     accelerator.init_trackers("project", {"lr": 0.1}, {"mlflow": {"run_name": "mine", "tags": {"a": "b"}}})
     accelerator.log({"loss": torch.tensor(1.5), "odd": [1, 2], "both": {"a": 1, "b": "no"}, "note": "text"})
     accelerator.log({"loss": 1.25}, step=3, log_kwargs={"mlflow": {"synchronous": False}})

@@ -192,7 +192,9 @@ def open_tracker(
             "TensorBoard needs a folder to write to",
             fix="write Accelerator(log_with='tensorboard', project_dir='runs')",
         )
+    place = Path(folder or ".")
+    place.mkdir(parents=True, exist_ok=True)  # trackers make their own folder in it, or leave it for a temporary one
     facts = RunFacts(
-        project, Path(folder or "."), config=config or {}, project=project, options=options.get(one, {})
+        project, place, config=config or {}, project=project, options=options.get(one, {})
     )  # fmt: skip
     return SinkTracker(one, facts)
