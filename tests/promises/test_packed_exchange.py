@@ -30,6 +30,8 @@ RUNS = {
     "gradients": (2, ["parallel.compress={gradients: int8}", "parallel.strategy=zero2"]),
     "zero1": (2, ["parallel.compress={weights: int8, gradients: int8}", "parallel.strategy=zero1"]),
     "int4": (2, ["parallel.compress={weights: int8, gradients: int4}", *LONG]),
+    "frozen": (2, ["train_only={layers: 1}"]),
+    "frozen, zero2": (2, ["train_only={layers: 1}", "parallel.strategy=zero2", "train.precision=bf16"]),
     "plain, 4": (4, []),
     "nodes": (4, ["parallel.compress={weights: int8, gradients: int8}"]),
     "copies": (4, ["parallel.reshard=node"]),

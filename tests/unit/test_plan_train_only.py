@@ -19,6 +19,7 @@ from duoka.plan.layout import Layout, parse_layout
 from duoka.plan.memory import estimate_memory
 from duoka.plan.recipe import Work, shares, static_memory
 from duoka.plan.shape import shape_from_config
+from duoka.plan.traffic import traffic
 from duoka.plan.trained_weights import trained_parameters
 
 TOKENS, DOCUMENT = 128, 32
@@ -157,3 +158,25 @@ def test_the_stage_that_learns_is_the_fullest():
     for work in (alone, first):
         memory = estimate_memory(work, parse_layout("single.pp2"), 16)
         assert memory.parts["optimizer"] == 8 * shape.num_per_layer
+
+
+COUNTED_BYTES = {  # by the ledger of runs of two processes and two micro-batches: what a rank sent to gather weights
+    "all": ({}, "fsdp", "fp32", 5648896),
+    "the last layer": ({"layers": 1}, "fsdp", "fp32", 3926016),
+    "the second": ({"layers": [1]}, "fsdp", "fp32", 5304320),
+    "the first": ({"layers": -1}, "fsdp", "fp32", 5648896),
+    "the last, in bf16": ({"layers": 1}, "fsdp", "bf16", 2032128),
+    "the last, weights whole": ({"layers": 1}, "zero2", "bf16", 172544),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED_BYTES)
+def test_layers_without_a_backward_pass_are_not_gathered_for_one(name):
+    """But one below them, which FSDP fetches ahead, and has at the next forward pass."""
+    chosen, strategy, precision, counted = COUNTED_BYTES[name]
+    facts = SMALL | {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4, "vocab_size": 264}
+    facts |= {"model_type": "llama", "num_attention_heads": 4, "tie_word_embeddings": True}
+    work = Work(shape_from_config(facts), None, train_only=TrainOnlyConfig(**chosen) if chosen else None)
+    layout = Layout(dp=2, shard=2, strategy=strategy, precision=precision)
+    sent = sum(one.sent_bytes for one in traffic(work, layout, 2, accumulation=2) if one.kind == "all-gather")
+    assert sent == pytest.approx(counted, rel=0.001)

@@ -21,9 +21,16 @@ from duoka.plan.activations import (
 from duoka.plan.fp8 import fp8_weights
 from duoka.plan.layout import Layout
 from duoka.plan.offload import LAYERS_HERE, buffer_bytes
-from duoka.plan.recipe import ModelShare, StaticMemory, Work, copy_bytes, shares, static_memory
+from duoka.plan.recipe import (
+    ModelShare,
+    StaticMemory,
+    Work,
+    copy_bytes,
+    layers_of_backward,
+    shares,
+    static_memory,
+)
 from duoka.plan.recompute import is_share, whole_layers
-from duoka.plan.trained_weights import layers_passed
 
 # A process before it holds any model: interpreter, torch, transformers, peft, what kernels keep (385 to 395 MiB when
 # measured). The upper end has what glibc keeps of freed blocks, up to 250 MiB more, from run to run others.
@@ -208,7 +215,7 @@ def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, len
     """(of one whole layer, kept of all layers until the backward pass, the formula)."""
     per_layer, formula = activation_bytes_per_token(work, layout, length)
     # Below what is trained, nothing is kept, and above it less of layers that are frozen.
-    passed = _passed(work, share)
+    passed = layers_of_backward(work, share)
     unread = [0.0] * len(passed)
     if work.train_only is not None:
         unread = [unread_bytes(work, layout, number) for number in passed]
@@ -232,14 +239,6 @@ def _activations(work: Work, layout: Layout, share: ModelShare, tokens: int, len
     if work.program is not None and work.program.offloads_kept:
         kept = one_layer if layout.recompute == "none" else 0
     return one_layer, kept, formula
-
-
-def _passed(work: Work, share: ModelShare) -> tuple[int, ...]:
-    """The numbers of the rank's layers through which its backward pass goes: the last ones."""
-    if work.train_only is None:
-        return share.layers
-    first = work.shape.num_layers - layers_passed(work.shape, work.train_only)
-    return tuple(number for number in share.layers if number >= first)
 
 
 def moved_activations(work: Work, layout: Layout, share: ModelShare, tokens: int, length: int) -> int:
@@ -349,7 +348,7 @@ def _cast_bytes(work: Work, layout: Layout, share: ModelShare) -> int:
     comes_narrow = (layout.is_sharded and work.deepspeed is None) or work.narrow_weights
     if layout.precision == "fp32" or comes_narrow or work.program is not None:
         return 0  # what is gathered comes in half precision
-    linear = share.block_linear * len(_passed(work, share)) // max(1, share.num_layers)
+    linear = share.block_linear * len(layers_of_backward(work, share)) // max(1, share.num_layers)
     if layout.precision == "fp8":
         part = fp8_weights(work.shape) / max(1, work.shape.num_block_linear)
         kept = 0 if layout.activations != "none" else 1  # where activations go elsewhere, they are rounded again

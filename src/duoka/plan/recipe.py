@@ -18,7 +18,7 @@ from duoka.plan import deepspeed
 from duoka.plan.layout import Layout
 from duoka.plan.pipeline import Costs, cut_layers, most_in_flight, rank_of, stages_of
 from duoka.plan.shape import ModelShape, lora_parameters
-from duoka.plan.trained_weights import trained_at_ends, trained_in_layers, trained_parameters
+from duoka.plan.trained_weights import layers_passed, trained_at_ends, trained_in_layers, trained_parameters
 
 # Bytes of optimizer state per trained parameter; Muon keeps one moment of matrices and two of the rest.
 STATE_BYTES: Mapping[str, float] = {
@@ -149,6 +149,14 @@ class ModelShare:
     block_linear: int
     experts: int = 0  # parameters of its experts where ranks share these out: in none of the other numbers
     layers: tuple[int, ...] = ()  # their numbers in the model
+
+
+def layers_of_backward(work: Work, share: ModelShare) -> tuple[int, ...]:
+    """The numbers of the rank's layers through which its backward pass goes: the last ones."""
+    if work.train_only is None:
+        return share.layers
+    first = work.shape.num_layers - layers_passed(work.shape, work.train_only)
+    return tuple(number for number in share.layers if number >= first)
 
 
 def shares(work: Work, layout: Layout, accumulation: int = 1) -> tuple[ModelShare, ...]:

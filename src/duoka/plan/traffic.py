@@ -7,7 +7,7 @@ each rank has in the end, an all-reduce's or reduce-scatter's what each has in t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from duoka.plan import deepspeed
@@ -15,8 +15,9 @@ from duoka.plan.activations import held_kv_size
 from duoka.plan.axes import deals_heads
 from duoka.plan.catalog import Cluster
 from duoka.plan.layout import Layout
-from duoka.plan.recipe import ModelShare, Work, shares
+from duoka.plan.recipe import ModelShare, Work, layers_of_backward, shares
 from duoka.plan.recompute import part_of_layers
+from duoka.plan.trained_weights import layer_numbers, trained_at_ends
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 When = Literal["forward", "backward", "end", "between"]  # `between`: nothing of this rank's work can hide it
@@ -250,18 +251,22 @@ def _data_traffic(
     sent = _packed_bytes(work.weight_bits) or half  # per number, forward
     if layout.strategy in ("zero1", "zero2"):
         times = micro if layout.strategy == "zero2" else 1
-        gather = Exchange(
-            "weights", "all-gather", _gather_bytes(work, share, trained, half, sent), 1, everyone, "end", layers
-        )
+        learns = share if work.train_only is None else _what_learns(work, share)
+        payload = _gather_bytes(work, learns, trained, half, sent)
+        gather = Exchange("weights", "all-gather", payload, 1, everyone, "end", layers)
         return [gather, *_scattered(work, wide * trained, times, everyone, layers)]
     group = place_group(layout.state_ranks, stride, per_node)
     whole = _gather_bytes(work, share, trained + share.frozen, half, sent)
+    below = share.num_layers - len(layers_of_backward(work, share))
+    if reshard and below:  # one below is fetched for a backward pass that ends above it, and there at the next pass
+        whole -= sent * share.per_layer * (micro - 1) / micro
     found = [Exchange("weights, forward", "all-gather", whole, micro, group, "forward", layers)]
     if reshard:
         near = group
         if reshard == "node" and 1 < group.members < group.size:
             near, sent = Group(group.members, 1), half
         again = _gather_bytes(work, share, trained + share.frozen, half, sent, root=False)
+        again -= sent * share.per_layer * max(0, below - 1)
         found.append(Exchange("weights, backward", "all-gather", again, micro, near, "backward", layers))
     found += _scattered(work, wide * trained, micro, group, layers)
     if layout.num_replicas > 1:
@@ -269,6 +274,15 @@ def _data_traffic(
         part = wide * trained / layout.state_ranks
         found.append(Exchange("gradients, between copies", "all-reduce", part, 1, across, "backward", layers))
     return found
+
+
+def _what_learns(work: Work, share: ModelShare) -> ModelShare:
+    """The part of it that train_only trains, which alone is gathered where each rank has the whole model."""
+    assert work.train_only is not None
+    numbers = set(layer_numbers(work.train_only, work.shape.num_layers)) if work.train_only.modules == "all" else set()
+    own = numbers.intersection(share.layers)
+    ends = trained_at_ends(work.shape, work.train_only, has_input=share.embedding > 0, has_output=False)
+    return replace(share, num_layers=len(own), embedding=min(share.embedding, ends))
 
 
 def _gather_bytes(work: Work, share: ModelShare, numbers: int, half: int, sent: float, *, root: bool = True) -> float:
