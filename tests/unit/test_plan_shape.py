@@ -247,3 +247,21 @@ def test_a_number_of_parameters_gives_a_model_of_that_size(count):
     shape = shape_from_parameters(count)
     assert shape.num_parameters == pytest.approx(count, rel=0.02)
     assert not shape.exact
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}),
+        ("phimoe", {"num_local_experts": 4}),
+        ("granitemoe", {"num_local_experts": 4}),
+        ("mixtral", {"num_local_experts": 4}),
+    ],
+)
+def test_adapters_of_mixtures_whose_experts_get_none_are_those_of_the_rest(model_type, changes):
+    from duoka.model.lora import apply_lora
+
+    facts = {"model_type": model_type, **SMALL, **changes}
+    model = apply_lora(build_on_meta(facts), LoraConfig(rank=5))
+    truth = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert lora_parameters(shape_from_config(facts), LoraConfig(rank=5)) == truth

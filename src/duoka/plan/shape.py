@@ -235,7 +235,7 @@ def _with_experts(shape: ModelShape, family: Family, read: _Reader, attention: t
     linears += (Linear("mlp.shared_expert_gate", hidden, 1),) if keys.shared_gate else ()
     each = 3 * hidden * size + (2 * size + hidden if keys.bias else 0)
     router = count * (hidden + keys.bias + keys.correction)
-    experts = Experts(count, min(active, count), len(numbers), each, router, tuple(numbers))
+    experts = Experts(count, min(active, count), len(numbers), each, router, tuple(numbers), keys.adapted)
     return replace(
         shape,
         linears=linears,

@@ -6,6 +6,7 @@ Made by `shape.py` from a config.json, a depth or a number of parameters; never 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Experts:
     num_parameters_each: int
     num_router: int  # parameters of the router, and of a gate before the shared experts
     numbers: tuple[int, ...]  # of the layers that have one
+    adapted: Literal["all", "router", "none"] = "all"  # by PEFT, beside attention
 
     @property
     def num_parameters(self) -> int:
@@ -144,7 +146,8 @@ class ModelShape:
         hidden, size = self.hidden_size, self.experts.num_parameters_each // (3 * self.hidden_size)
         attention = sum(one.num_in + one.num_out for one in self.linears if not one.name.startswith("mlp."))
         each = 2 * (hidden + 2 * size) + hidden + size
-        mixture = self.experts.num_experts * each + hidden + self.experts.num_experts
+        router = hidden + self.experts.num_experts
+        mixture = {"all": self.experts.num_experts * each + router, "router": router, "none": 0}[self.experts.adapted]
         return rank * (self.num_layers * attention + self.experts.num_layers * mixture)
 
     def mean_span(self, length: int) -> float:
