@@ -172,6 +172,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], Callable[[Seen, Seen], bool]]] = {
 # What a run of one process does not show: the test that does, by file and a word in it.
 SHOWN_ELSEWHERE = {
     "moe_aux_loss_coef": "promises/test_experts.py::balance",
+    "accelerator_config": "unit/test_dialect_strangers.py::split_batches",
     "data_seed": "unit/test_dialects.py::data_seed", "enable_thinking": "unit/test_dialects.py::enable_thinking",
     "preserve_thinking": "unit/test_dialects.py::preserve_thinking", "do_train": "unit/test_dialects.py::do_train",
     "ddp_backend": "promises/test_world_sanity.py::backend", "ddp_timeout": "promises/test_launch.py::timeout",
