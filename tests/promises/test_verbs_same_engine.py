@@ -53,7 +53,7 @@ def loop_of_verbs(yaml, overrides, folder):
     )
     named = {name: p for name, p in model.lm.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(named, config.optim)
-    schedule = ScheduleLR(optimizer, config.optim, loader.num_steps(2))
+    schedule = ScheduleLR(optimizer, config.optim, epochs=2, steps_per_epoch=loader.num_steps(1))
     torch.manual_seed(config.train.seed + accelerator.process_index)
     schedule, loader, optimizer, model = accelerator.prepare(schedule, EpochLoader(loader), optimizer, model)
     model.train()
