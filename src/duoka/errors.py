@@ -91,7 +91,7 @@ class Fault:
     def lines(self) -> list[str]:
         place = ", ".join(part for part in (self.file, f"line {self.line}" if self.line else "") if part)
         shown = f"{place}:   {self.source.strip()}" if place and self.source.strip() else place
-        return [self.what] + [f"  {text}" for text in (shown, self.fix) if text]
+        return [self.what] + [f"  {line}" for text in (shown, self.fix) for line in text.splitlines()]
 
 
 class Faults(ConfigError):

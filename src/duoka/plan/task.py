@@ -78,7 +78,7 @@ def task_of(config: RunConfig, work: Work, lengths: Lengths | None) -> Task:
     share = 1.0 if config.stage.has_reference else aside if isinstance(aside, float) else 1.0
     return Task(
         work, step, config.sample_tokens, lengths, config.data.fixed_rows, share, config.stage.kind.sequences,
-        config.rl.rows if config.stage.kind.draws and config.rl.engine is config.rl.replay is None else 0,
+        config.rl.rows if config.stage.kind.draws and config.rl.engine is None and config.rl.replay is None else 0,
     )  # fmt: skip
 
 
