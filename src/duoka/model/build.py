@@ -44,6 +44,7 @@ from duoka.model.random_init import random_weights
 from duoka.model.request import ModelRequest
 from duoka.model.score_head import read_scorer
 from duoka.model.steady import Steady
+from duoka.model.wide_products import widen_products
 
 GATHERED_HEAD = "apply_gathered"
 # What a LossModel is asked for: the sum of its targets' losses, or numbers of each target; of a pipeline's stage before
@@ -84,6 +85,8 @@ def load_model(request: ModelRequest) -> torch.nn.Module:
     folder, dtype, packing = request.folder, request.dtype, request.packing
     if request.attention == "duoka":
         register_attention()
+    if dtype is torch.bfloat16:
+        widen_products()
     if is_new(folder):
         return _draw_model(request)
     with quiet_loading():

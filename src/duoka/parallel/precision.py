@@ -9,9 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from duoka.model.dtypes import BY_PRECISION
+from duoka.model.wide_products import widen_products
 from duoka.torch_private import found_inf
 
 HALF = {name: BY_PRECISION[name] for name in ("bf16", "fp16", "fp8")}
+
+
+def _prepare(precision: str, device: torch.device) -> None:
+    if device.type == "cpu" and HALF.get(precision) is torch.bfloat16:
+        widen_products()
 
 
 @contextlib.contextmanager
@@ -20,6 +26,7 @@ def compute_in(precision: str, device: torch.device) -> Iterator[None]:
     if precision == "fp32":
         yield
         return
+    _prepare(precision, device)
     with torch.autocast(device.type, dtype=HALF[precision]):
         yield
 
@@ -39,6 +46,7 @@ class Numerics:
 
 
 def build_numerics(precision: str, device: torch.device) -> Numerics:
+    _prepare(precision, device)  # also for engines of others, which enter autocast themselves
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     if scaler.is_enabled():
         # It makes its scale at its first product, and a rank without memory for its first pass needs it before that.

@@ -121,10 +121,9 @@ def read_machine(env: Mapping[str, str] = os.environ) -> Machine:
     if gpus and _torch_has_no_gpu():
         notes = (f"{len(gpus)} GPU found, but the installed torch is built for CPUs only: planned for the CPU",)
         gpus = ()
-    threads, highest = env.get("OMP_NUM_THREADS", ""), env.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    hindrance = f"ONEDNN_MAX_CPU_ISA={highest}" if cpu_bf16 and highest in _BELOW_BF16 else ""
+    threads = env.get("OMP_NUM_THREADS", "")
     return Machine(
-        _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, hindrance,
+        _usable_cores(), total, available, cpu_name, cpu_bf16, gpus, notes, _bf16_hindrance(cpu_bf16, env),
         threads_per_rank=int(threads) if threads.isdigit() else 0, has_kernels=has_kernels(env),
         has_allocator=has_allocator(env), no_liger=why_no_liger(env), no_triton=why_no_triton(),
     )  # fmt: skip
@@ -150,6 +149,17 @@ def read_cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, str]:
     flags = read_cpu_flags(path)
     name = facts.get("model name") or platform.processor() or platform.machine() or "CPU"
     return name, next((flag for flag in _CPU_BF16_FLAGS if flag in flags), "")
+
+
+def _bf16_hindrance(cpu_bf16: str, env: Mapping[str, str]) -> str:
+    highest = env.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    return f"ONEDNN_MAX_CPU_ISA={highest}" if cpu_bf16 and highest in _BELOW_BF16 else ""
+
+
+def has_cpu_bf16(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torch multiplies bf16 matrices on this CPU by instructions for them."""
+    _, cpu_bf16 = read_cpu()
+    return bool(cpu_bf16) and not _bf16_hindrance(cpu_bf16, env)
 
 
 def read_cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
