@@ -26,6 +26,7 @@ GIB = 2**30
 # A core that multiplies fp32 matrices with AVX2: 2 fused operations of 8 numbers a cycle at 2.5 GHz are 0.08, and less
 # where two "cores" are threads of one. Used when nothing was measured; a wide guess, and the plan says so.
 CPU_CORE_TFLOPS = 0.06
+EMULATED_BF16 = 0.8  # of fp32's speed, on CPUs that widen bf16 to multiply it (model/wide_products.py); 135M, AVX2
 # What a node has beside its GPUs, when only GPUs are named: about what cloud nodes have for each.
 HOST_BYTES_PER_GPU = 128 * GIB
 
@@ -283,7 +284,7 @@ def _cpu(machine: Machine) -> Device:
         capability=0.0,
         memory_bytes=machine.memory_bytes,
         memory_bytes_per_s=20e9,
-        half_flops=8 * flops if machine.cpu_bf16 else flops / 2,
+        half_flops=(8 if machine.has_native_bf16 else EMULATED_BF16) * flops,
         fp32_flops=flops,
         source="cores x AVX2, a guess",
         link="memory",
