@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from duoka.config.schema import ModelConfig
 from duoka.errors import ConfigError
 from duoka.serve.load_run import choose_dtype, find_trained, load_chat_tokenizer, load_trained
 
@@ -52,10 +53,13 @@ def lm_eval_model(
     from duoka.comm.world import pick_device
     from duoka.model.answer import stop_tokens, window_of
     from duoka.model.build import LossModel
+    from duoka.model.exactness import needs_own_logits
 
     trained = find_trained(run, step=step, say=say)
     tokenizer = load_chat_tokenizer(trained)
-    model = LossModel(load_trained(trained, dtype=choose_dtype(precision))).to(pick_device(0))
+    asked = ModelConfig(name=trained.name, trust_remote_code=trained.trust_remote_code)
+    own_logits = needs_own_logits(asked, trained.base, packing=False)
+    model = LossModel(load_trained(trained, dtype=choose_dtype(precision)), own_logits=own_logits).to(pick_device(0))
     stops = stop_tokens(model.core, tokenizer)
     judge = Answers(trained.name, model, tokenizer, stops, window_of(model.core) or _USUAL_LENGTH, precision, batch)
     return _as_harness_model(api.LM, judge)
@@ -95,15 +99,7 @@ class Answers:
 
     def read(self, text: str) -> tuple[int, ...]:
         """The ids of a prompt: of the template's as `duoka eval` has them, else of plain text with its beginning."""
-        if text in self.chats:
-            return self.chats[text]
-        ids, begin = self.tokenizer.encode(text)[0], self.tokenizer.bos_id
-        return tuple(ids) if begin is None or not self._adds_begin or ids[:1] == [begin] else (begin, *ids)
-
-    @property
-    def _adds_begin(self) -> bool:
-        """Whether the tokenizer itself puts the beginning before a text: many name a token for it and never do."""
-        return self.tokenizer.backend.encode("", add_special_tokens=True).ids[:1] == [self.tokenizer.bos_id]
+        return self.chats[text] if text in self.chats else self.tokenizer.encode_plain(text)
 
     @property
     def begin(self) -> int:

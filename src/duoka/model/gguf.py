@@ -222,19 +222,13 @@ def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
         special = _text_of(settings.get(key))
         if special in vocabulary:
             add(vocabulary[special])
-    # Templates write the first token themselves; text without a template begins as the tokenizer alone begins it.
-    writer.add_add_bos_token(bool(settings.get("add_bos_token", _begins(folder))))
+    # Templates write the first token themselves; text without a template begins as the tokenizer alone begins it, which
+    # settings do not always say (Llama 3).
+    writer.add_add_bos_token(bool(settings.get("add_bos_token", load_tokenizer(folder, "auto").beginning)))
     template = folder / "chat_template.jinja"
     text = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
     if isinstance(text, str):
         writer.add_chat_template(text)
-
-
-def _begins(folder: Path) -> bool:
-    """Whether the tokenizer itself puts the beginning before a text: Llama 3's does, and its settings do not say so."""
-    tokenizer = load_tokenizer(folder, "auto")
-    ids: list[int] = tokenizer.backend.encode("", add_special_tokens=True).ids
-    return tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id]
 
 
 def _text_of(token: Any) -> str:

@@ -195,6 +195,17 @@ class ChatTokenizer:
                 sizes[number] = 0
         return sizes
 
+    @cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """What the tokenizer itself puts before a plain text: many name a token for it and never do (SmolLM2, Qwen)."""
+        ids: list[int] = self.backend.encode("", add_special_tokens=True).ids
+        return tuple(ids[:1]) if self.bos_id is not None and ids[:1] == [self.bos_id] else ()
+
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """The ids of a text that no template has written, as whoever goes on from it expects it to begin."""
+        ids, begin = tuple(self.encode(text)[0]), self.beginning
+        return ids if ids[:1] == begin else (*begin, *ids)
+
     def decode(self, ids: list[int]) -> str:
         text: str = self.backend.decode(ids, skip_special_tokens=False)
         return text

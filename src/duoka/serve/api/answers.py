@@ -16,10 +16,10 @@ from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.serve.api.fields import BadRequest
 from duoka.serve.api.requests import Asked
 from duoka.serve.api.text import Answer, Piece
-from duoka.serve.batching.scheduler import Done, Event, Failed, IsFull, Scheduler, Scored, TooLarge, TooMany
+from duoka.serve.batching.scheduler import Done, Event, Failed, IsClosing, IsFull, Scheduler, Scored, TooLarge, TooMany
 from duoka.tasks.tool_calls import split_calls
 
-_LOOK_S = 0.25  # how often somebody who waits is asked whether they are still there
+_LOOK_S = 0.25  # how often it is looked whether whoever asked is still there
 
 
 class Gone(Exception):
@@ -56,11 +56,14 @@ class Reply:
         self._jobs = asked.jobs(lambda choice: _Mailbox(self._shared, choice))
         self._choices = [_Choice(Answer(tokenizer, asked.stops)) for _ in self._jobs]
         kind = "chatcmpl" if asked.is_chat else "cmpl"
+        self._look_at = time.monotonic() + _LOOK_S
         self._id, self._created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
         try:
             scheduler.submit(self._jobs)
         except IsFull as error:
             raise BadRequest(f"too many requests: {error}", status=429, code="queue_full") from None
+        except IsClosing as error:
+            raise BadRequest(str(error), status=503) from None
         except TooMany as error:
             raise BadRequest(str(error), "n" if asked.num > 1 else "prompt") from None
         except TooLarge as error:
@@ -104,10 +107,13 @@ class Reply:
 
     def _next(self) -> tuple[int, Event]:
         while True:
+            # By the clock: where tokens come faster than that, nobody ever waits.
+            if (now := time.monotonic()) >= self._look_at:
+                self._look_at = now + _LOOK_S
+                if self._is_gone():
+                    raise Gone
             with contextlib.suppress(queue.Empty):
                 return self._shared.get(timeout=_LOOK_S)
-            if self._is_gone():
-                raise Gone
 
     def _take(self, number: int, choice: _Choice, event: Event) -> Piece:
         if isinstance(event, Failed):

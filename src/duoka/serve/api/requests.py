@@ -21,6 +21,7 @@ MOST_ANSWERS = 128
 MOST_TOP = 20
 MOST_STOPS = 16
 USUAL_NEW = 1024  # tokens of an answer to a chat request that names no number; completions have 16, as OpenAI's
+_UNSERVED_OF_MESSAGES = {"function_call": "write tool_calls", "audio": "models here read text"}
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -85,7 +86,7 @@ def read_chat(raw: object, facts: Facts) -> Asked:
 def read_completion(raw: object, facts: Facts) -> Asked:
     fields = Fields(raw)
     model, adapter = _model(fields, facts)
-    prompts = several(fields.take("prompt"), "prompt", lambda text: facts.tokenizer.encode(text)[0], facts.vocabulary)
+    prompts = several(fields.take("prompt"), "prompt", facts.tokenizer.encode_plain, facts.vocabulary)
     echoes = fields.flag("echo")
     new = fields.whole("max_tokens", 16, 0)
     num_top = fields.take("logprobs")
@@ -119,15 +120,26 @@ def _asked(
     sampling = _sampling(fields, facts, min(prompts, key=len), new)
     ignores_end = fields.flag("ignore_eos")
     is_stream = fields.flag("stream")
-    options = Fields(fields.take("stream_options", {}))
+    raw_options = fields.take("stream_options", {})
+    if not isinstance(raw_options, dict):
+        raise BadRequest(f"stream_options is {raw_options!r}; it must be an object", "stream_options")
+    options = Fields(raw_options)
     has_usage = options.flag("include_usage")
     options.take("include_obfuscation")
     options.done()
     fields.done()
     stop_ids = frozenset[int]() if ignores_end else facts.stop_ids
     return Asked(
-        is_chat, model, adapter, prompts, num, sampling, stops, stop_ids, num_top, is_stream, has_usage, **more
-    )
+        is_chat, model, adapter, prompts, num, sampling, stops, stop_ids | _named_tokens(stops, facts.tokenizer),
+        num_top, is_stream, has_usage, **more,
+    )  # fmt: skip
+
+
+def _named_tokens(stops: Sequence[str], tokenizer: ChatTokenizer) -> frozenset[int]:
+    """Stop texts that are special tokens: an answer's text is without these, so that none would be found in it."""
+    named = [one for one in stops if one in tokenizer.special_texts]
+    ids = [tokenizer.backend.token_to_id(one) for one in named]
+    return frozenset(one for one in ids if one is not None)
 
 
 def _model(fields: Fields, facts: Facts) -> tuple[str, str | None]:
@@ -160,7 +172,7 @@ def _sampling(fields: Fields, facts: Facts, shortest: Sequence[int], new: int) -
 def _bias(raw: Any, vocabulary: int) -> dict[int, float]:
     try:
         found = {int(token): float(bias) for token, bias in raw.items()}
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise BadRequest("logit_bias must be a mapping of token ids to numbers", "logit_bias") from None
     if any(not 0 <= token < vocabulary or not -100 <= bias <= 100 for token, bias in found.items()):
         raise BadRequest(f"logit_bias: ids go from 0 to {vocabulary - 1:,}, biases from -100 to 100", "logit_bias")
@@ -178,15 +190,22 @@ def _chat_prompt(raw: Any, tools: str | None, tokenizer: ChatTokenizer) -> tuple
         text, cuts = render_prompt(messages, tools, tokenizer)
     except (BadRecord, TemplateError) as error:
         raise BadRequest(f"the chat template ({tokenizer.template_name}) refuses this: {error}", "messages") from None
-    return tuple(encode_prompt(text, cuts, tokenizer))
+    ids = tuple(encode_prompt(text, cuts, tokenizer))
+    if not ids:  # nothing comes after nothing: the model has no token to read
+        raise BadRequest(f"the chat template ({tokenizer.template_name}) writes nothing for these messages", "messages")
+    return ids
 
 
 def _message(raw: Any, param: str) -> Message:
     if not isinstance(raw, dict):
         raise BadRequest(f"{param} is no object", param)
-    role = _ROLES.get(raw.get("role", ""))
+    said = raw.get("role")
+    role = _ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        raise BadRequest(f"{param}.role is {raw.get('role')!r}; known: {', '.join(_ROLES)}", f"{param}.role")
+        raise BadRequest(f"{param}.role is {said!r}; known: {', '.join(_ROLES)}", f"{param}.role")
+    for field_name, why in _UNSERVED_OF_MESSAGES.items():
+        if raw.get(field_name):
+            raise BadRequest(f"{param}.{field_name} is not served: {why}", f"{param}.{field_name}")
     calls = raw.get("tool_calls")
     content = _content(raw.get("content"), f"{param}.content", may_be_none=bool(calls))
     return Message(role, content, _tool_calls(calls, f"{param}.tool_calls") if calls else None)

@@ -6,6 +6,7 @@ Standard library: a thread for each connection, which reads JSON and writes JSON
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hmac
 import json
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -25,10 +26,11 @@ from typing import Any, cast
 
 from duoka import __version__
 from duoka.errors import ConfigError
+from duoka.hub.base import read_base, refuse_other_base
 from duoka.serve.api.answers import Gone, Reply
 from duoka.serve.api.fields import BadRequest, Fields, several
 from duoka.serve.api.requests import Asked, Facts, read_chat, read_completion
-from duoka.serve.batching.scheduler import Scheduler
+from duoka.serve.batching.scheduler import IsClosing, Scheduler
 
 MOST_BYTES = 32 << 20  # of a request
 SILENCE_S = 60.0  # a client that neither sends nor takes anything for so long has gone
@@ -53,6 +55,7 @@ class Service:
     facts: Facts
     key: str
     adapters: dict[str, str | None]  # the same mapping as `facts.models`; changed by loads and unloads
+    base: Path  # the folder of the weights that adapters are laid over
     started: float = field(default_factory=time.time)
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -64,6 +67,7 @@ class Service:
         if name in self.adapters:
             raise BadRequest(f"there is a model {name!r} already; unload it first", "lora_name")
         try:
+            refuse_other_base(str(folder), read_base(folder), self.base)
             self.scheduler.call(lambda: self.scheduler.model.adapters.add(name, folder))
         except (ConfigError, OSError, ValueError, KeyError) as error:
             what = error.what if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
@@ -84,7 +88,19 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], service: Service) -> None:
         self.service = service
+        self.num_answering = 0  # requests whose answer has not been sent, computed or not
+        self._counting = threading.Lock()
         super().__init__(address, Handler)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        with self._counting:
+            self.num_answering += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.num_answering -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that broke is no news; any other error is a bug, and ended this request alone."""
@@ -141,6 +157,8 @@ class Handler(BaseHTTPRequestHandler):
             # A body that nobody has read would be taken for the next request.
             self.close_connection = self.close_connection or (self.command == "POST" and error.status in (401, 404))
             self._json(error.status, error.to_json())
+        except IsClosing as error:
+            self._json(503, BadRequest(str(error), status=503).to_json())
         except Gone:
             self.close_connection = True
         except Exception as error:  # whoever asked is told before it goes on; raised again
@@ -193,8 +211,12 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, "".join(lines).encode(), "text/plain; version=0.0.4")
 
     def _complete(self, read: Callable[[object, Facts], Asked]) -> None:
+        asked = read(self._body(), self.service.facts)
+        with cast(Server, self.server).answering():
+            self._reply(asked)
+
+    def _reply(self, asked: Asked) -> None:
         service = self.service
-        asked = read(self._body(), service.facts)
         reply = Reply(asked, service.scheduler, service.facts.tokenizer, self._is_gone)
         if not asked.is_stream:
             self._json(200, reply.whole())

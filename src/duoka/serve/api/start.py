@@ -48,10 +48,11 @@ class Settings:
 
 def build_service(trained: Trained, adapters: Mapping[str, Trained], settings: Settings) -> Service:
     by_rows = trained.adapter is not None and not trained.merged and not why_not_by_rows(trained.adapter)
-    if adapters and trained.is_adapted and not by_rows:
+    below = trained.full or trained.base
+    if adapters and not by_rows and (trained.is_adapted or trained.checkpoint is not None):
+        what = "no plain adapter" if trained.is_adapted else "a checkpoint of a model that was trained in full"
         raise ConfigError(
-            f"{trained.name} is no plain adapter, so others cannot be laid beside it",
-            fix="serve the base with --adapter",
+            f"{trained.name} is {what}, so others cannot be laid beside it", fix="serve the base with --adapter"
         )
     model, per_token = _by_another_thread(lambda: _load(trained, settings, base_only=by_rows))
     own = _short(trained.name)
@@ -64,8 +65,8 @@ def build_service(trained: Trained, adapters: Mapping[str, Trained], settings: S
     for name, other in adapters.items():
         if name in models:
             raise ConfigError(f"--adapter {name}=...: there is a model of that name already", fix="choose another name")
-        if other.adapter is None or other.base.resolve() != trained.base.resolve():
-            what = f"--adapter {name}={other.name} is no finished adapter on {trained.base_name}"
+        if other.adapter is None or other.base.resolve() != below.resolve():
+            what = f"--adapter {name}={other.name} is no finished adapter on {trained.full or trained.base_name}"
             raise ConfigError(what, fix="serve it by itself")
         model.adapters.add(name, other.adapter)
         models[name] = name
@@ -80,7 +81,7 @@ def build_service(trained: Trained, adapters: Mapping[str, Trained], settings: S
     tokenizer = load_chat_tokenizer(trained)
     vocabulary = int(model.lm.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     facts = Facts(tokenizer, vocabulary, model.window, stop_tokens(model.lm, tokenizer), models)
-    return Service(scheduler, facts, settings.key or f"duoka-{secrets.token_urlsafe(18)}", models)
+    return Service(scheduler, facts, settings.key or f"duoka-{secrets.token_urlsafe(18)}", models, below)
 
 
 def _load(trained: Trained, settings: Settings, *, base_only: bool) -> tuple[SlotModel, int]:
@@ -162,7 +163,12 @@ def run_server(server: Server) -> None:
             pass
         server.shutdown()
         end = time.monotonic() + LAST_WORDS_S
-        while (scheduler.num_active or scheduler.num_waiting) and time.monotonic() < end and not again.wait(0.05):
+        # Computed is not sent: the threads that send go with the process.
+        while (
+            (scheduler.num_active or scheduler.num_waiting or server.num_answering)
+            and time.monotonic() < end
+            and not again.wait(0.05)
+        ):
             pass
     finally:
         scheduler.close()

@@ -78,6 +78,10 @@ class IsFull(Exception):
     """More requests wait than may."""
 
 
+class IsClosing(Exception):
+    """Nothing more is computed here."""
+
+
 class TooLarge(Exception):
     """A request that could never be answered here."""
 
@@ -146,7 +150,7 @@ class Scheduler:
         return len(self._waiting)
 
     def submit(self, jobs: list[Job]) -> None:
-        """All or none. Raises IsFull, or TooLarge or TooMany with the reason."""
+        """All or none. Raises IsFull or IsClosing, or TooLarge or TooMany with the reason."""
         if len(jobs) > self._max_waiting:
             raise TooMany(f"{len(jobs)} answers are asked for at once, and at most {self._max_waiting} may wait here")
         for job in jobs:
@@ -158,7 +162,8 @@ class Scheduler:
                     f"prompt and answer of {need:,} tokens do not fit: the cache here holds {self.max_tokens:,}"
                 )
         with self._changed:
-            if len(self._waiting) + len(jobs) > self._max_waiting or self._is_closing:
+            self._check_open()
+            if len(self._waiting) + len(jobs) > self._max_waiting:
                 self.numbers.refused += 1
                 raise IsFull(f"{len(self._waiting)} requests wait, and at most {self._max_waiting} may")
             self.numbers.requests += 1
@@ -169,12 +174,17 @@ class Scheduler:
         """Run it between two passes, by the thread that computes; its answer, or its error."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._changed:
+            self._check_open()
             self._calls.append((function, answer))
             self._changed.notify()
         found = answer.get()
         if isinstance(found, BaseException):
             raise found
         return found
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise IsClosing("the server is being stopped")
 
     def remove_adapter(self, name: str) -> None:
         """Between two passes. Answers by it end, since their next token would be another model's, and nothing that was
@@ -200,6 +210,8 @@ class Scheduler:
                 sequence.job.events.put(Done("cancelled"))
             for job in self._waiting:
                 job.events.put(Done("cancelled"))
+            for _, answer in self._calls:
+                answer.put(IsClosing("the server is being stopped"))
 
     def _is_working(self) -> bool:
         """Wait for work, and do what was called for; False when the scheduler is closed."""
@@ -228,6 +240,13 @@ class Scheduler:
             sequence.job.events.put(_unloaded(name))
 
     def _drop_cancelled(self) -> None:
+        """Also of those that wait: who has left would keep a place that others are refused for."""
+        with self._changed:
+            gone = [job for job in self._waiting if job.is_cancelled]
+            if gone:
+                self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
+        for job in gone:
+            job.events.put(Done("cancelled"))
         for sequence in [one for one in self._active if one.job.is_cancelled]:
             self._finish(sequence, "cancelled")
 
@@ -246,7 +265,9 @@ class Scheduler:
             elif job.adapter is not None and is_unloaded:
                 job.events.put(_unloaded(job.adapter))
             else:
-                self._active.append(self._begin(job))
+                sequence = _Sequence(job, SequenceCache(self._need(job)))
+                self._active.append(sequence)  # first: if memory ends in the next line, whoever asked hears of it
+                self._take_what_is_read(sequence)
 
     def _need(self, job: Job) -> int:
         return min(len(job.prompt) + job.sampling.max_new_tokens, self.model.window)
@@ -259,8 +280,8 @@ class Scheduler:
             self._kept.popleft()
         return used() + self._need(job) <= self.max_tokens
 
-    def _begin(self, job: Job) -> _Sequence:
-        sequence = _Sequence(job, SequenceCache(self._need(job)))
+    def _take_what_is_read(self, sequence: _Sequence) -> None:
+        job = sequence.job
         best: _Sequence | None = None
         if not job.scores_prompt:
             for other in (*self._active, *self._kept):
@@ -270,7 +291,6 @@ class Scheduler:
         if best is not None:
             sequence.cache.take_over(best.cache, sequence.num_read)
             self.numbers.reused_tokens += sequence.num_read
-        return sequence
 
     def _shared(self, other: _Sequence, job: Job) -> int:
         """Tokens that need not be read again; never all: the last one's answer is what comes next."""
