@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import write_tiny_model
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
 from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError
 from duoka.model.answer import end_of_turn, stop_tokens
 from duoka.model.sampling import Sampling, choose_token
-from duoka.serve.chat import Chat, answer_lines, talk
+from duoka.serve.chat import Chat, answer_lines, answer_once, talk
 from duoka.serve.generate import CharacterStream, generate
 
 MIXED = "多卡 👩‍🚀 trains, ça va? 🦆🇨🇳\n好。"
@@ -114,6 +115,19 @@ def make_chat(lm: torch.nn.Module, tokenizer, **options) -> Chat:
     return Chat(lm, tokenizer, Sampling(max_new_tokens=6), **options)
 
 
+def test_a_stray_byte_between_tokens_of_bytes_does_not_end_the_stream(tokenizer) -> None:
+    """As Llama 2's and Gemma's tokenizers write what they have no word for: a byte a token, decoded by runs."""
+    words = {word: place for place, word in enumerate(["\u2581a", "b", *(f"<0x{byte:02X}>" for byte in range(256))])}
+    backend = Tokenizer(models.BPE(vocab=words, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    stream = CharacterStream(replace(tokenizer, backend=backend))
+    told = ["\u2581a", *"中当".encode(), "中".encode()[0], "b", "\u2581a", *"é".encode(), "中".encode()[0], "\u2581a"]
+    pieces = [stream.add(words[one if isinstance(one, str) else f"<0x{one:02X}>"]) for one in told]
+    assert "".join(pieces) == stream.text == "a中当\ufffdb aé\ufffd a"
+    assert pieces[0] == "a" and pieces[3] == "中", "a character waits until the answer ends"
+
+
 def test_a_pipe_is_answered_line_by_line_without_history(lm: torch.nn.Module, tokenizer) -> None:
     written: list[str] = []
     answer_lines(make_chat(lm, tokenizer), ["Hi\n", "\n", "你好\n", "Hi\n"], written.append, as_json=True)
@@ -150,6 +164,18 @@ def test_an_answer_broken_off_stays_in_the_history(lm: torch.nn.Module, tokenize
 
     talk(chat, lambda prompt: next(typed), write)
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+
+
+def test_a_conversation_that_fills_the_window_is_said_to_and_may_begin_anew(lm: torch.nn.Module, tokenizer) -> None:
+    chat = make_chat(lm, tokenizer)
+    written: list[str] = []
+    typed = iter(["one", "x" * 5000, "two", "/quit"])
+    talk(chat, lambda prompt: next(typed), written.append)
+    assert "the model's window is" in "".join(written) and "/new begins anew" in "".join(written)
+    asked = [message["content"] for message in chat.messages if message["role"] == "user"]
+    assert asked == ["one", "two"], "what could not be asked stays before every later question"
+    with pytest.raises(ConfigError, match="window"):
+        answer_once(chat, "x" * 5000, written.append)
 
 
 def test_a_template_that_refuses_is_named(lm: torch.nn.Module, tokenizer) -> None:

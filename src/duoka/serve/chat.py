@@ -18,6 +18,7 @@ from duoka.data.tokens.template import encode_prompt
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.data.tokens.typed_control import break_up, without_marks
 from duoka.errors import ConfigError
+from duoka.model.answer import window_of
 from duoka.model.sampling import Sampling
 from duoka.serve.generate import stream_answer
 from duoka.serve.tools import MOST_CALLS, as_asked, end_of_speech
@@ -25,6 +26,10 @@ from duoka.tasks.tool_calls import split_calls
 from duoka.tasks.tools import Tool, call_tool
 
 Write = Callable[[str], None]
+
+
+class NoRoom(ConfigError):
+    """A conversation as long as the model's window, or longer."""
 
 
 @dataclass
@@ -43,12 +48,18 @@ class Chat:
 
         Calls of tools are made, and the model goes on with what they answered; each is shown as a line of its own.
         """
+        before = len(self.messages)
         self.messages.append({"role": "user", "content": text})
         for number in range(MOST_CALLS + 1):
             pieces: list[str] = []
             calls: list[dict[str, Any]] = []
             try:
-                yield from self._stream(pieces)
+                prompt = self._prompt()
+            except ConfigError:
+                del self.messages[before:]  # what could not be asked would stand before every later question
+                raise
+            try:
+                yield from self._stream(prompt, pieces)
             finally:
                 said, calls = split_calls("".join(pieces)) if self.tools else ("".join(pieces), [])
                 self.messages.append({"role": "assistant", "content": said or ""})
@@ -63,10 +74,10 @@ class Chat:
                 yield f"[{call['function']['name']} {call['function']['arguments']} -> {answer}]\n"
         yield f"(after {MOST_CALLS} rounds of calls no more are made)"
 
-    def _stream(self, pieces: list[str]) -> Iterator[str]:
+    def _stream(self, prompt: list[int], pieces: list[str]) -> Iterator[str]:
         """What is said, without the text of calls; all of it lies in `pieces`."""
         shown = 0
-        for piece in stream_answer(self.lm, self.tokenizer, self._encode(), self.sampling):
+        for piece in stream_answer(self.lm, self.tokenizer, prompt, self.sampling):
             pieces.append(piece)
             text = "".join(pieces) if self.tools else ""
             if not self.tools:
@@ -81,8 +92,19 @@ class Chat:
     def clear(self) -> None:
         self.messages.clear()
 
+    def _prompt(self) -> list[int]:
+        """The prompt's token ids, refused where the model has no room to answer: its answer would be nothing at all."""
+        ids, window = self._encode(), window_of(self.lm)
+        if not ids:
+            raise ConfigError(f"the chat template ({self.tokenizer.template_name}) writes nothing for it")
+        if window is not None and len(ids) >= window:
+            raise NoRoom(
+                f"the conversation has {len(ids):,} tokens, and the model's window is {window:,}",
+                fix="/new begins anew; or ask for less at once",
+            )
+        return ids
+
     def _encode(self) -> list[int]:
-        """The prompt's token ids."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
         messages, mark = break_up(opening + self.messages, self.tokenizer.special_texts)
         try:
@@ -145,6 +167,8 @@ def _show_answer(chat: Chat, text: str, write: Write) -> None:
             write(piece)
     except KeyboardInterrupt:
         write(" (broken off)")
+    except NoRoom as error:  # the terminal goes on: /new is typed there
+        write(f"({error.what}: {error.fix})")
     finally:
         answer.close()  # type: ignore[attr-defined]
     write("\n")

@@ -50,15 +50,24 @@ class CharacterStream:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._shown = ""
+        self._shown = ""  # of these tokens
+        self._num_shown = 0  # tokens that it came from
+        self._before = ""  # what was shown of tokens that are no longer looked at
 
     def add(self, token: int) -> str:
         """The text that `token` completes; often empty in the middle of a character."""
         self._tokens.append(token)
         whole = self._decode().rstrip(REPLACEMENT)
         if not whole.startswith(self._shown):
-            return ""  # this token changes the decoding of earlier ones: the rest comes with the next tokens
+            if self._shown.startswith(whole):
+                return ""  # this token changes the decoding of earlier ones: the rest comes with the next tokens
+            # Bytes that never become a character take whole ones before them along, where each is a token (byte
+            # fallback). What was shown stays, and the rest is decoded by itself.
+            self._before += self._shown
+            self._tokens, self._shown = self._tokens[self._num_shown :], ""
+            whole = self._decode().rstrip(REPLACEMENT)
         new, self._shown = whole[len(self._shown) :], whole
+        self._num_shown = len(self._tokens) if new else self._num_shown
         return new
 
     def _decode(self) -> str:
@@ -68,8 +77,8 @@ class CharacterStream:
 
     @property
     def text(self) -> str:
-        """The whole text. Bytes that are no complete character are left out."""
-        return self._shown
+        """The whole text. Bytes that are no complete character are left out at its end."""
+        return self._before + self._shown
 
 
 def stream_answer(
