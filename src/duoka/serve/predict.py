@@ -63,19 +63,36 @@ def predict(
     Every answer is drawn from the same seed, so that it does not depend on which rank generates it.
     """
     done: list[Prediction] = []
+    num_refused = num_cut = 0
     examples = _read_examples(config, base)
     # Ranks synchronize after a few answers each: a wait for a slower one stays far below the collective timeout.
     while taken := list(itertools.islice(examples, AT_ONCE * world.size)):
         own = [_answer(lm, tokenizer, example, sampling) for example in taken[world.rank :: world.size]]
         parts = world.gather(own)
-        done += [parts[place % world.size][place // world.size] for place in range(len(taken))]
+        told = [parts[place % world.size][place // world.size] for place in range(len(taken))]
+        done += [one.said for one in told if one.said is not None]
+        num_refused += sum(one.said is None for one in told)
+        num_cut += sum(one.is_cut for one in told)
         say(f"{len(done)} answers")
+    if num_refused:
+        say(f"note: {num_refused:,} conversations have no answer: the chat template refuses them")
+    if num_cut:
+        say(f"note: of {num_cut:,} prompts the beginning was cut, for they fill the model's window")
     if not done:
         raise ConfigError("the data holds no conversation to answer", fix="name another eval_dataset")
     return done
 
 
-def _answer(lm: torch.nn.Module, tokenizer: ChatTokenizer, example: Example | Prompt, sampling: Sampling) -> Prediction:
+@dataclass(frozen=True)
+class _Told:
+    """What came of a conversation; `said` None: the chat template does not take it."""
+
+    said: Prediction | None
+    is_cut: bool = False
+
+
+def _answer(lm: torch.nn.Module, tokenizer: ChatTokenizer, example: Example | Prompt, sampling: Sampling) -> _Told:
+    from duoka.model.answer import window_of
     from duoka.serve.generate import stream_answer
 
     *before, last = example.messages
@@ -83,9 +100,14 @@ def _answer(lm: torch.nn.Module, tokenizer: ChatTokenizer, example: Example | Pr
         before, label = list(example.messages), ""
     else:
         label = last.content
-    prompt, cuts = render_prompt(tuple(before), example.tools, tokenizer)
-    ids = encode_prompt(prompt, cuts, tokenizer)
-    return Prediction(prompt, "".join(stream_answer(lm, tokenizer, ids, sampling)), label)
+    try:
+        prompt, cuts = render_prompt(tuple(before), example.tools, tokenizer)
+    except BadRecord:
+        return _Told(None)
+    ids, window = encode_prompt(prompt, cuts, tokenizer), window_of(lm)
+    if is_cut := window is not None and len(ids) >= window:
+        ids = ids[-(window - min(sampling.max_new_tokens, window // 2)) :]
+    return _Told(Prediction(prompt, "".join(stream_answer(lm, tokenizer, ids, sampling)), label), is_cut)
 
 
 def _read_examples(config: RunConfig, base: Path) -> Iterator[Example | Prompt]:

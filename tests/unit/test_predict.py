@@ -1,0 +1,37 @@
+"""`duoka eval FILE` with predict_with_generate: what can be asked is answered, the rest counted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tiny import CHATML, write_tiny_model
+from transformers import AutoModelForCausalLM
+
+from duoka.comm.world import World
+from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig
+from duoka.data.tokens.tokenizer import load_tokenizer
+from duoka.model.sampling import Sampling
+from duoka.serve.predict import predict
+
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + CHATML
+
+
+def test_what_a_template_refuses_is_left_out_and_what_fills_the_window_is_cut(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", tied=False)
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = replace(load_tokenizer(folder), template=NO_SYSTEM, tool_template=NO_SYSTEM)
+    talks = [[("user", "Hi"), ("assistant", "a")], [("system", "s"), ("user", "Hi"), ("assistant", "b")],
+             [("user", "long " * 400), ("assistant", "c")]]  # fmt: skip
+    file = tmp_path / "talks.jsonl"
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}) for talk in talks]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    config = RunConfig(model=ModelConfig(name=str(folder)), data=DataConfig(train=(DataSource(name=str(file)),)))
+    notes: list[str] = []
+    found = predict(lm, tokenizer, config, Path(), Sampling(max_new_tokens=6), World(), notes.append)
+    assert [one.label for one in found] == ["a", "c"]
+    assert all(one.predict for one in found), "nothing was answered"
+    for part in ("1 conversations have no answer", "of 1 prompts the beginning was cut"):
+        assert any(part in note for note in notes), notes
