@@ -78,6 +78,16 @@ def test_small_shares_are_left_out():
     assert drawn == {"k": {1, 3}, "min": {1, 3}, "all": {0, 1, 2, 3}}
 
 
+def test_top_p_is_a_share_of_what_top_k_kept_as_in_transformers():
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.log(torch.tensor([[0.1, 0.3, 0.2, 0.15, 0.14, 0.11]]))
+    for top_k, top_p in ((2, 0.5), (3, 0.6), (4, 0.9), (2, 1.0), (6, 0.55)):
+        theirs = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logits))[0]
+        drawn = {choose_token(logits[0], Sampling(1.0, top_p, top_k=top_k), at) for at in range(400)}
+        assert drawn == set(theirs.isfinite().nonzero().flatten().tolist()), (top_k, top_p)
+
+
 def test_a_large_vocabulary_is_cut_as_a_small_one_is():
     numbers = torch.Generator().manual_seed(0)
     logits = torch.randn(9000, generator=numbers) * 0.1  # nearly even: thousands are needed for a share of 0.9

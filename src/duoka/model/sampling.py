@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+_COLDEST = 1e-9  # below, logits over it may be more than a number can be, and the likeliest is all there is
 _LIKELIEST = 2048  # top_p and min_p look at these first: sorting a whole vocabulary for each token costs milliseconds
 
 
@@ -56,7 +57,7 @@ def choose_token(
     """The token at `position` of the answer. logits: (vocab,), fp32; `counts`: how often each was generated so far."""
     if sampling.changes_logits:
         logits = _changed(logits, sampling, counts or {})
-    if sampling.temperature <= 0:
+    if sampling.temperature < _COLDEST:
         return int(logits.argmax())
     tokens, chances = _kept(logits.double() / sampling.temperature, sampling)
     return _draw(tokens, chances, uniform(sampling.seed, sample, position))
@@ -110,8 +111,10 @@ def _kept(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch
         ranked, order = chances.sort(descending=True)
     if sampling.top_k:
         ranked, order = chances.topk(min(sampling.top_k, len(chances)))
-    # A token stays while those before it sum to less than top_p; so the likeliest always stays.
-    stays = (ranked.cumsum(0) - ranked < sampling.top_p) & (ranked >= sampling.min_p * ranked[0])
+    # A token stays while those before it sum to less than top_p, of all or of what top_k kept, as in transformers and
+    # vLLM; so the likeliest always stays.
+    share = sampling.top_p * (ranked.sum() if sampling.top_k else 1.0)
+    stays = (ranked.cumsum(0) - ranked < share) & (ranked >= sampling.min_p * ranked[0])
     tokens = order[stays].sort().values
     return tokens, chances[tokens]
 
