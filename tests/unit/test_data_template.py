@@ -349,3 +349,22 @@ def test_the_tokenizer_comes_without_torch() -> None:
 
     code = "import sys, duoka.data.prepare; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+MISTRAL = (
+    "{%- set first = messages[0]['content'] if messages[0]['role'] == 'system' else none %}"
+    "{%- set rest = messages[1:] if first is not none else messages %}"
+    "{%- for message in rest %}{%- if message['role'] == 'user' %}"
+    "{{- '[INST] ' + (first + '\n\n' if loop.last and first is not none else '') + message['content'] + '[/INST]' }}"
+    "{%- else %}{{- ' ' + message['content'] + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+)
+
+
+def test_a_system_prompt_that_is_written_into_the_last_question_is_there(tiny: ChatTokenizer) -> None:
+    """As Mistral 7B v0.3 and NeMo write it: a chat of several turns can be asked."""
+    turns = (Message("system", "be kind"), Message("user", "a?"), Message("assistant", "b"), Message("user", "c?"))
+    mistral = with_template(tiny, MISTRAL)
+    text, _ = render_prompt(turns, None, mistral)
+    assert text == "[INST] a?[/INST] b<|im_end|>[INST] be kind\n\nc?[/INST]"
+    with pytest.raises(BadRecord, match=r"leaves message 1 \(system\) out"):  # no question is the last turn here
+        encode(Example((*turns, Message("assistant", "d"))), mistral)

@@ -41,6 +41,13 @@ def test_transformers_and_duoka_read_the_same_ids_and_no_byte_is_lost(folder, le
     assert [ours.backend.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
 
 
+def test_plain_text_begins_as_documents_begin_in_pretraining(folder, learned):
+    theirs, ours = AutoTokenizer.from_pretrained(folder / "out"), load_tokenizer(folder / "out")
+    ids = theirs("one line")["input_ids"]
+    assert tuple(ids) == ours.encode_plain("one line") and ids[0] == ours.bos_id
+    assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=True)["input_ids"][0] != ours.bos_id
+
+
 def test_counts_are_those_of_the_files(folder, learned):
     texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text(encoding="utf-8").splitlines()]
     texts = [text for text in texts if text.strip()] + ["one line", "another line"]

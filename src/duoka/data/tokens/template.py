@@ -223,7 +223,10 @@ def _trim_end(text: str, start: int, end: int, tokenizer: ChatTokenizer) -> int:
 
 
 def _check_all_is_there(text: str, messages: list[dict[str, Any]], tokenizer: ChatTokenizer) -> None:
-    """Every question and system prompt must stand in the text, in order: templates drop what they do not know."""
+    """Every question and system prompt must stand in the text, questions in order; templates drop what they know not.
+
+    A system prompt may stand later than it was said: Mistral's templates write it into the last question.
+    """
     at = 0
     for place, message in enumerate(messages, start=1):
         content = message["content"].strip()
@@ -235,7 +238,7 @@ def _check_all_is_there(text: str, messages: list[dict[str, Any]], tokenizer: Ch
                 f"the chat template ({tokenizer.template_name}) leaves message {place} ({message['role']}) out",
                 "use a model whose template knows this role, or set model.template: chatml",
             )
-        at = found + len(content)
+        at = found + len(content) if message["role"] == "user" else at
 
 
 def _render(

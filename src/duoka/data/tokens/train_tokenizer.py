@@ -226,7 +226,7 @@ def _parts_of(example: AnyExample) -> list[str]:
 
 
 def _learn(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -241,6 +241,10 @@ def _learn(texts: Iterator[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
+    # A model that is pretrained with it sees every document behind this token: whoever asks it to go on from plain text
+    # (transformers, vLLM, lm-eval) asks the tokenizer alone what a text begins with.
+    first = [(BEGIN, SPECIAL_TOKENS.index(BEGIN))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=first)
     return tokenizer
 
 
