@@ -20,6 +20,8 @@ from duoka.model.build import load_adapter, load_model
 from duoka.model.export import Sources, export_adapter, export_model
 from duoka.model.request import ModelRequest
 from duoka.model.result import write_result
+from duoka.parallel.mesh import Mesh
+from duoka.store.final_folder import ResultSources, write_final
 
 TEXT = "Who are you? 我是多卡。"
 
@@ -127,6 +129,14 @@ def test_a_template_that_is_not_the_models_own_goes_with_it(adapter: Path, tiny_
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi!"
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == [own, 9]
+
+
+def test_the_folder_of_a_run_knows_what_ends_an_answer_as_an_export_does(tiny_model: Path, tmp_path: Path) -> None:
+    lm = load_model(ModelRequest(tiny_model, dtype=torch.float32))
+    own = lm.generation_config.eos_token_id
+    write_final(lm, Mesh(), lambda: ResultSources(tiny_model, tiny_model, stop_id=9), tmp_path / "final")
+    written = json.loads((tmp_path / "final" / "generation_config.json").read_text())
     assert written["eos_token_id"] == [own, 9]
 
 

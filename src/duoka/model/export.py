@@ -25,7 +25,7 @@ from duoka.model.build import load_model, quiet_loading
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.lora import save_adapter
 from duoka.model.request import ModelRequest
-from duoka.model.result import base_dtype, copy_tokenizer
+from duoka.model.result import add_stop_token, base_dtype, copy_tokenizer
 from duoka.runs.folder import apply_umask
 
 # Text of several kinds: what adapters changed shows where the model is sure of itself, not on noise.
@@ -99,7 +99,7 @@ def export_model(
     wanted = [_logits(lm, probe) for probe in probes]
     if hasattr(lm, "peft_config"):
         lm = lm.merge_and_unload(safe_merge=True)  # type: ignore[operator]
-    _add_stop_token(lm, stop_id)
+    add_stop_token(lm, stop_id)
     with _draft_of(folder) as draft:
         most = {} if shard_gb is None else {"max_shard_size": f"{shard_gb}GB"}
         with without_deepspeed():
@@ -113,16 +113,6 @@ def export_model(
         exported = _compare(folder, dtype, wanted, got, _size_bytes(draft))
         _check_difference(exported)
     return exported
-
-
-def _add_stop_token(lm: torch.nn.Module, stop_id: int | None) -> None:
-    settings = getattr(lm, "generation_config", None)
-    if settings is None or stop_id is None:
-        return
-    named = settings.eos_token_id
-    known = list(named) if isinstance(named, (list, tuple)) else [] if named is None else [named]
-    if stop_id not in known:
-        settings.eos_token_id = [*known, stop_id] if known else stop_id
 
 
 def export_adapter(lm: torch.nn.Module, sources: Sources, base_name: str, folder: Path) -> int:

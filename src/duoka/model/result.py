@@ -90,6 +90,17 @@ def name_dtype(folder: Path, dtype: torch.dtype) -> None:
     config.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
+def add_stop_token(lm: torch.nn.Module, stop_id: int | None) -> None:
+    """What training ended answers with, beside what ended the base's: whoever loads the folder must know it."""
+    settings = getattr(lm, "generation_config", None)
+    if settings is None or stop_id is None:
+        return
+    named = settings.eos_token_id
+    known = list(named) if isinstance(named, (list, tuple)) else [] if named is None else [named]
+    if stop_id not in known:
+        settings.eos_token_id = [*known, stop_id] if known else stop_id
+
+
 def base_dtype(folder: Path) -> torch.dtype:
     """The type that a model folder says its weights have; fp32 when it doesn't say."""
     facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))

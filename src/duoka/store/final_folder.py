@@ -27,6 +27,7 @@ from duoka.comm.world import World, close_side_world, open_side_world
 from duoka.errors import StorageError
 from duoka.hub.saving import without_deepspeed
 from duoka.model.result import (
+    add_stop_token,
     base_dtype,
     copy_tokenizer,
     name_dtype,
@@ -47,12 +48,16 @@ _WRITE_BYTES = 1 << 26  # at a time: a sign of life after each
 
 @dataclass(frozen=True)
 class ResultSources:
-    """What the folder takes from elsewhere: config and type of the base, the tokenizer, a template not its own."""
+    """What the folder takes from elsewhere: config and type of the base, the tokenizer, a template not its own.
+
+    `stop_id`: the token that training ended answers with.
+    """
 
     base: Path
     tokenizer: Path
     chat_template: str | None = None
     beside: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)  # further files, small
+    stop_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ def _write_final(
         with _shared_fault(side, final):
             if side.is_main:
                 told = sources()
+                add_stop_token(lm, told.stop_id)
                 draft = _begin(lm, mesh, base_dtype(told.base), final.parent, f".{final.name}.", {})
                 if draft is not None:
                     cleaning.callback(shutil.rmtree, draft.folder, ignore_errors=True)

@@ -17,12 +17,14 @@ def import_model(folder: Path, model: str, target: Path) -> Found:
     """Write `target` in fp32, as the checkpoint has its weights, with config and tokenizer of `model`."""
     found = read_deepspeed(folder)
     base = model_folder(ModelConfig(name=model), Path.cwd())
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     with quiet_loading(), torch.device("meta"):
         config = AutoConfig.from_pretrained(base, local_files_only=True)
         lm = AutoModelForCausalLM.from_config(config)
         lm.tie_weights()
+    if (base / "generation_config.json").is_file():  # what ends an answer stands there, and not in every config
+        lm.generation_config = GenerationConfig.from_pretrained(base)
     weights = named_as(found.weights, lm.state_dict(keep_vars=True))
     target.parent.mkdir(parents=True, exist_ok=True)
     write_result(lm, base, target, weights, dtype=torch.float32)

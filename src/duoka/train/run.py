@@ -26,6 +26,7 @@ from duoka.hub.adapter_files import note_other_bases
 from duoka.hub.base import BaseIdentity, model_fingerprint
 from duoka.hub.models import resolve_tokenizer
 from duoka.model.adapters import Earlier
+from duoka.model.answer import end_of_turn
 from duoka.model.build import find_core, load_model, named_part, named_weights
 from duoka.model.dtypes import BY_PRECISION
 from duoka.model.exactness import RowChoice, check_stages, choose_rows, needs_own_logits
@@ -99,7 +100,9 @@ class Inputs:
         tokenizer = self.tokenizer()
         template = tokenizer.template if tokenizer.template_name != "model" else None
         folder = resolve_tokenizer(self.config.model, self.loaded.base, self.folder)
-        return ResultSources(self.folder, folder, template, beside)
+        kind = self.config.stage.kind
+        stop_id = None if kind.reads_text or kind.scores else end_of_turn(tokenizer)
+        return ResultSources(self.folder, folder, template, beside, stop_id)
 
 
 @dataclass
