@@ -9,7 +9,9 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from families import write_family
+from safetensors.torch import load_file, save_file
+from tiny import build_tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from duoka.config.schema import LoraConfig
@@ -17,9 +19,11 @@ from duoka.data.tokens.tokenizer import load_tokenizer
 from duoka.errors import ConfigError, DuokaError
 from duoka.model import export
 from duoka.model.build import load_adapter, load_model
+from duoka.model.dtypes import narrow
 from duoka.model.export import Sources, export_adapter, export_model
 from duoka.model.request import ModelRequest
 from duoka.model.result import write_result
+from duoka.model.shards import build_without_memory
 from duoka.parallel.mesh import Mesh
 from duoka.store.final_folder import ResultSources, write_final
 
@@ -155,3 +159,40 @@ def test_an_adapter_alone_names_its_base(adapter: Path, tiny_model: Path, tmp_pa
     assert written["base_model_name_or_path"] == "some/base"
     theirs, ours = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "out"))
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+def test_weights_that_are_narrowed_answer_as_a_model_that_was_read_so(tiny_model: Path) -> None:
+    """A checkpoint of fp32 weights that is asked in bf16: `lm.to` rounds the rotary frequencies as well."""
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    ours, moved = (AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32) for _ in range(2))
+    narrow(ours, torch.bfloat16)
+    ids = torch.arange(600)[None] % 250 + 5
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+        assert not torch.equal(moved.to(torch.bfloat16)(ids).logits, theirs(ids).logits)
+    assert {name: one.dtype for name, one in ours.state_dict().items()} == {
+        name: one.dtype for name, one in theirs.state_dict().items()
+    }
+
+
+def test_what_a_narrow_type_cannot_hold_stays_wide_in_every_folder(tmp_path: Path) -> None:
+    """A router's bias, of GLM and DeepSeek: near 11 for all, where bf16 tells 1/16 apart; scores are below 1."""
+    tokenizer = build_tiny_tokenizer()
+    folder = write_family(tmp_path / "base", "glm4_moe", tokenizer=tokenizer)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "e_score_correction_bias" in name)
+    tensors[name] = 11 + torch.rand(tensors[name].shape, generator=torch.Generator().manual_seed(0))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    lm = load_model(ModelRequest(folder, dtype=torch.float32, attention="sdpa"))
+    write_result(lm, folder, tmp_path / "result", dtype=torch.bfloat16)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"dtype": "bfloat16"}))
+    write_final(lm, Mesh(), lambda: ResultSources(folder, folder), tmp_path / "final")
+    export_model(lm, load_tokenizer(folder), Sources(folder, folder), tmp_path / "out", torch.bfloat16)
+    for place in ("result", "final", "out"):
+        found = load_file(tmp_path / place / "model.safetensors")
+        assert torch.equal(found[name], tensors[name]), place
+        assert found["lm_head.weight"].dtype == torch.bfloat16
+        assert json.loads((tmp_path / place / "config.json").read_text())["dtype"] == "bfloat16"
+    sharded = build_without_memory(ModelRequest(folder, dtype=torch.bfloat16))
+    assert sharded is not None and torch.equal(dict(sharded[0].named_buffers())[name], tensors[name])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -22,10 +23,11 @@ from duoka.errors import ConfigError, DuokaError, StorageError
 from duoka.hub.base import write_base
 from duoka.hub.saving import without_deepspeed
 from duoka.model.build import load_model, quiet_loading
-from duoka.model.dtypes import BY_PRECISION
+from duoka.model.dtypes import BY_PRECISION, narrow
+from duoka.model.experts import find_experts
 from duoka.model.lora import save_adapter
 from duoka.model.request import ModelRequest
-from duoka.model.result import add_stop_token, base_dtype, copy_tokenizer
+from duoka.model.result import add_stop_token, base_dtype, copy_tokenizer, name_dtype
 from duoka.runs.folder import apply_umask
 
 # Text of several kinds: what adapters changed shows where the model is sure of itself, not on noise.
@@ -38,6 +40,8 @@ PROBES = (
 # Largest difference of logits, as a share of the largest logit. fp32: other order of sums. The shorter types: weights
 # are rounded once (8 or 11 bits), and the rounding adds up over layers.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+# A router chooses among experts, and rounding turns near ties over: so many positions may be further off there.
+TURNED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Exported:
     max_logit: float
     same_top_share: float
     num_positions: int
+    off_share: float  # of positions, beyond the bound of the type
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,10 @@ def export_model(
     add_stop_token(lm, stop_id)
     with _draft_of(folder) as draft:
         most = {} if shard_gb is None else {"max_shard_size": f"{shard_gb}GB"}
+        narrow(lm, dtype)
         with without_deepspeed():
-            lm.to(dtype).save_pretrained(os.fspath(draft), **most)  # type: ignore[operator]
+            lm.save_pretrained(os.fspath(draft), **most)  # type: ignore[operator]
+        name_dtype(draft, dtype)
         sources.copy_tokenizer(draft)
         with quiet_loading():
             written = load_model(
@@ -111,7 +118,7 @@ def export_model(
             )
         got = [_logits(written.eval(), probe) for probe in probes]
         exported = _compare(folder, dtype, wanted, got, _size_bytes(draft))
-        _check_difference(exported)
+        _check_difference(exported, has_experts=any(True for _ in find_experts(written)))
     return exported
 
 
@@ -141,23 +148,31 @@ def _compare(
 ) -> Exported:
     pairs = list(zip(wanted, got, strict=True))
     # NaN compares as smaller than everything: it must not pass for a small difference.
-    worst = [(a - b).abs().nan_to_num(nan=float("inf")).max().item() for a, b in pairs]
+    worst = torch.cat([(a - b).abs().nan_to_num(nan=float("inf")).amax(-1).flatten() for a, b in pairs])
     same = sum((a.argmax(-1) == b.argmax(-1)).sum().item() for a, b in pairs)
     num_positions = sum(a.shape[0] * a.shape[1] for a in wanted)
+    largest = max(a.abs().max().item() for a in wanted)
+    off = (worst > _bound(dtype, largest)).float().mean().item()
     return Exported(
         folder=folder,
         dtype=dtype,
         size_bytes=size_bytes,
-        max_difference=max(worst),
-        max_logit=max(a.abs().max().item() for a in wanted),
+        max_difference=worst.max().item(),
+        max_logit=largest,
         same_top_share=same / num_positions,
         num_positions=num_positions,
+        off_share=off,
     )
 
 
-def _check_difference(exported: Exported) -> None:
-    bound = BOUNDS[exported.dtype] * max(1.0, exported.max_logit)
-    if exported.max_difference <= bound:
+def _bound(dtype: torch.dtype, max_logit: float) -> float:
+    return BOUNDS[dtype] * max(1.0, max_logit)
+
+
+def _check_difference(exported: Exported, *, has_experts: bool) -> None:
+    bound = _bound(exported.dtype, exported.max_logit)
+    allowed = TURNED_SHARE if has_experts and exported.dtype != torch.float32 else 0.0
+    if exported.off_share <= allowed and math.isfinite(exported.max_difference):
         return
     raise DuokaError(
         f"the merged model does not answer as base + adapter do: logits differ by {exported.max_difference:.3g}, "

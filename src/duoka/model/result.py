@@ -14,6 +14,7 @@ import torch
 from duoka.hub.base import write_base
 from duoka.hub.new_model import TOKENIZER_FILES
 from duoka.hub.saving import without_deepspeed
+from duoka.model.dtypes import stays_wide
 from duoka.model.lora import save_adapter
 from duoka.runs.folder import apply_umask
 
@@ -74,9 +75,10 @@ def _write_full(lm: torch.nn.Module, whole: dict[str, torch.Tensor], dtype: torc
     """By default in the base's own type: masters are fp32 in training, people expect the size they came with."""
     # Shared tensors stay shared in a plain dict, so that transformers finds tied heads and writes them once.
     cast: dict[int, torch.Tensor] = {}
-    state = {}
+    state, is_wide = {}, stays_wide(lm, dtype)
     for name, tensor in whole.items():
-        state[name] = cast.setdefault(tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        kind = torch.float32 if is_wide(name) else dtype
+        state[name] = cast.setdefault(tensor.data_ptr(), tensor.to(kind) if tensor.is_floating_point() else tensor)
     with without_deepspeed():
         lm.save_pretrained(os.fspath(draft), state_dict=state)  # type: ignore[operator]
     name_dtype(draft, dtype)

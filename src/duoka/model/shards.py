@@ -20,6 +20,7 @@ from duoka.model.adapters import Earlier
 from duoka.model.attention import register_attention
 from duoka.model.box import Box
 from duoka.model.build import quiet_loading
+from duoka.model.dtypes import stays_wide
 from duoka.model.expert_files import ExpertFiles
 from duoka.model.experts import use_own_experts
 from duoka.model.freeze import apply_train_only
@@ -154,6 +155,7 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
             config, dtype=dtype, attn_implementation="duoka", trust_remote_code=trust_remote_code
         )
     use_own_experts(core)
+    _widen_buffers(core, dtype)
     if (folder / "generation_config.json").is_file():
         core.generation_config = GenerationConfig.from_pretrained(folder)
     if not _fill_buffers(core) or not _read_buffers(core, source):
@@ -175,6 +177,15 @@ def build_without_memory(request: ModelRequest) -> tuple[torch.nn.Module, Weight
         if known and lora is not None and lora.init == "pissa":
             source.start_with_principal_parts(lm, lora, dtype)
     return (lm, source) if known else None
+
+
+def _widen_buffers(core: torch.nn.Module, dtype: torch.dtype) -> None:
+    """As transformers reads them from files: built from a config alone, all have the weights' type."""
+    is_wide = stays_wide(core, dtype)
+    for path, module in core.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and is_wide(f"{path}.{name}"):
+                module._buffers[name] = buffer.float()
 
 
 def _fill_buffers(core: torch.nn.Module) -> bool:

@@ -274,7 +274,7 @@ def _load_checkpoint(
     import torch.distributed.checkpoint as dcp
 
     from duoka.model.build import load_model
-    from duoka.model.dtypes import BY_PRECISION
+    from duoka.model.dtypes import BY_PRECISION, narrow
     from duoka.model.request import ModelRequest
     from duoka.store.reader import CheckpointReader
 
@@ -286,7 +286,9 @@ def _load_checkpoint(
     dcp.load(  # type: ignore[attr-defined]
         tensors, storage_reader=CheckpointReader(os.fspath(checkpoint)), no_dist=True
     )
-    return lm if config.lora else lm.to(dtype)
+    if not config.lora:
+        narrow(lm, dtype)
+    return lm
 
 
 def choose_dtype(precision: str = "auto") -> torch.dtype:

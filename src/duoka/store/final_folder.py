@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from duoka.comm.world import World, close_side_world, open_side_world
 from duoka.errors import StorageError
 from duoka.hub.saving import without_deepspeed
+from duoka.model.dtypes import stays_wide
 from duoka.model.result import (
     add_stop_token,
     base_dtype,
@@ -193,8 +194,10 @@ def _begin(
         return None
     metas: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
+    is_wide = stays_wide(lm, dtype or torch.float32)
     for name, tensor in lm.state_dict(keep_vars=True).items():
-        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        wanted = torch.float32 if is_wide(name) else dtype
+        kind = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
         # Shared tensors stay shared, so that transformers finds tied heads and plans them once.
         state[name] = metas.setdefault(id(tensor), torch.empty(whole_shape(tensor), dtype=kind, device="meta"))
     # As transformers orders a model that it loaded itself: which tensors share a file depends on the order, and a model
