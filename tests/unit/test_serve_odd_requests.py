@@ -15,8 +15,9 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from families import write_family
 from serving import KEY, serving
-from tiny import write_tiny_model
+from tiny import build_tiny_tokenizer, write_tiny_model
 from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -188,6 +189,17 @@ def test_where_memory_ends_whoever_asked_is_told(model: SlotModel, monkeypatch: 
         scheduler.call(lambda: None)
 
 
+@pytest.mark.parametrize("family", ["falcon", "llama4_text"])
+def test_an_architecture_whose_attention_is_another_is_refused_and_not_answered_wrongly(
+    tmp_path: Path, family: str
+) -> None:
+    folder = write_family(tmp_path / family, family, tokenizer=build_tiny_tokenizer())
+    trained = find_trained(str(folder), say=print)
+    with pytest.raises(ConfigError, match="cannot be served") as caught:
+        build_service(trained, {}, Settings(num_rows=1))
+    assert "duoka chat" in str(caught.value.fix)
+
+
 @pytest.fixture(scope="module")
 def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -209,6 +221,18 @@ def test_an_adapter_that_was_trained_on_another_model_of_that_shape_is_refused(
         found, answer = post(server, "/v1/load_lora_adapter", lora_name="mine", lora_path=str(mine))
         assert found == status, answer
         assert status == 200 or "is not the one that it was trained on" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_files_that_are_no_adapter_are_refused_and_the_server_goes_on(
+    server: Server, adapter: Path, tmp_path: Path, name: str
+) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(adapter, mine)
+    (mine / name).write_text("[]", encoding="utf-8")
+    status, answer = post(server, "/v1/load_lora_adapter", lora_name="broken", lora_path=str(mine))
+    assert (status, answer["error"]["param"]) == (400, "lora_path"), answer
+    assert complete(server, "abc", max_tokens=2)["finish_reason"]
 
 
 def test_an_adapter_on_the_base_is_not_laid_over_a_model_that_was_trained_in_full(

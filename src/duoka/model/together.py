@@ -8,12 +8,14 @@ computes is the same whatever stands beside it.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from duoka.model.answer import Answered, alone, answer_rows, window_of, with_cache
 from duoka.model.build import LossModel
@@ -23,8 +25,12 @@ from duoka.model.slots import Rows, SequenceCache, register_slot_attention
 from duoka.model.tiny_copy import SPECIAL, VOCABULARY, build_tiny, tiny_config
 
 WIDTH = 16  # rows of a pass where no step says how many there are
-_TOLERANCE = 1e-3  # of logits' spread; a right model is off by 1e-6, what is wrong by about as much as they differ
-_KNOWN: dict[str, bool] = {}  # by an architecture's config
+TOLERANCE = 1e-3  # of logits' spread; a right model is off by 1e-6, what is wrong by about as much as they differ
+_KNOWN: dict[str, float | None] = {}  # by an architecture's config
+_BREAKS = (  # what making a tiny copy of any architecture at all may raise
+    RuntimeError, TypeError, AttributeError, LookupError, ValueError, OSError, ImportError, AssertionError,
+    ArithmeticError, StrictDataclassError,
+)  # fmt: skip
 _LENGTH, _READ = 24, 17  # of the trial's text: so much is read at once, the rest token by token
 
 
@@ -107,13 +113,20 @@ def computes_by_rows(lm: torch.nn.Module) -> bool:
     config: Any = lm.config
     if any(True for _ in find_experts(lm)) or find_turn(config) is not None:
         return False
+    off = distance_by_rows(config)
+    return off is not None and off < TOLERANCE
+
+
+def distance_by_rows(config: Any) -> float | None:
+    """How far an architecture by rows and in pieces is from what transformers computes at once, of its logits' spread:
+    of a tiny copy. None where that cannot be computed."""
     key = config.to_json_string(use_diff=False)
     if key not in _KNOWN:
-        _KNOWN[key] = _is_right(config)
+        _KNOWN[key] = _measure(config)
     return _KNOWN[key]
 
 
-def _is_right(config: Any) -> bool:
+def _measure(config: Any) -> float | None:
     text = [SPECIAL + (7 * n + 3) % (VOCABULARY - SPECIAL) for n in range(_LENGTH)]
     try:
         tiny: Any = build_tiny(tiny_config(config), register_slot_attention())
@@ -124,11 +137,11 @@ def _is_right(config: Any) -> bool:
             later = torch.cat([_logits(tiny, text[at : at + 1], at, pieces) for at in range(_READ, _LENGTH)])
             tiny.set_attn_implementation(tiny.get_correct_attn_implementation(None))
             wanted = tiny(input_ids=torch.tensor([text]), use_cache=False).logits[0]
-    except (RuntimeError, TypeError, AttributeError, KeyError, ValueError, IndexError, OSError, ImportError):
-        return False  # what it cannot compute is drawn as it computes elsewhere
+    except _BREAKS:
+        return None
     spread = float((wanted - wanted.mean(dim=-1, keepdim=True)).norm())
     off = max(float((logits - wanted).norm()), float((later - wanted[_READ:]).norm()))
-    return off < _TOLERANCE * spread
+    return off / max(spread, 1e-6) if math.isfinite(off) else math.inf
 
 
 def _logits(tiny: Any, tokens: Sequence[int], start: int, cache: SequenceCache) -> torch.Tensor:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hmac
 import json
+import re
 import select
 import socket
 import struct
@@ -24,6 +25,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
+from safetensors import SafetensorError
+
 from duoka import __version__
 from duoka.errors import ConfigError
 from duoka.hub.base import read_base, refuse_other_base
@@ -34,6 +37,10 @@ from duoka.serve.batching.scheduler import IsClosing, Scheduler
 
 MOST_BYTES = 32 << 20  # of a request
 SILENCE_S = 60.0  # a client that neither sends nor takes anything for so long has gone
+_BROKEN = (  # what reading an adapter's files raises, whatever they hold
+    ConfigError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, re.error,
+    SafetensorError,
+)  # fmt: skip
 _PAGES = {
     "/": ("chat.html", "text/html"),
     "/chat.js": ("chat.js", "text/javascript"),
@@ -68,10 +75,11 @@ class Service:
             raise BadRequest(f"there is a model {name!r} already; unload it first", "lora_name")
         try:
             refuse_other_base(str(folder), read_base(folder), self.base)
-            self.scheduler.call(lambda: self.scheduler.model.adapters.add(name, folder))
-        except (ConfigError, OSError, ValueError, KeyError) as error:
+            found = self.scheduler.model.adapters.read(folder)
+        except _BROKEN as error:
             what = error.what if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             raise BadRequest(f"{folder} is not loaded: {what}", "lora_path") from None
+        self.scheduler.call(lambda: self.scheduler.model.adapters.install(name, found))
         self.adapters[name] = name
 
     def unload_adapter(self, name: str) -> None:
@@ -177,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> object:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit():
+        if not length.isdecimal():
             self.close_connection = True
             raise BadRequest("a request needs a Content-Length", status=411)
         if int(length) > MOST_BYTES:

@@ -24,7 +24,7 @@ from duoka.plan.hardware import read_machine
 from duoka.serve.api.requests import Facts
 from duoka.serve.api.server import Server, Service
 from duoka.serve.batching.adapters import why_not_by_rows
-from duoka.serve.batching.model import SlotModel
+from duoka.serve.batching.model import SlotModel, refusal
 from duoka.serve.batching.scheduler import Scheduler
 from duoka.serve.load_run import Trained, choose_dtype, load_chat_tokenizer, load_trained
 from duoka.units import format_bytes
@@ -87,7 +87,13 @@ def build_service(trained: Trained, adapters: Mapping[str, Trained], settings: S
 def _load(trained: Trained, settings: Settings, *, base_only: bool) -> tuple[SlotModel, int]:
     """The model, and the bytes of keys and values that a token takes."""
     attention, dtype = register_slot_attention(), choose_dtype(settings.precision)
-    lm = load_trained(trained, dtype=dtype, attention=attention, base_only=base_only)
+    try:
+        lm = load_trained(trained, dtype=dtype, attention=attention, base_only=base_only)
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, KeyError) and cause.args == (attention,):
+            raise refusal("its code knows attentions by name, and no other than its own") from None
+        raise
     decode_fast(lm)
     model = SlotModel(lm.to(pick_device(0)), settings.num_rows)
     return model, model.check()

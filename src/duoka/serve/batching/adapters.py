@@ -45,6 +45,9 @@ class _Low:
     scale: float
 
 
+Matrices = dict[str, _Low]  # of an adapter, by module
+
+
 class RowAdapters:
     """The adapters of one model, by name."""
 
@@ -53,7 +56,7 @@ class RowAdapters:
         parameter = next(lm.parameters())
         self._device = parameter.device
         self._dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
-        self._of: dict[str, dict[str, _Low]] = {}  # adapter -> module -> matrices
+        self._of: dict[str, Matrices] = {}  # by adapter
         self._hooked: dict[str, Any] = {}
         self._rows: tuple[str | None, ...] = ()
 
@@ -63,7 +66,14 @@ class RowAdapters:
 
     def add(self, name: str, folder: Path) -> None:
         """Read an adapter as peft wrote it; refuses what is more than added products."""
-        found = _read(folder, self._modules, self._device, self._dtype)
+        self.install(name, self.read(folder))
+
+    def read(self, folder: Path) -> Matrices:
+        """By whatever thread: what its files hold may be anything."""
+        return _read(folder, self._modules, self._device, self._dtype)
+
+    def install(self, name: str, found: Matrices) -> None:
+        """Between two passes."""
         self._of[name] = found
         for module in found:
             if module not in self._hooked:
@@ -111,9 +121,7 @@ def why_not_by_rows(folder: Path) -> str:
     return ""
 
 
-def _read(
-    folder: Path, modules: dict[str, torch.nn.Module], device: torch.device, dtype: torch.dtype
-) -> dict[str, _Low]:
+def _read(folder: Path, modules: dict[str, torch.nn.Module], device: torch.device, dtype: torch.dtype) -> Matrices:
     refuse_unread(folder)
     if reason := why_not_by_rows(folder):
         raise ConfigError(
@@ -122,7 +130,7 @@ def _read(
         )
     facts = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     tensors = load_file(folder / "adapter_model.safetensors")
-    found: dict[str, _Low] = {}
+    found: Matrices = {}
     for key, down in tensors.items():
         if not key.endswith(".lora_A.weight"):
             if not key.endswith(".lora_B.weight"):

@@ -19,7 +19,7 @@ from duoka.model.sampling import Sampling, choose_token
 from duoka.model.slots import SequenceCache
 from duoka.serve.batching.model import CHUNK, Next, SlotModel
 
-_BREAKS = (RuntimeError, ValueError, TypeError, LookupError, OSError, DuokaError)
+_BREAKS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OSError, DuokaError)
 
 Reason = Literal["stop", "length", "cancelled"]
 
