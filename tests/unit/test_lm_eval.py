@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import write_tiny_model
+from families import load_plain, write_family
+from tiny import build_tiny_tokenizer, write_tiny_model
 
 from duoka.data.tokens.tokenizer import ChatTokenizer
 from duoka.errors import ConfigError
@@ -103,6 +104,17 @@ def test_log_probabilities_are_those_of_plain_transformers(place, harness):
             int(logits[at].argmax()) == row.ids[at + 1] for at in steps
         )
         assert model.answers.tokenizer.decode(list(row.ids)).endswith((context + continuation).lstrip())
+
+
+def test_a_model_whose_head_is_not_read_by_ours_is_asked_for_its_own_logits(tmp_path, harness):
+    """Llama 4: its decoder alone does not answer as others' do."""
+    folder = write_family(tmp_path / "llama4", "llama4_text", tokenizer=build_tiny_tokenizer())
+    model, plain = lm_eval_model(str(folder)), load_plain(folder)
+    ((logp, _),) = model.loglikelihood([asked("One two three", " four")])
+    row = model.answers.pair("One two three", " four")
+    logits = plain(torch.tensor([row.ids])).logits[0].log_softmax(-1)
+    want = sum(float(logits.detach()[at, row.ids[at + 1]]) for at in range(row.start - 1, len(row.ids) - 1))
+    assert math.isclose(logp, want, abs_tol=1e-4)
 
 
 def test_a_long_text_counts_every_token_once(place, harness):

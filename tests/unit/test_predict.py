@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from tiny import CHATML, write_tiny_model
 from transformers import AutoModelForCausalLM
 
+import duoka.serve.generate
 from duoka.comm.world import World
 from duoka.config.schema import DataConfig, DataSource, ModelConfig, RunConfig
 from duoka.data.tokens.tokenizer import load_tokenizer
@@ -19,7 +21,10 @@ from duoka.serve.predict import predict
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + CHATML
 
 
-def test_what_a_template_refuses_is_left_out_and_what_fills_the_window_is_cut(tmp_path: Path) -> None:
+def test_what_a_template_refuses_is_left_out_and_what_fills_the_window_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duoka.serve.generate, "stream_answer", lambda lm, tokenizer, ids, sampling: [str(len(ids))])
     folder = write_tiny_model(tmp_path / "model", tied=False)
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = replace(load_tokenizer(folder), template=NO_SYSTEM, tool_template=NO_SYSTEM)
@@ -32,6 +37,6 @@ def test_what_a_template_refuses_is_left_out_and_what_fills_the_window_is_cut(tm
     notes: list[str] = []
     found = predict(lm, tokenizer, config, Path(), Sampling(max_new_tokens=6), World(), notes.append)
     assert [one.label for one in found] == ["a", "c"]
-    assert all(one.predict for one in found), "nothing was answered"
+    assert found[1].predict == str(1024 - 6), "there is no room for an answer"
     for part in ("1 conversations have no answer", "of 1 prompts the beginning was cut"):
         assert any(part in note for note in notes), notes

@@ -8,12 +8,15 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from duoka.errors import ConfigError
 from duoka.model.build import load_adapter
 from duoka.serve.batching.adapters import RowAdapters, why_not_by_rows
+from duoka.serve.load_run import Trained
+from duoka.serve.score_tasks import weights_digest
 
 ONE, ALL = "layers.1.self_attn.q_proj", "q_proj"
 
@@ -79,6 +82,24 @@ def test_adapters_that_are_more_than_products_are_left_to_peft(tmp_path: Path, m
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, **made}), "utf-8")
     found = why_not_by_rows(tmp_path)
     assert reason in found and bool(found) == bool(reason)
+
+
+def test_a_score_is_of_the_adapters_that_answered_by_what_they_hold(folder: Path, tmp_path: Path) -> None:
+    """Of LLaMA-Factory's files: adapters below the last one; trained anew, one has the name of the one before."""
+    below, above = tmp_path / "below", tmp_path / "above"
+    for place in (below, above):
+        peft.get_peft_model(read(folder), peft.LoraConfig(r=2, target_modules=[ALL])).save_pretrained(place)
+    trained = Trained("m", folder, str(folder), adapter=above, merged=(str(below),))
+    seen = [weights_digest(trained)]
+    assert weights_digest(trained) == seen[0]
+    for place in (below, above):
+        facts = json.loads((place / "adapter_config.json").read_text())
+        (place / "adapter_config.json").write_text(json.dumps(facts | {"lora_alpha": 3}))
+        seen.append(weights_digest(trained))
+        tensors = {name: value + 1 for name, value in load_file(place / "adapter_model.safetensors").items()}
+        save_file(tensors, place / "adapter_model.safetensors", metadata={"format": "pt"})
+        seen.append(weights_digest(trained))
+    assert len(set(seen)) == 5
 
 
 def test_an_adapter_that_peft_would_pass_over_in_silence_is_read_nowhere(folder: Path, tmp_path: Path) -> None:

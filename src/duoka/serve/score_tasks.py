@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from duoka.config.adapters import FACTS, WEIGHTS, find_adapter
 from duoka.config.schema import ModelConfig, ParallelConfig
 from duoka.errors import ConfigError
 from duoka.hub.base import model_fingerprint
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from duoka.parallel.task_rows import Prompts, TaskScore
 
 ITEMS, RESULT, PART = "items.jsonl", "result.json", "part.jsonl"
+_SCALES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # of adapter_config.json
 VERSION = 1  # raise it when the same model would answer or be scored otherwise
 
 
@@ -127,10 +129,20 @@ def weights_digest(trained: Trained, *, base_only: bool = False) -> str:
     """Tells the weights that answer from all others, wherever they lie."""
     parts = [model_fingerprint(trained.base if base_only or trained.full is None else trained.full)]
     if not base_only:
-        for file in (trained.adapter and trained.adapter / "adapter_model.safetensors",
-                     trained.checkpoint and trained.checkpoint / MANIFEST):  # fmt: skip
-            parts += [hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()] if file else []
-    return hashlib.blake2b("/".join([*parts, *trained.merged]).encode(), digest_size=8).hexdigest()
+        parts += [] if trained.adapter is None else [_adapter_digest(trained.adapter)]
+        if trained.checkpoint is not None:
+            parts.append(hashlib.blake2b((trained.checkpoint / MANIFEST).read_bytes(), digest_size=16).hexdigest())
+        # By what they hold: one that was trained anew has the name of the one before.
+        parts += [_adapter_digest(find_adapter(name, Path())) for name in trained.merged]
+    return hashlib.blake2b("/".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _adapter_digest(folder: Path) -> str:
+    """Its weights, and by how much they count."""
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    told = hashlib.blake2b((folder / WEIGHTS).read_bytes(), digest_size=16)
+    told.update(json.dumps([facts.get(name) for name in _SCALES], sort_keys=True).encode())
+    return told.hexdigest()
 
 
 def _score_one(
