@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 from test_checkpoint import OLDER, choose, make_contents, save_at, store  # noqa: F401
 
+from duoka.comm.world import World
 from duoka.config.schema import OptimConfig
 from duoka.errors import StorageError
 from duoka.optim.build import build_optimizer
 from duoka.parallel.engine import EngineSpec
 from duoka.parallel.single import Single
+from duoka.store.resume import find_damage
 
 
 def test_what_was_moved_out_of_the_way_before_is_not_overwritten(store):  # noqa: F811
@@ -35,3 +37,29 @@ def test_trained_tensors_that_have_no_place_are_refused_and_not_dropped(store): 
     optimizer = build_optimizer(less.named_trainable(), OptimConfig(lr=0.1))
     with pytest.raises(StorageError, match=r"1 trained tensors that this run does not train: 1\.weight"):
         store.load(folder, replace(fewer, engine=less, optimizer=optimizer))
+
+
+def save_under(store, resume, step, keep=9):  # noqa: F811
+    """A checkpoint whose config asks to begin from `resume`."""
+    text = f"model: x\ndata: {{train: [y]}}\noutput: z\ncheckpoint: {{resume: {resume}}}\n"
+    store.facts = replace(store.facts, config_text=text)
+    return save_at(store, make_contents(step), step, keep)
+
+
+def test_a_damaged_checkpoint_of_a_run_that_began_elsewhere_does_not_pass_for_the_next_save(store):  # noqa: F811
+    """It kept the name of the step that was saved next, which then was not written, and outlived the sound ones."""
+    older, newer = save_under(store, "elsewhere", 5), save_under(store, "elsewhere", 10)
+    with (newer / "state.json").open("a") as file:
+        file.write(" ")
+    found, said = choose(store, "elsewhere")
+    assert found == older and "passing over the damaged checkpoint step-00000010" in said[-1]
+    assert sorted(os.listdir(store.folder)) == [OLDER, "step-00000010.damaged"]
+    assert find_damage(save_under(store, "elsewhere", 10, keep=1), World()) == ""
+    assert os.listdir(store.folder) == ["step-00000010"]
+
+
+def test_a_run_that_began_elsewhere_goes_on_from_the_newest_it_has_whatever_that_was_written_under(store):  # noqa: F811
+    save_under(store, "elsewhere", 5)
+    newest = save_under(store, "auto", 10)
+    found, said = choose(store, "elsewhere")
+    assert found == newest and "the newest of its own checkpoints is taken" in said[0]

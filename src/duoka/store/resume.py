@@ -6,6 +6,7 @@ train/main.py before the model is filled, and by serve for one process. Nothing 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -66,10 +67,9 @@ def choose_checkpoint(run: RunFolder, resume: str, base: Path, world: World, say
         return None
     if resume == "auto":
         return newest_valid(run.checkpoints, world, say, set_aside=True)
-    own = _begun_by(resume, run, world, say)
-    if own is not None:
+    if _has_begun_by(resume, run, world):
         say(f"this run began from {resume} and has gone on since: the newest of its own checkpoints is taken")
-        return own
+        return newest_valid(run.checkpoints, world, say, set_aside=True)
     asked = world.agree(find_requested(resume, run, base) if world.is_main else None)
     if asked is None:
         raise StorageError(f"checkpoint.resume is {resume!r}: there is no such folder", fix=_what_there_is(run))
@@ -117,25 +117,15 @@ def _rename(folder: Path, ending: str) -> Path:
     return folder.rename(target)
 
 
-def _begun_by(resume: str, run: RunFolder, world: World, say: Say) -> Path | None:
-    """The newest own checkpoint that was written under the same `checkpoint.resume`: the same command goes on."""
-    own: list[Path] = []
-    if world.is_main:
-        for folder in list_checkpoints(run.checkpoints):
-            if not has_whole(folder, CONFIG):
-                continue
-            try:
-                written_under = load_config(folder / CONFIG).config.checkpoint.resume
-            except DuokaError:
-                continue
-            if written_under == resume:
-                own.append(folder)
-    for folder in world.agree(own):
-        fault = find_damage(folder, world)
-        if not fault:
-            return Path(folder)
-        say(f"passing over the damaged checkpoint {folder.name}: {fault}")
-    return None
+def _has_begun_by(resume: str, run: RunFolder, world: World) -> bool:
+    """Whether this run has a checkpoint that was written under the same `checkpoint.resume`: the same command goes on."""
+    found = False
+    for folder in list_checkpoints(run.checkpoints) if world.is_main else ():
+        with contextlib.suppress(DuokaError):
+            found = has_whole(folder, CONFIG) and load_config(folder / CONFIG).config.checkpoint.resume == resume
+        if found:
+            break
+    return bool(world.agree(found))
 
 
 def _set_newer_aside(asked: Path, run: RunFolder, world: World, say: Say) -> None:

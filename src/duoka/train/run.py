@@ -224,7 +224,9 @@ def _find_start(inputs: Inputs, world: World, notes: list[str]) -> Path | None:
     alike = {**result_values(inputs.loaded), "training data": data_order(inputs.prepared)}
     check_same_everywhere(world, alike | {"model": model_fingerprint(inputs.folder)} | library_versions())
     # A world that takes the place of one that failed goes on from what that one saved, wherever the run began.
-    resume = "auto" if is_restarted() and list_checkpoints(run.checkpoints) else config.checkpoint.resume
+    # Rank 0 looks: on a disk that machines share, another one may not see yet what was saved a moment ago.
+    has_saved = is_restarted() and world.agree(bool(list_checkpoints(run.checkpoints)) if world.is_main else None)
+    resume = "auto" if has_saved else config.checkpoint.resume
     return choose_checkpoint(run, resume, inputs.loaded.base, world, notes.append)
 
 
