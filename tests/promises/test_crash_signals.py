@@ -21,7 +21,7 @@ output: {output}
 """
 # name: (phase, in which step, signal, to whom, strategy)
 CASES = {
-    "train-one": ("backward", 4, "SIGUSR2", [1], "ddp"),
+    "train-one": ("backward", 4, "SIGHUP", [1], "ddp"),
     "train-all": ("forward", 5, "SIGTERM", [0, 1], "fsdp"),
     "eval-one": ("evaluate", 3, "SIGINT", [0], "ddp"),
     "eval-last": ("evaluate", 8, "SIGTERM", [0, 1], "ddp"),

@@ -130,6 +130,19 @@ def test_a_stop_before_training_can_be_taken_up_again(spec: WorldSpec) -> None:
     assert verdict.exit_code == 75 and "starts again" in verdict.lines[0]
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGINT"])
+def test_a_scheduler_that_signals_all_processes_while_they_load_stops_the_run(spec: WorldSpec, name: str) -> None:
+    """Slurm's USR2 before the time limit: with exit code 5 its job was not queued again."""
+    number = signal.Signals[name]
+    verdict = judge(spec, RankExit(0, 1, -number, 1.0), RankExit(1, 1, 128 + number, 1.0), stopped_by=name)
+    assert verdict.exit_code == 75 and f"stopped by {name} before anything could be saved" in verdict.lines[0]
+    assert judge_node(RankPlace(0, 2, 2, "10.0.0.1", 29500), RankExit(1, 1, -number, 1.0), name).exit_code == 75
+    (spec.run.checkpoints / "step-00000040").mkdir()
+    verdict = judge(spec, RankExit(0, 1, -number, 1.0), stopped_by=name)
+    assert verdict.lines == (f"stopped by {name} with nothing new saved; the same command goes on from step-00000040",)
+    assert judge(spec, RankExit(0, 1, -number, 1.0)).exit_code == 5, "nobody asked for an end"
+
+
 def test_failures_of_an_earlier_start_are_not_taken_for_this_ones(spec: WorldSpec) -> None:
     fail(spec, 1, RuntimeError("old"))
     assert [one.lines for one in read_failures(spec.run)] == [("old",)]

@@ -8,7 +8,7 @@ import pytest
 from tiny import write_conversations
 
 from duoka.cli import run
-from duoka.cluster.pipeline.execute import decide
+from duoka.cluster.pipeline.execute import decide, run_command
 from duoka.cluster.pipeline.manifest import Manifest, hold_pipeline
 from duoka.cluster.pipeline.nodes import Nodes
 from duoka.config.load import load_config
@@ -197,3 +197,14 @@ def test_a_second_run_on_the_folder_refuses(place, capsys):
 def test_duoka_train_says_who_runs_a_file_of_stages(place, capsys):
     assert run(["train", "p.yaml"]) == 2
     assert "duoka run p.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR2"])
+def test_a_request_to_stop_reaches_the_stage_that_is_under_way(monkeypatch, name):
+    """`duoka run` died of a closed terminal, and with it at once, unsaved, the stage that was about to save."""
+    stage = (
+        "import os, signal, time; number = signal.Signals[NAME]; signal.signal(number, lambda *_: os._exit(75)); "
+        "os.kill(os.getppid(), number); time.sleep(60)"
+    )
+    monkeypatch.setattr("duoka.cluster.pipeline.execute._CHILD", stage.replace("NAME", repr(name)))
+    assert run_command() == 75

@@ -16,7 +16,7 @@ from duoka.cluster.hang import LEFT_EARLY, Hang
 from duoka.cluster.launch import WorldSpec
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
 from duoka.errors import DuokaError, StoppedEarly, StorageError, WorkerFailed
-from duoka.process.exits import RankExit
+from duoka.process.exits import ENDED_BY_STOP, RankExit
 from duoka.process.no_memory import no_memory, says_no_memory
 from duoka.process.open_files import says_too_many_files, too_many_files
 from duoka.process.rank import START_MARK, log_name
@@ -24,6 +24,7 @@ from duoka.runs.events import global_log
 from duoka.runs.failure import Failure, read_failures
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import describe_place, read_beats
+from duoka.runs.manifest import list_checkpoints
 
 # Codes that duoka's commands document: a rank that ends with one has said what a user needs to know.
 DOCUMENTED = (2, 3, 4, 6, 75)
@@ -71,8 +72,7 @@ def judge_world(
         return failed(Kind.NOT_STOPPING, text, *fix, details=details)
     if not bad:
         return _judge_no_failure(spec, exits, stopped_by)
-    ended_by_stop = (StoppedEarly.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)
-    if stopped_by and all(one.code in ended_by_stop for one in bad):
+    if stopped_by and all(one.code in (StoppedEarly.exit_code, *ENDED_BY_STOP) for one in bad):
         return _judge_stop(spec, bad, stopped_by)
     has_saved = any(one.code == StoppedEarly.exit_code for one in bad)  # all ranks save before any of them leaves
     ended_by_us = (-signal.SIGTERM, -signal.SIGKILL) if has_saved else (-signal.SIGTERM,)
@@ -91,6 +91,8 @@ def _judge_stop(spec: WorldSpec, bad: list[RankExit], stopped_by: str) -> Verdic
     """All ranks left on request. Exit code 75: a checkpoint was saved, and rank 0 has printed so."""
     if any(one.code == StoppedEarly.exit_code for one in bad):
         return stopped()
+    if spec.resumes and (saved := list_checkpoints(spec.run.checkpoints)):
+        return stopped(f"stopped by {stopped_by} with nothing new saved; the same command goes on from {saved[0].name}")
     if spec.resumes:
         return stopped(f"stopped by {stopped_by} before anything could be saved; the same command starts again")
     return stopped(f"stopped by {stopped_by}", 128 + getattr(signal, stopped_by))

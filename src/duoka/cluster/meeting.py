@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -25,7 +24,7 @@ from duoka.cluster.restart import FIRST_WAIT_S, LONGEST_WAIT_S, note_in_log, wit
 from duoka.cluster.supervise import write_end, write_start
 from duoka.cluster.verdict import INTERRUPTED, Kind, Verdict, failed, stopped
 from duoka.errors import StoppedEarly, StorageError, WorkerFailed
-from duoka.process.exits import RankExit
+from duoka.process.exits import ENDED_BY_STOP, RankExit
 from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder
 from duoka.runs.heart import clear_beats
@@ -194,7 +193,8 @@ class Meeting(threading.Thread):
 
     def _tend_world(self, world: _World) -> None:
         here = [member for member in world.members if member in self._members]
-        if (world.lost or any(_has_failed(member, world) for member in here)) and not world.cut:
+        is_stopping = world.asked or bool(self._stop_by)
+        if (world.lost or any(_has_failed(member, is_stopping) for member in here)) and not world.cut:
             world.cut = True
             for member in here:
                 member.wire.send(end=world.number)
@@ -321,8 +321,8 @@ class Meeting(threading.Thread):
             member.wire.send(go=self._number, node=node, num_nodes=len(members), port=port)
 
 
-def _has_failed(member: Member, world: _World) -> bool:
-    good = (0, StoppedEarly.exit_code, *((-signal.SIGTERM, 128 + signal.SIGTERM) if world.asked else ()))
+def _has_failed(member: Member, is_stopping: bool) -> bool:
+    good = (0, StoppedEarly.exit_code, *(ENDED_BY_STOP if is_stopping else ()))
     return any(one.code not in good for one in member.exits or ())
 
 

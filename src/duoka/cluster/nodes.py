@@ -22,7 +22,7 @@ from duoka.cluster.ranks import START_NAMES, RankPlace, Ranks, node_environment
 from duoka.cluster.supervise import Request, listen_to_signals
 from duoka.cluster.verdict import INTERRUPTED, KIND_OF_CODE, LEFT_AT_ONCE, Kind, Verdict, failed, stopped
 from duoka.errors import ConfigError, Fault, Faults
-from duoka.process.exits import RankExit
+from duoka.process.exits import ENDED_BY_STOP, RankExit
 from duoka.process.interface import interface_environment, is_own_address
 from duoka.runs.stop_request import write_stop_request
 from duoka.units import parse_seconds
@@ -242,7 +242,7 @@ class FixedNodes:
 def judge_node(place: RankPlace, end: RankExit | None, stopped_by: str, *, resumes: bool = True) -> Verdict:
     if end is None:
         return Verdict(Kind.DONE)
-    if stopped_by and end.code == -signal.SIGTERM:
+    if stopped_by and end.code in ENDED_BY_STOP:
         if not resumes:
             return stopped(f"stopped by {stopped_by}", 128 + getattr(signal, stopped_by))
         # While it loaded: it could not answer yet.

@@ -22,7 +22,15 @@ from duoka.cluster.forks import ForkedRank, ForkServer
 from duoka.cluster.launch import share_of_machine
 from duoka.cluster.patience import StopPatience
 from duoka.cluster.probe import count_usable_cores
-from duoka.process.exits import DRAIN_KILLED_S, DRAIN_S, DRAIN_SAVED_S, RESUME_ME, SIGTERM_S, ExitWatch
+from duoka.process.exits import (
+    DRAIN_KILLED_S,
+    DRAIN_S,
+    DRAIN_SAVED_S,
+    ENDED_BY_STOP,
+    RESUME_ME,
+    SIGTERM_S,
+    ExitWatch,
+)
 from duoka.process.interpreter import python_module
 from duoka.process.lifeline import JOINS, PARENT_PID, WORLD_TOKEN
 
@@ -31,7 +39,7 @@ START_NAMES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_N
                "MAX_RESTARTS", "RDZV_ID", "FORCE_TORCHRUN")  # fmt: skip
 _PR_SET_CHILD_SUBREAPER = 36
 _SUDDEN = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)  # not a consequence of another rank's exit
-_LEAVING = (RESUME_ME, -signal.SIGTERM, 128 + signal.SIGTERM)  # while they were asked to
+_LEAVING = (RESUME_ME, *ENDED_BY_STOP)  # while they were asked to
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -27,6 +27,7 @@ from duoka.cluster.ranks import RankPlace, Ranks
 from duoka.cluster.verdict import Verdict
 from duoka.errors import WorkerFailed
 from duoka.process.environ import LOOPBACK
+from duoka.process.exits import STOP_SIGNALS
 from duoka.process.rank import log_name, start_mark
 from duoka.runs.failure import clear_failures
 from duoka.runs.folder import RunFolder
@@ -193,8 +194,8 @@ def listen_to_signals(request: Request, forks: ForkServer | None = None) -> Iter
     def on_resize(number: int, frame: FrameType | None) -> None:
         request.resized = True
 
-    handlers = {signal.SIGWINCH: on_resize}
-    handlers |= dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP), on_stop)
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {signal.SIGWINCH: on_resize}
+    handlers |= dict.fromkeys(STOP_SIGNALS, on_stop)
     before = {}
     for number, handler in handlers.items():
         if signal.getsignal(number) is not signal.SIG_IGN:

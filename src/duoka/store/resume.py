@@ -118,7 +118,7 @@ def _rename(folder: Path, ending: str) -> Path:
 
 
 def _has_begun_by(resume: str, run: RunFolder, world: World) -> bool:
-    """Whether this run has a checkpoint that was written under the same `checkpoint.resume`: the same command goes on."""
+    """Whether a checkpoint here was written under the same `checkpoint.resume`: then the same command goes on."""
     found = False
     for folder in list_checkpoints(run.checkpoints) if world.is_main else ():
         with contextlib.suppress(DuokaError):

@@ -11,16 +11,17 @@ import signal
 import time
 from types import FrameType
 
+from duoka.process.exits import STOP_SIGNALS
 from duoka.units import Every
 
-STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
+_OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignal:
     """Remembers that this process was asked to stop; a second Ctrl-C leaves at once.
 
-    A Ctrl-C that was ignored before stays ignored: that is how a shell starts what it puts into the background. SIGTERM
-    never is: launchers ask by it.
+    A Ctrl-C that was ignored before stays ignored: that is how a shell starts what it puts into the background; and so
+    does a SIGHUP, under nohup. SIGTERM never is: launchers ask by it.
     """
 
     def __init__(self) -> None:
@@ -28,9 +29,8 @@ class StopSignal:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignal:
-        for name in STOP_SIGNALS:
-            number = getattr(signal, name)
-            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+        for number in STOP_SIGNALS:
+            if number in _OF_A_TERMINAL and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._before[number] = signal.signal(number, self._note)
         return self

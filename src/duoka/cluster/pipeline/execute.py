@@ -24,6 +24,7 @@ from duoka.cluster.pipeline.manifest import RESULT, Manifest
 from duoka.cluster.pipeline.nodes import Node, Nodes, changes
 from duoka.config.pipeline import Gate, is_number
 from duoka.errors import ConfigError, StoppedEarly, WorkerFailed
+from duoka.process.exits import STOP_SIGNALS
 from duoka.runs.folder import json_lines, write_json_atomic, write_text_atomic
 from duoka.units import format_seconds
 
@@ -273,8 +274,12 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _wait(process: subprocess.Popen[Any], read: Callable[[], object] = lambda: None) -> int:
-    """Until it ends. A Ctrl-C goes to both; a SIGTERM is passed on; either way the stage saves and says so."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    """Until it ends. A Ctrl-C goes to both; other requests to stop are passed on; the stage saves and says so.
+
+    One that this process died of (a terminal that is closed, say) would have the stage killed with it, unsaved.
+    """
+    asking = [n for n in STOP_SIGNALS if n != signal.SIGINT and signal.getsignal(n) is not signal.SIG_IGN]
+    before = {n: signal.signal(n, lambda number, frame: process.send_signal(number)) for n in asking}
     try:
         while True:
             try:
@@ -284,7 +289,8 @@ def _wait(process: subprocess.Popen[Any], read: Callable[[], object] = lambda: N
             except KeyboardInterrupt:
                 continue
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _absolute(name: str, base: Path) -> str:
