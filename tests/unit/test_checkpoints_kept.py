@@ -1,17 +1,23 @@
 """What a start moves out of its way stays as it is, and what a checkpoint holds is not dropped."""
 
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
 from test_checkpoint import OLDER, choose, make_contents, save_at, store  # noqa: F401
 
+from duoka.cluster.run_lock import hold_run
 from duoka.comm.world import World
 from duoka.config.schema import OptimConfig
 from duoka.errors import StorageError
 from duoka.optim.build import build_optimizer
 from duoka.parallel.engine import EngineSpec
 from duoka.parallel.single import Single
+from duoka.plan.layout import Layout
+from duoka.runs.folder import RunFolder
+from duoka.runs.manifest import read_manifest, write_manifest
+from duoka.store.checkpoint import CheckpointStore
 from duoka.store.resume import find_damage
 
 
@@ -63,3 +69,29 @@ def test_a_run_that_began_elsewhere_goes_on_from_the_newest_it_has_whatever_that
     newest = save_under(store, "auto", 10)
     found, said = choose(store, "elsewhere")
     assert found == newest and "the newest of its own checkpoints is taken" in said[0]
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_not_passed_over_as_damaged(store):  # noqa: F811
+    """Passed over it was renamed, and removed when the run came by its step."""
+    save_at(store, make_contents(1), 5)
+    newer = save_at(store, make_contents(1), 10)
+    write_manifest(newer, replace(read_manifest(newer), format=3))
+    with pytest.raises(StorageError, match="has format 3, and this duoka reads 2") as refused:
+        choose(store)
+    assert "the version of duoka that wrote it" in (refused.value.fix or "") and newer.is_dir()
+
+
+def test_a_run_whose_folder_another_start_has_now_writes_nothing_there(store):  # noqa: F811
+    """Deleted and begun anew while it trained: its checkpoint would pass for one of the new run."""
+    run = RunFolder(store.folder.parent)
+    with hold_run(run):
+        ours = CheckpointStore(run.checkpoints, World(), Layout(), asynchronous=False)
+        save_at(ours, make_contents(1), 5)
+        run.lock.unlink()  # by somebody who takes it for a stale one
+        save_at(ours, make_contents(1), 10)
+        shutil.rmtree(run.path)
+        with hold_run(run):
+            with pytest.raises(StorageError, match="another start works there now"):
+                save_at(ours, make_contents(1), 15)
+            save_at(CheckpointStore(run.checkpoints, World(), Layout(), asynchronous=False), make_contents(2), 5)
+            assert os.listdir(run.checkpoints) == [OLDER]

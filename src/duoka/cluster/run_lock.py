@@ -7,8 +7,9 @@ system lets go of when its holder dies sees to it. Nothing that is there is over
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -145,7 +146,7 @@ def hold_run(run: RunFolder) -> Iterator[None]:
 
     run.make()
     try:
-        file = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StorageError(
             f"cannot write in {run.path}: {error.strerror or error}",
@@ -162,6 +163,9 @@ def hold_run(run: RunFolder) -> Iterator[None]:
         except OSError:
             # Some network file systems have no locks; status.json is all there is then.
             check_nobody_works(run)
+        with suppress(OSError):  # a full disk is said by who cannot do without
+            os.ftruncate(file, 0)
+            os.pwrite(file, uuid.uuid4().hex.encode(), 0)
         yield
     finally:
         os.close(file)

@@ -70,6 +70,10 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
     def final(self) -> Path:
         """The result in the field's own format: a PEFT folder (adapters) or a transformers folder."""
         return self.path / "final"
@@ -88,6 +92,14 @@ class RunFolder:
                 f"cannot make the run folder {self.path}: {error.strerror or error}",
                 fix="set output: to a folder that you may write to",
             ) from None
+
+
+def read_owner(run: RunFolder) -> str:
+    """The mark of the start that holds this folder, which it leaves in its lock; empty where nobody has left one."""
+    try:
+        return run.lock.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
 
 
 def apply_umask(folder: Path) -> None:

@@ -28,6 +28,10 @@ _BLOCK_BYTES = 1 << 22
 _FOLDER = re.compile(r"^step-(\d{8})$")
 
 
+class OtherFormat(StorageError):
+    """A checkpoint of another version, which may be whole: passed over as damaged it would be removed later."""
+
+
 @dataclass(frozen=True)
 class FileRecord:
     size_bytes: int
@@ -138,8 +142,9 @@ def read_manifest(folder: Path) -> Manifest:
     if raw is None:
         raise StorageError(f"{MANIFEST} is missing or no JSON")
     if raw.get("format", 0) != FORMAT and isinstance(raw.get("format"), int) and "files" in raw:
-        raise StorageError(
-            f"{MANIFEST} has format {raw['format']}, and this duoka reads {FORMAT}: another version wrote it"
+        raise OtherFormat(
+            f"{folder.name}: {MANIFEST} has format {raw['format']}, and this duoka reads {FORMAT}",
+            fix="go on with the version of duoka that wrote it, or start a new run with another output:",
         )
     digest = raw.pop("digest", None)
     if digest != _digest(raw):

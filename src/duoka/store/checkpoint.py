@@ -26,6 +26,7 @@ from duoka.errors import StorageError
 from duoka.parallel.powersgd import changes_in_passes
 from duoka.plan.hardware import available_memory_bytes
 from duoka.plan.layout import Layout
+from duoka.runs.folder import RunFolder, read_owner
 from duoka.runs.manifest import (
     CONFIG,
     FileRecord,
@@ -109,6 +110,8 @@ class CheckpointStore:
         self.facts = facts or Facts()
         self.asynchronous = asynchronous
         self.waited_s = 0.0  # of the latest save, for the one before it
+        self._run = RunFolder(folder.parent)
+        self._owner = read_owner(self._run)
         self._share: SavePlan | None = None
         self._needed = 0  # bytes of a whole checkpoint
         self._buffer: HostBuffer | None = None
@@ -255,6 +258,8 @@ class CheckpointStore:
 
     def _try_to_begin(self, target: _Target, contents: Contents) -> Saved | SaveFault | None:
         """Rank 0 makes the draft's folder; what stands in the way is returned, for all ranks to hear of it."""
+        if self._owner and read_owner(self._run) not in ("", self._owner):
+            return self._taken(target)
         if target.keep is not None and target.final.exists():
             return Saved(target.step, target.final, _folder_bytes(target.final), 0.0, 0.0)
         needed = self._needed
@@ -335,6 +340,12 @@ class CheckpointStore:
         if target.keep is not None:
             remove_old(final.parent, target.keep)
         return None
+
+    def _taken(self, target: _Target) -> SaveFault:
+        """Without this, two runs' checkpoints would lie side by side, and each go on from the other's."""
+        what = f"the checkpoint of step {target.step} could not be written to {target.final.parent}"
+        taken = f"{self._run.path} was deleted while this run worked in it, and another start works there now"
+        return SaveFault(target.step, what, taken, "stop one of the two, or give it another output:")
 
     def _fault(self, target: _Target, errors: list[OSError], needed: int) -> SaveFault:
         """In users' words, with needed and free bytes."""

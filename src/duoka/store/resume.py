@@ -33,6 +33,7 @@ from duoka.runs.folder import RunFolder
 from duoka.runs.manifest import (
     CONFIG,
     Manifest,
+    OtherFormat,
     check_files,
     find_misnaming,
     find_requested,
@@ -50,15 +51,25 @@ Say = Callable[[str], None]
 
 
 def find_damage(folder: Path, world: World) -> str:
-    """What is wrong with a checkpoint, or "" when it is whole; every rank looks at its part of the files."""
+    """What is wrong with a checkpoint, or "" when it is whole; every rank looks at its part of the files.
+
+    Raises OtherFormat, on all ranks.
+    """
+    foreign: OtherFormat | None = None
     try:
         manifest = read_manifest(folder)
         names = sorted(manifest.files)[world.rank :: world.size]
         wrong = [fault for fault in [find_misnaming(folder, manifest)] if fault]
         wrong += check_files(folder, manifest, names)
+    except OtherFormat as error:
+        wrong, foreign = [], error
     except StorageError as error:
         wrong = [error.what]
-    return "; ".join(dict.fromkeys(fault for faults in world.gather(wrong) for fault in faults))
+    everyone: list[tuple[list[str], OtherFormat | None]] = world.gather((wrong, foreign))
+    for _, other in everyone:
+        if other is not None:
+            raise other
+    return "; ".join(dict.fromkeys(fault for faults, _ in everyone for fault in faults))
 
 
 def choose_checkpoint(run: RunFolder, resume: str, base: Path, world: World, say: Say) -> Path | None:
