@@ -3,13 +3,15 @@
 import json
 import multiprocessing
 import os
+import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
+import psutil
 import pytest
 
 from duoka.runs.folder import RunFolder
-from duoka.runs.status import ProgressFile, Status, leader_identity, read_status, update_status
+from duoka.runs.status import ProgressFile, Status, is_alive, leader_identity, read_status, update_status
 
 NUM_WRITES = 300
 
@@ -121,3 +123,15 @@ def test_two_writers_that_race_lose_nothing(run):
         assert writer.exitcode == 0
     seen = read_status(run)
     assert (seen.exit_code, seen.step, seen.total_steps) == (NUM_WRITES - 1, NUM_WRITES - 1, 9)
+
+
+def test_a_process_is_the_same_one_when_the_systems_clock_was_set(run, monkeypatch):
+    """A run whose machine found the time after it had begun was told to be dead, and its alerts ended with that."""
+    ours = Status(state="running", **leader_identity())
+    of_old = replace(ours, pid_started=psutil.Process().create_time())
+    assert is_alive(ours) and is_alive(of_old)
+    if sys.platform == "linux":
+        later = psutil.boot_time() + 3600.0
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: later)
+        assert is_alive(ours)
+    assert not is_alive(replace(ours, pid_started=ours.pid_started + 1))

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from duoka.runs.folder import RunFolder, read_json, write_json_atomic
@@ -22,6 +23,7 @@ _NUMBERS = ("step", "total_steps", "loss", "tokens_per_s")
 # How often the leader has written. Progress notes the number it found when it began, so that a reader knows which of
 # the two spoke last about the run's state: clocks of two machines could not tell.
 _VERSION = "version"
+_OLDEST_DATE = 1e9  # what is larger is no time since a boot: of an older duoka, or another system than Linux
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Status:
     tokens_per_s: float | None = None
     world_size: int = 1
     pid: int = 0
-    pid_started: float = 0.0  # seconds since boot clock of psutil: guards against a reused pid
+    pid_started: float = 0.0  # against a reused pid: seconds after the machine's boot (elsewhere than on Linux, a date)
     host: str = ""
     updated: float = 0.0  # wall clock
     exit_code: int | None = None
@@ -109,7 +111,18 @@ def leader_identity(pid: int | None = None) -> dict[str, Any]:
     import psutil
 
     pid = os.getpid() if pid is None else pid
-    return {"pid": pid, "pid_started": psutil.Process(pid).create_time(), "host": socket.gethostname()}
+    since_boot_s = _started_since_boot_s(pid)
+    started = psutil.Process(pid).create_time() if since_boot_s is None else since_boot_s
+    return {"pid": pid, "pid_started": started, "host": socket.gethostname()}
+
+
+def _started_since_boot_s(pid: int) -> float | None:
+    """A process's date of birth moves when the system's clock is set; the kernel's own count does not."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def is_alive(status: Status) -> bool:
@@ -120,6 +133,11 @@ def is_alive(status: Status) -> bool:
         return False
     try:
         process = psutil.Process(status.pid)
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - status.pid_started) < 2.0
+        since_boot_s = _started_since_boot_s(status.pid)
+        if since_boot_s is None or status.pid_started > _OLDEST_DATE:
+            is_same = abs(process.create_time() - status.pid_started) < 2.0
+        else:
+            is_same = abs(since_boot_s - status.pid_started) < 0.005
+        return process.status() != psutil.STATUS_ZOMBIE and is_same
     except psutil.Error:
         return False
